@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
+    from splitkit.runtime.folder.load_weights import load as load
     from splitkit.runtime.generation.local_generator import generator as generator
     from splitkit.studies.fit.fit import fit as fit
     from splitkit.studies.fit.fit_result import Fit as Fit
@@ -97,6 +98,7 @@ _HOME = {
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
     "inline": "engine.inlining.inline",
+    "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",
     "plan": "engine.split",
     "report": "view.data.report",

@@ -32,6 +32,7 @@ from splitkit.frontends.capture.first_call import (
 )
 from splitkit.frontends.capture.grad_flags import GradFlags
 from splitkit.frontends.capture.input_checks import InputCheck
+from splitkit.frontends.capture.meta_models import buffers_on_meta, inputs_on_meta
 from splitkit.frontends.capture.reached import note_reached
 from splitkit.frontends.capture.seeding import refuse_seeding
 from splitkit.frontends.capture.symbolic_trace import trace
@@ -41,6 +42,7 @@ from splitkit.frontends.output_classes import is_cache, outputs_opened, register
 from splitkit.frontends.quantized import AS_MODULES, quantized_part
 from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
+from splitkit.graph.unsaved_buffers import keep_values
 
 # Checks that export adds to the graph. They hold by construction, and would fail in a part on another device.
 _EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
@@ -67,6 +69,9 @@ def capture(
     whole process. A cache of transformers may be among the inputs: the graph takes its tensors, and returns a new cache
     instead of changing it. If capture fails because the model hooks submodules or creates buffers at its first call, it
     is called once for real and captured again.
+
+    If all parameters are on ``meta``, inputs and buffers are captured there too, wherever you have them. Buffers that
+    are in no state dict keep their values for `splitkit.load`, if they are real or the model is of transformers.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others. What the model's Python code reads of global state
@@ -101,13 +106,14 @@ def capture(
     require_module(model)
     given = args, kwargs
     register_caches_among(given)
-    args, kwargs = copy_repeated(given)
+    args, kwargs = inputs_on_meta(model, copy_repeated(given))
     refuse_module_hooks(model)
     if how != "export":
         refuse_autocast("symbolic_trace loses it")
-    with autocast_recorded(model), capture_conditions():
+    with autocast_recorded(model), capture_conditions(), buffers_on_meta(model) as values:
         try:
             gm = retry_after_call(model, args, kwargs, ways[how])
+            keep_values(gm, values)
             _note_repeated(gm, how, model, *given)
             return gm
         except CaptureError as refusal:

@@ -53,7 +53,7 @@ def devices_of(split: Split, given: Devices) -> Mapping[PartKey, torch.device]:
         part = split.plan.parts[key]
         device = (given or {}).get(key, part.device)
         if device is None:
-            raise _bad(f"part {key!r} has no device", 'Give them: to_devices(split, ["cuda:0", "cuda:1"]).', key)
+            raise _bad(f"part {key!r} has no device", 'Give one for each part: devices=["cuda:0", "cuda:1"].', key)
         if part.replicas > 1:
             raise _bad(
                 f"part {key!r} has {part.replicas} replicas, each of which needs a process of its own",

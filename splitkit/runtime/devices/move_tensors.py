@@ -28,7 +28,7 @@ def move_tensors(root: nn.Module, held: nn.Module, homes: Mapping[int, torch.dev
         PipelineError: SK807 for a tensor without data, SK808 for tensors that share memory and have different devices.
             Nothing is moved then.
     """
-    tables = [t for m in (root, held) for t in _tables(m)]
+    tables = [t for m in (root, held) for t in tables_of(m)]
     found = {id(t): t for table in tables for t in table.values() if isinstance(t, torch.Tensor) and id(t) in homes}
     groups = _sharing(list(found.values()))
     for group in groups:
@@ -39,10 +39,10 @@ def move_tensors(root: nn.Module, held: nn.Module, homes: Mapping[int, torch.dev
         new = group if same_device(group[0].device, device) else _moved(group, device)
         for tensor, moved in zip(group, new, strict=True):
             if moved is not tensor:
-                _replace(tables, tensor, moved)
+                replace_tensor(tables, tensor, moved)
 
 
-def _tables(module: nn.Module) -> list[dict[str, Any]]:
+def tables_of(module: nn.Module) -> list[dict[str, Any]]:
     """Return all dictionaries that may hold tensors in a module and its submodules."""
     found: list[dict[str, Any]] = []
     for inner in module.modules():
@@ -85,7 +85,10 @@ def _require_data(group: list[torch.Tensor], homes: Mapping[int, torch.device], 
         if tensor.is_meta and homes[id(tensor)].type != "meta":
             names = _names([tensor], tables)
             raise PipelineError(
-                "SK807", f"{names[0]} is on meta and has no data to move", "Load the weights first.", names
+                "SK807",
+                f"{names[0]} is on meta and has no data to move",
+                "Load the weights: splitkit.load(split, folder, devices).",
+                names,
             )
 
 
@@ -138,7 +141,8 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> bool:
     return True
 
 
-def _replace(tables: list[dict[str, Any]], old: torch.Tensor, new: torch.Tensor) -> None:
+def replace_tensor(tables: list[dict[str, Any]], old: torch.Tensor, new: torch.Tensor) -> None:
+    """Put another tensor in the place of one, wherever a dictionary has it."""
     for table in tables:
         for name, value in table.items():
             if value is old:

@@ -44,6 +44,12 @@ def to_devices(split: Split, devices: Devices = None) -> OnDevices:
     Copies use streams as torchgpipe does (Kim et al., "torchgpipe: On-the-fly pipeline parallelism for training giant
     models", 2020).
     """
+    if not isinstance(split, Split):
+        raise PipelineError(
+            "SK807",
+            f"to_devices was given a {type(split).__name__}, which is not a split",
+            "Split the graph in this process; splitkit.load(split, folder, devices) reads the weights from files.",
+        )
     return OnDevices(split, devices)
 
 

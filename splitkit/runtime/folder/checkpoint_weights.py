@@ -6,17 +6,18 @@ Only the tensors that are filled are in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from splitkit.errors import FileError
+from splitkit.errors import FileError, listed
 from splitkit.json_fields import JsonField
 from splitkit.plans.plan_file import read_json
+from splitkit.runtime.folder.checkpoint_names import Sources, is_ignored, refuse_trouble, sources_of
 from splitkit.runtime.folder.checkpoint_reader import METADATA, Look, look_text, read_stored, stored_looks
-from splitkit.runtime.folder.tensorfiles import stored_tensors
+from splitkit.runtime.folder.tensorfiles import StoredTensor, stored_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -32,14 +33,16 @@ class Weights:
         place: the file or folder.
         files: name -> its safetensors file; empty for a checkpoint of torch.
         saved: name -> shape and dtype in a checkpoint of torch; empty for safetensors.
+        convert: whether floating-point numbers in safetensors are converted to the dtype of the model.
     """
 
     place: Path
     files: Mapping[str, Path]
     saved: Mapping[str, Look]
+    convert: bool = False
 
     @classmethod
-    def at(cls, place: str | os.PathLike[str]) -> Weights:
+    def at(cls, place: str | os.PathLike[str], convert: bool = False) -> Weights:
         """Open a ``.safetensors`` file, a folder with ``model.safetensors`` or its index, or a checkpoint's folder.
 
         No code is run from any of them.
@@ -49,10 +52,10 @@ class Weights:
         """
         path = Path(place)
         if (path / INDEX).is_file():
-            return cls(path, _indexed(path), {})
+            return cls(path, _indexed(path), {}, convert)
         single = path if path.is_file() else path / SINGLE
         if single.is_file():
-            return cls(path, dict.fromkeys(stored_tensors(single), single), {})
+            return cls(path, dict.fromkeys(stored_tensors(single), single), {}, convert)
         if (path / METADATA).is_file():
             return cls(path, {}, stored_looks(path))
         raise FileError(
@@ -61,53 +64,165 @@ class Weights:
             f"Name a folder with {SINGLE}, {INDEX} or a checkpoint of torch.distributed.checkpoint.",
         )
 
-    def read(self, wanted: Sequence[tuple[Sequence[str], torch.Tensor]]) -> None:
+    def read(
+        self, wanted: Sequence[tuple[Sequence[str], torch.Tensor]], after: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
         """Fill tensors.
 
         Args:
             wanted: pairs of the names that a tensor may have, and the tensor.
+            after: called with the bytes of each tensor of safetensors that was filled.
 
         Raises:
-            FileError: SK507 for a missing name, or a tensor of another shape or dtype.
+            FileError: SK507 for a missing name, a tensor of another shape or dtype, or a tied weight of which the file
+                has several that differ; nothing was read then, except for the last reason.
         """
-        found = [(self._name(names), tensor) for names, tensor in wanted]
-        headers = {
-            file: stored_tensors(file) for file in dict.fromkeys(self.files[n] for n, _ in found if n in self.files)
-        }
-        for name, tensor in found:
-            if name in self.files:
-                stored = headers[self.files[name]].get(name)
-                if stored is None:
-                    raise self._absent([name])
-                self._require(name, tensor, stored.shape, stored.dtype)
-                stored.read_into(tensor)
-            else:
-                self._require(name, tensor, *self.saved[name])
         if self.saved:
+            found = [(self._name(names), tensor) for names, tensor in wanted]
+            for name, tensor in found:
+                self.require(name, tensor, *self.saved[name])
             read_stored(self.place, dict(found))
+            return
+        sources = sources_of([names for names, _ in wanted], self.files, self.place)
+        self._require_all([names for names, _ in wanted], sources)
+        headers = _Headers(self)
+        plan = [
+            (tensor, [headers.pieces(name, sources[name], tensor) for name in _present(names, sources)])
+            for names, tensor in wanted
+        ]
+        for tensor, (first, *ties) in plan:
+            for _, stored, view in first:
+                stored.read_into(view)
+            for tie in ties:
+                _require_equal(first, tie)
+            after(tensor.numel() * tensor.element_size())
+
+    def unexpected(self, groups: Sequence[Sequence[str]], known: Collection[str]) -> list[str]:
+        """Return the names in the files that are none of the model, sorted; not those that transformers leaves out.
+
+        Args:
+            groups: for each tensor that is wanted, the names that it has in the model.
+            known: the names of all parameters and buffers of the model.
+        """
+        sources = sources_of(groups, self.files, self.place)
+        over = [name for target, found in sources.items() if target not in known for name in found.names]
+        return sorted(name for name in over if not is_ignored(name, self.place))
 
     def _name(self, names: Sequence[str]) -> str:
-        for prefix in _PREFIXES if self.saved else _PREFIXES[:1]:
+        for prefix in _PREFIXES:
             for name in names:
-                if prefix + name in self.files or prefix + name in self.saved:
+                if prefix + name in self.saved:
                     return prefix + name
-        raise self._absent(names)
+        raise self.absent(names)
 
-    def _absent(self, names: Sequence[str]) -> FileError:
-        shown = names[0] + (f" (or {', '.join(names[1:])})" if names[1:] else "")
+    def _require_all(self, groups: Sequence[Sequence[str]], sources: Mapping[str, Sources]) -> None:
+        if missing := [names for names in groups if not _present(names, sources)]:
+            raise self.absent(*missing)
+
+    def absent(self, *groups: Sequence[str]) -> FileError:
+        """Return the refusal of weights that lack tensors, each given by its names."""
+        names = groups[0]
+        ties = f" (or {', '.join(names[1:])})" if names[1:] else ""
+        others = [other[0] for other in groups[1:]]
         return FileError(
-            "SK507", f"{self.place} has no {shown}", "Name the weights of the model that was split.", names
+            "SK507",
+            f"{self.place} has no {names[0]}{ties}" + (f", and no {listed(others, 3)}" if others else ""),
+            "Name the weights of the model that was split.",
+            [*names, *others],
         )
 
-    def _require(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if shape != tuple(tensor.shape) or dtype != tensor.dtype:
+    def require(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Refuse a stored tensor of another shape or dtype.
+
+        Raises:
+            FileError: SK507.
+        """
+        fits = dtype == tensor.dtype
+        if self.convert and not self.saved:
+            fits = fits or (dtype.is_floating_point and tensor.is_floating_point())
+        if shape != tuple(tensor.shape) or not fits:
             theirs, own = look_text(shape, dtype), look_text(tensor.shape, tensor.dtype)
+            remedy = "Name the weights of the model that was split, or split it in their dtype."
+            if shape == tuple(tensor.shape) and not self.saved:
+                remedy = f"Capture the model in {dtype}, or convert the weights: dtype={tensor.dtype}."
+            raise FileError("SK507", f"{name} in {self.place} is {theirs}, and the stage reads {own}", remedy, [name])
+
+
+Piece = tuple[str, StoredTensor, torch.Tensor]
+"""A name in a file, what is stored under it, and the view of a tensor that it fills."""
+
+
+class _Headers:
+    """The headers of the files, each read once."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        self._read: dict[Path, dict[str, StoredTensor]] = {}
+
+    def pieces(self, name: str, sources: Sources, tensor: torch.Tensor) -> list[Piece]:
+        """Return what fills a tensor.
+
+        Raises:
+            FileError: SK507 for a stored tensor that is missing or does not fit.
+        """
+        refuse_trouble(name, sources, self._weights.place)
+        rows = [[(stored, self._stored(stored)) for stored in row] for row in sources.rows]
+        views = [tensor.detach()]
+        if len(rows) > 1:
+            lengths = [(*[len(row)] * sources.stacked, *row[0][1].shape)[sources.dim] for row in rows]
+            if sum(lengths) != tensor.shape[sources.dim]:
+                self._weights.require(sources.names[0], tensor, rows[0][0][1].shape, rows[0][0][1].dtype)
+            views = list(views[0].split(lengths, sources.dim))
+        found: list[Piece] = []
+        for row, view in zip(rows, views, strict=True):
+            if sources.stacked and len(row) != len(view):
+                what = f"{self._weights.place} has {len(row)} tensors for the {len(view)} of {name}"
+                raise FileError("SK507", what, "Name the weights of the model that was split.", [name])
+            found += [(n, s, v) for (n, s), v in zip(row, view if sources.stacked else [view], strict=True)]
+        for stored_name, stored, part in found:
+            self._weights.require(stored_name, part, stored.shape, stored.dtype)
+        return found
+
+    def _stored(self, name: str) -> StoredTensor:
+        file = self._weights.files[name]
+        if file not in self._read:
+            self._read[file] = stored_tensors(file)
+        if name not in self._read[file]:
+            raise self._weights.absent([name])
+        return self._read[file][name]
+
+
+def _present(names: Sequence[str], sources: Mapping[str, Sources]) -> list[str]:
+    return [name for name in names if name in sources]
+
+
+def _require_equal(first: Sequence[Piece], tie: Sequence[Piece]) -> None:
+    """Refuse a file that has a tied weight under two names with different values.
+
+    Raises:
+        FileError: SK507.
+    """
+    for (a, _, view), (b, stored, _) in zip(first, tie, strict=True):
+        other = torch.empty(view.shape, dtype=view.dtype)
+        stored.read_into(other)
+        if not torch.equal(other, view.cpu()):
             raise FileError(
                 "SK507",
-                f"{name} in {self.place} is {theirs}, and the stage reads {own}",
-                "Name the weights of the model that was split, or split it in their dtype.",
-                [name],
+                f"{a} and {b} differ in {stored.file}, and the model that was split has one tensor for both",
+                "Split a model in which they are not tied (tie_word_embeddings=False).",
+                [a, b],
             )
+
+
+def require_captured(dtype: torch.dtype | None, captured: Collection[torch.dtype]) -> None:
+    """Refuse to convert weights to a dtype in which the model was not captured: its graph has dtypes of its own.
+
+    Raises:
+        FileError: SK507.
+    """
+    if dtype is not None and dtype not in captured:
+        known = listed(sorted({str(d) for d in captured if d.is_floating_point}), 3) or "no floats"
+        raise FileError("SK507", f"the model was captured in {known}, not {dtype}", f"Capture model.to({dtype}).")
 
 
 def _indexed(folder: Path) -> dict[str, Path]:

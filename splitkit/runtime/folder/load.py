@@ -25,13 +25,14 @@ from torch import fx, nn
 
 from splitkit._torch import attributes_of, codegen_of, pytree
 from splitkit.engine.serialization import argument_data, graph_data
+from splitkit.engine.serialization.argument_data import dtype_of
 from splitkit.errors import FileError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.json_fields import WRITE_AGAIN, JsonField
 from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
-from splitkit.runtime.folder.checkpoint_weights import Weights
+from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.manifest import decode_facts, like_of
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
 from splitkit.runtime.ranks.stage_chain import Chain, stage_of_calls
@@ -141,7 +142,7 @@ class StageFolder:
             raise FileError(
                 "SK504",
                 f"{self.path} has no example of inputs",
-                "Save it with save_stages(..., inputs=(args, kwargs)).",
+                "Save it with save_stages(..., inputs=(args, kwargs)), with inputs that are not on meta.",
             )
         stored = stored_tensors(self.path / EXAMPLE)
         found: list[Any] = []
@@ -211,16 +212,23 @@ class StageFolder:
         table[last] = tensor
 
 
-def open_stages(folder: str | os.PathLike[str], weights: str | os.PathLike[str] | None = None) -> StageFolder:
+def open_stages(
+    folder: str | os.PathLike[str],
+    weights: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> StageFolder:
     """Open stages that `save_stages` wrote. No tensor is read yet, and no code from the folder is run.
 
     Args:
         folder: the folder.
         weights: a folder of ``safetensors`` in Hugging Face's layout, or of ``torch.distributed.checkpoint``, from
             which parameters and saved buffers are read by name; by default the folder's own weights.
+        dtype: converts floating-point numbers of safetensors in ``weights`` to the dtype of the model, which must be
+            this; by default another dtype in the files is refused.
 
     Raises:
-        FileError: SK503 for another schema, SK504 if a file cannot be read, SK505 if one is damaged.
+        FileError: SK503 for another schema, SK504 if a file cannot be read, SK505 if one is damaged, SK507 for a
+            ``dtype`` in which the model was not captured.
     """
     path = Path(folder)
     manifest = JsonField(MANIFEST, "", _read(path / MANIFEST))
@@ -232,6 +240,7 @@ def open_stages(folder: str | os.PathLike[str], weights: str | os.PathLike[str] 
             f"{path / MANIFEST} has schema {manifest['schema'].value!r}, this splitkit reads {SCHEMA}",
             "Split again with this version, or use the version of splitkit that wrote it.",
         )
+    require_captured(dtype, [dtype_of(row["dtype"]) for row in manifest["tensors"].items()])
     plan = _plan(manifest["plan"])
     keys = list(plan.parts)
     rows = [(keys[row["part"].whole(len(keys))], row["name"].text()) for row in manifest["stages"].items()]
@@ -241,7 +250,7 @@ def open_stages(folder: str | os.PathLike[str], weights: str | os.PathLike[str] 
     return StageFolder(
         path,
         manifest,
-        None if weights is None else Weights.at(weights),
+        None if weights is None else Weights.at(weights, convert=dtype is not None),
         module,
         plan,
         dict(rows),

@@ -18,6 +18,7 @@ from splitkit.engine.split import Split
 from splitkit.errors import FileError
 from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import attribute, parameters_and_buffers, storage_key
+from splitkit.graph.unsaved_buffers import kept_values
 from splitkit.runtime.folder.checkpoint_weights import INDEX
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA
 from splitkit.runtime.folder.manifest import encode_facts
@@ -39,13 +40,14 @@ def save_stages(
     The folder holds ``manifest.json`` (the plan, the values at each border, the names of tensors), ``stage-K.json``
     (the graph of a stage), ``stage-K.safetensors`` (its weights, buffers and constants; a tensor that several stages
     read is in the file of the first) and an index of these in Hugging Face's format. All of it is data: no code,
-    nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. An old manifest is deleted
-    first and the new one is written last, so that an incomplete folder is refused.
+    nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. Buffers that are in no
+    state dict are written all the same, if `splitkit.capture` knew their values. An old manifest is deleted first and
+    the new one is written last, so that an incomplete folder is refused.
 
     Args:
         split: captured by ``torch.export``, with the inputs of one microbatch.
         folder: the folder, created if necessary.
-        inputs: positional and keyword inputs of one microbatch, to save as an example.
+        inputs: positional and keyword inputs of one microbatch, to save as an example; not saved if one is on ``meta``.
         record: additional fields for the manifest.
 
     Raises:
@@ -60,6 +62,8 @@ def save_stages(
     texts = [json.dumps(program) + "\n" for program in programs]
     held = tensors.by_stage(chain, programs, parent)
     example = None if inputs is None else bind_inputs(split.module, *inputs)
+    if example is not None and any(isinstance(v, torch.Tensor) and v.is_meta for v in example):
+        example = None
     manifest = {
         "schema": SCHEMA,
         "kind": KIND,
@@ -105,6 +109,7 @@ class _Tensors:
         for name, tensor in parameters_and_buffers(split.module).items():  # tensors of copies, or new ones
             self._names.setdefault(id(tensor), {})[split.qualified_names.get(name, name)] = None
         self._saved = set(root.state_dict())
+        self._kept = kept_values(root)
         self._numbers: dict[int, int] = {}
         self._held: list[torch.Tensor] = []
         self.rows: list[dict[str, Any]] = []
@@ -148,10 +153,17 @@ class _Tensors:
         seen: set[int] = set()
         for stage, program in enumerate(programs):
             numbers = [*_numbers(program), *(parent["tensors"][name] for name in chain.own(stage))]
-            own = [n for n in dict.fromkeys(numbers) if n not in seen and not self._held[n].is_meta]
+            own = {n: self._data(n) for n in dict.fromkeys(numbers) if n not in seen}
+            found.append({self.rows[n]["names"][0]: data for n, data in own.items() if data is not None})
             seen.update(own)
-            found.append({self.rows[n]["names"][0]: self._held[n] for n in own})
         return found
+
+    def _data(self, number: int) -> torch.Tensor | None:
+        """Return a tensor with data; of those on ``meta``, only buffers whose values the capture kept have any."""
+        held = self._held[number]
+        if not held.is_meta:
+            return held
+        return next((self._kept[name] for name in self.rows[number]["names"] if name in self._kept), None)
 
 
 def _numbers(program: Mapping[str, Any]) -> list[int]:

@@ -33,6 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )  # fmt: skip
 """The format's name of a dtype -> the dtype."""
 _NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+_PIECE = 2**25  # bytes that are read at once for another device or dtype, not tuned
 _MOST = 2**28  # bytes of a header; guards against reading a file that is no safetensors file, not tuned
 
 
@@ -53,22 +54,27 @@ class StoredTensor:
     start: int
 
     def read_into(self, tensor: torch.Tensor) -> None:
-        """Fill a tensor of the same shape and dtype, on any device.
+        """Fill a tensor of the same shape, on any device; numbers are converted to its dtype.
+
+        A contiguous tensor is filled in pieces of 32 MiB, unless its memory can be filled directly.
 
         Raises:
             FileError: SK504 if the file cannot be read.
         """
-        direct = tensor.device.type == "cpu" and tensor.is_contiguous()
-        target = tensor.detach() if direct else torch.empty(self.shape, dtype=self.dtype)
+        target, whole = tensor.detach(), tensor.is_contiguous()
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.start)
-                _fill(file, _bytes_of(target))
+                if whole and target.device.type == "cpu" and target.dtype == self.dtype:
+                    _fill(file, _bytes_of(target))
+                    return
+                pieces = target.view(-1).split(max(_PIECE // self.dtype.itemsize, 1)) if whole else (target,)
+                for piece in pieces:
+                    held = torch.empty(piece.shape, dtype=self.dtype)
+                    _fill(file, _bytes_of(held))
+                    piece.copy_(held)
         except OSError as error:
             raise FileError("SK504", f"cannot read {self.file}: {error.strerror}", "Name another file.") from error
-        if not direct:
-            with torch.no_grad():
-                tensor.copy_(target)
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:

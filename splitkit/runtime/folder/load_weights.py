@@ -1,0 +1,171 @@
+"""Loads the weights of a split from a checkpoint, each tensor straight to the device that reads it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from splitkit.engine.split import Split
+from splitkit.errors import FileError, PipelineError, listed
+from splitkit.graph.storages import attribute, parameters_and_buffers
+from splitkit.graph.unsaved_buffers import kept_values
+from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
+from splitkit.runtime.devices.move_tensors import replace_tensor, tables_of
+from splitkit.runtime.devices.on_devices import OnDevices, to_devices
+from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
+from splitkit.runtime.folder.tensorfiles import fills_its_range
+
+
+def load(
+    split: Split, folder: str | os.PathLike[str], devices: Devices = None, dtype: torch.dtype | None = None
+) -> OnDevices:
+    """Load the weights of a split from a checkpoint, and put each part on its device.
+
+    Capture the model on ``meta``, and it is never in memory as a whole: each tensor is read straight to the device of
+    the part that reads it, one at a time, and nothing is held twice. A bar on the terminal shows how far it is. ::
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        split = sk.split(sk.capture(model, **inputs), sk.policies.Stages(2))
+        model = sk.load(split, "Llama-3-8B", ["cuda:0", "cuda:1"])
+
+    Files may have the names that transformers knows how to convert: one name of a tied weight is enough, a checkpoint
+    of a base model is accepted, and experts that are stored one by one are put together. Buffers that are in no state
+    dict are those of the capture (see `splitkit.capture`). All is checked before the first tensor is read; if loading
+    fails, the split is as it was.
+
+    Args:
+        split: from `splitkit.split`. Its tensors are replaced, so that only the result can be called afterwards; the
+            model that was captured stays as it is.
+        folder: a folder of ``safetensors`` in Hugging Face's layout, one such file, or a folder of
+            ``torch.distributed.checkpoint``.
+        devices: as in `splitkit.runtime.to_devices`.
+        dtype: converts floating-point numbers of the files to the dtype in which the model was captured, which must be
+            this; by default another dtype in the files is refused.
+
+    Raises:
+        FileError: SK504, SK505 for files that cannot be read or are damaged; SK507 for names that are missing or
+            unexpected, tensors of another shape or dtype, and buffers whose values nothing has.
+        PipelineError: SK807, SK808 as in `splitkit.runtime.to_devices`.
+    """
+    if not isinstance(split, Split):
+        raise PipelineError(
+            "SK807",
+            f"load was given a {type(split).__name__}, which is not a split",
+            "Give it splitkit.split(gm, plan). A rank with stages on disk loads open_stages(stages, weights=folder).",
+        )
+    places = places_of(split, devices_of(split, devices))
+    weights = Weights.at(folder, convert=dtype is not None)
+    held = _held(split, places.tensors)
+    require_captured(dtype, [slot.old.dtype for slot in held])
+    _require_known(split, weights, held)
+    fresh = [slot for slot in held if slot.saved or slot.old.is_meta]
+    made = [_empty_like(slot.old, slot.device) for slot in fresh]
+    wanted = [(slot.names, new) for slot, new in zip(fresh, made, strict=True) if slot.saved]
+    with _bar(sum(new.numel() * new.element_size() for _, new in wanted)) as advance:
+        weights.read(wanted, advance)
+    values = kept_values(split.flow.root)
+    for slot, new in zip(fresh, made, strict=True):
+        if not slot.saved:
+            with torch.no_grad():
+                new.copy_(next(values[name] for name in slot.names if name in values))
+    return _on_devices(split, devices, [(slot.old, new) for slot, new in zip(fresh, made, strict=True)])
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor that the split reads.
+
+    Attributes:
+        old: the tensor, perhaps on ``meta``.
+        names: its names in the graph that was split; a tied weight has several.
+        saved: whether it is in the state dict.
+        device: the device of the first part that reads it.
+    """
+
+    old: torch.Tensor
+    names: Sequence[str]
+    saved: bool
+    device: torch.device
+
+
+def _held(split: Split, places: Mapping[int, torch.device]) -> list[_Slot]:
+    root = split.flow.root
+    constants = {str(n.target): attribute(root, str(n.target)) for n in split.flow.graph.find_nodes(op="get_attr")}
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in {**parameters_and_buffers(root), **constants}.items():
+        if isinstance(tensor, torch.Tensor) and id(tensor) in places:
+            found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    state = root.state_dict()
+    return [_Slot(t, names, any(n in state for n in names), places[i]) for i, (t, names) in found.items()]
+
+
+def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> None:
+    """Refuse buffers that nothing has, and names that the model lacks.
+
+    Raises:
+        FileError: SK507.
+    """
+    values, root = kept_values(split.flow.root), split.flow.root
+    for slot in held:
+        if slot.old.is_meta and not slot.saved and not any(name in values for name in slot.names):
+            raise FileError(
+                "SK507",
+                f"{slot.names[0]} is on meta and in no state dict, so that no checkpoint has its values",
+                "Give the model its value as a buffer (register_buffer) that is not on meta when you capture it.",
+                slot.names,
+            )
+    known = {*parameters_and_buffers(root), *root.state_dict()}
+    over = weights.unexpected([slot.names for slot in held if slot.saved], known)
+    if over:
+        raise FileError(
+            "SK507",
+            f"{weights.place} has {listed(over, 3)}, which the model does not have",
+            "Capture the model of this checkpoint, or leave these tensors out of the files.",
+            over,
+        )
+
+
+def _empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Make an uninitialized tensor on a device with the shape, dtype and dense strides of another."""
+    steps = old.stride() if fills_its_range(old.shape, old.stride()) else None
+    new = torch.empty(old.shape, dtype=old.dtype, device=device)
+    if steps is not None:
+        new = torch.empty_strided(old.shape, steps, dtype=old.dtype, device=device)
+    return (
+        nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new.requires_grad_(old.requires_grad)
+    )
+
+
+def _on_devices(split: Split, devices: Devices, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> OnDevices:
+    """Replace tensors of a split and put it on its devices; put the old ones back if that fails."""
+    tables = [table for module in (split.flow.root, split.module) for table in tables_of(module)]
+    for old, new in pairs:
+        replace_tensor(tables, old, new)
+    try:
+        return to_devices(split, devices)
+    except BaseException:
+        for old, new in pairs:
+            replace_tensor(tables, new, old)
+        raise
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Show how many bytes have been read on standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)

@@ -1,0 +1,86 @@
+"""A model on meta is captured, split and saved wherever its inputs and buffers are; buffers keep their values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit.errors import FileError, PipelineError
+from splitkit.graph.unsaved_buffers import kept_values
+from splitkit.runtime import open_stages, save_stages, to_devices
+from splitkit.runtime.folder.tensorfiles import write_tensors
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.arange(4.0), persistent=False)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        return self.b(self.a(x * self.scale + self.shift))
+
+
+def on_meta(real_buffers):
+    with torch.device("meta"):
+        model = Scaled()
+    if real_buffers:
+        model.scale, model.shift = torch.arange(4.0), torch.ones(4)
+    return model
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("real_buffers", [False, True])
+def test_a_model_on_meta_is_saved_with_the_buffers_that_are_known(device, real_buffers, tmp_path):
+    model, x = on_meta(real_buffers), torch.ones(2, 4, device=device)
+    gm = sk.capture(model, x)
+    assert {b.device.type for b in model.buffers()} == ({"cpu"} if real_buffers else {"meta"})
+    assert {b.device.type for b in gm.buffers()} == {"meta"}
+    known = kept_values(gm)
+    assert list(known) == (["scale"] if real_buffers else [])
+    save_stages(sk.split(gm, sk.policies.Stages(2)), tmp_path / "stages", inputs=((x,), {}))
+    whole = Scaled()
+    write_tensors(tmp_path / "model.safetensors", whole.state_dict())
+    held = open_stages(tmp_path / "stages", weights=tmp_path)
+    if not real_buffers:
+        with pytest.raises(FileError, match="SK507: .* has no scale"):
+            held.load(range(2))
+        return
+    held.load(range(2))
+    assert torch.equal(held.module(torch.ones(2, 4)), whole(torch.ones(2, 4)))
+    if device == "meta":
+        with pytest.raises(FileError, match="SK504: .* no example"):
+            held.example()
+    else:
+        assert torch.equal(held.example()[0][0], x)
+
+
+def test_a_graph_on_meta_takes_real_inputs_no_more_than_the_model(tmp_path):
+    """A tensor without data is refused by `to_devices` with the way to load it."""
+    split = sk.split(sk.capture(on_meta(False), torch.ones(2, 4)), sk.policies.Stages(2))
+    with pytest.raises(PipelineError, match=r"SK807: .* on meta (.|\n)*splitkit\.load\(split, folder, devices\)"):
+        to_devices(split, ["cpu:0", "cpu:1"])
+    with pytest.raises(PipelineError, match="SK807: .* StageFolder"):
+        save_stages(split, tmp_path)
+        to_devices(open_stages(tmp_path), "cpu")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3Text"])
+def test_rotary_buffers_of_transformers_are_computed_again(family):
+    transformers = pytest.importorskip("transformers")
+    kind = {"Llama": "LlamaForCausalLM", "Gemma3Text": "Gemma3ForCausalLM"}[family]
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, intermediate_size=16, num_key_value_heads=1, head_dim=8)
+    whole = getattr(transformers, kind)(config).eval()
+    with torch.device("meta"):
+        model = getattr(transformers, kind)(config).eval()
+    state = torch.random.get_rng_state()
+    known = kept_values(sk.capture(model, input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    saved = whole.state_dict()
+    wanted = {name: b for name, b in whole.named_buffers() if name not in saved}
+    assert known.keys() == wanted.keys() != set()
+    assert all(torch.equal(known[name], b) for name, b in wanted.items())
