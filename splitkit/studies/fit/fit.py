@@ -169,7 +169,7 @@ def _training_rows(found: TrainingFit, cards: Sequence[Card], tokens: int) -> li
     step, flying, line = found.step(tokens), found.in_flight(len(cards)), found.line
     rows = []
     for device, (card, (i, j)) in enumerate(zip(cards, found.even_layout(cards, tokens), strict=True)):
-        held, saved = found.holds(step, flying[device], i, j), found.saved(step, i, j)[0]
+        held, saved = found.holds(step, flying[device], i, j), found.saved(step, i, j)
         budget = max(0, saved + (card.limit - held.total) // flying[device])
         names = tuple(block.name for block in line[i:j])
         rows.append(FittedDevice(card, names, held, flying[device], saved, budget))

@@ -15,7 +15,7 @@ from splitkit._torch import pytree
 from splitkit.errors import CaptureError, PolicyError
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
-from splitkit.testing.config_models import config_at, config_model, config_dtype
+from splitkit.testing.config_models import config_at, config_dtype, config_model
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -54,6 +54,15 @@ class FitModel:
         text = self.config.get_text_config(decoder=True)
         found = [value for name in names if isinstance(value := getattr(text, name, None), int)]
         return found[0] if found else None
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model runs with: its context if it has an embedding of each position."""
+        context = self.context
+        tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        if context is not None and any(context <= table.num_embeddings <= context + 2 for table in tables):
+            return context
+        return None
 
 
 def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None = None) -> FitModel:
@@ -100,7 +109,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
-    return model.to(DTYPES[dtype]) if dtype in DTYPES else model
+    return model if dtype is None or dtype not in DTYPES else model.to(DTYPES[dtype])
 
 
 def _moved(model: nn.Module) -> nn.Module:

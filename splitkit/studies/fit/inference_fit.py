@@ -78,7 +78,7 @@ class InferenceFit:
         return most_fitting(
             lambda tokens: self.layout(cards, tokens) is not None,
             lambda low, high: self._between(cards, low, high),
-            self.subject.context,
+            self.subject.longest,
         )
 
     def _between(self, cards: Sequence[Card], low: int, high: int) -> int:

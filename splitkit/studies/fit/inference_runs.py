@@ -55,10 +55,10 @@ def inference_step(subject: FitModel, blocks: Sequence[Block], tokens: int, requ
     except CaptureError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines() or [""]
+        first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         raise CaptureError(
             "SK401",
-            f"{subject.name} does not run on meta with {requests} x {tokens} tokens: {type(error).__name__}: {first[0]}",
+            f"{subject.name} does not run on meta with {requests} x {tokens} tokens: {first}",
             "Give a factory that returns the model and inputs with which it runs.",
         ) from error
 
@@ -199,7 +199,7 @@ def _cached(cache: Any) -> list[Tensor]:
 
 
 def _tensors_of(layer: Any) -> list[Tensor]:
-    return _tensors([value for value in vars(layer).values() if not isinstance(value, type)])
+    return [one for one in _tensors([*vars(layer).values()]) if one.ndim]
 
 
 def _cache_bytes(cache: Any, owners: Mapping[int, int], blocks: int) -> tuple[int, ...]:

@@ -131,7 +131,7 @@ class _TrainingRun:
     def _left(self, number: int, output: Any) -> None:
         """Let the block run from when the gradient of its output arrives."""
         for tensor in _graded(output):
-            tensor.register_hook(lambda gradient: self.watch.enter(number))
+            tensor.register_hook(lambda _: self.watch.enter(number))  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._note(self._saved[self.watch.current], tensor)
