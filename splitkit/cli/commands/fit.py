@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 import splitkit as sk
-from splitkit.cli import NO_PLAN
+from splitkit.cli import NO_PLAN, factories
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.view.console.console import show_spinner
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit fit``; exit with 3 if the model does not fit."""
+    factories.check_model_name(args.model, plans=False)
     start = perf_counter()
     sizes: dict[str, int] = {}
     for some in args.size or ():

@@ -66,15 +66,15 @@ def training_alternatives(
     ]
 
 
-def _fewer_tokens(
-    found: InferenceFit | TrainingFit, cards: Sequence[Card], most: int | None) -> Iterator[Alternative]:
+def _fewer_tokens(found: InferenceFit | TrainingFit, cards: Sequence[Card], most: int | None) -> Iterator[Alternative]:
     if most:
         what = f"{most:,} tokens instead, the most that fit (--tokens {most})"
         yield Alternative("tokens", most, what, _fullest(found, cards, most))
 
 
 def _more_devices(
-    found: InferenceFit | TrainingFit, cards: Sequence[Card], tokens: int, also: str = "") -> Iterator[Alternative]:
+    found: InferenceFit | TrainingFit, cards: Sequence[Card], tokens: int, also: str = ""
+) -> Iterator[Alternative]:
     largest: Card = max(cards, key=lambda card: card.memory)
     most = min(_MOST_MORE, MOST_CARDS - len(cards))
     for more in range(1, most + 1):

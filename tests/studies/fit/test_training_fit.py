@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import splitkit as sk
 from splitkit.studies.fit.blocks import blocks_of
 from splitkit.studies.fit.fit_model import fit_model
+from splitkit.studies.fit.meta_watch import LikeOnGpu
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_models import config_model, loss_inputs
 
@@ -21,14 +24,18 @@ def training(family, microbatches=4, **fields):
 
 @pytest.mark.parametrize("family", ("llama", "gpt2", "mixtral", "t5"))
 def test_one_device_takes_what_a_real_step_takes(family):
-    """Peak of forward and backward of the second microbatch of a step, measured on real tensors."""
+    """Peak of forward and backward of the second microbatch of a step, measured on real tensors.
+
+    T5 adds a bias to the scores that is trained, for which the CPU has no fused attention: it gets what GPUs have.
+    """
     found, config = training(family, 1), config_of(family)
     held = found.holds(found.step(24), 1, 0, len(found.blocks))
     torch.manual_seed(0)
     model = config_model(config, torch.float32, "cpu").train()
     inputs = loss_inputs(model, config, 1, 24)
     model(**inputs).loss.backward()
-    measured = sk.measure_memory(Step(model), inputs)
+    with LikeOnGpu() if family == "t5" else nullcontext():
+        measured = sk.measure_memory(Step(model), inputs)
     assert held.weights == sum(one.nbytes for one in {*model.parameters(), *model.buffers()})
     assert held.gradients == sum(one.grad.nbytes for one in model.parameters() if one.grad is not None)
     total = held.weights + held.gradients + held.activations
@@ -74,16 +81,17 @@ def test_saved_bytes_are_near_those_of_the_captured_graph():
 
 def test_training_says_what_would_fit():
     config = config_of("llama")
-    found = sk.fit(config, "2x2MiB", train="adamw", tokens=128, requests=2)
+    config.num_hidden_layers = 8
+    found = sk.fit(config, "2x5MiB", train="adamw", tokens=128)
     assert not found.fits and found.purpose == "training with adamw"
     changes = {one.change: one for one in found.alternatives}
     assert {"tokens", "devices", "recompute"} <= {*changes}
     assert found.tokens == changes["tokens"].value < 128
-    assert sk.fit(config, "2x2MiB", train="adamw", tokens=found.tokens, requests=2).fits
-    assert not sk.fit(config, "2x2MiB", train="adamw", tokens=found.tokens + 1, requests=2).fits
-    assert sk.fit(config, "2x2MiB", train="adamw", tokens=128, requests=2, recompute=True).fits
+    assert sk.fit(config, "2x5MiB", train="adamw", tokens=found.tokens).fits
+    assert not sk.fit(config, "2x5MiB", train="adamw", tokens=found.tokens + 1).fits
+    assert sk.fit(config, "2x5MiB", train="adamw", tokens=128, recompute=True).fits
     more = changes["devices"].value
-    assert sk.fit(config, f"{more}x2MiB", train="adamw", tokens=128, requests=2).fits
+    assert sk.fit(config, f"{more}x5MiB", train="adamw", tokens=128).fits
 
 
 def test_the_budget_is_what_microbatches_may_save_within_the_limit():
