@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from splitkit._gc import paused_collector
 from splitkit._torch import pytree
 from splitkit.memory.storage_watch import StorageWatch
-from splitkit.studies.fit.blocks import Block
+from splitkit.studies.fit.blocks import ModelBlock
 
 
 class LikeOnGpu(TorchFunctionMode):
@@ -91,7 +91,7 @@ class BlockWatch:
         order: the blocks that were called, by their first call.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[ModelBlock]) -> None:
         self.blocks = blocks
         self.marks: list[tuple[int, int]] = []
         self.order: list[int] = []

@@ -9,7 +9,7 @@ from functools import cached_property
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
-from splitkit.studies.fit.blocks import Block, Weight
+from splitkit.studies.fit.blocks import ModelBlock, Weight
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_fit import weight_bytes
@@ -33,7 +33,7 @@ class TrainingFit:
     """
 
     subject: FitModel
-    blocks: Sequence[Block]
+    blocks: Sequence[ModelBlock]
     optimizer: str
     schedule: str
     microbatches: int
@@ -49,7 +49,7 @@ class TrainingFit:
         return self._steps[tokens]
 
     @cached_property
-    def line(self) -> list[Block]:
+    def line(self) -> list[ModelBlock]:
         """The blocks in the order in which they run."""
         return [self.blocks[number] for number in self.step(1).order]
 
@@ -130,7 +130,7 @@ def _peak(step: TrainingBytes, numbers: Sequence[int]) -> int:
     return most
 
 
-def trained_bytes_of(blocks: Sequence[Block]) -> int:
+def trained_bytes_of(blocks: Sequence[ModelBlock]) -> int:
     """Return the bytes of the gradients of some blocks, tied weights once."""
     found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
     return sum(weight.trained for weight in found.values())

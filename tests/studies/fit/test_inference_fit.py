@@ -93,7 +93,7 @@ def test_a_token_takes_what_the_configuration_says(family):
 
 
 def test_the_cache_is_that_of_the_captured_graph():
-    config, model = real("llama")
+    _, model = real("llama")
     ids = torch.ones(1, 12, dtype=torch.long)
     gm = sk.capture(model, input_ids=ids, use_cache=True, logits_to_keep=1)
     results = [node.meta["val"] for node in gm.graph.output_node().all_input_nodes]
@@ -111,7 +111,7 @@ def test_the_total_is_what_a_real_step_takes(family):
     held = predicted(family, 56, requests=2, chunk=32)
     with torch.no_grad():
         caches = [model(ids[:, :40], use_cache=True).past_key_values]
-        inputs = dict(input_ids=ids[:, 40:].clone(), use_cache=True, logits_to_keep=1)
+        inputs = {"input_ids": ids[:, 40:].clone(), "use_cache": True, "logits_to_keep": 1}
         measured = sk.measure_memory(lambda: model(past_key_values=caches.pop(), **inputs))
     assert 0.9 * held.total <= measured.peak <= 1.02 * held.total
 
@@ -211,13 +211,13 @@ def test_a_model_with_inputs_of_its_own_has_no_number_of_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (dict(devices="2x24"), "Give the unit"),
-        (dict(devices="0x24GiB"), "Write 2x24GiB"),
-        (dict(dtype="int3"), "Use one of"),
-        (dict(microbatches=4), "for training only"),
-        (dict(train="lion"), "adamw"),
-        (dict(train="adamw", dtype="int4"), "not trained"),
-        (dict(train="adamw", schedule="zbv", devices="2x24GiB"), "one stage on each device"),
+        ({"devices": "2x24"}, "Give the unit"),
+        ({"devices": "0x24GiB"}, "Write 2x24GiB"),
+        ({"dtype": "int3"}, "Use one of"),
+        ({"microbatches": 4}, "for training only"),
+        ({"train": "lion"}, "adamw"),
+        ({"train": "adamw", "dtype": "int4"}, "not trained"),
+        ({"train": "adamw", "schedule": "zbv", "devices": "2x24GiB"}, "one stage on each device"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given, what):
