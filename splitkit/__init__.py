@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
+    from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
     from splitkit.studies.fit.fit_result import Fit as Fit
     from splitkit.studies.frontier import Frontier as Frontier
@@ -91,6 +92,7 @@ _HOME = {
     "capture": "frontends.capture.capture",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
+    "explore": "studies.explore",
     "fit": "studies.fit.fit",
     "inline": "engine.inlining.inline",
     "measure_memory": "memory.measurement",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import NO_PLAN, factories
+from splitkit.cli.common import find_own_code
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.view.console.console import show_spinner
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit fit``; exit with 3 if the model does not fit."""
     factories.check_model_name(args.model, plans=False)
+    if ":" in args.model:
+        find_own_code(args.model)
     start = perf_counter()
     sizes: dict[str, int] = {}
     for some in args.size or ():

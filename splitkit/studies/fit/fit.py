@@ -105,8 +105,11 @@ def _wanted(subject: FitModel, tokens: int | None) -> int | None:
     """Return the tokens that are asked for.
 
     Raises:
-        PolicyError: SK302 for tokens of a model that has inputs of its own.
+        PolicyError: SK302 for tokens of a model that has inputs of its own, or more than it has positions.
     """
+    if tokens is not None and subject.longest is not None and tokens > subject.longest:
+        remedy = f"Ask for {subject.longest} or less."
+        raise PolicyError("SK302", f"fit: tokens={tokens}, and {subject.name} has {subject.longest} positions", remedy)
     if subject.example is None:
         return tokens or min(_USUAL_TOKENS, subject.context or _USUAL_TOKENS)
     if tokens is not None:

@@ -81,6 +81,9 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
     if dtype is not None and dtype not in DTYPES and dtype not in NARROW:
         raise PolicyError("SK302", f"fit: dtype is {dtype!r}", f"Use one of {', '.join((*DTYPES, *NARROW))}.")
     bits = None if dtype is None else NARROW.get(dtype)
+    configured = not isinstance(model, str) or is_config(model)
+    if configured and sizes:
+        raise PolicyError("SK302", f"fit: sizes={dict(sizes)} of a configuration", "Give tokens and requests instead.")
     if isinstance(model, nn.Module):
         return FitModel(type(model).__name__, _cast(_copied(model), dtype), model.config, None, bits)
     if isinstance(model, str | os.PathLike) and is_config(os.fspath(model)):
