@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from splitkit.plans.record import Plan as Plan
     from splitkit.runtime.folder.load_weights import load as load
     from splitkit.runtime.generation.local_generator import generator as generator
+    from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
     from splitkit.studies.fit.fit_result import Fit as Fit
     from splitkit.studies.frontier import Frontier as Frontier
@@ -95,6 +96,7 @@ _HOME = {
     "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
+    "explore": "studies.explore",
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
     "inline": "engine.inlining.inline",

@@ -124,6 +124,7 @@ def test_a_file_of_policies_is_one_policy(file):
 
 SAME_NAMES = {
     "run": "each command of the command line has one, and the parser calls it",
+    "fit": "`splitkit.fit` fits a model to devices, and `splitkit.costs.links.fit` a link to measured times",
     "main": "the entry points of the package, the command line and the fuzzer",
 }
 """Functions that share a name, and why."""

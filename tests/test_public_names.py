@@ -22,8 +22,9 @@ FRONT_DOOR = MODULES | {
     "CUDA_BLOCK", "CaptureError", "CheckError", "Comparison", "CostError", "CycleError", "FileError", "Fit", "Frontier",
     "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan",
     "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "analyze", "apply", "backend",
-    "capture", "capture_decoder", "capture_joint", "compare", "fit", "generator", "inline", "load", "measure_memory",
-    "plan", "report", "simulate_memory", "simulate_schedule", "split", "split_module", "stage_costs", "sweep",
+    "capture", "capture_decoder", "capture_joint", "compare", "explore", "fit", "generator", "inline", "load",
+    "measure_memory", "plan", "report", "simulate_memory", "simulate_schedule", "split", "split_module", "stage_costs",
+    "sweep",
 }  # fmt: skip
 CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}
 """What has no docstring that Python could show."""

@@ -97,16 +97,21 @@ def _example(wanted: Source) -> Example:
         return config_example(wanted.spec, wanted.seed, **wanted.sizes)
     if ":" not in wanted.spec:
         return models.build(wanted.spec, seed=wanted.seed, **wanted.sizes)
-    place = Path(wanted.spec.rpartition(":")[0])
-    for folder in (Path.cwd(), *([place.absolute().parent] if place.suffix == ".py" else [])):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))  # where a script would look; last, so that no installed module is shadowed
+    find_own_code(wanted.spec)
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)
         try:
             return models.load(wanted.spec, **wanted.sizes)
         except SystemExit as error:
             raise CaptureError("SK403", f"{wanted.spec} left with sys.exit({error.code})") from error
+
+
+def find_own_code(spec: str) -> None:
+    """Let a factory import what a script in its place could; last, so that no installed module is shadowed."""
+    place = Path(spec.rpartition(":")[0])
+    for folder in (Path.cwd(), *([place.absolute().parent] if place.suffix == ".py" else [])):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
 
 
 def policy_of(args: Namespace) -> policy_spec.PolicySpec:

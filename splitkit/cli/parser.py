@@ -6,8 +6,8 @@ import argparse
 
 from splitkit import __version__
 from splitkit.cli.part_flags import BACKENDS
-from splitkit.cli.syntax.fit_options import add_fit
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
+from splitkit.cli.syntax.fit_options import add_fit
 from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from argparse import Namespace
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import splitkit as sk
-from splitkit.cli import NO_PLAN
+from splitkit.cli import NO_PLAN, factories
+from splitkit.cli.common import find_own_code
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.view.console.console import show_spinner
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit fit``; exit with 3 if the model does not fit."""
-    start, sizes = perf_counter(), {}
+    factories.check_model_name(args.model, plans=False)
+    if ":" in args.model:
+        find_own_code(args.model)
+    start = perf_counter()
+    sizes: dict[str, int] = {}
     for some in args.size or ():
         sizes |= some
     with show_spinner(f"fitting {args.model}"):
@@ -33,7 +42,7 @@ def run(args: Namespace) -> Outcome:
     took = perf_counter() - start
     verdict, *instead = found.lines()
     data = {"command": "fit", **found.to_dict(), "seconds": took}
-    text = [found.table(), "", verdict, *instead, f"took {seconds_text(took)}"]
+    text: list[RenderableType] = [found.table(), "", verdict, *instead, f"took {seconds_text(took)}"]
     if found.next:
         text.append(f"next: {found.next}")
     return Outcome(data, text, code=0 if found.fits else NO_PLAN)

@@ -66,16 +66,19 @@ def training_alternatives(
     ]
 
 
-def _fewer_tokens(found: Found, cards: Sequence[Card], most: int | None) -> Iterator[Alternative]:
+def _fewer_tokens(found: InferenceFit | TrainingFit, cards: Sequence[Card], most: int | None) -> Iterator[Alternative]:
     if most:
         what = f"{most:,} tokens instead, the most that fit (--tokens {most})"
         yield Alternative("tokens", most, what, _fullest(found, cards, most))
 
 
-def _more_devices(found: Found, cards: Sequence[Card], tokens: int, also: str = "") -> Iterator[Alternative]:
-    largest = max(cards, key=lambda card: card.memory)
-    for more in range(1, min(_MOST_MORE, MOST_CARDS - len(cards)) + 1):
-        several = [*cards, *[largest] * more]
+def _more_devices(
+    found: InferenceFit | TrainingFit, cards: Sequence[Card], tokens: int, also: str = ""
+) -> Iterator[Alternative]:
+    largest: Card = max(cards, key=lambda card: card.memory)
+    most = min(_MOST_MORE, MOST_CARDS - len(cards))
+    for more in range(1, most + 1):
+        several: list[Card] = [*cards, *[largest] * more]
         if found.layout(several, tokens) is not None:
             what = f"{more} more device{'s' if more > 1 else ''} like {largest.name}: {len(several)} in all{also}"
             yield Alternative("devices", len(several), what, _fullest(found, several, tokens))

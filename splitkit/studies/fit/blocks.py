@@ -29,7 +29,7 @@ class Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class ModelBlock:
     """A module that stays whole.
 
     Attributes:
@@ -43,14 +43,14 @@ class Block:
     weights: Mapping[int, Weight]
 
 
-def blocks_of(model: nn.Module) -> list[Block]:
+def blocks_of(model: nn.Module) -> list[ModelBlock]:
     """Return the blocks of a model in the order in which they are defined.
 
     These are the items of the outermost lists of modules (`ModuleList` and `Sequential` of several modules), and the
     modules that stand beside these lists or their parents. A model without such a list is one block. Parameters that
     a parent itself holds belong to its first block.
     """
-    return [Block(name, module, _weights(own, listed)) for name, module, own, listed in _found(model, "")]
+    return [ModelBlock(name, module, _weights(own, listed)) for name, module, own, listed in _found(model, "")]
 
 
 _Tensors = list[tuple[nn.Module, Tensor]]
@@ -85,11 +85,11 @@ def _weights(tensors: Iterable[tuple[nn.Module, Tensor]], listed: bool) -> dict[
     for owner, tensor in tensors:
         nbytes = tensor.untyped_storage().nbytes()
         trained = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
-        found[key_of(tensor)] = Weight(nbytes, trained, _narrow(owner, tensor, nbytes) if listed else {})
+        found[memory_key(tensor)] = Weight(nbytes, trained, _narrow(owner, tensor, nbytes) if listed else {})
     return found
 
 
-def key_of(tensor: Tensor) -> int:
+def memory_key(tensor: Tensor) -> int:
     """Return the identity of a tensor's memory, while the tensor lives."""
     return id(tensor.untyped_storage())
 

@@ -77,6 +77,6 @@ def _cards(item: str | int | Device) -> tuple[Card, ...]:
     if nbytes is None:
         known = find_device(match[2])
         return (Card(known.name, known.memory),) * count
-    if nbytes < 2**20:
+    if match[2].isdigit() and nbytes < 2**20:
         raise PolicyError("SK302", f"fit: {match[2]} is {nbytes} bytes of memory", "Give the unit: 2x24GiB.")
     return (Card(match[2], nbytes),) * count

@@ -105,8 +105,11 @@ def _wanted(subject: FitModel, tokens: int | None) -> int | None:
     """Return the tokens that are asked for.
 
     Raises:
-        PolicyError: SK302 for tokens of a model that has inputs of its own.
+        PolicyError: SK302 for tokens of a model that has inputs of its own, or more than it has positions.
     """
+    if tokens is not None and subject.longest is not None and tokens > subject.longest:
+        remedy = f"Ask for {subject.longest} or less."
+        raise PolicyError("SK302", f"fit: tokens={tokens}, and {subject.name} has {subject.longest} positions", remedy)
     if subject.example is None:
         return tokens or min(_USUAL_TOKENS, subject.context or _USUAL_TOKENS)
     if tokens is not None:
@@ -169,7 +172,7 @@ def _training_rows(found: TrainingFit, cards: Sequence[Card], tokens: int) -> li
     step, flying, line = found.step(tokens), found.in_flight(len(cards)), found.line
     rows = []
     for device, (card, (i, j)) in enumerate(zip(cards, found.even_layout(cards, tokens), strict=True)):
-        held, saved = found.holds(step, flying[device], i, j), found.saved(step, i, j)[0]
+        held, saved = found.holds(step, flying[device], i, j), found.saved(step, i, j)
         budget = max(0, saved + (card.limit - held.total) // flying[device])
         names = tuple(block.name for block in line[i:j])
         rows.append(FittedDevice(card, names, held, flying[device], saved, budget))

@@ -15,7 +15,7 @@ from splitkit._torch import pytree
 from splitkit.errors import CaptureError, PolicyError
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
-from splitkit.testing.config_models import config_at, config_model, config_dtype
+from splitkit.testing.config_models import config_at, config_dtype, config_model
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -55,6 +55,15 @@ class FitModel:
         found = [value for name in names if isinstance(value := getattr(text, name, None), int)]
         return found[0] if found else None
 
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model runs with: its context if it has an embedding of each position."""
+        context = self.context
+        tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        if context is not None and any(context <= table.num_embeddings <= context + 2 for table in tables):
+            return context
+        return None
+
 
 def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None = None) -> FitModel:
     """Return the model on ``meta``.
@@ -72,6 +81,9 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
     if dtype is not None and dtype not in DTYPES and dtype not in NARROW:
         raise PolicyError("SK302", f"fit: dtype is {dtype!r}", f"Use one of {', '.join((*DTYPES, *NARROW))}.")
     bits = None if dtype is None else NARROW.get(dtype)
+    configured = not isinstance(model, str) or is_config(model)
+    if configured and sizes:
+        raise PolicyError("SK302", f"fit: sizes={dict(sizes)} of a configuration", "Give tokens and requests instead.")
     if isinstance(model, nn.Module):
         return FitModel(type(model).__name__, _cast(_copied(model), dtype), model.config, None, bits)
     if isinstance(model, str | os.PathLike) and is_config(os.fspath(model)):
@@ -100,7 +112,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
-    return model.to(DTYPES[dtype]) if dtype in DTYPES else model
+    return model if dtype is None or dtype not in DTYPES else model.to(DTYPES[dtype])
 
 
 def _moved(model: nn.Module) -> nn.Module:

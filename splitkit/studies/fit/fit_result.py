@@ -10,6 +10,7 @@ from splitkit.short_repr import brief
 from splitkit.studies.fit.blocks import shown_names
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.layout import HeldBytes
+from splitkit.studies.fit.token_search import MOST_TOKENS
 from splitkit.units import size
 from splitkit.view.console.tables import table
 
@@ -145,12 +146,20 @@ class Fit:
         """Return the verdict, and what would fit, as lines of text."""
         verdict = f"{self.model} {'fits' if self.fits else 'does not fit'}: {self.purpose}{self._amount()}"
         instead = ["it would fit with", *(f"  {one.text}" for one in self.alternatives)] if self.alternatives else []
-        return [verdict, *([] if self.fits else instead)]
+        return [verdict, *self._most(), *([] if self.fits else instead)]
 
     def _amount(self) -> str:
         if self.wanted is None:
             return ", with the inputs of its factory"
         return f" of {self.requests} x {self.wanted:,} tokens"
+
+    def _most(self) -> list[str]:
+        """Say how many tokens fit at most."""
+        if not self.tokens:
+            return [] if self.tokens is None else ["not even 1 token fits"]
+        least = "at least " if self.tokens == MOST_TOKENS else ""
+        context = "" if self.context is None else f"; the model is made for {self.context:,}"
+        return [f"the most that fit: {least}{self.requests} x {self.tokens:,} tokens{context}"]
 
     def __str__(self) -> str:
         from splitkit.view.console.console import to_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from splitkit.studies.fit.blocks import Block, Weight
+from splitkit.studies.fit.blocks import ModelBlock, Weight
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_runs import StepBytes, inference_step
@@ -27,7 +27,7 @@ class InferenceFit:
     """
 
     subject: FitModel
-    blocks: Sequence[Block]
+    blocks: Sequence[ModelBlock]
     requests: int = 1
     chunk: int = 512
     bits: int | None = None
@@ -41,7 +41,7 @@ class InferenceFit:
         return self._steps[tokens]
 
     @property
-    def line(self) -> list[Block]:
+    def line(self) -> list[ModelBlock]:
         """The blocks in the order in which they run."""
         return [self.blocks[number] for number in self.step(1).order]
 
@@ -78,7 +78,7 @@ class InferenceFit:
         return most_fitting(
             lambda tokens: self.layout(cards, tokens) is not None,
             lambda low, high: self._between(cards, low, high),
-            self.subject.context,
+            self.subject.longest,
         )
 
     def _between(self, cards: Sequence[Card], low: int, high: int) -> int:
@@ -99,7 +99,7 @@ def _mixed(first: Sequence[int], last: Sequence[int], share: float) -> tuple[int
     return tuple(round(a + (b - a) * share) for a, b in zip(first, last, strict=True))
 
 
-def weight_bytes(blocks: Sequence[Block], bits: int | None = None) -> int:
+def weight_bytes(blocks: Sequence[ModelBlock], bits: int | None = None) -> int:
     """Return the bytes of the weights of some blocks, tied ones once; with so many bits a value where that is less."""
     found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
     return sum(weight.nbytes if bits is None else weight.narrow.get(bits, weight.nbytes) for weight in found.values())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
-from splitkit.studies.fit.blocks import Block
+from splitkit.studies.fit.blocks import ModelBlock
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.meta_watch import BlockWatch, on_meta
 from splitkit.testing.config_models import main_input
@@ -33,7 +33,9 @@ class StepBytes:
     order: tuple[int, ...]
 
 
-def inference_step(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int, chunk: int) -> StepBytes:
+def inference_step(
+    subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int
+) -> StepBytes:
     """Run the step that completes caches of so many tokens.
 
     A decoder computes the last ``chunk`` tokens of all requests together, at least one of each. An encoder-decoder
@@ -55,15 +57,15 @@ def inference_step(subject: FitModel, blocks: Sequence[Block], tokens: int, requ
     except CaptureError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines() or [""]
+        first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         raise CaptureError(
             "SK401",
-            f"{subject.name} does not run on meta with {requests} x {tokens} tokens: {type(error).__name__}: {first[0]}",
+            f"{subject.name} does not run on meta with {requests} x {tokens} tokens: {first}",
             "Give a factory that returns the model and inputs with which it runs.",
         ) from error
 
 
-def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int, chunk: int) -> StepBytes:
+def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int) -> StepBytes:
     model = subject.model.eval()
     if subject.example is not None:
         args, kwargs = subject.example
@@ -76,14 +78,14 @@ def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int
     return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
 
 
-def _one_run(blocks: Sequence[Block], work: Any, inputs: Any) -> StepBytes:
+def _one_run(blocks: Sequence[ModelBlock], work: Any, inputs: Any) -> StepBytes:
     watch = _watch(blocks, None, inputs)
     watch.run(work)
     none = (0,) * len(blocks)
-    return StepBytes(none, _work(watch, none, none), order_of(watch.order, len(blocks)))
+    return StepBytes(none, _work(watch, none, none), running_order(watch.order, len(blocks)))
 
 
-def _decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int, new: int) -> StepBytes:
+def _decode(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, new: int) -> StepBytes:
     model = subject.model
     last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     owners = _owners(subject, blocks)
@@ -97,10 +99,10 @@ def _decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: i
     watch = _watch(blocks, cache, ids)
     output = watch.run(lambda: model(input_ids=ids, use_cache=True, **given, **last))
     after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
-    return StepBytes(after, _work(watch, before, after), order_of(watch.order, len(blocks)))
+    return StepBytes(after, _work(watch, before, after), running_order(watch.order, len(blocks)))
 
 
-def _encode_and_decode(subject: FitModel, blocks: Sequence[Block], tokens: int, requests: int) -> StepBytes:
+def _encode_and_decode(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int) -> StepBytes:
     model, owners, none = subject.model, _owners(subject, blocks), (0,) * len(blocks)
     name = getattr(model, "main_input_name", "input_ids")
     main = {name: main_input(model, subject.config, requests, tokens)}
@@ -110,7 +112,7 @@ def _encode_and_decode(subject: FitModel, blocks: Sequence[Block], tokens: int, 
     started = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
     work = _work(encoding, none, started)
     if tokens == 1:
-        return StepBytes(started, work, order_of(encoding.order, len(blocks)))
+        return StepBytes(started, work, running_order(encoding.order, len(blocks)))
     encoded = (output.encoder_last_hidden_state,)
     ids = torch.zeros(requests, tokens - 1, dtype=torch.long)
     cache = _cache_of(subject, model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True))
@@ -120,10 +122,12 @@ def _encode_and_decode(subject: FitModel, blocks: Sequence[Block], tokens: int, 
         lambda: model(encoder_outputs=encoded, decoder_input_ids=first, past_key_values=cache, use_cache=True)
     )
     after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
-    return StepBytes(after, tuple(map(max, work, _work(watch, before, after))), order_of(encoding.order, len(blocks)))
+    return StepBytes(
+        after, tuple(map(max, work, _work(watch, before, after))), running_order(encoding.order, len(blocks))
+    )
 
 
-def _watch(blocks: Sequence[Block], cache: Any, inputs: Any) -> BlockWatch:
+def _watch(blocks: Sequence[ModelBlock], cache: Any, inputs: Any) -> BlockWatch:
     """Return a watch for a run with this cache and these inputs."""
     watch = BlockWatch(blocks)
     for block in blocks:
@@ -137,7 +141,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def order_of(called: Sequence[int], count: int) -> tuple[int, ...]:
+def running_order(called: Sequence[int], count: int) -> tuple[int, ...]:
     """Return all blocks as they ran; one that did not run comes before the next one that did, as defined.
 
     Args:
@@ -199,7 +203,7 @@ def _cached(cache: Any) -> list[Tensor]:
 
 
 def _tensors_of(layer: Any) -> list[Tensor]:
-    return _tensors([value for value in vars(layer).values() if not isinstance(value, type)])
+    return [one for one in _tensors([*vars(layer).values()]) if one.ndim]
 
 
 def _cache_bytes(cache: Any, owners: Mapping[int, int], blocks: int) -> tuple[int, ...]:
@@ -214,7 +218,7 @@ def _cache_bytes(cache: Any, owners: Mapping[int, int], blocks: int) -> tuple[in
     return tuple(found)
 
 
-def _owners(subject: FitModel, blocks: Sequence[Block]) -> dict[int, int]:
+def _owners(subject: FitModel, blocks: Sequence[ModelBlock]) -> dict[int, int]:
     """Return number of a layer in the cache -> the block with the module of that ``layer_idx``."""
     found: dict[int, int] = {}
     decodes = [i for i, block in enumerate(blocks) if "decoder" in block.name.split(".")]

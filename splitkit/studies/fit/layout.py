@@ -49,10 +49,14 @@ def fitting_layout(count: int, limits: Sequence[float], holds: Holding) -> list[
     """
     found, start = [], 0
     for device, limit in enumerate(limits):
-        end = _furthest(count, start, lambda end: holds(device, start, end).total <= limit)
+        end = _furthest(count, start, partial(_fits, holds, device, start, limit))
         found.append((start, end))
         start = end
     return found if start == count else None
+
+
+def _fits(holds: Holding, device: int, start: int, limit: float, end: int) -> bool:
+    return holds(device, start, end).total <= limit
 
 
 def _furthest(count: int, start: int, fits: Callable[[int], bool]) -> int:
@@ -91,17 +95,13 @@ def _evened(count: int, limits: Sequence[float], holds: Holding, greedy: Sequenc
     least = _earliest_ends(count, limits, holds)
     found, start = [], 0
     for device, limit in enumerate(limits):
-
-        def until(end: int, most: float, device: int = device, start: int = start) -> bool:
-            return holds(device, start, end).total <= most
-
-        end = _furthest(count, start, partial(until, most=share * limit))
+        end = _furthest(count, start, partial(_fits, holds, device, start, share * limit))
         further = min(end + 1, count)
         if abs(holds(device, start, further).total - share * limit) < abs(
             holds(device, start, end).total - share * limit
         ):
             end = further
-        end = min(max(end, least[device]), _furthest(count, start, partial(until, most=limit)))
+        end = min(max(end, least[device]), _furthest(count, start, partial(_fits, holds, device, start, limit)))
         found.append((start, end))
         start = end
     return found

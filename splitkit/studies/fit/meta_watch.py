@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from splitkit._gc import paused_collector
 from splitkit._torch import pytree
 from splitkit.memory.storage_watch import StorageWatch
-from splitkit.studies.fit.blocks import Block
+from splitkit.studies.fit.blocks import ModelBlock
 
 
 class LikeOnGpu(TorchFunctionMode):
@@ -33,8 +33,9 @@ class LikeOnGpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            return _Attention.apply(given["query"], given["key"], given["value"])  # type: ignore[no-untyped-call]
+            given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
+            inputs = [given[name] for name in ("query", "key", "value")]
+            return _Attention.apply(*inputs, given.get("attn_mask"))  # type: ignore[no-untyped-call]
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
             return _GroupedProduct.apply(*args[:2])  # type: ignore[no-untyped-call]
         if func is Tensor.__bool__ and id(args[0]) in self._answers:
@@ -67,17 +68,19 @@ class _Attention(torch.autograd.Function):
     """Makes and saves what flash attention does: its inputs, its result, and a number for each row of scores."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Return the result; its memory is in the order batch, position, head, as the kernels make it."""
         *batch, heads, length, _ = query.shape
         result = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-2, -3)
-        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, result, sums)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients of the three inputs."""
-        return tuple(torch.empty_like(one) for one in ctx.saved_tensors[:3])
+        """Return the gradients of the inputs."""
+        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        return tuple(torch.empty_like(one) if needed else None for one, needed in given)[:4]
 
 
 class BlockWatch:
@@ -88,7 +91,7 @@ class BlockWatch:
         order: the blocks that were called, by their first call.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[ModelBlock]) -> None:
         self.blocks = blocks
         self.marks: list[tuple[int, int]] = []
         self.order: list[int] = []

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
-from splitkit.studies.fit.blocks import Block, Weight
+from splitkit.studies.fit.blocks import ModelBlock, Weight
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_fit import weight_bytes
@@ -33,7 +33,7 @@ class TrainingFit:
     """
 
     subject: FitModel
-    blocks: Sequence[Block]
+    blocks: Sequence[ModelBlock]
     optimizer: str
     schedule: str
     microbatches: int
@@ -49,7 +49,7 @@ class TrainingFit:
         return self._steps[tokens]
 
     @cached_property
-    def line(self) -> list[Block]:
+    def line(self) -> list[ModelBlock]:
         """The blocks in the order in which they run."""
         return [self.blocks[number] for number in self.step(1).order]
 
@@ -69,25 +69,22 @@ class TrainingFit:
         numbers = step.order[start:end]
         blocks = [self.blocks[n] for n in numbers]
         trained = trained_bytes_of(blocks)
-        saved, once = self.saved(step, start, end)
-        work = max((step.work[n] for n in numbers), default=0)
         return HeldBytes(
             weights=weight_bytes(blocks),
             gradients=trained,
             optimizer=trained * STATE_OF[self.optimizer],
-            activations=saved * in_flight + once + work,
+            activations=self.saved(step, start, end) * (in_flight - 1) + _peak(step, numbers),
         )
 
-    def saved(self, step: TrainingBytes, start: int, end: int) -> tuple[int, int]:
-        """Return the bytes that each microbatch in flight holds, and those that one of them holds in its backward."""
+    def saved(self, step: TrainingBytes, start: int, end: int) -> int:
+        """Return the bytes that each microbatch in flight holds: what is saved, or for recompute the inputs."""
         numbers = step.order[start:end]
-        every = sum(_union(step.saved[n] for n in numbers).values())
         if not self.recompute or not numbers:
-            return every, 0
+            return sum(_union(step.saved[n] for n in numbers).values())
+        first = step.inputs[numbers[0]]
         before = {key for n in step.order[:start] for key in (*step.saved[n], *step.inputs[n])}
-        given = _union([step.inputs[numbers[0]], *(step.inputs[n] for n in numbers)])
-        outside = {key: size for key, size in given.items() if key in before or key in step.inputs[numbers[0]]}
-        return sum(outside.values()), every
+        given = _union(step.inputs[n] for n in numbers)
+        return sum(size for key, size in given.items() if key in before or key in first)
 
     def layout(self, cards: Sequence[Card], tokens: int) -> list[Range] | None:
         """Return cuts with which so many tokens of each sequence fit, ``None`` if there are none."""
@@ -117,22 +114,30 @@ class TrainingFit:
             first, last = self.share(cards, low), self.share(cards, high)
             return low + int((high - low) * (1 - first) / (last - first))
 
-        return most_fitting(lambda tokens: self.layout(cards, tokens) is not None, between, self.subject.context)
+        return most_fitting(lambda tokens: self.layout(cards, tokens) is not None, between, self.subject.longest)
 
     def changed(self, *, keep: bool = True, **changes: object) -> TrainingFit:
         """Return it with other fields; ``keep``: with the runs that were made, which then still hold."""
-        found = replace(self, _steps=self._steps if keep else {}, _in_flight={}, **changes)  # type: ignore[arg-type]
-        return found
+        return replace(self, _steps=self._steps if keep else {}, _in_flight={}, **changes)  # type: ignore[arg-type]
 
 
-def trained_bytes_of(blocks: Sequence[Block]) -> int:
+def _peak(step: TrainingBytes, numbers: Sequence[int]) -> int:
+    """Return the most bytes that one microbatch holds in some blocks: what is saved so far, and the work of one."""
+    seen, most = dict[int, int](), 0
+    for number in numbers:
+        seen |= step.saved[number]
+        most = max(most, sum(seen.values()) + step.work[number])
+    return most
+
+
+def trained_bytes_of(blocks: Sequence[ModelBlock]) -> int:
     """Return the bytes of the gradients of some blocks, tied weights once."""
     found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
     return sum(weight.trained for weight in found.values())
 
 
-def _union(parts: object) -> dict[int, int]:
+def _union(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     found: dict[int, int] = {}
-    for part in parts:  # type: ignore[attr-defined]
+    for part in parts:
         found |= part
     return found

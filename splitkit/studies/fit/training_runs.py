@@ -12,9 +12,9 @@ from torch import Tensor
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.losses import loss_of, no_loss
-from splitkit.studies.fit.blocks import Block, key_of
+from splitkit.studies.fit.blocks import ModelBlock, memory_key
 from splitkit.studies.fit.fit_model import FitModel
-from splitkit.studies.fit.inference_runs import order_of
+from splitkit.studies.fit.inference_runs import running_order
 from splitkit.studies.fit.meta_watch import BlockWatch, on_meta
 from splitkit.testing.config_models import loss_inputs
 
@@ -37,7 +37,7 @@ class TrainingBytes:
     order: tuple[int, ...]
 
 
-def training_step(subject: FitModel, blocks: Sequence[Block], tokens: int, sequences: int) -> TrainingBytes:
+def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
     """Run forward and backward of a microbatch.
 
     Args:
@@ -64,7 +64,7 @@ def training_step(subject: FitModel, blocks: Sequence[Block], tokens: int, seque
         ) from error
 
 
-def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, sequences: int) -> TrainingBytes:
+def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
     model = subject.model.train()
     args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
     for parameter in model.parameters():
@@ -74,7 +74,7 @@ def _step(subject: FitModel, blocks: Sequence[Block], tokens: int, sequences: in
         run.watch.hold("weights", [*model.parameters(), *model.buffers()])
         run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
         run.watch.hold("inputs", [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-        run.weights = {key_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        run.weights = {memory_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
         run.watch.run(lambda: run.forward_and_backward(lambda: model(*args, **kwargs), subject.name))
     finally:
         model.zero_grad(set_to_none=True)
@@ -89,7 +89,7 @@ class _TrainingRun:
         weights: the identities of memory that is no activation.
     """
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[ModelBlock]) -> None:
         self.blocks = blocks
         self.watch = BlockWatch(blocks)
         self.weights: set[int] = set()
@@ -114,7 +114,7 @@ class _TrainingRun:
         self.watch.enter(self.watch.current)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _hooks(self, number: int, block: Block) -> list[Any]:
+    def _hooks(self, number: int, block: ModelBlock) -> list[Any]:
         module = block.module
         return [
             module.register_forward_pre_hook(
@@ -131,20 +131,20 @@ class _TrainingRun:
     def _left(self, number: int, output: Any) -> None:
         """Let the block run from when the gradient of its output arrives."""
         for tensor in _graded(output):
-            tensor.register_hook(lambda gradient: self.watch.enter(number))
+            tensor.register_hook(lambda _: self.watch.enter(number))  # type: ignore[no-untyped-call]
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._note(self._saved[self.watch.current], tensor)
         return tensor.detach()
 
     def _note(self, held: dict[int, int], tensor: Tensor) -> None:
-        if (key := key_of(tensor)) not in self.weights:
+        if (key := memory_key(tensor)) not in self.weights:
             held[key] = tensor.untyped_storage().nbytes()
 
     def result(self) -> TrainingBytes:
         """Return what the run has shown."""
         alive, work = self.watch.alive("weights", "gradients"), [0] * len(self.blocks)
-        order = order_of(self._order, len(self.blocks))
+        order = running_order(self._order, len(self.blocks))
         until, seen = dict[int, int](), dict[int, int]()
         for number in order:
             seen |= self._saved[number]

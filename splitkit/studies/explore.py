@@ -1,0 +1,43 @@
+"""Capture, plan and picture of a model in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from splitkit.checks import is_whole
+from splitkit.engine.split import plan
+from splitkit.files import PathLike
+from splitkit.frontends.capture.capture import capture
+from splitkit.plans.policy import PolicyLike
+from splitkit.plans.record import Plan
+from splitkit.policies.stages import Stages
+
+
+def explore(
+    model: nn.Module, /, *inputs: Any, policy: PolicyLike | int = 2, page: PathLike | None = None, **kwargs: Any
+) -> Plan:
+    """Capture a model, plan it, and return the plan, which a notebook shows as a picture.
+
+    It is short for `splitkit.capture` and `splitkit.plan`::
+
+        sk.explore(model, x)                                    # the picture of two stages
+        sk.explore(model, input_ids=ids, policy=4, page="plan.html")
+
+    Args:
+        model: the model; it is not changed.
+        inputs: positional inputs of an example.
+        policy: the number of stages, or a policy.
+        page: a file for the interactive page; ``None``: none is written.
+        kwargs: keyword inputs of the example.
+
+    Raises:
+        CaptureError: SK401 if the model cannot be captured.
+        PolicyError: the policy refuses.
+        FileError: SK504 if the page cannot be written.
+    """
+    made = plan(capture(model, *inputs, **kwargs), Stages(int(policy)) if is_whole(policy) else policy)
+    if page is not None:
+        made.to_html(page)
+    return made

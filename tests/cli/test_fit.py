@@ -1,0 +1,73 @@
+"""``splitkit fit``: its JSON, its exit codes, and that the command that it names next runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from splitkit.cli import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 160,
+    "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0, "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+
+def run(capsys, *words, code=0):
+    assert main([*words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_json_has_bytes_by_device(capsys):
+    found = run(capsys, "fit", "config.json", "--devices", "2x1MiB", "--tokens", "64")
+    assert found["fits"] is True and found["tokens"] > 64 and found["context"] == 128
+    for device in found["devices"]:
+        held = device["weights"] + device["cache"] + device["activations"]
+        assert held == device["total"] <= device["limit"] == 2**20 - 2**20 // 20
+    assert sum(device["cache"] for device in found["devices"]) == 64 * 4 * 2 * 2 * 16 * 4
+
+
+def test_what_does_not_fit_ends_with_3(capsys):
+    found = run(capsys, "fit", "config.json", "--devices", "2x400KiB", "--tokens", "64", code=3)
+    assert found["fits"] is False and found["next"] is None and found["alternatives"]
+    assert main(["fit", "config.json", "--devices", "2x400KiB", "--tokens", "64"]) == 3
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "too much" in text and "more device" in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--devices", "2x600KiB", "--tokens", "64"],
+        ["--devices", "600KiB,700KiB", "--tokens", "64"],
+        ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"],
+        ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"],
+    ],
+)
+def test_the_next_command_plans_the_model(capsys, options):
+    words = shlex.split(run(capsys, "fit", ".", *options)["next"])
+    assert words[0] == "splitkit"
+    planned = run(capsys, *words[1:])
+    assert len(planned["report"]["parts"]) == 2 and Path("plan.json").is_file()
+    if "--train" not in options:
+        checked = run(capsys, "run", "plan.json", "--model", ".", "--check")
+        assert checked["check"]["same"] is True
+
+
+def test_wrong_usage_ends_with_2_or_1(capsys):
+    assert main(["fit", "config.json", "--train", "lion"]) == 2
+    assert run(capsys, "fit", "config.json", "--devices", "2x24", code=2)["error"]["code"] == "SK302"
+    assert run(capsys, "fit", "config.json", "--devices", "rtx-9", code=1)["error"]["code"] == "SK321"
+    assert run(capsys, "fit", "none/config.json", code=1)["error"]["code"] == "SK504"
+    assert run(capsys, "fit", "lama", code=2)["error"]["code"] == "SK402"
+    assert run(capsys, "plan", "config.json", "--stages", "2", "--size", "width=4", code=1)["error"]["code"] == "SK403"
