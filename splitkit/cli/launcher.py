@@ -136,13 +136,26 @@ def _error_in(text: str) -> Any:
     return data.get("error") if isinstance(data, dict) else None
 
 
-def answer(words: Sequence[str], count: int, wait: float) -> tuple[int, Any]:
+def answer(words: Sequence[str], count: int, wait: float, restarts: int = 0) -> tuple[int, Any]:
     """Run a command as `ranks` does and return its exit code and JSON data, ``None`` if it printed nothing.
+
+    Args:
+        words: the command and its options.
+        count: the number of ranks.
+        wait: the seconds that the ranks wait for each other.
+        restarts: how often all ranks are started anew, with ``--resume``, after a rank failed or was lost (SK805).
 
     Raises:
         PipelineError: the error of a rank with its code, or SK805 if it has none.
     """
-    code, out = ranks(words if "--json" in words else [*words, "--json"], count, wait)
+    words = words if "--json" in words else [*words, "--json"]
+    code, out = ranks(words, count, wait)
+    for attempt in range(1, restarts + 1):
+        error = _error_in(out)
+        if not isinstance(error, dict) or error["code"] != "SK805":
+            break
+        print(f"{error['reason']}; restart {attempt} of {restarts}", file=sys.stderr)
+        code, out = ranks(words if "--resume" in words else [*words, "--resume"], count, wait)
     data = json.loads(out) if out else None
     if data is not None and (error := data.get("error")) is not None:
         raise PipelineError(error["code"] or "SK805", error["reason"], error["remedy"], error["nodes"])

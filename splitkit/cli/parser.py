@@ -265,6 +265,12 @@ def _train(commands: Commands[Parser]) -> None:
         "--async-save", action="store_true", help="write checkpoints while training goes on, from a copy in memory"
     )
     group.add_argument(
+        "--max-restarts",
+        type=positive,
+        metavar="N",
+        help="with --nproc, start all ranks again up to N times if one fails, and continue from the last checkpoint",
+    )
+    group.add_argument(
         "--trace",
         metavar="FILE",
         help="write what each rank did when in the step of median time, for splitkit view --measured and Perfetto",

@@ -14,17 +14,21 @@ if TYPE_CHECKING:
 
 
 def require_usable(args: Namespace) -> None:
-    """Refuse options that need ``--checkpoint``, and a folder with another run's checkpoints."""
+    """Refuse options that need ``--checkpoint`` or ``--nproc``, and a folder with another run's checkpoints."""
     given = {
         "--resume": args.resume,
         "--every": args.every is not None,
         "--keep": args.keep is not None,
         "--async-save": args.async_save,
+        "--max-restarts": args.max_restarts is not None,
     }
     if args.checkpoint is None:
         if needy := [word for word, is_given in given.items() if is_given]:
             raise UsageError("SK601", f"{needy[0]} needs a folder", "Add --checkpoint FOLDER.")
         return
+    if args.max_restarts is not None and args.nproc is None:
+        remedy = "Add --nproc N, or give it to torchrun: torchrun --max-restarts N ... -m splitkit train ... --resume"
+        raise UsageError("SK601", "--max-restarts restarts the ranks that --nproc starts", remedy)
     from splitkit.runtime.folder.checkpoint_folder import require_free
 
     require_free(Path(args.checkpoint), args.resume)

@@ -54,7 +54,7 @@ def run(args: Namespace) -> Outcome:
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
     require_target(args)
-    code, data = launcher.answer(_words(), args.nproc, args.timeout)
+    code, data = launcher.answer(_words(), args.nproc, args.timeout, args.max_restarts or 0)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
     return Outcome(data, _text(data), code)
@@ -67,12 +67,12 @@ def require_trace_file(args: Namespace) -> None:
 
 
 def _words() -> list[str]:
-    """Return the command line for the ranks: that of this process without ``--nproc``."""
-    words, out = iter(sys.argv[1:]), list[str]()
+    """Return the command line for the ranks: that of this process without the options of the launcher."""
+    own, words, out = ("--nproc", "--max-restarts"), iter(sys.argv[1:]), list[str]()
     for word in words:
-        if word == "--nproc":
+        if word in own:
             next(words)
-        elif not word.startswith("--nproc="):
+        elif word.partition("=")[0] not in own:
             out.append(word)
     return out
 
