@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.S)
+    (script,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "training.md").read_text(), re.S | re.M)
     port, text, folder = sys.argv[1:]
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     sys.argv = ["train.py", text, folder]
