@@ -186,10 +186,9 @@ class Placement:
             _require_alike(args, devices)
         objective = args.objective or "throughput"
         stages = args.stages
-        cached = objective == "tokens" or args.tokens is not None
-        if cached and devices is not None and not devices.alike:
-            remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB."
-            raise UsageError("SK601", "a cache is planned for devices of one kind", remedy)
+        if objective == "tokens" and devices is not None and not devices.alike:
+            remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or use --tokens N."
+            raise UsageError("SK601", "the largest cache is planned for devices of one kind", remedy)
         if devices is not None and devices.alike and objective != "latency":
             a_rank = 1 if args.schedule is None else schedule_named(args.schedule).usual_stages_per_rank
             stages = len(devices.devices) * a_rank
@@ -230,7 +229,7 @@ class Placement:
             return Stages(self.stages, *options, replicas=self.replicas)
         assert self.devices is not None
         given = list(self.devices.devices)
-        return Devices(given, self.memory, self.links, self.objective, optimizer=self.optimizer)
+        return Devices(given, self.memory, self.links, self.objective, optimizer=self.optimizer, tokens=self.tokens)
 
     def limit(self, rank: int) -> int | None:
         """Return the memory limit of a rank in bytes, or ``None`` for no limit."""

@@ -47,12 +47,15 @@ class ByteBreakdown:
         return cls(rank.parameters, rank.gradients, rank.optimizer, 0, activations)
 
     @classmethod
-    def of_visits(cls, stages: Sequence[StageCosts]) -> ByteBreakdown:
-        """Return the bytes of a device that runs these stages: all they hold, and the most that one takes at a time."""
+    def of_visits(cls, stages: Sequence[StageCosts], cache: int = 0) -> ByteBreakdown:
+        """Return the bytes of a device that runs these stages and keeps a cache: all that they hold, and the most that
+        one of them takes at a time.
+        """
         each = [cls.of_stage(stage) for stage in stages]
         held = {kind: sum(dict(one.kinds)[kind] for one in each) for kind in ("weights", "gradients", "optimizer")}
         activations = sum(stage.saved_bytes for stage in stages)
-        return cls(**held, activations=activations + max((stage.temporary_bytes for stage in stages), default=0))
+        temporary = max((stage.temporary_bytes for stage in stages), default=0)
+        return cls(**held, cache=cache, activations=activations + temporary)
 
     @property
     def total(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch.fx import Node
+
 from splitkit.checks import Memory, are_texts, is_whole, is_word, items_of, memory_of, seconds, shown
 from splitkit.costs import Costs, Device, Links
 from splitkit.costs.devices import find_device
@@ -17,6 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.devices.device_search import DeviceSearch
+from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache
 from splitkit.solvers.clock import Clock
 
 OBJECTIVES = ("throughput", "latency")
@@ -52,6 +55,8 @@ class Devices:
         seconds: as in `Stages`, the time after which the search ends, without the analysis of the graph. Usually the
             search ends earlier, after a number of steps, so that a slower machine finds the same plan; if time ended
             it, the note says so.
+        tokens: for inference: the tokens of all requests in flight, for whose cache every device must leave room.
+        cache: with tokens, node or its name -> bytes of cache per token, as in `Stages`.
         replicas: must be 1; `Stages` can replicate stages over several devices that are alike.
     """
 
@@ -65,6 +70,8 @@ class Devices:
     only: Mapping[str, Collection[PartKey]] = field(default_factory=dict)
     seconds: float = 10.0
     replicas: int | Sequence[int] = (1,)
+    tokens: int = 0
+    cache: Mapping[str | Node, int] | None = None
 
     def __post_init__(self) -> None:
         if not (is_whole(self.replicas) and self.replicas == 1) and items_of(self.replicas) != [1]:
@@ -90,6 +97,11 @@ class Devices:
             text = f"Devices: objective is {shown(self.objective)}"
             raise PolicyError("SK302", text, f"Use {' or '.join(OBJECTIVES)}.")
         self._check_pieces()
+        if self.tokens and self.objective == "latency":
+            reason = "Devices: tokens are of several requests in flight, and objective='latency' is for one"
+            raise PolicyError("SK302", reason, "Leave one of them out.")
+        training = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        check_cache(self._cached, self.memory, training)
         if not are_texts(self.together):
             text = f"Devices: together is {shown(self.together)}"
             raise PolicyError("SK302", text, "List patterns of module paths: ['transformer.h.*'].")
@@ -119,6 +131,10 @@ class Devices:
             raise PolicyError("SK302", f"Devices: pieces={shown(pieces)} with objective {self.objective!r}", remedy)
 
     @property
+    def _cached(self) -> CacheOptions:
+        return CacheOptions("Devices", "throughput" if self.tokens else None, self.tokens, self.cache)
+
+    @property
     def given(self) -> Mapping[PartKey, str | Device]:
         """Return key of the part -> device."""
         return self.devices if isinstance(self.devices, Mapping) else dict(enumerate(self.devices))
@@ -131,6 +147,7 @@ class Devices:
                 would do.
         """
         enough_nodes(flow, 1)
+        per_token = cache_of(self._cached, flow, costs) if self.tokens else {}
         demand = DeviceRequest(
             policy=self,
             flow=flow,
@@ -139,6 +156,7 @@ class Devices:
             links=as_links(self.links),
             optimizer=self.optimizer,
             backward=self.optimizer is not None,
+            cache={node: self.tokens * nbytes for node, nbytes in per_token.items()},
             devices={key: find_device(device) for key, device in self.given.items()},
             together=self.together,
             only=self.only,

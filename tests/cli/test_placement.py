@@ -440,7 +440,7 @@ def test_options_that_do_not_go_together(refused, number):
     "words, exit_code, code, says",
     [
         (["--devices", "h200,a100", "--schedule", "1f1b"], 2, "SK601", "needs devices of one kind"),
-        (["--devices", "h200,a100", "--objective", "tokens"], 2, "SK601", "a cache is planned for devices of one kind"),
+        (["--devices", "h200,a100", "--objective", "tokens"], 2, "SK601", "the largest cache is planned for devices"),
         (["--stages", "2", "--objective", "tokens"], 2, "SK302", "needs the memory of each device"),
         (["--devices", "h200,a100", "--costs", "unit"], 2, "SK601", "--costs gives each node one price"),
         (["--stages", "4", "--schedule", "1f2b"], 2, "SK330", "no schedule is called '1f2b'"),

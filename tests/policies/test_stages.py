@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from campaigns import few_of_many
@@ -11,6 +13,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.memory.autograd.saved_storages import activations
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 from splitkit.testing import assert_legal, assert_same
@@ -134,6 +137,18 @@ def test_how_many_devices_would_do_is_said(deep):
     sk.plan(gm, Stages(count, memory="6MiB", optimizer="adam"), costs)
     with pytest.raises(sk.NoPlanError):
         sk.plan(gm, Stages(count - 1, memory="6MiB", optimizer="adam"), costs)
+
+
+def test_what_is_advised_works_even_if_time_was_over(deep):
+    gm, costs = deep
+    hasty = {"optimizer": "adam", "seconds": 1e-6}
+    with pytest.raises(sk.NoPlanError, match="time ended the search") as error:
+        sk.plan(gm, Stages(2, memory="6MiB", **hasty), costs)
+    need, count = re.search(r"Give (\d+) bytes .* for (\d+) devices", error.value.remedy).groups()
+    sk.plan(gm, Stages(2, memory=int(need), **hasty), costs)
+    plan = sk.plan(gm, Stages(int(count), memory="6MiB", **hasty), costs)
+    stages = sk.stage_costs(sk.analyze(gm), plan, costs)
+    assert max(ByteBreakdown.of_stage(stage).total for stage in stages) <= 6 * 2**20
 
 
 def test_the_purpose_is_inference_unless_training_is_named(deep):

@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +21,7 @@ from splitkit.extend import cache_bytes
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.cache_room import cache_room
 from splitkit.pipeline.stage_prices import StagePrices, run_order
-from splitkit.policies import Stages
+from splitkit.policies import Devices, Stages
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.testing import models
 
@@ -141,6 +142,21 @@ def test_no_cut_with_room_for_the_tokens_is_faster(links, share):
         sk.plan(gm, Stages(3, objective="throughput", tokens=most * 2, memory=list(limits), links=links), costs)
     need = int(re.search(r"Give (\d+) bytes", error.value.remedy)[1])
     sk.plan(gm, Stages(3, objective="throughput", tokens=most * 2, memory=need, links=links), costs)
+
+
+@pytest.mark.parametrize("links", [None, "pcie4"])
+def test_devices_of_unequal_speed_leave_room_for_the_tokens(links):
+    gm, flow, costs = decoder(128, 8, 8, 64, 8)
+    policy = Devices(["l4", "h100"], memory=[40_000, 90_000], links=links)
+    free = sk.plan(gm, policy, costs)
+    tokens = 1 + room_of(flow, free, (40_000, 90_000))
+    plan = sk.plan(gm, replace(policy, tokens=tokens), costs)
+    assert room_of(flow, free, (40_000, 90_000)) < tokens <= room_of(flow, plan, (40_000, 90_000))
+    assert "of cache" in plan.note and plan.claim.value >= free.claim.value
+    with pytest.raises(sk.NoPlanError, match="of cache"):
+        sk.plan(gm, replace(policy, tokens=10**6), costs)
+    with pytest.raises(sk.PolicyError, match="objective='latency' is for one"):
+        Devices(["l4", "h100"], objective="latency", tokens=5)
 
 
 @pytest.fixture(scope="module")

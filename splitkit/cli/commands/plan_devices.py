@@ -124,7 +124,8 @@ def _ranks(
         }
         stages = {name: dict(zip(keys, known.of(made), strict=True)) for name, known in by_kind.items()}
         names = [device.name for device in wanted.devices.devices]
-        parts = {key: stages[names[number_of(key)]][key] for key in keys}
+        own = _with_cache(flow, made, [stages[names[number_of(key)]][key] for key in keys], wanted)
+        parts = dict(zip(keys, own, strict=True))
         return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts)), None
     links = as_links(wanted.links)
     demand = StageRequest(

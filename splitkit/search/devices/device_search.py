@@ -176,7 +176,8 @@ class DeviceSearch:
 
     @cached_property
     def _holding(self) -> AdditiveMemory:
-        return AdditiveMemory.of(self._placing, self.demand.stage_prices.activations, self.demand.optimizer)
+        demand = self.demand
+        return AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
 
     def _problem(self) -> Problem:
         demand, placing = self.demand, self._placing
@@ -275,7 +276,10 @@ class DeviceSearch:
         devices = [_root(key, self._keys) for key in run_order(self.demand.flow, plan)]
         stages = self.demand.stage_prices.of(plan)
         visits = {key: [s for s, device in zip(stages, devices, strict=True) if device == key] for key in self._keys}
-        return tuple(ByteBreakdown.of_visits(visits[key]) for key in self._keys)
+        kept = dict.fromkeys(self._keys, 0)
+        for node, nbytes in self.demand.cache.items():
+            kept[_root(plan.home(node), self._keys)] += nbytes
+        return tuple(ByteBreakdown.of_visits(visits[key], cache=kept[key]) for key in self._keys)
 
     def _loads(self, found: Solution) -> Floats:
         labels = self._placing.labels(found.device, self._keys)

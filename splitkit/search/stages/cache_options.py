@@ -13,6 +13,7 @@ from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.prices import Costs, as_given, includes_backward
 
+_OBJECTIVE = 'Stages needs objective="tokens" or "throughput".'
 OBJECTIVES = ("tokens", "throughput")
 
 
@@ -47,8 +48,10 @@ def check_cache(options: CacheOptions, memory: Memory, training: Mapping[str, ob
     name, objective = options.policy, options.objective
     if objective is None:
         if options.tokens or options.cache is not None:
-            field = "tokens" if options.tokens else "cache"
-            raise _wrong(f"{name}: {field} is given without an objective", 'Add objective="tokens" or "throughput".')
+            field, remedy = (
+                ("tokens", _OBJECTIVE) if options.tokens else ("cache", f"{_OBJECTIVE} Devices needs tokens.")
+            )
+            raise _wrong(f"{name}: {field} is given without an objective", remedy)
         return
     if not is_word(objective, *OBJECTIVES):
         raise _wrong(f"{name}: objective is {shown(objective)}", "Use 'tokens' or 'throughput', or leave it out.")
