@@ -183,6 +183,11 @@ def test_no_byte_of_a_cache_crosses_a_border(family):
     assert {move.name for move in on_devices.moves} == {v.name for v in read if isinstance(v.meta["val"], torch.Tensor)}
 
 
+@pytest.mark.parametrize("parts", [3, 4, 6])
+def test_stages_of_less_than_a_layer_keep_each_cache_in_one_part(parts):
+    assert len(kept_caches(split_of("llama", parts))) == 4
+
+
 def test_a_tied_weight_is_copied_once_and_not_in_every_step(monkeypatch):
     sent = []
     monkeypatch.setattr(device_copies.Send, "_moved", lambda self, tensor: sent.append(tensor.shape) or tensor.clone())
