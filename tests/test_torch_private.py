@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from splitkit import _torch
+from splitkit.frontends import trace_settings
 
 
 def test_autocast_regions():
@@ -481,3 +482,21 @@ def test_hooks_of_saved_tensors_are_forbidden_and_allowed_again():
             pass
     finally:
         _torch.set_hooks_message(before)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if torch.compiler.is_exporting() else x
+
+
+def test_a_model_runs_as_in_export_outside_of_it():
+    with trace_settings.as_in_export():
+        assert Doubled()(1) == 2
+    assert Doubled()(1) == 1
+
+
+def test_dynamic_sizes_may_be_0_and_1():
+    shapes, x = ({0: torch.export.Dim.AUTO},), torch.ones(3)
+    with trace_settings.without_special_sizes():
+        program = torch.export.export(torch.nn.ReLU(), (x,), dynamic_shapes=shapes)
+    assert [len(program.module()(torch.ones(n))) for n in (0, 1, 5)] == [0, 1, 5]

@@ -49,8 +49,12 @@ def generated(family: str) -> dict[str, object]:
     }
 
 
-if __name__ == "__main__":
+def main() -> None:
     simgpu.register()
     torch.manual_seed(0)
     for name in sys.argv[1:]:
         print(json.dumps({"family": name, **generated(name)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

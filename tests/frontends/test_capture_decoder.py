@@ -51,6 +51,13 @@ def test_the_caches_of_a_graph_are_its_inputs_and_outputs_in_order():
     assert all(cache.given in cache.updated.all_input_nodes for cache in caches)
 
 
+def test_no_size_is_read_from_the_cache_of_a_later_layer():
+    """A stage would otherwise have to wait for it, or be given that cache."""
+    _, gm = DECODERS["llama"]
+    sizes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+    assert sizes and not [node for node in sizes if "layers_1" in node.args[0].name]
+
+
 def test_the_example_has_the_sequences_and_positions_that_were_asked_for():
     gm = sk.capture_decoder(DECODERS["llama"][0], batch=3, tokens=17)
     assert [int(size) for size in caches_of(gm)[0].updated.meta["val"].shape] == [3, 2, 17, 8]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +183,11 @@ def test_no_byte_of_a_cache_crosses_a_border(family):
     assert {move.name for move in on_devices.moves} == {v.name for v in read if isinstance(v.meta["val"], torch.Tensor)}
 
 
+@pytest.mark.parametrize("parts", [3, 4, 6])
+def test_stages_of_less_than_a_layer_keep_each_cache_in_one_part(parts):
+    assert len(kept_caches(split_of("llama", parts))) == 4
+
+
 def test_a_tied_weight_is_copied_once_and_not_in_every_step(monkeypatch):
     sent = []
     monkeypatch.setattr(device_copies.Send, "_moved", lambda self, tensor: sent.append(tensor.shape) or tensor.clone())
@@ -244,7 +251,7 @@ def test_the_memory_of_each_part_is_predicted(family, query, monkeypatch):
     _, updated = parts.step(given, caches)
     predicted = decoder_memory(split, sequences=sequences, tokens=tokens, query=query)
     for part, peak in zip(predicted.values(), measured, strict=True):
-        assert peak <= part.peak <= 1.1 * peak
+        assert peak <= part.peak <= 1.15 * peak
     assert sum(part.cache for part in predicted.values()) == sum(cache.nbytes for cache in updated)
 
 
@@ -300,6 +307,19 @@ def test_what_is_no_decoder_is_refused():
         cache_bytes(split_of("llama"), sequences=1, tokens=-1)
     with pytest.raises(PipelineError, match="SK802: tokens is 3"):
         decoder_memory(split_of("llama"), sequences=1, tokens=3, query=4)
+
+
+def test_the_page_runs_as_shown(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "generation.md").read_text()
+    scope = {"model": decoder("llama"), "inputs": prompts()}
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, scope)
+    assert torch.equal(scope["tokens"], decoder("llama").generate(**prompts(), max_new_tokens=20, do_sample=False))
+    printed = capsys.readouterr().out
+    assert re.search(r"# (.*)", blocks[1])[1] == printed.splitlines()[0]
+    assert all((Path(__file__).parents[2] / name).exists() for name in re.findall(r"`(tests/[\w./]+)`", page))
 
 
 def test_the_model_is_of_the_same_class_and_shares_its_weights(llama):

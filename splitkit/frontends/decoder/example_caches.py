@@ -13,7 +13,7 @@ from splitkit.errors import CaptureError
 from splitkit.frontends.trace_settings import as_in_export
 
 
-def device_of(model: nn.Module) -> torch.device:
+def model_device(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitkit.frontends.decoder.example_caches import cache_like, device_of, fill
+from splitkit.frontends.decoder.example_caches import cache_like, fill, model_device
 
 QUERY = 3
 """Tokens of the step; more than one, so that no branch for a single token is taken."""
@@ -27,7 +27,7 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     """
     from transformers import DynamicCache
 
-    device, cache = device_of(model), DynamicCache()
+    device, cache = model_device(model), DynamicCache()
     name, (one, several) = _tokens(model, batch, device)
     (layers,) = fill(model, {name: one, "past_key_values": cache}, cache)
     past = tokens - QUERY

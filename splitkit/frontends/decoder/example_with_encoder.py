@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitkit.frontends.decoder.example_caches import cache_like, device_of, fill
+from splitkit.frontends.decoder.example_caches import cache_like, fill, model_device
 from splitkit.frontends.decoder.example_step import QUERY
 
 
@@ -28,7 +28,7 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
     from transformers.modeling_outputs import BaseModelOutput
 
     config: Any = model.config
-    device, width = device_of(model), getattr(config, "d_model", None) or config.hidden_size
+    device, width = model_device(model), getattr(config, "d_model", None) or config.hidden_size
     dtype = getattr(model, "dtype", torch.float32)
     length = getattr(config, "max_source_positions", tokens)
 
