@@ -134,7 +134,9 @@ def test_ranks_read_the_same_from_the_checkpoint(saved, group, tmp_path):
         alone.load([stage])
         assert len(alone.tensors) < len(alone.manifest["tensors"].value)
     found = logits_of(open_stages(tmp_path, weights=folder), family)
-    assert torch.equal(found, whole(**inputs_of(family)).logits)
+    # T5 itself gives other last bits with gradients than without.
+    with torch.no_grad():
+        assert torch.equal(found, whole(**inputs_of(family)).logits)
 
 
 def test_a_checkpoint_of_the_base_model_has_no_prefix(tmp_path):
@@ -317,7 +319,7 @@ def test_the_page_runs_as_shown(llama, group, tmp_path, monkeypatch):
     gm = sk.capture(model, input_ids=scope["ids"], use_cache=False)
     scope["split"] = sk.split(gm, sk.policies.Stages(1))
     exec(second, scope)
-    assert torch.equal(scope["pipe"].state_dict()["submod_0.lm_head.weight"], half.lm_head.weight)
+    assert torch.equal(scope["pipe"].state_dict()["lm_head.weight"], half.lm_head.weight)
 
 
 def test_wrong_arguments_are_refused(llama, tmp_path):
