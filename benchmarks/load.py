@@ -10,7 +10,7 @@ converted     the same, from bfloat16 files to a float32 model
 transformers  ``from_pretrained``, the whole model
 accelerate    ``load_checkpoint_and_dispatch``: the first layers on the CPU, the others offloaded; if it is installed
 
-``--layers 24 --hidden 4096 --vocab 32000 --only stage`` reads one stage of ten gigabytes. ``--stages`` says of how many.
+``--layers 24 --hidden 4096 --vocab 32000 --stages 4 --only stage`` reads one stage of four from ten gigabytes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ WAYS = ("stage", "devices", "converted", "transformers", "accelerate")
 INDEX = "model.safetensors.index.json"
 
 
-def model_on_meta(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A Llama without data."""
-    config = transformers.LlamaConfig(
+def config_of(args: argparse.Namespace) -> Any:
+    """The configuration of a Llama."""
+    return transformers.LlamaConfig(
         vocab_size=args.vocab,
         hidden_size=args.hidden,
         intermediate_size=args.hidden * 11 // 4,
@@ -53,8 +53,12 @@ def model_on_meta(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16)
         architectures=["LlamaForCausalLM"],
         dtype="bfloat16",
     )
+
+
+def model_on_meta(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A Llama without data."""
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).to(dtype).eval()
+        return transformers.LlamaForCausalLM(config_of(args)).to(dtype).eval()
 
 
 def split_of(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> sk.Split:
@@ -122,7 +126,8 @@ def by_accelerate(args: argparse.Namespace, folder: Path) -> Iterator[Mapping[st
     """The first layers on the CPU, the others left on disk."""
     import accelerate
 
-    model = model_on_meta(args)
+    with accelerate.init_empty_weights():
+        model = transformers.LlamaForCausalLM(config_of(args)).to(torch.bfloat16)
     first = args.layers // args.stages
     place = {"model.embed_tokens": "cpu", **{f"model.layers.{i}": "cpu" for i in range(first)}}
     place |= {f"model.layers.{i}": "disk" for i in range(first, args.layers)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,7 +134,9 @@ def test_ranks_read_the_same_from_the_checkpoint(saved, group, tmp_path):
         alone.load([stage])
         assert len(alone.tensors) < len(alone.manifest["tensors"].value)
     found = logits_of(open_stages(tmp_path, weights=folder), family)
-    assert torch.equal(found, whole(**inputs_of(family)).logits)
+    # T5 itself gives other last bits with gradients than without.
+    with torch.no_grad():
+        assert torch.equal(found, whole(**inputs_of(family)).logits)
 
 
 def test_a_checkpoint_of_the_base_model_has_no_prefix(tmp_path):
@@ -298,6 +302,24 @@ def test_a_constant_of_a_graph_on_meta_is_refused(tmp_path):
     gm = sk.capture(Shifted(4, 4, device="meta"), torch.ones(2, 4))
     with pytest.raises(FileError, match=r"SK507: lifted_tensor_0 is on meta(.|\n)*register_buffer"):
         sk.load(sk.split(gm, sk.policies.Stages(1)), tmp_path, "cpu")
+
+
+def test_the_page_runs_as_shown(llama, group, tmp_path, monkeypatch):
+    whole, _ = llama
+    monkeypatch.chdir(tmp_path)
+    whole.save_pretrained(tmp_path / "llama")
+    page = (Path(__file__).parents[2] / "docs" / "loading.md").read_text()
+    first, second = re.findall(r"```python\n(.*?)```", page, re.S)
+    scope = {}
+    exec(first, scope)
+    half = copy.deepcopy(whole).bfloat16()
+    assert torch.equal(scope["logits"], half(input_ids=scope["ids"]).logits)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(whole.config).bfloat16()
+    gm = sk.capture(model, input_ids=scope["ids"], use_cache=False)
+    scope["split"] = sk.split(gm, sk.policies.Stages(1))
+    exec(second, scope)
+    assert torch.equal(scope["pipe"].state_dict()["lm_head.weight"], half.lm_head.weight)
 
 
 def test_wrong_arguments_are_refused(llama, tmp_path):

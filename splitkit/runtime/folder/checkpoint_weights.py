@@ -172,7 +172,7 @@ class _Headers:
             lengths = [(*[len(row)] * sources.stacked, *row[0][1].shape)[sources.dim] for row in rows]
             if sum(lengths) != tensor.shape[sources.dim]:
                 self._weights.require(sources.names[0], tensor, rows[0][0][1].shape, rows[0][0][1].dtype)
-            views = list(views[0].split(lengths, sources.dim))
+            views = list(views[0].split(lengths, sources.dim))  # type: ignore[no-untyped-call]
         found: list[Piece] = []
         for row, view in zip(rows, views, strict=True):
             if sources.stacked and len(row) != len(view):

@@ -68,7 +68,9 @@ class StoredTensor:
                 if whole and target.device.type == "cpu" and target.dtype == self.dtype:
                     _fill(file, _bytes_of(target))
                     return
-                pieces = target.view(-1).split(max(_PIECE // self.dtype.itemsize, 1)) if whole else (target,)
+                pieces: Sequence[torch.Tensor] = (target,)
+                if whole:
+                    pieces = target.view(-1).split(max(_PIECE // self.dtype.itemsize, 1))  # type: ignore[no-untyped-call]
                 for piece in pieces:
                     held = torch.empty(piece.shape, dtype=self.dtype)
                     _fill(file, _bytes_of(held))
