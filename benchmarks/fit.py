@@ -4,9 +4,10 @@
     python benchmarks/fit.py --json
 
 Each row is one `splitkit fit` in a process of its own: the tokens that fit, the fullest device, seconds and CPU seconds
-of the whole process with its imports, and the most memory that it had. The configurations are in `benchmarks/configs/`, written by
-hand from the published ones. The aim: 70 billion parameters in less than a minute and 2 GB. There is no peer that plans
-from a configuration: accelerate's estimate has neither cache nor activations, and llama.cpp needs the weights.
+of the whole process with its imports, and the most memory that it had. The configurations are in `benchmarks/configs/`,
+written by hand from the published ones. The aim: 70 billion parameters in less than a minute and 2 GB. There is no peer
+that plans from a configuration: accelerate's estimate has neither cache nor activations, and llama.cpp needs the
+weights.
 """
 
 from __future__ import annotations
