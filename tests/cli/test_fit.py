@@ -52,6 +52,7 @@ def test_what_does_not_fit_ends_with_3(capsys):
     [
         ["--devices", "2x600KiB", "--tokens", "64"],
         ["--devices", "600KiB,700KiB", "--tokens", "64"],
+        ["--devices", "2x300KiB", "--tokens", "64", "--dtype", "int4"],
         ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"],
         ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"],
     ],
