@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from splitkit.checks import is_whole
 from splitkit.engine.split import plan
 from splitkit.files import PathLike
 from splitkit.frontends.capture.capture import capture
@@ -37,7 +36,8 @@ def explore(
         PolicyError: the policy refuses.
         FileError: SK504 if the page cannot be written.
     """
-    made = plan(capture(model, *inputs, **kwargs), Stages(int(policy)) if is_whole(policy) else policy)
+    chosen: PolicyLike = Stages(policy) if isinstance(policy, int) else policy
+    made = plan(capture(model, *inputs, **kwargs), chosen)
     if page is not None:
         made.to_html(page)
     return made

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from splitkit.cli import main
+from splitkit.cli.parser import make_parser
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4,
@@ -50,6 +52,7 @@ def test_what_does_not_fit_ends_with_3(capsys):
     [
         ["--devices", "2x600KiB", "--tokens", "64"],
         ["--devices", "600KiB,700KiB", "--tokens", "64"],
+        ["--devices", "2x300KiB", "--tokens", "64", "--dtype", "int4"],
         ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"],
         ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"],
     ],
@@ -71,3 +74,13 @@ def test_wrong_usage_ends_with_2_or_1(capsys):
     assert run(capsys, "fit", "none/config.json", code=1)["error"]["code"] == "SK504"
     assert run(capsys, "fit", "lama", code=2)["error"]["code"] == "SK402"
     assert run(capsys, "plan", "config.json", "--stages", "2", "--size", "width=4", code=1)["error"]["code"] == "SK403"
+
+
+def test_the_page_runs_as_shown():
+    page = (Path(__file__).parents[2] / "docs" / "fit.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(block, {})
+    commands = re.findall(r"^splitkit (fit .*?)(?:  +#.*)?$", page, re.M)
+    assert len(commands) == 4
+    for command in commands:
+        assert make_parser().parse_args(shlex.split(command)).command == "fit"

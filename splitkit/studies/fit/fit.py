@@ -74,7 +74,7 @@ def fit(
     if train is None:
         _refuse_for_inference(microbatches, recompute)
         subject = fit_model(model, dtype, sizes)
-        return _for_inference(model, subject, cards, tokens, requests, chunk, sizes)
+        return _for_inference(model, subject, cards, tokens, requests, chunk, dtype, sizes)
     microbatches = microbatches_of(microbatches, len(cards))
     _check_training(train, schedule, microbatches, len(cards))
     subject = fit_model(model, dtype, sizes)
@@ -83,7 +83,7 @@ def fit(
         raise PolicyError("SK302", f"fit: weights of {subject.bits} bits are not trained", remedy)
     blocks = blocks_of(subject.model)
     found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
-    return _for_training(model, found, cards, tokens, sizes)
+    return _for_training(model, found, cards, tokens, dtype, sizes)
 
 
 def _refuse_for_inference(microbatches: int | None, recompute: bool) -> None:
@@ -125,6 +125,7 @@ def _for_inference(
     tokens: int | None,
     requests: int,
     chunk: int,
+    dtype: str | None,
     sizes: Mapping[str, int] | None,
 ) -> Fit:
     wanted = _wanted(subject, tokens)
@@ -138,18 +139,23 @@ def _for_inference(
         for card, (i, j) in zip(cards, layout, strict=True)
     ]
 
-    def cast(dtype: str) -> InferenceFit:
-        other = fit_model(model, dtype, sizes)
+    def cast(name: str) -> InferenceFit:
+        other = fit_model(model, name, sizes)
         return InferenceFit(other, blocks_of(other.model), requests, chunk, other.bits)
 
     others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
     given = sizes_of_inputs(model, sizes, requests, min(asked, max(1, chunk // requests)))
-    command = inference_command(model, devices, given) if fits else ""
+    command = inference_command(model, devices, given, dtype is None and subject.bits is None) if fits else ""
     return Fit(subject.name, "inference", fits, wanted, most, subject.context, requests, devices, others, command)
 
 
 def _for_training(
-    model: Any, found: TrainingFit, cards: Sequence[Card], tokens: int | None, sizes: Mapping[str, int] | None
+    model: Any,
+    found: TrainingFit,
+    cards: Sequence[Card],
+    tokens: int | None,
+    dtype: str | None,
+    sizes: Mapping[str, int] | None,
 ) -> Fit:
     subject, wanted = found.subject, _wanted(found.subject, tokens)
     most = None if wanted is None else found.most_tokens(cards)
@@ -157,13 +163,13 @@ def _for_training(
     fits = asked <= most if most is not None else found.layout(cards, asked) is not None
     devices = _training_rows(found, cards, asked)
 
-    def cast(dtype: str) -> TrainingFit:
-        other = fit_model(model, dtype, sizes)
+    def cast(name: str) -> TrainingFit:
+        other = fit_model(model, name, sizes)
         return found.changed(keep=False, subject=other, blocks=blocks_of(other.model))
 
     others = [] if fits else training_alternatives(found, cards, wanted, most, cast)
     given = sizes_of_inputs(model, sizes, found.sequences, asked)
-    command = training_command(model, found, devices, given) if fits else ""
+    command = training_command(model, found, devices, given, dtype is None) if fits else ""
     purpose, requests = f"training with {found.optimizer}", found.sequences
     return Fit(subject.name, purpose, fits, wanted, most, subject.context, requests, devices, others, command)
 

@@ -42,8 +42,8 @@ class InferenceFit:
 
     @property
     def line(self) -> list[ModelBlock]:
-        """The blocks in the order in which they run."""
-        return [self.blocks[number] for number in self.step(1).order]
+        """The blocks in the order in which they run; some step must have been run."""
+        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
 
     def holds(self, step: StepBytes, start: int, end: int) -> HeldBytes:
         """Return what a device holds with a range of blocks, in one step."""

@@ -11,30 +11,34 @@ from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_files import is_config
 
 
-def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Mapping[str, int]) -> str:
+def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Mapping[str, int], as_stored: bool) -> str:
     """Return ``splitkit plan`` for inference, within what the caches leave; empty for a model given as an object.
 
     Args:
         model: the model as the user gave it.
         devices: what each device holds.
         sizes: the sizes of its inputs: those of a step for a configuration.
+        as_stored: whether the weights count as the model has them, as `splitkit plan` counts them; otherwise it plans
+            without a limit of memory.
     """
     used = [device for device in devices if device.names]
-    room = [_memory(device.card.limit - device.held.cache) for device in used]
-    if len(set(room)) == 1:
-        words = ["--stages", str(len(used)), "--memory", room[0], "--optimizer", "none"]
-    else:
-        words = ["--policy", f"Stages({len(used)}, memory={room}, optimizer=None)"]
-    return _plan(model, sizes, ["--eval", *words])
+    room = [device.card.limit - device.held.cache for device in used]
+    words = ["--eval", "--stages", str(len(used))]
+    if as_stored and len({device.card.limit for device in used}) == 1:
+        words += ["--memory", _memory(min(room)), "--optimizer", "none"]
+    elif as_stored:
+        memory = [_memory(nbytes) for nbytes in room]
+        words = ["--eval", "--policy", f"Stages({len(used)}, memory={memory}, optimizer=None)"]
+    return _plan(model, sizes, words)
 
 
 def training_command(
-    model: object, found: TrainingFit, devices: Sequence[FittedDevice], sizes: Mapping[str, int]
+    model: object, found: TrainingFit, devices: Sequence[FittedDevice], sizes: Mapping[str, int], as_stored: bool
 ) -> str:
-    """Return ``splitkit plan`` for a step of the pipeline; empty for a model given as an object."""
-    memory = _memory(min(device.card.limit for device in devices))
+    """Return ``splitkit plan`` for a step of the pipeline; arguments as for `inference_command`."""
     words = ["--stages", str(len(devices)), "--schedule", found.schedule, "--microbatches", str(found.microbatches)]
-    words += ["--memory", memory, "--optimizer", found.optimizer]
+    words += ["--memory", _memory(min(device.card.limit for device in devices))] if as_stored else []
+    words += ["--optimizer", found.optimizer]
     return _plan(model, sizes, words + ["--recompute"] * found.recompute)
 
 

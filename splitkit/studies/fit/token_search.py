@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 MOST_TOKENS = 2**22
 """The most tokens of a sequence that are tried."""
-_FIRST, _FACTOR = 2048, 4
+_FIRST = 512
+"""The tokens that are tried first: fewer make a smaller step, from which no larger one can be guessed."""
+_SLOW = 3
+"""Guesses that may leave most of the interval before it is halved: where bytes are curved, they come from one side."""
 
 
 def most_fitting(fits: Callable[[int], bool], between: Callable[[int, int], int], longest: int | None) -> int:
@@ -18,20 +21,17 @@ def most_fitting(fits: Callable[[int], bool], between: Callable[[int, int], int]
         longest: the most that the model runs with, ``None`` for no limit but `MOST_TOKENS`.
     """
     longest = longest or MOST_TOKENS
-    if not fits(1):
-        return 0
-    if fits(longest):
-        return longest
-    low, high = 1, min(_FIRST, longest)
-    while fits(high):
-        low, high = high, min(high * _FACTOR, longest)
-    guessing = True
+    low, high = min(_FIRST, longest), longest
+    if not fits(low):
+        low, high = 1, low
+        if not fits(low):
+            return 0
+    elif fits(high):
+        return high
+    slow = 0
     while high - low > 1:
         width = high - low
-        guess = min(max(between(low, high), low + 1), high - 1) if guessing else (low + high) // 2
+        guess = min(max(between(low, high), low + 1), high - 1) if slow < _SLOW else (low + high) // 2
         low, high = (guess, high) if fits(guess) else (low, guess)
-        if guessing and low == guess and high - low > 1 and not fits(low + 1):
-            return low
-        # Where bytes are curved, guesses close in from one side only: halve the interval in between.
-        guessing = not guessing or high - low < width // 2
+        slow = 0 if high - low <= (width + 1) // 2 else slow + 1
     return low

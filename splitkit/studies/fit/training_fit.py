@@ -50,8 +50,8 @@ class TrainingFit:
 
     @cached_property
     def line(self) -> list[ModelBlock]:
-        """The blocks in the order in which they run."""
-        return [self.blocks[number] for number in self.step(1).order]
+        """The blocks in the order in which they run; some step must have been run."""
+        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Return the most microbatches that each of so many stages holds between forward and backward.
