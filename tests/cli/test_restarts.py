@@ -22,25 +22,30 @@ DYING = """
 import os, signal
 from pathlib import Path
 from tinynet import net
-from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.stage import ChainStage
 
-loss_of, died = Pipeline.loss_of, Path(__file__).with_name("died")
+backward, died, calls = ChainStage.begin_backward, Path(__file__).with_name("died"), []
 
-def dying(self, output, target):
-    # on the rank of the last stage, between the microbatches of the fourth step
-    if self.steps == 4 and os.environ.get("DIES") and not died.exists():
+def dying(self, chunk):
+    # on rank 1, before the second microbatch's backward in the fourth step
+    calls.append(chunk)
+    if len(calls) == 8 and os.environ["RANK"] == "1" and os.environ.get("DIES") and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return loss_of(self, output, target)
+    backward(self, chunk)
 
-Pipeline.loss_of = dying
+ChainStage.begin_backward = dying
 """
 WORDS = ["--size", "width=16,vocab=32,seq=4", "--stages", "2", "--microbatches", "2", "--steps", "5", "--every", "2"]
 
 
 def kept(folder):
-    """The tensors of the last checkpoint."""
-    held = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored_looks(folder / "step-5").items()}
+    """The weights and the optimizer's state in the last checkpoint.
+
+    It also has the state of the generators of Python, numpy and torch, which the command seeds in no process.
+    """
+    looks = stored_looks(folder / "step-5").items()
+    held = {name: torch.zeros(s, dtype=dtype) for name, (s, dtype) in looks if not name.startswith("random.")}
     read_stored(folder / "step-5", held)
     return held
 

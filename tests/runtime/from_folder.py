@@ -16,6 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from train_both import train_both
 
 import splitkit as sk
+from splitkit.errors import SplitError
 from splitkit.runtime import form_output, open_stages, pipeline, reduced_ties, save_stages, stage
 
 PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], fx.GraphModule, Path]] = []
@@ -41,7 +42,12 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], gm: fx.GraphModul
         batches.append(batch | ({"target": torch.randn(2 * count, *gm(**inputs).shape[1:])} if by_output else {}))
     seen = train_both(pipe, batches, lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3), whole=gm)
     outputs = pipe.infer(**{name: value for name, value in batches[0].items() if name != "target"})
+    try:
+        refused = repr(pipe.evaluation(gm))
+    except SplitError as error:
+        refused = str(error)
     return {
+        "refused": refused,
         "gradient": max(s.gradient for s in seen), "weight": max(s.weight for s in seen), "own": pipe.stages,
         "loaded": len(held.parts), "names": sorted(pipe.state_dict()),
         "outputs": None if outputs is None else [type(o).__name__ for o in outputs],

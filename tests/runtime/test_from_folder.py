@@ -45,6 +45,11 @@ def test_stages_from_a_folder_train_as_the_unsplit_model(ran, case):
     assert len(last["outputs"]) == case["microbatches"] and case["stages"] - 1 in last["own"]
 
 
+def test_a_capture_in_another_mode_is_refused_as_a_folder_has_no_graph_to_match_it_with(ran):
+    for line in (line for case in CASES for line in ran[case["model"]]):
+        assert line["refused"].startswith("SK802: stages of a folder do not know the graph")
+
+
 @pytest.mark.skipif(OLD, reason="2.11 sends no states of a generator")
 def test_stages_run_under_torchs_own_schedules(ran):
     """Two steps, whose gradients are added up, with ties over ranks and on one, dropout and late inputs."""
