@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from splitkit.errors import PipelineError, SplitError
 from splitkit.pipeline.action import KINDS, Action
-from splitkit.runtime.ranks.first_cause import beating, first_cause, leave, report_cause
+from splitkit.runtime.ranks.first_cause import first_cause, leave, report_cause
 from splitkit.runtime.ranks.replicas import Replicas
+from splitkit.runtime.ranks.signs_of_life import beating
 
 GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
 """The place in gloo's source that each of its errors names. Words such as "connection" are in errors of users, too."""
@@ -115,34 +116,37 @@ def naming_failures(progress: Progress) -> Iterator[None]:
         PipelineError: SK805; a refusal (SK80x) of this rank is raised unchanged.
     """
     progress.inside = progress.last = None
-    with beating(dist.get_rank()):
+    with beating(dist.get_rank(), _ranks_of(progress)) as watch:
         try:
             yield
         except Exception as error:
             cause = _root(error)
             of_user = isinstance(cause, SplitError) or not is_of_network(cause)
-            failed = _own(progress, cause) if of_user else _others(progress, cause)
-            leave(dist.get_rank(), len(_ranks_of(progress)))
+            failed = _own(progress, cause) if of_user else _others(progress, cause, watch.cause)
+            leave(dist.get_rank(), _ranks_of(progress))
             raise failed from error
 
 
 @contextmanager
-def naming_lost_ranks(progress: Progress, waited: str) -> Iterator[None]:
+def naming_lost_ranks(progress: Progress, waits: str) -> Iterator[None]:
     """Wrap an exchange between all ranks, so that the loss of one names what this rank was doing.
 
     Args:
         progress: what this rank is doing.
-        waited: what it does here, in words.
+        waits: what it waits for here, as in "for all ranks to begin the call".
 
     Raises:
         PipelineError: SK805; all errors but network errors are raised unchanged.
     """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, SplitError) or not is_of_network(error):
-            raise
-        raise _others(progress, error, waited) from error
+    with beating(dist.get_rank(), _ranks_of(progress), waits) as watch:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, SplitError) or not is_of_network(error):
+                raise
+            failed = _others(progress, error, watch.cause or watch.elsewhere, f"waited {waits}")
+            leave(dist.get_rank(), _ranks_of(progress))
+            raise failed from error
 
 
 def _own(progress: Progress, cause: BaseException) -> SplitError:
@@ -160,10 +164,10 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
     return failed
 
 
-def _others(progress: Progress, cause: BaseException, waited: str = "") -> PipelineError:
+def _others(progress: Progress, cause: BaseException, known: str, waited: str = "") -> PipelineError:
     late = any(word in str(cause).lower() for word in ("timed out", "timeout"))
     own = progress.replicas.rank
-    said = first_cause(_ranks_of(progress), own, progress.waited_for(), not late)
+    said = known or first_cause(_ranks_of(progress), own, progress.waited_for(), not late)
     reason = said or ("another rank does not answer" if late else "another rank is gone")
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(
