@@ -89,7 +89,7 @@ def leave(own: int, ranks: Sequence[int]) -> None:
         note_heard(store, own)
         awaited = [rank for rank in ranks if rank != own]
         before, since = [-1], time.monotonic()
-        while awaited and time.monotonic() - since < 4 * BEAT:
+        while awaited and time.monotonic() - since < 3 * BEAT:
             awaited = [rank for rank in awaited if not store.check([heard_key(rank)])]
             beats = [store.add(beat_key(rank), 0) for rank in awaited]
             if beats != before:
