@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from launch import launch
 
+from splitkit import _torch
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.ranks.faults import Progress, is_of_network
+from splitkit.runtime.ranks.first_cause import leave
 from splitkit.runtime.ranks.replicas import Replicas
+from splitkit.runtime.ranks.signs_of_life import heard_key, note_heard
 
 RANKS = 3
 ALWAYS = ("raise", "die", "die_last", "stop_last", "words", "shape", "plan", "replica_rows", "slow", "elsewhere")
@@ -95,6 +100,15 @@ def test_ranks_that_wait_for_different_things_say_so(always):
         assert text.startswith(f"SK805: {says}"), text
         assert "for all ranks to begin the call: rank 1 waits for all ranks to clip" in always["elsewhere: log"][rank]
     assert "rank 1 waited for all ranks to clip gradients" in own and "rank 0 waits for all ranks to begin" in own
+
+
+def test_a_rank_that_failed_goes_when_the_others_know_why(monkeypatch):
+    """The store may end with it; rank 2, which is gone, never hears anything."""
+    store = dist.HashStore()
+    monkeypatch.setattr(_torch, "default_store", lambda: SimpleNamespace(clone=lambda: store))
+    Timer(0.2, note_heard, (store, 1)).start()
+    leave(0, [0, 1, 2])
+    assert store.check([heard_key(0), heard_key(1)]) and not store.check([heard_key(2)])
 
 
 def test_an_error_of_a_user_is_none_of_the_network_whatever_its_words(always):
