@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.runtime import pipeline, planned_once
+from splitkit.runtime.ranks import signs_of_life
 
 LIMIT = 3.0
 
@@ -51,13 +53,30 @@ def main() -> None:
         timeout=timedelta(seconds=LIMIT),
     )  # fmt: skip
     start = time.monotonic()
+    signs_of_life.SILENCE = LIMIT / 2
+    log = Log()
+    logging.getLogger("splitkit.runtime").addHandler(log)
     try:
         run(rank, what)
     except SplitError as error:
         took = time.monotonic() - start
-        print(json.dumps({"rank": rank, "said": str(error), "sk": error.code, "took": took}), flush=True)
+        print(
+            json.dumps({"rank": rank, "said": str(error), "sk": error.code, "took": took, "log": log.lines}), flush=True
+        )
         return
-    print(json.dumps({"rank": rank, "said": "", "sk": "", "took": time.monotonic() - start}), flush=True)
+    took = time.monotonic() - start
+    print(json.dumps({"rank": rank, "said": "", "sk": "", "took": took, "log": log.lines}), flush=True)
+
+
+class Log(logging.Handler):
+    """Keeps what this rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def run(rank: int, what: str) -> None:
@@ -80,6 +99,10 @@ def run(rank: int, what: str) -> None:
     part: Any = pipe.modules[0]
     if rank == (2 if what.endswith("last") else 1):
         spoil(part, what.removesuffix("_last"))
+    if what == "slow" and rank == 1:
+        time.sleep(0.75 * LIMIT)
+    if what == "elsewhere" and rank == 1:
+        pipe.clip_grad_norm(1.0)
     if what == "batch":
         x = torch.randn(7, 8)
     pipe.step(x)

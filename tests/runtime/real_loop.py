@@ -62,12 +62,13 @@ def tied(replicas: int = 1) -> sk.Split:
 
 
 def clip(split: sk.Split, sharded: bool = False) -> dict[str, Any]:
-    """The norm and the clipped gradients, for three norms."""
+    """The norm and the clipped gradients of two steps that accumulate, for three norms."""
     pipe = pipeline(split, "1f1b", MICROBATCHES)
     if sharded:
         pipe.shard()
     unsplit, found = UnsplitModel(pipe), list[dict[str, Any]]()
     for step, norm_type in enumerate((2.0, 1.0, float("inf"))):
+        pipe.step(**batch(step + 3)), unsplit.step(**batch(step + 3))
         result, losses = pipe.step(**batch(step), loss_everywhere=True), unsplit.step(**batch(step))
         limit = float(torch.nn.utils.clip_grad_norm_(unsplit.model.parameters(), float("inf"), norm_type)) / 3
         true = torch.nn.utils.clip_grad_norm_(unsplit.model.parameters(), limit, norm_type)
@@ -259,6 +260,8 @@ def whole(prepared: tuple[sk.Split, nn.Module]) -> dict[str, Any]:
             logits = [each(given["input_ids"]).logits for each in (true, loaded, plain)]
             found["logits"] = [float((other - logits[0]).abs().max()) for other in logits[1:]]
             found["moved"] = float((logits[0] - copy.deepcopy(model).eval()(given["input_ids"]).logits).abs().max())
+            held = {tensor.data_ptr() for tensor in pipe.state_dict().values()}
+            found["copied"] = held.isdisjoint(tensor.data_ptr() for tensor in state.values())
             found["tied"] = state["lm_head.weight"] is state["transformer.wte.weight"]
             found["state"] = max(float((t - unsplit.model.state_dict()[n]).abs().max()) for n, t in state.items())
         dist.barrier()

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import re
+from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from launch import launch
 
+from splitkit import _torch
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.ranks.faults import Progress, is_of_network
+from splitkit.runtime.ranks.first_cause import leave
 from splitkit.runtime.ranks.replicas import Replicas
+from splitkit.runtime.ranks.signs_of_life import heard_key, note_heard
 
 RANKS = 3
-ALWAYS = ("raise", "die", "die_last", "stop_last", "words", "shape", "plan", "replica_rows")
+ALWAYS = ("raise", "die", "die_last", "stop_last", "words", "shape", "plan", "replica_rows", "slow", "elsewhere")
 
 
 @pytest.fixture(scope="module")
 def always() -> dict[str, list[str]]:
     """What the ranks said of the faults that are tried always, whose ranks one process starts."""
-    found, said = {}, [""] * RANKS
+    found, said, log = {}, [""] * RANKS, [""] * RANKS
     for line in launch("runtime/faulty.py", RANKS, *" -- ".join(ALWAYS).split(), check=False, seconds=300):
         if "next" in line:
             (what,) = line["next"]
             found[what] = said = [""] * RANKS
+            found[f"{what}: log"] = log = [""] * RANKS
         elif "said" in line:
-            said[line["rank"]] = _in_time(line)
+            said[line["rank"]], log[line["rank"]] = _in_time(line), "\n".join(line["log"])
     return found
 
 
@@ -75,6 +81,34 @@ def test_ranks_that_wait_for_each_other_all_name_the_first_cause(always, what, s
     # a time limit may close the connections of others before they reach their own
     for rank, text in enumerate((first, middle)):
         assert re.match(f"SK805: rank 2 (is gone|{says}); rank {rank} waited for gradients of", text), text
+
+
+def test_a_rank_that_keeps_others_waiting_is_named_long_before_the_time_limit(always):
+    """By default the limit is half an hour, in which nobody could tell which rank had left its loop or was stopped."""
+    assert always["slow"] == [""] * RANKS
+    for rank in (0, 2):
+        log = always["slow: log"][rank]
+        assert re.match(rf"rank {rank} has waited \d+ s for all ranks to begin the call: ", log)
+        assert "rank 1 is stopped, or busy with something else" in log
+
+
+def test_ranks_that_wait_for_different_things_say_so(always):
+    """A rank whose loop was shorter went on to another call: all waited for each other, and named no rank."""
+    first, own, last = always["elsewhere"]
+    for rank, text in ((0, first), (2, last)):
+        says = f"rank 1 waits for all ranks to clip gradients; rank {rank} waited for all ranks to begin the call"
+        assert text.startswith(f"SK805: {says}"), text
+        assert "for all ranks to begin the call: rank 1 waits for all ranks to clip" in always["elsewhere: log"][rank]
+    assert "rank 1 waited for all ranks to clip gradients" in own and "rank 0 waits for all ranks to begin" in own
+
+
+def test_a_rank_that_failed_goes_when_the_others_know_why(monkeypatch):
+    """The store may end with it; rank 2, which is gone, never hears anything."""
+    store = dist.HashStore()
+    monkeypatch.setattr(_torch, "default_store", lambda: SimpleNamespace(clone=lambda: store))
+    Timer(0.2, note_heard, (store, 1)).start()
+    leave(0, [0, 1, 2])
+    assert store.check([heard_key(0), heard_key(1)]) and not store.check([heard_key(2)])
 
 
 def test_an_error_of_a_user_is_none_of_the_network_whatever_its_words(always):

@@ -75,6 +75,7 @@ def test_the_trained_model_is_gathered_and_written_for_others_to_load(ran):
     first, second = sorted(ran["whole"], key=lambda line: line["rank"])
     assert first["names"] and not second["names"], "rank 0 has all tensors, under all names of ties"
     assert first["tied"] and first["state"] < 1e-6 and first["moved"] > 1e-2
+    assert first["copied"], "the next step of the optimizer leaves the state as it is"
     assert max(first["logits"]) < 1e-5, "from_pretrained, and safetensors.torch.load_model"
     for line in (first, second):
         assert line["refused"].startswith("SK802: the model and the graph that was captured do not both have")

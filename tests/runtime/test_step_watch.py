@@ -36,7 +36,7 @@ def step(monkeypatch):
     monkeypatch.setattr(step_watch, "has_streams", lambda device: True)
     monkeypatch.setattr(step_watch, "stream_of", lambda device: stream)
 
-    def end(message, rank, size):
+    def end(message, rank, ranks):
         made.ended.append(message)
         made.over.set()
 
@@ -46,7 +46,7 @@ def step(monkeypatch):
 
 
 def watched(step, limit=100.0, progress=lambda: None, silent=""):
-    where = 0, 2, torch.device("cpu"), limit, step.over
+    where = 0, [0, 1], torch.device("cpu"), limit, step.over
     return step_watch.watched(*where, progress, lambda line: line or silent)
 
 

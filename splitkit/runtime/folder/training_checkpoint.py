@@ -43,7 +43,9 @@ from splitkit.runtime.folder.optimizer_state import (
 from splitkit.runtime.folder.random_state import random_state, set_random_state
 from splitkit.runtime.folder.scheduler_state import encode_scheduler, load_scheduler, merge_schedulers
 from splitkit.runtime.folder.state_data import decode_state, empty_tensors, encode_state, require_storable
+from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.signs_of_life import beating
 from splitkit.short_repr import brief
 
 T = TypeVar("T")
@@ -381,7 +383,8 @@ class CheckpointFolder:
     def _naming_loss(self, doing: str) -> Iterator[None]:
         """Raise SK805 if another rank ends while the ranks do something together."""
         try:
-            yield
+            with beating(dist.get_rank(), global_ranks(self._pipe.group), f"for all ranks while it {doing}"):
+                yield
         except SplitError:
             raise
         except RuntimeError as error:

@@ -17,8 +17,10 @@ from splitkit.errors import PipelineError, SplitError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.tensorfiles import dtype_name, write_described
+from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.fsdp import full_tensor
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.signs_of_life import beating
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def _entries(pipe: Pipeline) -> list[_Entry]:
     """Return the tensors of the model, the same on all ranks."""
     own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pipe.state_dict().items()}
     every: list[Any] = [None] * dist.get_world_size(pipe.group)
-    dist.all_gather_object(every, own, group=pipe.group)
+    with beating(dist.get_rank(), global_ranks(pipe.group), "for all ranks to gather the weights"):
+        dist.all_gather_object(every, own, group=pipe.group)
     names_of, seen, found = _ties(pipe), set[str](), list[_Entry]()
     for source, held in enumerate(every):
         for name, (shape, dtype) in held.items():

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from splitkit import _torch
 from splitkit.errors import PipelineError, SplitError
 from splitkit.pipeline.action import KINDS, Action
-from splitkit.runtime.ranks.first_cause import beating, first_cause, leave, report_cause
+from splitkit.runtime.ranks.first_cause import first_cause, leave, report_cause
 from splitkit.runtime.ranks.replicas import Replicas
+from splitkit.runtime.ranks.signs_of_life import Watch, beating
 from splitkit.runtime.ranks.step_watch import watched
 
 GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
@@ -134,7 +135,7 @@ def naming_failures(progress: Progress) -> Iterator[None]:
         PipelineError: SK805; a refusal (SK80x) of this rank is raised unchanged.
     """
     progress.inside = progress.last = None
-    with _watched(progress):
+    with _watched(progress) as watch:
         try:
             yield
         except Exception as error:
@@ -142,17 +143,16 @@ def naming_failures(progress: Progress) -> Iterator[None]:
             # what follows may take longer than the watch waits
             progress.watch.set()
             of_user = isinstance(cause, SplitError) or not is_of_network(cause)
-            failed = _own(progress, cause) if of_user else _others(progress, cause)
-            leave(dist.get_rank(), len(_ranks_of(progress)))
+            failed = _own(progress, cause) if of_user else _others(progress, cause, watch.cause)
+            leave(dist.get_rank(), _ranks_of(progress))
             raise failed from error
 
 
-def _watched(progress: Progress) -> AbstractContextManager[None]:
+def _watched(progress: Progress) -> AbstractContextManager[Watch]:
     """Let the others see in a step that this rank is alive; on an accelerator, look for failures of others too."""
-    if progress.device.type == "cpu" or progress.failed:
-        return beating(dist.get_rank())
-
     rank, ranks = dist.get_rank(), _ranks_of(progress)
+    if progress.device.type == "cpu" or progress.failed:
+        return beating(rank, ranks)
 
     def say(line: str) -> str:
         found = line or first_cause(ranks, progress.replicas.rank, progress.waited_for(), False)
@@ -160,27 +160,30 @@ def _watched(progress: Progress) -> AbstractContextManager[None]:
 
     progress.watch.set()
     progress.watch = threading.Event()
-    where = rank, len(ranks), progress.device, progress.limit, progress.watch
+    where = rank, ranks, progress.device, progress.limit, progress.watch
     return watched(*where, lambda: (progress.inside, progress.last), say)
 
 
 @contextmanager
-def naming_lost_ranks(progress: Progress, waited: str) -> Iterator[None]:
+def naming_lost_ranks(progress: Progress, waits: str) -> Iterator[None]:
     """Wrap an exchange between all ranks, so that the loss of one names what this rank was doing.
 
     Args:
         progress: what this rank is doing.
-        waited: what it does here, in words.
+        waits: what it waits for here, as in "for all ranks to begin the call".
 
     Raises:
         PipelineError: SK805; all errors but network errors are raised unchanged.
     """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, SplitError) or not is_of_network(error):
-            raise
-        raise _others(progress, error, waited) from error
+    with beating(dist.get_rank(), _ranks_of(progress), waits) as watch:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, SplitError) or not is_of_network(error):
+                raise
+            failed = _others(progress, error, watch.cause or watch.elsewhere, f"waited {waits}")
+            leave(dist.get_rank(), _ranks_of(progress))
+            raise failed from error
 
 
 def _own(progress: Progress, cause: BaseException) -> SplitError:
@@ -198,10 +201,10 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
     return failed
 
 
-def _others(progress: Progress, cause: BaseException, waited: str = "") -> PipelineError:
+def _others(progress: Progress, cause: BaseException, known: str, waited: str = "") -> PipelineError:
     late = any(word in str(cause).lower() for word in ("timed out", "timeout"))
     own = progress.replicas.rank
-    said = first_cause(_ranks_of(progress), own, progress.waited_for(), not late)
+    said = known or first_cause(_ranks_of(progress), own, progress.waited_for(), not late)
     reason = said or ("another rank does not answer" if late else "another rank is gone")
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(

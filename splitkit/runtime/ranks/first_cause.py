@@ -4,8 +4,8 @@
 
     rank 0 ──waits──▶ rank 1 ──waits──▶ rank 2 (killed, or stopped)
 
-A rank that is killed or stopped says nothing, and rank 0 sees only that rank 1 has given up. So each rank in a step
-that takes long writes a beat to the store of the process group now and then, and the first rank that misses another one
+A rank that is killed or stopped says nothing, and rank 0 sees only that rank 1 has given up. So each rank that waits
+long writes a beat to the store of the process group now and then, and the first rank that misses another one
 looks whose beats have stopped. It writes what it found to the store, which all others then repeat.
 """
 
@@ -14,53 +14,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from splitkit import _torch
+from splitkit.runtime.ranks.signs_of_life import BEAT, KEY, beat_key, heard_key, note_heard
 
-KEY = "splitkit: a rank failed"
-BEAT = 0.5
-"""Seconds between two beats, and those after which a step begins to beat; shorter steps never write to the store."""
 PATIENCE = 3.0
 """Seconds that a rank waits for the line of a failed rank, and in which it listens for beats. Not tuned: writing the
 line takes milliseconds."""
 
-_LEFT = "splitkit: ranks that have failed"
 _T = TypeVar("_T")
-
-
-@contextmanager
-def beating(rank: int) -> Iterator[None]:
-    """Write the beats of a rank while the body runs, from a thread that ends with it.
-
-    Args:
-        rank: the rank in the default process group.
-    """
-    over = threading.Event()
-    thread = threading.Thread(target=_beat, args=(rank, over), name="beats", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(BEAT)
-
-
-def _beat(rank: int, over: threading.Event) -> None:
-    # a store that is gone shows in the main thread, which reports it
-    with suppress(Exception):
-        store: Any = None
-        while not over.wait(BEAT):
-            store = _torch.default_store().clone() if store is None else store
-            beat(store, rank)
-
-
-def beat(store: Any, rank: int) -> None:
-    """Write one beat of a rank."""
-    store.add(_key(rank), 1)
 
 
 def report_cause(line: str) -> str:
@@ -110,22 +76,27 @@ def first_cause(ranks: Sequence[int], own: int, waited_for: int | None, gone: bo
     return report_cause(f"rank {quiet[0]} runs, but does not answer") if len(quiet) == 1 and not gone else ""
 
 
-def leave(rank: int, size: int) -> None:
-    """Let a rank that has failed go: the one that holds the store waits until the others have read it.
+def leave(own: int, ranks: Sequence[int]) -> None:
+    """Let a rank that has failed go when the others have heard of the cause: it may hold the store.
 
     Args:
-        rank: the rank in the default process group.
-        size: the number of ranks that may have failed with it.
+        own: the rank; all are ranks in the default process group.
+        ranks: the ranks that may have failed with it.
     """
 
-    def left() -> None:
+    def heard_by_all() -> None:
         store = _torch.default_store().clone()
-        store.add(_LEFT, 1)
-        end = time.monotonic() + 2 * PATIENCE
-        while rank == 0 and not _has_agent() and store.add(_LEFT, 0) < size and time.monotonic() < end:
+        note_heard(store, own)
+        awaited = [rank for rank in ranks if rank != own]
+        before, since = [-1], time.monotonic()
+        while awaited and time.monotonic() - since < 3 * BEAT:
+            awaited = [rank for rank in awaited if not store.check([heard_key(rank)])]
+            beats = [store.add(beat_key(rank), 0) for rank in awaited]
+            if beats != before:
+                before, since = beats, time.monotonic()
             time.sleep(BEAT / 5)
 
-    _within(2 * PATIENCE, left)
+    _within(2 * PATIENCE, heard_by_all)
 
 
 def _has_agent() -> bool:
@@ -137,22 +108,18 @@ def _listened(store: Any, own: int, others: Sequence[int]) -> tuple[str, list[bo
     """Return the line in the store; else which of the other ranks beat, and which of them miss a rank themselves."""
     store.set_timeout(timedelta(seconds=PATIENCE))
     store.add(_missing(own), 1)
-    before = [store.add(_key(rank), 0) for rank in others]
+    before = [store.add(beat_key(rank), 0) for rank in others]
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         if store.check([KEY]):
             return str(store.get(KEY).decode()), [], []
         time.sleep(BEAT / 5)
-    alive = [store.add(_key(rank), 0) > count for rank, count in zip(others, before, strict=True)]
+    alive = [store.add(beat_key(rank), 0) > count for rank, count in zip(others, before, strict=True)]
     return "", alive, [store.add(_missing(rank), 0) > 0 for rank in others]
 
 
 def _missing(rank: int) -> str:
     return f"splitkit: rank {rank} misses another"
-
-
-def _key(rank: int) -> str:
-    return f"splitkit: beats of rank {rank}"
 
 
 def _within(seconds: float, call: Callable[[], _T]) -> _T | None:

@@ -320,7 +320,8 @@ class Pipeline(StageTensors):
         """
         parameters = self.parameters()
         counted = [p for p in parameters if self._shared_parameters.counts(p)]
-        return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group)
+        with naming_lost_ranks(self._progress, "for all ranks to clip gradients"):
+            return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group)
 
     def shard(self) -> None:
         """Shard the parameters of each stage over its replicas, with torch's FSDP2. Call it before making an optimizer.
@@ -349,7 +350,8 @@ class Pipeline(StageTensors):
 
     def broadcast(self, batch: Any) -> Any:
         """Return rank 0's batch on every rank. All ranks must call it; those other than rank 0 may give ``None``."""
-        return broadcast_batch(batch, self.device, self.group)
+        with naming_lost_ranks(self._progress, "for all ranks to get a batch from rank 0"):
+            return broadcast_batch(batch, self.device, self.group)
 
     def sizes(self, inputs: Sequence[Mapping[str, Any]]) -> StepSizes:
         """Return the sizes and the rows of the microbatches that `cut` returned.
@@ -421,7 +423,7 @@ class Pipeline(StageTensors):
             lambda: self._prepared(kind, args, kwargs, target, keep)
         )
         if agreed.weights:
-            with naming_lost_ranks(self._progress, "waited for all ranks to compare their weights"):
+            with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
                 require_same_copies(self._chain, self.stages, self.group)
             self._weights_changed = False
         made = self._rank_stages.get(train)

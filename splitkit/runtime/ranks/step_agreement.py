@@ -87,7 +87,7 @@ class StepAgreement:
         """
         made, failed = _attempt(lambda: _with_row(*prepare()))
         own, call, prepared = made or (_REFUSAL, None, None)
-        with naming_lost_ranks(self._progress, "waited for all ranks to begin the call"):
+        with naming_lost_ranks(self._progress, "for all ranks to begin the call"):
             rows = self._rows(own)
             refused, outputs, weights = (any(row[i] for row in rows) for i in range(_FLAGS))
             if not refused and _are_same(rows):
@@ -99,7 +99,7 @@ class StepAgreement:
     def together(self, make: Callable[[], Any]) -> Any:
         """Return what ``make`` makes on this rank, or raise its error on all ranks, as `begin` does."""
         made, failed = _attempt(make)
-        with naming_lost_ranks(self._progress, "waited for all ranks to prepare their stages"):
+        with naming_lost_ranks(self._progress, "for all ranks to prepare their stages"):
             errors = from_every(_told(failed), self._group)
         _raise_first(errors, failed, "could not prepare its stages")
         return made
