@@ -7,7 +7,7 @@ touched count), ``ratio`` is the peak over the bytes of the weights that it keep
 stage         one stage: ``open_stages(stages, weights=folder).load([0])``, as a rank does
 devices       all stages in one process: ``splitkit.load(split, folder, devices)``
 converted     the same, from bfloat16 files to a float32 model
-transformers  ``from_pretrained``, the whole model
+transformers  ``from_pretrained``, the whole model: it maps the files, and pages that it has not read do not count
 accelerate    ``load_checkpoint_and_dispatch``: the first layers on the CPU, the others offloaded; if it is installed
 
 ``--layers 24 --hidden 4096 --vocab 32000 --stages 4 --only stage`` reads one stage of four from ten gigabytes.
