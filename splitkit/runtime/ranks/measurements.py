@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
 
 from splitkit import _torch
 from splitkit.costs.links import Link, Links
@@ -103,15 +102,7 @@ def run_steps(pipe: Pipeline, batch: tuple[Sequence[Any], Mapping[str, Any]], re
         seconds.append(recorder.steps[pipe.steps][-1].end - begin)
     dist.barrier(group=pipe.group)
     timed = list(recorder.steps.values())
-
-    def two_steps() -> Any:
-        # torch keeps values that stages of one rank hand each other until the next step replaces them, and the profiler
-        # only sees blocks freed that it has seen allocated: in a step before the one that counts
-        with record_function(PREFIX):
-            pipe.step(*batch[0], **batch[1])
-        return pipe.step(*batch[0], **batch[1])
-
-    held = held_by_group(_torch.allocations_between(two_steps, PREFIX)[1:])
+    held = held_by_group(_torch.allocations_between(lambda: pipe.step(*batch[0], **batch[1]), PREFIX))
     # the last group is what the step does after its last action
     return RankStep(median(seconds), max(most for most, _ in held), timed, held[:-1])
 
