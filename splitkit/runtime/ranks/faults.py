@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -23,6 +24,30 @@ GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
 """The place in gloo's source that each of its errors names. Words such as "connection" are in errors of users, too."""
 
 
+class RankProgress(Protocol):
+    """What a rank is doing, in words."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Rank -> its rank in the default process group."""
+
+    def begin(self) -> None:
+        """Forget what was done before."""
+
+    def where(self) -> str:
+        """Say what is being done, or began last."""
+
+    def waits(self) -> str:
+        """Say what this rank waits for next, and from which rank."""
+
+    def waited_for(self) -> int | None:
+        """Return the rank for which this one waits next, if it waits for one."""
+
+
 @dataclass
 class Progress:
     """What a rank is doing.
@@ -32,7 +57,7 @@ class Progress:
         rank_of: stage -> its place in a pipeline.
         replicas: which ranks are at each place, and the place of this rank.
         names: border -> the names of the values that cross it.
-        ranks: rank -> its rank in the default process group; empty if they are the same.
+        ranks: rank -> its rank in the default process group.
         inside: the action that is computing; ``None`` between actions.
         last: the action that began last.
     """
@@ -51,6 +76,20 @@ class Progress:
         self.inside = self.last = Action(stage, kind, microbatch)
         yield
         self.inside = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.replicas.rank
+
+    def begin(self) -> None:
+        """Forget what was done in the step before."""
+        self.inside = self.last = None
+
+    def where(self) -> str:
+        """Say which action is computing, or began last."""
+        at = self.inside or self.last
+        return _text(at) if at is not None else "the step"
 
     def begun(self, stage: int, kind: str, microbatch: int) -> None:
         """Note that an action has received what it waited for."""
@@ -108,13 +147,13 @@ def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
 
 
 @contextmanager
-def naming_failures(progress: Progress) -> Iterator[None]:
+def naming_failures(progress: RankProgress) -> Iterator[None]:
     """Wrap a step, so that a failure names rank, stage and microbatch here and on the other ranks.
 
     Raises:
         PipelineError: SK805; a refusal (SK80x) of this rank is raised unchanged.
     """
-    progress.inside = progress.last = None
+    progress.begin()
     with beating(dist.get_rank()):
         try:
             yield
@@ -122,12 +161,12 @@ def naming_failures(progress: Progress) -> Iterator[None]:
             cause = _root(error)
             of_user = isinstance(cause, SplitError) or not is_of_network(cause)
             failed = _own(progress, cause) if of_user else _others(progress, cause)
-            leave(dist.get_rank(), len(_ranks_of(progress)))
+            leave(dist.get_rank(), len(progress.ranks))
             raise failed from error
 
 
 @contextmanager
-def naming_lost_ranks(progress: Progress, waited: str) -> Iterator[None]:
+def naming_lost_ranks(progress: RankProgress, waited: str) -> Iterator[None]:
     """Wrap an exchange between all ranks, so that the loss of one names what this rank was doing.
 
     Args:
@@ -145,9 +184,8 @@ def naming_lost_ranks(progress: Progress, waited: str) -> Iterator[None]:
         raise _others(progress, error, waited) from error
 
 
-def _own(progress: Progress, cause: BaseException) -> SplitError:
-    at = progress.inside or progress.last
-    where, rank = _text(at) if at is not None else "the step", progress.replicas.rank
+def _own(progress: RankProgress, cause: BaseException) -> SplitError:
+    where, rank = progress.where(), progress.rank
     if isinstance(cause, SplitError):
         failed = cause
     else:
@@ -160,10 +198,10 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
     return failed
 
 
-def _others(progress: Progress, cause: BaseException, waited: str = "") -> PipelineError:
+def _others(progress: RankProgress, cause: BaseException, waited: str = "") -> PipelineError:
     late = any(word in str(cause).lower() for word in ("timed out", "timeout"))
-    own = progress.replicas.rank
-    said = first_cause(_ranks_of(progress), own, progress.waited_for(), not late)
+    own = progress.rank
+    said = first_cause(progress.ranks, own, progress.waited_for(), not late)
     reason = said or ("another rank does not answer" if late else "another rank is gone")
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(
@@ -171,11 +209,6 @@ def _others(progress: Progress, cause: BaseException, waited: str = "") -> Pipel
         f"{reason}; rank {own} {waited or progress.waits()}",
         f"Look at the messages of that rank. Here: {first[:200]}",
     )
-
-
-def _ranks_of(progress: Progress) -> Sequence[int]:
-    """Return rank -> its rank in the default process group."""
-    return progress.ranks or range(max(max(row) for row in progress.replicas.ranks) + 1)
 
 
 def is_of_network(cause: BaseException) -> bool:
