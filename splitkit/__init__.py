@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
+    from splitkit.runtime.generation.generator import serve as serve
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -92,6 +93,7 @@ _HOME = {
     "measure_memory": "memory.measurement",
     "plan": "engine.split",
     "report": "view.data.report",
+    "serve": "runtime.generation.generator",
     "simulate_memory": "memory.profile",
     "simulate_schedule": "pipeline.simulate",
     "split": "engine.split",

@@ -5,6 +5,8 @@ from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
 from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
+from splitkit.runtime.generation.generator import Generator, serve
+from splitkit.runtime.generation.request import Request, Result
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
@@ -13,9 +15,12 @@ from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [
     "CheckpointFolder",
+    "Generator",
     "Pipeline",
     "PipelineModule",
     "PipelineStep",
+    "Request",
+    "Result",
     "StageFolder",
     "StepRecorder",
     "form_output",
@@ -28,6 +33,7 @@ __all__ = [
     "save_pretrained",
     "save_safetensors",
     "save_stages",
+    "serve",
     "stage",
     "to_devices",
 ]
