@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from splitkit.frontends.capture.capture import capture as capture
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
+    from splitkit.frontends.decoder.capture_decoder import capture_decoder as capture_decoder
     from splitkit.frontends.joint.joint_capture import Joint as Joint
     from splitkit.frontends.joint.joint_capture import capture_joint as capture_joint
     from splitkit.graph.dataflow import analyze as analyze
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
     from splitkit.runtime.generation.generator import serve as serve
+    from splitkit.runtime.generation.local_generator import generator as generator
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -87,8 +89,10 @@ _HOME = {
     "apply": "frontends.compile.compile",
     "backend": "frontends.compile.compile",
     "capture": "frontends.capture.capture",
+    "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
+    "generator": "runtime.generation.local_generator",
     "inline": "engine.inlining.inline",
     "measure_memory": "memory.measurement",
     "plan": "engine.split",

@@ -22,8 +22,8 @@ FRONT_DOOR = MODULES | {
     "CUDA_BLOCK", "CaptureError", "CheckError", "Comparison", "CostError", "CycleError", "FileError", "Frontier",
     "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan",
     "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "analyze", "apply", "backend",
-    "capture", "capture_joint", "compare", "inline", "measure_memory", "plan", "report", "simulate_memory",
-    "simulate_schedule", "split", "split_module", "stage_costs", "sweep",
+    "capture", "capture_decoder", "capture_joint", "compare", "generator", "inline", "measure_memory", "plan", "report",
+    "simulate_memory", "simulate_schedule", "split", "split_module", "stage_costs", "sweep",
 }  # fmt: skip
 CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}
 """What has no docstring that Python could show."""

@@ -1,4 +1,4 @@
-"""Register classes of outputs that pytree does not know, such as a cache of keys and values.
+"""Register classes of outputs, and of caches among inputs, that pytree does not know.
 
 A graph returns tensors and puts them into the containers that the model returns. pytree knows tuples, dicts and
 registered classes. Any other object that holds tensors is flattened and rebuilt as ``copy.copy`` does, with
@@ -7,7 +7,8 @@ registered classes. Any other object that holds tensors is flattened and rebuilt
     DynamicCache(layers=[DynamicLayer(keys, values, ...), ...])   <==>   keys, values, ... and an `_ObjectState`
 
 Its class is registered with ``torch.utils._pytree`` when it first occurs, as transformers does for its own exports. The
-registration lasts as long as the process, since later calls of the graph need it.
+registration lasts as long as the process, since later calls of the graph need it. What is not a tensor has to be the
+same in every call, except that a device on which the object has a tensor follows that tensor.
 """
 
 from __future__ import annotations
@@ -32,6 +33,20 @@ class _TensorSlot:
     """Marks the place of a tensor among the constants of an `_ObjectState`."""
 
 
+class _DeviceSlot:
+    """Marks the place of the device of the tensor before it, which differs from part to part."""
+
+
+@dataclass(frozen=True)
+class _PathKey(pytree.GetAttrKey):
+    """The path to a tensor in an object; its ``name`` is a word, since export makes names of inputs from it."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return f".{self.path}"
+
+
 @dataclass(frozen=True)
 class _ObjectState:
     """An object without its tensors.
@@ -39,7 +54,7 @@ class _ObjectState:
     Attributes:
         make: the function that creates an empty object.
         spec: pytree specification of the object's state.
-        constants: the leaves of the state, with `_TensorSlot` in place of each tensor.
+        constants: the leaves of the state, with a slot in place of each tensor, and of its device.
     """
 
     make: Any
@@ -59,6 +74,13 @@ def outputs_opened(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def register_caches_among(inputs: Any) -> None:
+    """Register the class of every cache of transformers among inputs, so that a graph takes its tensors as inputs."""
+    for leaf in pytree.tree_leaves(inputs):
+        if any(kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__):
+            register_classes_of(leaf)
 
 
 def register_classes_of(value: Any) -> None:
@@ -130,7 +152,7 @@ def _flatten(value: Any) -> tuple[list[Any], _ObjectState]:
 
 def _flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], _ObjectState]:
     named, frame = _taken_apart(value)
-    return [(pytree.GetAttrKey(name), tensor) for name, tensor in named], frame
+    return [(_PathKey(re.sub(r"\W+", "_", name), name), tensor) for name, tensor in named], frame
 
 
 def _taken_apart(value: Any) -> tuple[list[tuple[str, Any]], _ObjectState]:
@@ -138,8 +160,15 @@ def _taken_apart(value: Any) -> tuple[list[tuple[str, Any]], _ObjectState]:
     register_classes_of(state)
     named, spec = named_leaves(state)
     tensors = [(_readable(name), leaf) for name, leaf in named if isinstance(leaf, _VALUES)]
-    constants = tuple(_TensorSlot if isinstance(leaf, _VALUES) else leaf for _, leaf in named)
+    devices = {leaf.device for _, leaf in named if isinstance(leaf, torch.Tensor)}
+    constants = tuple(_constant(leaf, devices) for _, leaf in named)
     return tensors, _ObjectState(make, spec, constants)
+
+
+def _constant(leaf: Any, devices: set[torch.device]) -> Any:
+    if isinstance(leaf, torch.device) and devices == {leaf}:
+        return _DeviceSlot
+    return _TensorSlot if isinstance(leaf, _VALUES) else leaf
 
 
 def _readable(name: str) -> str:
@@ -149,8 +178,10 @@ def _readable(name: str) -> str:
 
 def _unflatten(tensors: Iterable[Any], frame: _ObjectState) -> Any:
     # the five items of the protocol of `__reduce_ex__`: function, arguments, state, list items, dict items
-    left = iter(tensors)
-    state = pytree.tree_unflatten([next(left) if c is _TensorSlot else c for c in frame.constants], frame.spec)
+    given = list(tensors)
+    left, device = iter(given), next((t.device for t in given if isinstance(t, torch.Tensor)), None)
+    leaves = [next(left) if c is _TensorSlot else device if c is _DeviceSlot else c for c in frame.constants]
+    state = pytree.tree_unflatten(leaves, frame.spec)
     made = frame.make(*state["args"])
     if (inner := state["state"]) is not None:
         _put_into(made, inner)

@@ -1,4 +1,4 @@
-"""Finds nodes that no runtime can put into different stages: nodes that share written memory or unsendable values.
+"""Finds nodes that no runtime can put into different stages: they share written memory, unsendable values or a cache.
 
 A value that crosses a border is a copy. So all nodes that write some memory, or touch it before the last write, must be
 in one stage. Of memory that exists before the graph runs (inputs, buffers) each stage has its own copy; if it is
@@ -7,6 +7,8 @@ written, all nodes that touch it must be in one stage::
     y = conv(x)      one stage
     y.relu_()        with it
     z = y + 1        any later stage: it reads a copy made after the last write
+
+A cache of a decoder stays where it is from one call to the next, so all nodes that read it must be in one stage.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.graph.caches import cache_forms, caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.shared_memory import GIVEN, NO_MEMORY, memory_classes, memory_touches
 from splitkit.graph.symbols import value_of
@@ -29,7 +32,7 @@ _BY_ADDRESS = ("as_strided", "as_strided_", "_reshape_alias", "set_", "untyped_s
 
 def together(flow: Dataflow) -> list[tuple[Node, ...]]:
     """Return sets of placeable nodes; all nodes of a set must be in one stage. A node may be in several sets."""
-    sets = [*_by_memory(flow), *_by_values(flow), *_by_address(flow)]
+    sets = [*_by_memory(flow), *_by_values(flow), *_by_address(flow), *_by_cache(flow)]
     placed = [dict.fromkeys(node for node in nodes if flow.is_placeable(node)) for nodes in sets]
     return [tuple(nodes) for nodes in placed if len(nodes) > 1]
 
@@ -58,6 +61,12 @@ def _by_address(flow: Dataflow) -> Iterator[list[Node]]:
     for node, base in read_by_address(flow):
         if base.op not in GIVEN and not fills_memory(value_of(base)):
             yield [node, flow.producer(base)]
+
+
+def _by_cache(flow: Dataflow) -> Iterator[list[Node]]:
+    """Yield the readers of each cache, the node that updates it among them."""
+    for cache in caches_of(flow.root):
+        yield cache_forms(flow.graph, cache)[1]
 
 
 def unsendable(value: object) -> str:

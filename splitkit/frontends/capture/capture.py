@@ -37,7 +37,7 @@ from splitkit.frontends.capture.seeding import refuse_seeding
 from splitkit.frontends.capture.symbolic_trace import trace
 from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, restore_by_value
 from splitkit.frontends.example_run import describe_failure
-from splitkit.frontends.output_classes import outputs_opened
+from splitkit.frontends.output_classes import outputs_opened, register_caches_among
 from splitkit.frontends.quantized import AS_MODULES, quantized_part
 from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
@@ -64,8 +64,9 @@ def capture(
 
     A ``torch.autograd.Function`` is one node that calls it, so that its backward is kept. An output may be of any class
     that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree`` for the
-    whole process. If capture fails because the model hooks submodules or creates buffers at its first call, it is
-    called once for real and captured again.
+    whole process. A cache of transformers may be among the inputs: the graph takes its tensors, and returns a new cache
+    instead of changing it. If capture fails because the model hooks submodules or creates buffers at its first call, it
+    is called once for real and captured again.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
     ``RuntimeError`` when it is called with others. What the model's Python code reads of global state
@@ -99,6 +100,7 @@ def capture(
         raise CaptureError("SK401", f"there is no way of capture named {how!r}", f"Choose one of {', '.join(ways)}.")
     require_module(model)
     given = args, kwargs
+    register_caches_among(given)
     args, kwargs = copy_repeated(given)
     refuse_module_hooks(model)
     if how != "export":

@@ -84,6 +84,11 @@ class OnDevices(Tied):
         return dict(self._program.parts)
 
     @property
+    def parent(self) -> fx.GraphModule:
+        """The graph that calls the parts and copies values between their devices."""
+        return self._program.parent
+
+    @property
     def moves(self) -> tuple[Move, ...]:
         """The copies of each call."""
         return self._program.moves

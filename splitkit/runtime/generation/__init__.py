@@ -1,1 +1,1 @@
-"""Generates text on the ranks of a process group, each with one stage of a decoder and the caches of its layers."""
+"""Generates text with a split decoder; the caches of its layers stay on the devices that compute them."""

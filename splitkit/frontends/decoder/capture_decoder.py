@@ -1,0 +1,79 @@
+"""Capture one step of a decoder, whose caches are inputs and outputs of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from splitkit.checks import is_whole, shown
+from splitkit.errors import CaptureError
+from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.decoder.capture_encoder_caches import note_encoder_caches
+from splitkit.frontends.decoder.example_caches import not_a_decoder
+from splitkit.frontends.decoder.example_step import example_step
+from splitkit.frontends.decoder.example_with_encoder import example_with_encoder
+from splitkit.frontends.decoder.first_sizes import read_first_sizes
+from splitkit.frontends.decoder.masked_attention import masked_attention
+from splitkit.frontends.trace_settings import without_special_sizes
+from splitkit.graph.caches import caches_of
+
+
+def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.GraphModule:
+    """Return the graph of one step of a decoder of transformers: next tokens and caches in, logits and caches out.
+
+    ::
+
+        out = gm(input_ids=..., attention_mask=..., position_ids=..., past_key_values=cache, use_cache=True)
+        out.logits, out.past_key_values
+
+    The number of sequences, of tokens in the step and of positions in the caches may differ in every call: the same
+    graph runs a prompt with empty caches, a chunk of a prompt, and one token after another. Its inputs are called
+    ``input_ids`` ``[sequences, query]``, ``attention_mask`` ``[sequences, positions + query]``, ``position_ids``
+    ``[sequences, query]`` and ``past_key_values_...`` ``[sequences, heads, positions, head_dim]``; its outputs are the
+    logits of the last token ``[sequences, 1, vocabulary]`` and then the updated caches, in the order of the inputs.
+
+    The decoder of a model with an encoder, such as T5, has the inputs ``decoder_input_ids`` and ``encoder_outputs``, and
+    caches of its own positions and of the encoder's. The encoder's are returned as they are; they are computed by a
+    graph of its own, which `splitkit.generator` finds in ``gm.meta["encoder_caches"]``.
+
+    A layer with a sliding window keeps all positions, too, and masks those outside of the window. The model is left as
+    it is, and may be on ``meta``. Run the graph under ``torch.no_grad()``, or each step keeps the last one's graph of
+    autograd.
+
+    Args:
+        model: a model of transformers that generates text, in eval mode.
+        batch: sequences of the example, for which a plan counts compute and memory.
+        tokens: positions that the caches of the example hold after the step.
+
+    Raises:
+        CaptureError: SK401 for a model whose step cannot be captured: it has no cache of keys and values.
+    """
+    for name, value, least in (("batch", batch, 1), ("tokens", tokens, 4)):
+        if not is_whole(value, least):
+            raise CaptureError("SK401", f"{name} is {shown(value)}", f"Give a whole number from {least} on.")
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise not_a_decoder(model, "it is not a model of transformers")
+    if model.training:
+        raise CaptureError("SK401", "the model is in training mode, where dropout changes tokens", "Call model.eval().")
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return _with_caches(model, example_step(model, batch, tokens))
+    gm = _with_caches(model, example_with_encoder(model, batch, tokens, filled=True))
+    note_encoder_caches(gm, _captured(model, example_with_encoder(model, batch, tokens, filled=False)))
+    return gm
+
+
+def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
+    gm = _captured(model, step)
+    if not caches_of(gm):
+        raise not_a_decoder(model, "it does not return the cache that it was given")
+    return gm
+
+
+def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
+    with torch.no_grad(), masked_attention(), without_special_sizes():
+        gm = capture(model, dynamic=True, **step)
+    read_first_sizes(gm)
+    return gm

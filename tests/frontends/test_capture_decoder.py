@@ -1,0 +1,104 @@
+"""One graph of a decoder's step runs prompts, chunks and single tokens, with caches of any length."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from decoders import DECODERS, FAMILIES, empty_cache
+
+import splitkit as sk
+from splitkit.graph.caches import caches_of
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = [(2, 11, 7), (1, 11, 1), (2, 11, 1), (3, 0, 5), (1, 0, 1), (1, 1, 1), (3, 3, 3)]
+"""Sequences, positions in the caches, and tokens; 0 and 1 are sizes that export would make constants of."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_any_size_gives_what_the_model_gives(family):
+    model, gm = DECODERS[family]
+    for sequences, past, query in STEPS:
+        ids = torch.randint(3, 96, (sequences, past + query))
+        mask = torch.ones(sequences, past + query, dtype=torch.long)
+        # the second prompt is shorter than the others
+        mask[1:2, : min(past, 2)] = 0
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        theirs = transformers.DynamicCache()
+        with torch.no_grad():
+            if past:
+                model(ids[:, :past], attention_mask=mask[:, :past], past_key_values=theirs)
+            ours = copy.deepcopy(theirs) if past else empty_cache(gm, sequences)
+            step = {
+                "input_ids": ids[:, past:], "attention_mask": mask, "position_ids": positions[:, past:],
+                "use_cache": True,
+            }  # fmt: skip
+            want, got = model(**step, past_key_values=theirs), gm(**step, past_key_values=ours)
+        torch.testing.assert_close(got.logits, want.logits[:, -1:], atol=2e-5, rtol=1e-4)
+        assert got.past_key_values.get_seq_length() == past + query
+        # the graph returns a new cache
+        assert ours.get_seq_length() == past
+
+
+def test_the_caches_of_a_graph_are_its_inputs_and_outputs_in_order():
+    _, gm = DECODERS["llama"]
+    caches = caches_of(gm)
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    assert [cache.given.name for cache in caches] == [name for name in names if name.startswith("past_key_values")]
+    assert [cache.updated for cache in caches] == list(gm.graph.output_node().all_input_nodes)[1:]
+    assert all(cache.given in cache.updated.all_input_nodes for cache in caches)
+
+
+def test_the_example_has_the_sequences_and_positions_that_were_asked_for():
+    gm = sk.capture_decoder(DECODERS["llama"][0], batch=3, tokens=17)
+    assert [int(size) for size in caches_of(gm)[0].updated.meta["val"].shape] == [3, 2, 17, 8]
+
+
+def test_a_graph_without_a_cache_among_its_inputs_has_no_caches():
+    model, _ = DECODERS["gpt2"]
+    assert caches_of(sk.capture(model, torch.zeros(1, 4, dtype=torch.long), use_cache=True)) == ()
+    assert caches_of(torch.fx.symbolic_trace(torch.nn.Linear(2, 2))) == ()
+
+
+def test_a_model_on_meta_is_captured_without_memory():
+    with torch.device("meta"):
+        model = type(DECODERS["llama"][0])(DECODERS["llama"][0].config).eval()
+    gm = sk.capture_decoder(model)
+    assert all(parameter.is_meta for parameter in gm.parameters()) and len(caches_of(gm)) == 4
+
+
+def test_attention_is_the_models_own_after_a_capture():
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    sk.capture_decoder(DECODERS["gpt2"][0])
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is before
+
+
+def test_capture_takes_a_cache_among_its_inputs():
+    model, _ = DECODERS["gpt2"]
+    with torch.no_grad():
+        cache = model(torch.randint(96, (2, 5)), use_cache=True).past_key_values
+        want = model(torch.ones(2, 1, dtype=torch.long), past_key_values=copy.deepcopy(cache))
+        gm = sk.capture(model, torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+        got = sk.split(gm, sk.policies.Stages(2))(torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+    torch.testing.assert_close(got.logits, want.logits)
+    with pytest.raises((RuntimeError, ValueError)):
+        gm(torch.ones(2, 1, dtype=torch.long), past_key_values=got.past_key_values)
+
+
+def test_what_is_no_decoder_is_refused():
+    with pytest.raises(sk.CaptureError, match=r"SK401: Linear .* not a model of transformers"):
+        sk.capture_decoder(torch.nn.Linear(2, 2).eval())
+    with pytest.raises(sk.CaptureError, match="training mode"):
+        sk.capture_decoder(DECODERS["gpt2"][0].train())
+    DECODERS["gpt2"][0].eval()
+    with pytest.raises(sk.CaptureError, match="tokens is 2"):
+        sk.capture_decoder(DECODERS["gpt2"][0], tokens=2)
+    encoder = transformers.BertModel(
+        transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    with pytest.raises(sk.CaptureError, match="SK401: BertModel cannot be captured as a decoder"):
+        sk.capture_decoder(encoder.eval())

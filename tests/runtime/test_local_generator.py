@@ -1,0 +1,247 @@
+"""``generate`` on the parts of a split gives the tokens of the unsplit model, and caches stay with their part."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from decoders import FAMILIES, captured, decoder
+
+import splitkit as sk
+from splitkit._torch import FakeTensorMode
+from splitkit.errors import PipelineError
+from splitkit.graph.caches import caches_of
+from splitkit.runtime.devices import device_copies
+from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
+from splitkit.runtime.generation.kept_caches import cache_bytes, kept_caches
+
+transformers = pytest.importorskip("transformers")
+
+CPUS = ["cpu:0", "cpu:1"]
+TOKENS = 12
+
+
+def prompts(sequences=3, length=9):
+    """Prompts of several lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 96, (sequences, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, sequences):
+        mask[row, : 2 * row] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def greedy(model, **options):
+    return model.generate(**prompts(), **{"max_new_tokens": TOKENS, "do_sample": False, **options})
+
+
+def split_of(family, parts=2):
+    return sk.split(captured(family), sk.policies.Stages(parts))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return decoder("llama"), sk.generator(decoder("llama"), split_of("llama"), CPUS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_the_whole(family):
+    model = decoder(family)
+    whole = greedy(model)
+    # some sequences end early: with a token that only one of them has in the middle
+    ends = int(whole[1, 9 + TOKENS // 2])
+    early = greedy(model, eos_token_id=ends, pad_token_id=0)
+    generator = sk.generator(model, split_of(family), CPUS)
+    assert torch.equal(greedy(generator), whole)
+    assert torch.equal(greedy(generator, eos_token_id=ends, pad_token_id=0), early)
+    assert not torch.equal(early, whole) and len({*whole[:, 9:].flatten().tolist()}) > 3
+
+
+WAYS = {
+    "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 30, "top_p": 0.9},
+    "beam search": {"num_beams": 3, "num_return_sequences": 2},
+    "beam search with sampling": {"num_beams": 2, "do_sample": True},
+    "chunks": {"prefill_chunk_size": 4},
+    "no cache": {"use_cache": False},
+    "logits processors": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "bad_words_ids": [[7], [8]]},
+    "stopped by length": {"max_new_tokens": None, "max_length": 13},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_generate(llama, way):
+    found = []
+    for model in llama:
+        torch.manual_seed(3)
+        found.append(greedy(model, **WAYS[way]))
+    assert torch.equal(*found)
+
+
+def test_scores_and_the_cache_are_returned(llama):
+    want, got = (greedy(model, return_dict_in_generate=True, output_scores=True, output_logits=True) for model in llama)
+    assert torch.equal(want.sequences, got.sequences)
+    torch.testing.assert_close(got.scores, want.scores, atol=2e-5, rtol=1e-4)
+    for mine, theirs in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(mine.values, theirs.values, atol=1e-5, rtol=1e-4)
+
+
+def test_a_conversation_goes_on_from_its_cache(llama):
+    model, generator = llama
+    cache, given = transformers.DynamicCache(), prompts(1)
+    first = generator.generate(**given, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.get_seq_length() == first.shape[1] - 1
+    again = torch.cat([first, torch.tensor([[11, 12, 13]])], 1)
+    options = {"attention_mask": torch.ones_like(again), "max_new_tokens": 5, "do_sample": False}
+    got = generator.generate(again, past_key_values=cache, **options)
+    assert torch.equal(got, model.generate(again, **options))
+
+
+def test_tokens_are_streamed(llama):
+    class Streamer(transformers.generation.BaseStreamer):
+        def __init__(self):
+            self.seen = []
+
+        def put(self, value):
+            self.seen.append(value)
+
+        def end(self):
+            self.seen.append("end")
+
+    streamer = Streamer()
+    given = prompts(1)
+    out = llama[1].generate(**given, streamer=streamer, max_new_tokens=3, do_sample=False)
+    assert [int(token) for token in streamer.seen[1:-1]] == out[0, -3:].tolist() and streamer.seen[-1] == "end"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_no_byte_of_a_cache_crosses_a_border(family):
+    split = split_of(family)
+    # a cache, and what is computed from one alone, such as the keys repeated for each head
+    forms = {node for cache in caches_of(captured(family)) for node in cache}
+    for node in split.flow.nodes:
+        read = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.op != "get_attr"]
+        if read and forms.issuperset(read):
+            forms.add(node)
+    forms = {node for node in forms if isinstance(node.meta["val"], torch.Tensor)}
+    crossing = [value for sub in split.subgraphs.values() for value in sub.inputs if value.op != "placeholder"]
+    assert crossing and not forms.intersection(crossing)
+    on_devices = DecoderOnDevices(split, CPUS)
+    read = [value for sub in split.subgraphs.values() for value in sub.inputs if value not in forms]
+    assert {move.name for move in on_devices.moves} == {v.name for v in read if isinstance(v.meta["val"], torch.Tensor)}
+
+
+def test_a_tied_weight_is_copied_once_and_not_in_every_step(monkeypatch):
+    sent = []
+    monkeypatch.setattr(device_copies.Send, "_moved", lambda self, tensor: sent.append(tensor.shape) or tensor.clone())
+    generator = sk.generator(decoder("gpt2"), split_of("gpt2"), CPUS)
+    greedy(generator)
+    assert sent and decoder("gpt2").transformer.wte.weight.shape not in sent
+
+
+def on_fake_gpus(family):
+    model, gm = copy.deepcopy((decoder(family), captured(family)))
+    mode = FakeTensorMode()
+    for module in gm.modules():
+        for name, parameter in list(module._parameters.items()):
+            module._parameters[name] = torch.nn.Parameter(mode.from_tensor(parameter.detach()))
+        for name, buffer in list(module._buffers.items()):
+            module._buffers[name] = mode.from_tensor(buffer)
+    with mode:
+        split = sk.split(gm, sk.policies.Stages(2))
+        return model, split, sk.generator(model, split, ["cuda:0", "cuda:1"]), mode
+
+
+def test_each_layer_keeps_its_cache_on_the_device_of_its_part():
+    _, split, generator, mode = on_fake_gpus("llama")
+    cache = transformers.DynamicCache()
+    with mode, torch.no_grad():
+        for query in (6, 1, 1):
+            out = generator(torch.ones(2, query, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
+    assert [layer.keys.device.index for layer in cache.layers] == [0, 1] and out.logits.device.index == 1
+    held = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+    assert list(cache_bytes(split, sequences=2, tokens=8).values()) == held
+
+
+def test_an_old_cache_is_freed_while_the_new_one_is_made():
+    """At no time do both caches of a part exist: only one tensor of a cache has two lengths."""
+    model = decoder("llama")
+    decoder_parts = DecoderOnDevices(split_of("llama"), CPUS)
+    kept, tokens, sequences = decoder_parts.caches, 400, 4
+    caches = [torch.randn(cache.sizes(sequences, tokens)) for cache in kept]
+    one = caches[0].nbytes
+
+    def step():
+        given = {
+            "input_ids": torch.ones(sequences, 1, dtype=torch.long),
+            "attention_mask": torch.ones(sequences, tokens + 1, dtype=torch.long),
+            "position_ids": torch.full((sequences, 1), tokens),
+        }
+        return decoder_parts.step(given, caches)
+
+    measured = sk.measure_memory(step)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    # repeated keys and values of one layer, for two heads each
+    forms = 4 * one
+    assert len(kept) == 4 and not caches
+    assert measured.peak - weights < (4 + 1) * one + forms + one // 2
+
+
+REFUSED = {
+    "several logits": ({"input_ids": torch.ones(1, 4, dtype=torch.long)}, "logits of the last token, not all"),
+    "embeddings": ({"inputs_embeds": torch.ones(1, 4, 32)}, "no input_ids"),
+    "labels": ({"input_ids": torch.ones(1, 1, dtype=torch.long), "labels": torch.ones(1, 1)}, "no input labels"),
+    "attentions": ({"input_ids": torch.ones(1, 1, dtype=torch.long), "output_attentions": True}, "output_attentions"),
+    "a mask for others": (
+        {"input_ids": torch.ones(1, 1, dtype=torch.long), "attention_mask": torch.ones(1, 3, dtype=torch.long)},
+        "attention_mask is .1, 3., for 1 sequences of 0 cached and 1 new tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_call_that_the_graph_cannot_do_is_refused(llama, what):
+    given, message = REFUSED[what]
+    with pytest.raises(PipelineError, match=f"SK802: .*{message}"):
+        llama[1](**given)
+
+
+def test_caches_of_other_kinds_are_refused(llama):
+    for kind, options in (("StaticCache", {"cache_implementation": "static"}), ("DynamicCache that offloads", {})):
+        options = options or {"cache_implementation": "offloaded"}
+        with pytest.raises(PipelineError, match=f"SK802: the cache is a {kind}"):
+            greedy(llama[1], **options)
+    cache = transformers.DynamicCache()
+    llama[1](torch.ones(2, 1, dtype=torch.long), past_key_values=cache)
+    with pytest.raises(PipelineError, match="SK802: there are 3 sequences, and the cache has 2"):
+        llama[1](torch.ones(3, 1, dtype=torch.long), past_key_values=cache)
+    # the refused call has left the cache as it was
+    assert cache.get_seq_length() == 1
+
+
+def test_a_cache_that_two_parts_read_is_refused():
+    gm = captured("llama")
+    given, updated = caches_of(gm)[0]
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    before = {node: int(node in [*nodes[nodes.index(updated) + 1 :]]) for node in nodes}
+    split = sk.split(gm, {**before, updated: 0})
+    with pytest.raises(PipelineError, match=f"SK801: the cache {given.name} would cross a border"):
+        kept_caches(split)
+
+
+def test_what_is_no_decoder_is_refused():
+    split = sk.split(sk.capture(torch.nn.Linear(2, 2), torch.ones(2, 2)), sk.policies.Stages(1))
+    with pytest.raises(PipelineError, match="SK801: the split is not that of a decoder"):
+        kept_caches(split)
+    with pytest.raises(PipelineError, match="SK801: Linear has no generate"):
+        sk.generator(torch.nn.Linear(2, 2), split)
+    with pytest.raises(PipelineError, match="SK802: tokens is -1"):
+        cache_bytes(split_of("llama"), sequences=1, tokens=-1)
+
+
+def test_the_model_is_of_the_same_class_and_shares_its_weights(llama):
+    model, generator = llama
+    assert isinstance(generator, type(model)) and generator.config is model.config
+    assert dict(generator.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert generator.lm_head.weight is model.lm_head.weight and str(generator.device) == "cpu:0"
