@@ -12,72 +12,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from decoders import captured, decoder
 
 import splitkit as sk
 from splitkit.errors import SplitError
-from splitkit.runtime.generation.cache_homes import beside_readers
 from splitkit.runtime.generation.ring import BorderType, Message, Ring
 
+OTHERS = ("gpt2", "gemma2", "mixtral")
 END, PAD, LIMIT = 7, 0, 5.0
-PROMPTS: list[Any] = [[[9, 3, 5]], [[4] * 9, [8, 6, 3]], [[11]], [[5, 3, 100, 9, 3, 5]], [[9], [3, 4, 5, 6], [7, 8]]]
+PROMPTS: list[Any] = [[[9, 3, 5]], [[4] * 9, [8, 6, 3]], [[11]], [[5, 3, 90, 9, 3, 5]], [[9], [3, 4, 5, 6], [7, 8]]]
 REQUESTS: list[dict[str, Any]] = [
     *({"input_ids": prompts, "max_new_tokens": 5 + 6 * i} for i, prompts in enumerate(PROMPTS)),
     {"input_ids": [5, 6, 9], "max_new_tokens": 9, "do_sample": True, "temperature": 0.7, "top_k": 20, "seed": 3},
     {"input_ids": [5, 6, 9], "max_new_tokens": 9, "do_sample": True, "top_p": 0.8, "repetition_penalty": 1.2, "seed": 4},
 ]
 BAD: list[Any] = [
-    {"input_ids": [5, 128]},
+    {"input_ids": [5, 96]},
     {"input_ids": []},
     {"input_ids": [5, 6], "max_new_tokens": 99},
     {"input_ids": [[5, 6]] * 20, "max_new_tokens": 30},
     {"input_ids": [5, 6], "num_beams": 4},
     {"input_ids": [5, 6], "temprature": 0.5},
 ]
-MODELS: list[nn.Module] = []
-CAPTURED: list[fx.GraphModule] = []
 
 
 def prepare() -> None:
     """Capture once for all ranks."""
-    MODELS.append(llama())
-    CAPTURED.append(captured(MODELS[0]))
+    for name in ("llama", *OTHERS):
+        captured(name)
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=128, pad_token_id=PAD, eos_token_id=END,
-                         attn_implementation="eager")  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+def split_in(stages: int, family: str = "llama") -> sk.Split:
+    return sk.split(captured(family), sk.policies.Stages(stages))
 
 
-def captured(model: nn.Module) -> fx.GraphModule:
-    import torch.fx.experimental._config as symbols
-    from transformers import DynamicCache
-    from transformers.integrations.executorch import register_dynamic_cache_export_support
-
-    register_dynamic_cache_export_support()
-    with torch.no_grad(), symbols.patch(backed_size_oblivious=True):
-        cache = model(torch.ones(3, 8, dtype=torch.long), past_key_values=DynamicCache()).past_key_values
-        mask, positions = torch.ones(3, 13, dtype=torch.long), torch.arange(8, 13).expand(3, 5).contiguous()
-        ids = torch.ones(3, 5, dtype=torch.long)
-        return sk.capture(
-            model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, dynamic=True
-        )
-
-
-def split_in(stages: int) -> sk.Split:
-    gm = CAPTURED[0]
-    names = frozenset(
-        str(n.target) for n in gm.graph.find_nodes(op="placeholder") if str(n.target).startswith("past_key")
-    )
-    return sk.split(gm, beside_readers(gm, sk.plan(gm, sk.policies.Stages(stages)), names))
-
-
-def expected(request: dict[str, Any]) -> list[list[int]]:
+def expected(request: dict[str, Any], family: str = "llama") -> list[list[int]]:
     """What ``generate`` of the unsplit model gives, without prompt and padding."""
     rows = request["input_ids"] if isinstance(request["input_ids"][0], list) else [request["input_ids"]]
     longest = max(map(len, rows))
@@ -85,7 +54,9 @@ def expected(request: dict[str, Any]) -> list[list[int]]:
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     torch.manual_seed(request.get("seed", 0))
     settings = {name: value for name, value in request.items() if name not in ("input_ids", "seed")}
-    made = MODELS[0].generate(ids, attention_mask=mask, **{"top_k": 0, **settings})[:, longest:].tolist()
+    made = decoder(family).generate(
+        ids, attention_mask=mask, eos_token_id=END, **{"top_k": 0, **settings}
+    )[:, longest:].tolist()
     return [row[: row.index(END) + 1] if END in row else row for row in made]
 
 
@@ -97,7 +68,7 @@ def main() -> None:
     )  # fmt: skip
     start, said, found = time.monotonic(), "", {}
     try:
-        found = {"tokens": tokens, "messages": messages}.get(what, fails)(size)
+        found = {"tokens": tokens, "family": family, "messages": messages}.get(what, fails)(size)
     except SplitError as error:
         said = str(error)
     print(json.dumps({"rank": rank, "said": said, "took": time.monotonic() - start, **found}), flush=True)
@@ -120,6 +91,16 @@ def tokens(size: int) -> dict[str, Any]:
     if not rank:
         found["expected"] = [expected(request) for request in REQUESTS]
     return found
+
+
+def family(size: int) -> dict[str, Any]:
+    """Generate with models of other families: mixed lengths, and one token after another in chunks of three."""
+    made: dict[str, Any] = {}
+    for name in OTHERS:
+        results = sk.serve(split_in(size, name), eos_token_id=END, pad_token_id=PAD, chunk=3).generate(REQUESTS[:3])
+        if not dist.get_rank():
+            made[name] = [[result.to_dict()["tokens"] for result in results], [expected(r, name) for r in REQUESTS[:3]]]
+    return {"families": made}
 
 
 def fails(size: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ RANKS = 2
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[dict[str, Any]]]:
     """What the ranks of each run said; one process captures for all."""
-    runs = ("tokens", "kill", "raise", "nan", "messages")
+    runs = ("tokens", "family", "kill", "raise", "nan", "messages")
     found: dict[str, list[dict[str, Any]]] = {}
     for line in launch("runtime/generating.py", RANKS, *" -- ".join(runs).split(), check=False):
         if "next" in line:
@@ -41,11 +41,19 @@ def test_tokens_are_those_of_generate(said):
         assert [result["tokens"] for result in good] == first["expected"]
 
 
+def test_families_give_the_tokens_of_generate(said):
+    (first,) = [line for line in said["family"] if not line["rank"]]
+    assert len(first["families"]) == 3
+    for family, (made, expected) in first["families"].items():
+        assert made == expected, family
+        assert len({token for rows in made for row in rows for token in row}) > 5, f"{family} repeats itself"
+
+
 def test_bad_requests_fail_alone_with_a_reason(said):
     (first,) = [line for line in said["tokens"] if not line["rank"]]
     reasons = [result["error"]["reason"] for result in first["made"][0] if result["error"]]
     assert reasons == [
-        "prompt 0 has the token 128, and the model knows tokens from 0 to 127",
+        "prompt 0 has the token 96, and the model knows tokens from 0 to 95",
         "the prompt is empty",
         "2 tokens and 99 new ones are 101 positions, and the model has 64",
         "the cache would come to 620 tokens, and there is memory for 200",
@@ -88,9 +96,14 @@ def test_messages_arrive_as_they_were_sent(said):
 
 @pytest.mark.campaign
 def test_four_ranks_give_the_tokens_of_generate():
-    (first,) = [line for line in launch("runtime/generating.py", 4, "tokens") if not line["rank"]]
+    """Stages(4) of two layers also cuts within a layer."""
+    lines = launch("runtime/generating.py", 4, "tokens", "--", "family")
+    (first,) = [line for line in lines if line.get("rank") == 0 and "made" in line]
     for made in first["made"]:
         assert [result["tokens"] for result in made if result["error"] is None] == first["expected"]
+    (first,) = [line for line in lines if line.get("rank") == 0 and "families" in line]
+    for family, (made, expected) in first["families"].items():
+        assert made == expected, family
 
 
 @pytest.mark.parametrize(

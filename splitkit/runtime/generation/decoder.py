@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import PipelineError, listed
+from splitkit.graph.caches import ARGUMENTS
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.generation.request import Request
 from splitkit.runtime.generation.ring import BorderType
@@ -18,7 +19,6 @@ from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain
 
 TOKENS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
-_CACHE = "past_key_values"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DecoderChain:
 
     Attributes:
         chain: the stages.
-        logits: the node of the parent that computes the logits, ``[sequences, query, vocabulary]``.
+        logits: the node of the parent that computes the logits, ``[sequences, 1, vocabulary]``.
         caches: name of an input that is a cache -> the node of the parent that computes what it is after the step.
     """
 
@@ -37,7 +37,7 @@ class DecoderChain:
 
     @classmethod
     def of(cls, chain: Chain) -> DecoderChain:
-        """Find the caches of a captured decoder.
+        """Find the caches of a captured decoder, by the names and the order that `splitkit.capture_decoder` gives.
 
         Raises:
             PipelineError: SK801 for a graph without caches, with other inputs, or with a cache that several stages
@@ -45,7 +45,7 @@ class DecoderChain:
         """
         graph = chain.split.module.graph
         inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
-        held = [name for name in inputs if name.startswith(_CACHE)]
+        held = [name for name in inputs if name.startswith(ARGUMENTS) and chain.facts.inputs[name] is not None]
         outputs = graph.output_node().all_input_nodes
         if not held or TOKENS not in inputs or len(outputs) != len(held) + 1:
             raise PipelineError(
