@@ -170,7 +170,7 @@ def recorded(path: str, record: Any) -> Source:
     sound = {
         "spec": source.spec.isprintable(),
         "sizes": isinstance(sizes, dict) and all(k.isidentifier() and _natural(v) for k, v in sizes.items()),
-        "how": source.how in ("export", "symbolic_trace"),
+        "how": source.how in ("export", "symbolic_trace", "decoder"),
         "dynamic": isinstance(source.dynamic, bool),
         "seed": _natural(source.seed),
         "mode": source.mode in ("train", "eval"),

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Node
 
 from splitkit.errors import PipelineError, listed
@@ -183,6 +184,11 @@ class DecoderStage:
             return (values[self._decoder.logits][:, -1],)
         passed = (tokens,) if self._decoder.passes_tokens(self._stage) else ()
         return (*(values[node] for node in self._sent), *passed)
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of the parameters of the stage, each counted once."""
+        own = {*self.part.parameters(), *(value for value in self._read.values() if isinstance(value, nn.Parameter))}
+        return sum(parameter.nbytes for parameter in own)
 
     def cache_bytes(self) -> int:
         """Return the bytes of all caches that the stage holds."""
