@@ -24,7 +24,14 @@ PROMPTS: list[Any] = [[[9, 3, 5]], [[4] * 9, [8, 6, 3]], [[11]], [[5, 3, 90, 9, 
 REQUESTS: list[dict[str, Any]] = [
     *({"input_ids": prompts, "max_new_tokens": 5 + 6 * i} for i, prompts in enumerate(PROMPTS)),
     {"input_ids": [5, 6, 9], "max_new_tokens": 9, "do_sample": True, "temperature": 0.7, "top_k": 20, "seed": 3},
-    {"input_ids": [5, 6, 9], "max_new_tokens": 9, "do_sample": True, "top_p": 0.8, "repetition_penalty": 1.2, "seed": 4},
+    {
+        "input_ids": [5, 6, 9],
+        "max_new_tokens": 9,
+        "do_sample": True,
+        "top_p": 0.8,
+        "repetition_penalty": 1.2,
+        "seed": 4,
+    },
 ]
 BAD: list[Any] = [
     {"input_ids": [5, 96]},
@@ -54,9 +61,11 @@ def expected(request: dict[str, Any], family: str = "llama") -> list[list[int]]:
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     torch.manual_seed(request.get("seed", 0))
     settings = {name: value for name, value in request.items() if name not in ("input_ids", "seed")}
-    made = decoder(family).generate(
-        ids, attention_mask=mask, eos_token_id=END, **{"top_k": 0, **settings}
-    )[:, longest:].tolist()
+    made = (
+        decoder(family)
+        .generate(ids, attention_mask=mask, eos_token_id=END, **{"top_k": 0, **settings})[:, longest:]
+        .tolist()
+    )
     return [row[: row.index(END) + 1] if END in row else row for row in made]
 
 
@@ -79,7 +88,9 @@ def tokens(size: int) -> dict[str, Any]:
     split, rank = split_in(size), dist.get_rank()
     found: dict[str, Any] = {"most": [], "left": []}
     for options in ({}, {"chunk": 4, "in_flight": 2, "cache_tokens": 110}):
-        generator = sk.serve(split, eos_token_id=END, pad_token_id=PAD, positions=64, **{"cache_tokens": 200, **options})
+        generator = sk.serve(
+            split, eos_token_id=END, pad_token_id=PAD, positions=64, **{"cache_tokens": 200, **options}
+        )
         held, stage = [0], generator.stage
         enter = stage.enter
         stage.enter = lambda *args: held.append(enter(*args) or len(stage.held))
@@ -147,7 +158,9 @@ def messages(size: int) -> dict[str, Any]:
             ring.send(came)
             continue
         plain = [a == b for a, b in zip(came.values, values) if not isinstance(a, torch.Tensor)]
-        exact = [torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(came.values, values) if torch.is_tensor(a)]
+        exact = [
+            torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(came.values, values) if torch.is_tensor(a)
+        ]
         heads = [getattr(came, name) == getattr(sent, name) for name in ("kind", "request", "query", "last", "note")]
         same.append(all([*plain, *exact, *heads]) and len(came.values) == len(kinds))
     ring.finish()

@@ -21,9 +21,7 @@ def add_generate(commands: Commands[Parser]) -> None:
     parser = command(commands, "generate", what, _EXAMPLE)
     add_plan_or_model(parser)
     asked = parser.add_argument_group("requests")
-    asked.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times"
-    )
+    asked.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
     asked.add_argument(
         "--prompt-ids", type=token_ids, action="append", metavar="ID,ID", help="a prompt as token ids; likewise"
     )
@@ -62,7 +60,11 @@ def add_generate(commands: Commands[Parser]) -> None:
         "--chunk", type=positive, metavar="N", help="the most tokens of a prompt that run at once (default: all)"
     )
     run.add_argument(
-        "--timeout", type=positive, default=300, metavar="S", help="seconds that ranks wait for each other (default 300)"
+        "--timeout",
+        type=positive,
+        default=300,
+        metavar="S",
+        help="seconds that ranks wait for each other (default 300)",
     )
 
 

@@ -90,8 +90,10 @@ class DecoderChain:
 
     def live(self, stage: int) -> tuple[Node, ...]:
         """Return the values that cross the border behind a stage: tensors, and numbers that follow from sizes."""
-        wanted = (self.logits,)
-        return (*self.chain.border(stage, wanted), *self.chain.computed(stage + 1, wanted))
+        return (*self._sent(stage), *self.chain.computed(stage + 1, (self.logits,)))
+
+    def _sent(self, stage: int) -> tuple[Node, ...]:
+        return self.chain.border(stage, (self.logits,))
 
     def passes_tokens(self, stage: int) -> bool:
         """Whether a stage behind this one reads the tokens."""
@@ -106,9 +108,11 @@ class DecoderChain:
         """
         if stage == self.stages - 1:
             return (BorderType(torch.long, 1),)
-        values = [self.chain.value(node).sent(False) for node in self.live(stage)]
+        values = [self.chain.value(node).sent(False) for node in self._sent(stage)]
         types = [BorderType(v.like.dtype, v.like.dim(), v.order, v.scalar) for v in values]
-        return (*types, *([BorderType(torch.long, 2)] if self.passes_tokens(stage) else []))
+        # numbers that follow from sizes, which a folder does not describe
+        numbers = [BorderType(scalar=int)] * (len(self.live(stage)) - len(types))
+        return (*types, *numbers, *([BorderType(torch.long, 2)] if self.passes_tokens(stage) else []))
 
 
 @dataclass

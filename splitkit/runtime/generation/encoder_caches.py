@@ -24,9 +24,7 @@ class EncoderCaches:
         inputs: the names of its inputs.
     """
 
-    def __init__(
-        self, split: Split, caches: tuple[KeptCache, ...], devices: Mapping[PartKey, torch.device]
-    ) -> None:
+    def __init__(self, split: Split, caches: tuple[KeptCache, ...], devices: Mapping[PartKey, torch.device]) -> None:
         gm: fx.GraphModule = split.flow.root.meta[ENCODER_CACHES]
         homes = [cache.part for cache in caches if cache.constant]
         made = split_graph(gm, _places(gm, homes), check_inputs=False)

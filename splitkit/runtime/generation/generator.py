@@ -81,7 +81,12 @@ def serve(
         raise PipelineError(
             "SK804", "there is no process group", "Start with torchrun and torch.distributed.init_process_group."
         )
-    for name, value in {"positions": positions, "in_flight": in_flight, "cache_tokens": cache_tokens, "chunk": chunk}.items():
+    for name, value in {
+        "positions": positions,
+        "in_flight": in_flight,
+        "cache_tokens": cache_tokens,
+        "chunk": chunk,
+    }.items():
         if value is not None and not is_whole(value, 1):
             raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a whole number of at least 1.")
     ends = frozenset([eos_token_id] if is_whole(eos_token_id) else eos_token_id)  # type: ignore[arg-type]

@@ -87,4 +87,7 @@ def processors(request: Request) -> list[Any]:
     except ImportError as error:
         reason = "temperature, top_k and their like are transformers', which is not installed"
         raise PipelineError("SK806", reason, "pip install 'transformers>=5'") from error
-    return [getattr(transformers, name)(value if name != "TemperatureLogitsWarper" else float(value)) for name, value, _ in wanted]
+    return [
+        getattr(transformers, name)(value if name != "TemperatureLogitsWarper" else float(value))
+        for name, value, _ in wanted
+    ]
