@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ def expected():
 
 def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, call, expected):
     plan, stages, asked = (str(tmp_path / name) for name in ("plan.json", "stages", "asked.jsonl"))
-    with open(asked, "w") as file:
-        file.write('{"input_ids": [9], "max_new_tokens": 3}\n\n{"input_ids": [99]}\n{"input_ids": [4], "cats": 3}\n')
+    Path(asked).write_text(
+        '{"input_ids": [9], "max_new_tokens": 3}\n\n{"input_ids": [99]}\n{"input_ids": [4], "cats": 3}\n'
+    )
     code, out, _ = call("plan", "llama", *TINY, "--how", "decoder", "--stages", "2", "-o", plan)
     assert code == 0 and f"next: splitkit generate {plan} --prompt-ids 1,2,3" in out
     assert call("split", plan, "-o", stages)[0] == 0

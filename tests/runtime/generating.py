@@ -115,7 +115,7 @@ def family(size: int) -> dict[str, Any]:
 
 
 def fails(size: int) -> dict[str, Any]:
-    """Generate while rank 1 ends by SIGKILL or fails at its fifth call, or while the logits of a request are no numbers."""
+    """Generate while rank 1 ends by SIGKILL or fails at its fifth call, or while the logits of a request are nan."""
     what, rank = sys.argv[1], dist.get_rank()
     generator = sk.serve(split_in(size), eos_token_id=END, pad_token_id=PAD)
     calls, run = [], generator.stage.run
@@ -157,9 +157,11 @@ def messages(size: int) -> dict[str, Any]:
         if rank:
             ring.send(came)
             continue
-        plain = [a == b for a, b in zip(came.values, values) if not isinstance(a, torch.Tensor)]
+        plain = [a == b for a, b in zip(came.values, values, strict=True) if not isinstance(a, torch.Tensor)]
         exact = [
-            torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(came.values, values) if torch.is_tensor(a)
+            torch.equal(a, b) and a.stride() == b.stride()
+            for a, b in zip(came.values, values, strict=True)
+            if torch.is_tensor(a)
         ]
         heads = [getattr(came, name) == getattr(sent, name) for name in ("kind", "request", "query", "last", "note")]
         same.append(all([*plain, *exact, *heads]) and len(came.values) == len(kinds))

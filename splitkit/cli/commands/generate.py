@@ -66,7 +66,8 @@ def _stages(args: Namespace) -> int:
         policy_of(args)
         if args.stages is None and args.nproc is None:
             raise UsageError("SK601", "the number of stages follows from the policy", "Add --nproc N.")
-        return args.stages or args.nproc
+        stages: int = args.stages or args.nproc
+        return stages
     if source.from_plan(args.target, file, args).how != DECODER:
         reason = f"{args.target} is a plan for another graph of the model than one step of generation"
         raise UsageError("SK601", reason, "Plan with: splitkit plan MODEL --how decoder --stages N -o FILE.")
@@ -163,7 +164,7 @@ def _tokenizer(args: Namespace) -> tuple[Callable[[str], list[int]] | None, Call
 
 
 def _requests(args: Namespace, encode: Callable[[str], list[int]] | None) -> list[Any]:
-    """Return the requests of the command line and of the file; one that cannot be read stays as it is, to be refused."""
+    """Return the requests of the command line and of the file."""
     default = {name: value for name in _SETTINGS if (value := getattr(args, name)) is not None}
     asked: list[Any] = [{"prompt": text} for text in args.prompt or ()]
     asked += [{"input_ids": tokens} for tokens in args.prompt_ids or ()]

@@ -62,10 +62,10 @@ class DecoderChain:
     def _require_known(self, stage: int) -> None:
         for node in self.chain.inputs(stage):
             name = str(node.target)
-            if name in self.caches and self.chain.stage_of[self.caches[name]] != stage:
+            if name in self.caches and (writes := self.chain.stage_of[self.caches[name]]) != stage:
                 raise PipelineError(
                     "SK801",
-                    f"stage {stage} reads the cache {name}, and stage {self.chain.stage_of[self.caches[name]]} writes it",
+                    f"stage {stage} reads the cache {name}, and stage {writes} writes it",
                     "Put all nodes that read a cache into one stage.",
                     [name],
                 )

@@ -66,7 +66,7 @@ def processors(request: Request) -> list[Any]:
     """Return transformers' processors of logits for a request, in the order in which ``generate`` applies them.
 
     Raises:
-        PipelineError: SK806 without transformers, if the request asks for any.
+        PipelineError: SK802 without transformers, if the request asks for any.
     """
     wanted = [
         ("RepetitionPenaltyLogitsProcessor", request.repetition_penalty, 1.0),
@@ -86,7 +86,7 @@ def processors(request: Request) -> list[Any]:
         import transformers
     except ImportError as error:
         reason = "temperature, top_k and their like are transformers', which is not installed"
-        raise PipelineError("SK806", reason, "pip install 'transformers>=5'") from error
+        raise PipelineError("SK802", reason, "pip install 'transformers>=5'") from error
     return [
         getattr(transformers, name)(value if name != "TemperatureLogitsWarper" else float(value))
         for name, value, _ in wanted
