@@ -1,6 +1,6 @@
 """Generation on real processes, one thread each, with requests in flight and one at a time: ``--json`` for machines.
 
-``in flight``   tokens a second with two requests underway for each process, over those with one request underway. With
+``in flight``   tokens a second with two requests underway for each process, over those with one underway. With
                 more processes than cores it cannot reach the number of processes: the processes share the cores, and
                 ``cores`` says how many there are.
 ``waits``       a simulation: the same with a request for each process, where each stage sleeps 50 ms before it computes,
