@@ -1,13 +1,13 @@
 """Generation on real processes, one thread each, with requests in flight and one at a time: ``--json`` for machines.
 
-``in flight``   tokens a second with two requests underway for each process, over those with one underway. With
+``in flight``   tokens a second with two requests underway for each process, over those with one. With
                 more processes than cores it cannot reach the number of processes: the processes share the cores, and
                 ``cores`` says how many there are.
-``waits``       a simulation: the same with a request for each process, where each stage sleeps 50 ms before it computes,
+``waits``       a simulation: the same with a request for each process, where each stage sleeps 50 ms and computes,
                 as if it waited for an accelerator. Sleeping needs no core, so it shows whether the ring keeps every
                 stage busy; it says nothing of the speed of any machine.
-``overhead``    what a decode step of one request takes on the ring beyond the stages' parts alone, which run one after
-                another in one process, in microseconds for each stage.
+``overhead``    what a step of one request takes beyond what its stages compute, in microseconds for each stage: messages,
+                choosing the token, and waking the next process.
 ``accelerate``  a decode step of transformers' ``generate`` after ``accelerate.dispatch_model`` with a hook on every
                 layer, in one process: it has one request at a time, whatever the number of devices. There is one
                 device here, so nothing is copied, which favours accelerate.
@@ -76,8 +76,11 @@ def on_ranks(split: sk.Split, rank: int, ranks: int, store: str, rounds: int, ou
 
     generator.stage.run = slept  # type: ignore[method-assign]
     waited = timed(generator, ranks, ranks), timed(generator, ranks, 1)
+    generator.stage.run = run  # type: ignore[method-assign]
+    overhead = statistics.median(overhead_of_a_step(generator) for _ in range(rounds))
     if not rank:
         found = {
+            "overhead_us": overhead / ranks * 1e6,
             "tokens_a_second": count * NEW / statistics.median(many for many, _ in computed),
             "one_at_a_time": count * NEW / statistics.median(one for _, one in computed),
             "in_flight": statistics.median(one / many for many, one in computed),
@@ -88,26 +91,22 @@ def on_ranks(split: sk.Split, rank: int, ranks: int, store: str, rounds: int, ou
     dist.destroy_process_group()
 
 
-def bare_step(split: sk.Split, layers: int, heads: int, size: int) -> float:
-    """Return the seconds of a decode step of the parts one after another, and nothing else."""
-    from transformers import DynamicCache
+def overhead_of_a_step(generator: Generator) -> float:
+    """Return the seconds that a step of one request takes beyond what the stages of all ranks compute."""
+    run, inside = generator.stage.run, [0.0]
 
-    times = []
-    for past in range(PROMPT, PROMPT + NEW):
-        cache = DynamicCache()
-        for layer in range(layers):
-            cache.update(*(torch.zeros(1, heads, past, size) for _ in range(2)), layer)
-        inputs = {
-            "input_ids": torch.ones(1, 1, dtype=torch.long),
-            "attention_mask": torch.ones(1, past + 1, dtype=torch.long),
-            "position_ids": torch.tensor([[past]]),
-            "past_key_values": cache,
-        }
+    def measured_run(*args: Any) -> Any:
         start = time.perf_counter()
-        with torch.no_grad():
-            split(**inputs, logits_to_keep=1, use_cache=True)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        made = run(*args)
+        inside[0] += time.perf_counter() - start
+        return made
+
+    generator.stage.run = measured_run  # type: ignore[method-assign]
+    whole = timed(generator, 1, 1)
+    generator.stage.run = run  # type: ignore[method-assign]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, inside[0])
+    return (whole - sum(every)) / NEW
 
 
 def accelerate_step(model: Any) -> float:
@@ -145,15 +144,11 @@ def measured(ranks: int, layers: int, width: int, rounds: int) -> dict[str, Any]
         for process in started:
             process.join()
         found = json.loads(Path(out).read_text())
-    bare = bare_step(split, layers, HEADS, width // HEADS)
-    step = 1 / found["one_at_a_time"]
     return {
         "processes": ranks,
         "cores": os.cpu_count(),
         **found,
-        "step": step,
-        "bare": bare,
-        "overhead_us": (step - bare) / ranks * 1e6,
+        "step": 1 / found["one_at_a_time"],
         "accelerate": accelerate_step(model),
     }
 
@@ -193,7 +188,6 @@ def main() -> None:
             f"{row['in_flight']:.2f} x",
             f"{row['waits']:.2f} x",
             f"{row['step'] * 1e3:.1f}",
-            f"{row['bare'] * 1e3:.1f}",
             f"{row['overhead_us']:.0f}",
             f"{row['accelerate'] * 1e3:.1f}",
         )
