@@ -6,7 +6,7 @@
 ``waits``       a simulation: the same with a request for each process, where each stage sleeps 50 ms and computes,
                 as if it waited for an accelerator. Sleeping needs no core, so it shows whether the ring keeps every
                 stage busy; it says nothing of the speed of any machine.
-``overhead``    what a step of one request takes beyond what its stages compute, in microseconds for each stage: messages,
+``overhead``    what a step of one request takes beyond what its stages compute, in microseconds for a stage: messages,
                 choosing the token, and waking the next process.
 ``accelerate``  a decode step of transformers' ``generate`` after ``accelerate.dispatch_model`` with a hook on every
                 layer, in one process: it has one request at a time, whatever the number of devices. There is one
