@@ -88,7 +88,7 @@ class Request:
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name in _REFUSED and value not in (None, 1):
-                raise _bad(f"{name} is {value!r}: {_REFUSED[name]}", "Generate in one process: splitkit.to_devices.")
+                raise _bad(f"{name} is {value!r}: {_REFUSED[name]}", "Generate in one process: splitkit.generator.")
             if name not in known and name not in _REFUSED:
                 raise _bad(f"a request has no field {name!r}", nearest(name, known, f"Fields: {', '.join(known)}."))
         if "prompts" not in given:
