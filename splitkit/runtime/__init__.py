@@ -5,8 +5,8 @@ from splitkit.runtime.folder.load import StageFolder, open_stages
 from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
 from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
+from splitkit.runtime.generation.generation_request import Request, RequestResult
 from splitkit.runtime.generation.generator import Generator, serve
-from splitkit.runtime.generation.request import Request, Result
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
@@ -20,7 +20,7 @@ __all__ = [
     "PipelineModule",
     "PipelineStep",
     "Request",
-    "Result",
+    "RequestResult",
     "StageFolder",
     "StepRecorder",
     "form_output",

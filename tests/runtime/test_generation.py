@@ -9,7 +9,7 @@ import torch
 from launch import launch
 
 from splitkit.errors import PipelineError
-from splitkit.runtime.generation.request import Limits, Request
+from splitkit.runtime.generation.generation_request import Request, RequestLimits
 from splitkit.runtime.generation.sampling import Sampler
 
 RANKS = 2
@@ -135,7 +135,7 @@ def test_a_request_is_the_same_after_it_was_sent():
 
 
 def test_the_last_position_of_the_model_can_be_reached():
-    limits = Limits(vocabulary=10, positions=5, cache_tokens=4)
+    limits = RequestLimits(vocabulary=10, positions=5, cache_tokens=4)
     limits.require(Request(((1, 2, 3),), max_new_tokens=2))
     with pytest.raises(PipelineError, match="3 tokens and 3 new ones are 6 positions"):
         limits.require(Request(((1, 2, 3),), max_new_tokens=3))

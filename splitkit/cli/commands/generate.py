@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from splitkit.engine.split import Split
     from splitkit.runtime.folder.load import StageFolder
-    from splitkit.runtime.generation.request import Result
+    from splitkit.runtime.generation.generation_request import RequestResult
 
 DECODER = "decoder"
 """The way of capture of a model that generates."""
@@ -195,7 +195,7 @@ def _with_ids(asked: dict[str, Any], encode: Callable[[str], list[int]] | None) 
     return {**asked, "input_ids": [encode(one) for one in text] if isinstance(text, list) else encode(text)}
 
 
-def _described(result: Result, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+def _described(result: RequestResult, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
     made = result.to_dict()
     return made if decode is None else {**made, "text": [decode(row) for row in made["tokens"]]}
 

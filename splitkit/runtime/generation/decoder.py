@@ -14,7 +14,7 @@ from torch.fx import Node
 from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ARGUMENTS
 from splitkit.runtime.devices.accelerators import current
-from splitkit.runtime.generation.request import Request
+from splitkit.runtime.generation.generation_request import Request
 from splitkit.runtime.generation.ring import BorderType
 from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain

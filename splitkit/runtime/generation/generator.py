@@ -27,7 +27,7 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, SplitError
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.generation.decoder import DecoderChain, DecoderStage
-from splitkit.runtime.generation.request import Limits, Request, Result
+from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
 from splitkit.runtime.generation.ring import END, RUN, Message, Ring
 from splitkit.runtime.generation.sampling import Sampler, processors
 from splitkit.runtime.generation.serving_progress import ServingProgress
@@ -106,7 +106,7 @@ def serve(
     decoder = DecoderChain.of(chain)
     place_stages(chain, [rank], placed)
     require_same_model(chain, [rank], group)
-    limits = Limits(decoder.vocabulary, positions, cache_tokens)
+    limits = RequestLimits(decoder.vocabulary, positions, cache_tokens)
     tokens = Tokens(ends, next(iter(sorted(ends)), 0) if pad_token_id is None else pad_token_id)
     return Generator(decoder, limits, tokens, in_flight or 2 * ranks, chunk, group, placed)
 
@@ -159,7 +159,7 @@ class Generator:
     def __init__(
         self,
         decoder: DecoderChain,
-        limits: Limits,
+        limits: RequestLimits,
         tokens: Tokens,
         in_flight: int,
         chunk: int | None,
@@ -181,7 +181,7 @@ class Generator:
         """Whether this rank has the last stage."""
         return self.rank == self._stages - 1
 
-    def generate(self, requests: Iterable[Any] = ()) -> list[Result]:
+    def generate(self, requests: Iterable[Any] = ()) -> list[RequestResult]:
         """Answer requests. All ranks must call it; the requests of rank 0 count.
 
         A request enters when one of the places is free and its caches fit, and leaves when its last sequence ends. One
@@ -198,7 +198,7 @@ class Generator:
         """
         return sorted(self.results(requests), key=lambda result: result.number)
 
-    def results(self, requests: Iterable[Any] = ()) -> Iterator[Result]:
+    def results(self, requests: Iterable[Any] = ()) -> Iterator[RequestResult]:
         """Answer requests as `generate` does, and yield each result as soon as it is there.
 
         All ranks must take all results, of which there are none but on rank 0.
@@ -210,7 +210,7 @@ class Generator:
                 yield from self._lead(requests)
             self._ring.finish()
 
-    def _lead(self, requests: Iterable[Any]) -> Iterator[Result]:
+    def _lead(self, requests: Iterable[Any]) -> Iterator[RequestResult]:
         """Let requests enter, run the first stage, and take the tokens of the last one."""
         line = _Line(self.limits, self.in_flight, requests)
         ready, left, unanswered = deque[int](), list[int](), 0
@@ -333,7 +333,7 @@ class Generator:
 class _Line:
     """The requests that wait, and those that are underway, on the first rank."""
 
-    def __init__(self, limits: Limits, places: int, requests: Iterable[Any]) -> None:
+    def __init__(self, limits: RequestLimits, places: int, requests: Iterable[Any]) -> None:
         self._limits, self._places = limits, places
         self._coming = enumerate(requests)
         self._next: tuple[int, Request] | None = None
@@ -341,9 +341,9 @@ class _Line:
         self.underway: dict[int, Underway] = {}
         self._fresh: list[tuple[int, Request]] = []
 
-    def admit(self) -> list[Result]:
+    def admit(self) -> list[RequestResult]:
         """Let requests enter while there is room; return the results of those that are refused."""
-        refused = list[Result]()
+        refused = list[RequestResult]()
         while len(self.underway) + len(self._fresh) < self._places:
             if self._next is None:
                 number, given = next(self._coming, (-1, None))
@@ -352,7 +352,7 @@ class _Line:
                 try:
                     self._next = number, self._checked(given)
                 except SplitError as error:
-                    refused.append(Result(number, error=error))
+                    refused.append(RequestResult(number, error=error))
                     continue
             room, wants = self._limits.cache_tokens, self._next[1].cache_tokens
             if room is not None and self._held + wants > room:
@@ -378,11 +378,11 @@ class _Line:
         self._fresh = []
         return entered
 
-    def leave(self, number: int, error: SplitError | None) -> Result:
+    def leave(self, number: int, error: SplitError | None) -> RequestResult:
         """Free the place of a request, and return its result."""
         entry = self.underway.pop(number)
         self._held -= entry.request.cache_tokens
-        return Result(number, tuple(map(tuple, entry.found)), error)
+        return RequestResult(number, tuple(map(tuple, entry.found)), error)
 
 
 def _note(left: list[int], request: Request | None = None) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from splitkit.errors import PipelineError
-from splitkit.runtime.generation.request import Request
+from splitkit.runtime.generation.generation_request import Request
 
 
 class Sampler:

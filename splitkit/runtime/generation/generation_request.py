@@ -103,7 +103,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Result:
+class RequestResult:
     """What came of a request.
 
     Attributes:
@@ -130,7 +130,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request may ask for.
 
     Attributes:
