@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
     from splitkit.runtime.folder.load_weights import load as load
+    from splitkit.runtime.generation.generator import serve as serve
     from splitkit.runtime.generation.local_generator import generator as generator
     from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
@@ -104,6 +105,7 @@ _HOME = {
     "measure_memory": "memory.measurement",
     "plan": "engine.split",
     "report": "view.data.report",
+    "serve": "runtime.generation.generator",
     "simulate_memory": "memory.profile",
     "simulate_schedule": "pipeline.simulate",
     "split": "engine.split",

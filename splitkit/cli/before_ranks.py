@@ -31,14 +31,18 @@ def require_target(args: Namespace) -> None:
     if file is None:
         require_policy_option(args)
         policy_of(args)
-        _require_factory(source.from_args(args.target, args))
+        made = source.from_args(args.target, args)
+        source.require_inputs(made, "train")
+        _require_factory(made)
         if args.stages is not None:
             _require_order(args, [1] * args.stages)
         return
     if file.get("what") == TRAINING:
         reason = f"{args.target} divides a training step into forward and backward, and has no stages"
         raise UsageError("SK601", reason, f"Run it with: splitkit run {args.target}; or plan with --stages N.")
-    _require_factory(source.from_plan(args.target, file, args))
+    made = source.from_plan(args.target, file, args)
+    source.require_inputs(made, "train")
+    _require_factory(made)
     if isinstance(parts := file.get("parts"), list):
         counts = [p.get("replicas", 1) for p in parts if isinstance(p, dict)]
         _require_order(args, [n for n in counts if isinstance(n, int)])

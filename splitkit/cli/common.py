@@ -75,7 +75,11 @@ def prepare(wanted: Source) -> CapturedModel:
     with clock.step("load", f"making {wanted.spec}"):
         example = example_of(wanted)
     with clock.step("capture", f"capturing {wanted.spec}"):
-        gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
+        if wanted.how == "decoder":
+            example = Example(example.model.eval(), (), {})
+            gm = sk.capture_decoder(example.model)
+        else:
+            gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
     made = replace(wanted, mode="train" if example.model.training else "eval")
     return CapturedModel(made, example, gm, clock)
 

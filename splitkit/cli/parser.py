@@ -8,6 +8,7 @@ from splitkit import __version__
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
 from splitkit.cli.syntax.fit_options import add_fit
+from splitkit.cli.syntax.generate_options import add_generate
 from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,
@@ -50,6 +51,7 @@ def make_parser() -> Parser:
     _split(commands)
     _run(commands)
     _train(commands)
+    add_generate(commands)
     _profile(commands)
     _view(commands)
     _sweep(commands)

@@ -62,6 +62,17 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     return given if given.is_dir() else given.parent
 
 
+def require_inputs(source: Source, command: str) -> None:
+    """Refuse to run one step of generation, whose inputs are caches, by a command for models with inputs of their own.
+
+    Raises:
+        UsageError: SK601.
+    """
+    if source.how == "decoder":
+        reason = f"the graph is one step of generation, and splitkit {command} has no caches to run it with"
+        raise UsageError("SK601", reason, "Run it with: splitkit generate; or plan without --how decoder.")
+
+
 def from_args(spec: str, args: Namespace) -> Source:
     """Return the model that the command line names."""
     return with_options(Source(spec, {}), args)
@@ -98,7 +109,9 @@ def _check(source: Source, plans: bool) -> None:
 
 
 def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str = "") -> str | None:
-    """Return the command that runs a plan file and compares it with the unsplit model; ``None`` without a file.
+    """Return the command that runs a plan file and compares it with the unsplit model, or generates with it.
+
+    There is none without a file.
 
     Args:
         source: the model that the plan was made for.
@@ -108,9 +121,11 @@ def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str
     """
     if plan is None or plan.startswith("/dev/"):
         return None
-    words = ["splitkit", "train" if ranks else "run", plan]
+    words = ["splitkit", "generate" if source.how == "decoder" else "train" if ranks else "run", plan]
     if source.spec not in NAMES:
         words += ["--model", source.spec]
+    if source.how == "decoder":
+        return shlex.join([*words, "--prompt-ids", "1,2,3"])
     if ranks:
         words += ["--nproc", str(ranks), "--schedule", schedule]
     return shlex.join([*words, "--check"])
@@ -170,7 +185,7 @@ def recorded(path: str, record: Any) -> Source:
     sound = {
         "spec": source.spec.isprintable(),
         "sizes": isinstance(sizes, dict) and all(k.isidentifier() and _natural(v) for k, v in sizes.items()),
-        "how": source.how in ("export", "symbolic_trace"),
+        "how": source.how in ("export", "symbolic_trace", "decoder"),
         "dynamic": isinstance(source.dynamic, bool),
         "seed": _natural(source.seed),
         "mode": source.mode in ("train", "eval"),

@@ -16,6 +16,7 @@ from splitkit.testing.models import Example
 
 if TYPE_CHECKING:
     from splitkit.engine.split import Split
+    from splitkit.json_fields import JsonField
     from splitkit.runtime.folder.load import StageFolder
 
 _MANIFEST = "manifest.json"
@@ -28,13 +29,46 @@ def save_stage_folder(folder: Path, split: Split, work: CapturedModel) -> str | 
 
     example = work.example
     record = {"model": source.source_record(work.source, folder), **versions()}
+    inputs: Any = (tuple(example.args), dict(example.kwargs))
+    if work.source.how == "decoder":
+        inputs, record = None, record | {"generation": generation_record(example.model)}
     try:
-        save_stages(split, folder, inputs=(tuple(example.args), dict(example.kwargs)), record=record)
+        save_stages(split, folder, inputs=inputs, record=record)
     except SplitError as error:
         if not isinstance(error, PipelineError) and error.code != "SK506":
             raise
         return f"{error.code}: {error.reason}"
     return None
+
+
+def generation_record(model: Any) -> dict[str, Any]:
+    """Return what generation needs of a model of transformers besides its stages.
+
+    Returns:
+        ``eos_token_id``, the tokens that end a sequence; ``pad_token_id``, or ``None``; and ``positions``, the most
+        tokens of a sequence, or ``None``.
+    """
+    settings = getattr(model, "generation_config", None) or model.config
+    ends = settings.eos_token_id
+    return {
+        "eos_token_id": ends if isinstance(ends, list) else [] if ends is None else [ends],
+        "pad_token_id": settings.pad_token_id,
+        "positions": getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
+    }
+
+
+def checked_generation_record(data: JsonField) -> dict[str, Any]:
+    """Return the record of `generation_record` that a manifest holds.
+
+    Raises:
+        FileError: SK505 if it is damaged.
+    """
+    pad, positions = data["pad_token_id"], data["positions"]
+    return {
+        "eos_token_id": [token.whole() for token in data["eos_token_id"].items()],
+        "pad_token_id": None if pad.value is None else pad.whole(),
+        "positions": None if positions.value is None else positions.whole(),
+    }
 
 
 def is_folder(target: str) -> bool:

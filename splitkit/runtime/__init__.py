@@ -6,6 +6,8 @@ from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
 from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
 from splitkit.runtime.generation.decoder_memory import decoder_memory
+from splitkit.runtime.generation.generation_request import Request, RequestResult
+from splitkit.runtime.generation.generator import Generator, serve
 from splitkit.runtime.generation.kept_caches import cache_bytes
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
@@ -15,9 +17,12 @@ from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [
     "CheckpointFolder",
+    "Generator",
     "Pipeline",
     "PipelineModule",
     "PipelineStep",
+    "Request",
+    "RequestResult",
     "StageFolder",
     "StepRecorder",
     "cache_bytes",
@@ -32,6 +37,7 @@ __all__ = [
     "save_pretrained",
     "save_safetensors",
     "save_stages",
+    "serve",
     "stage",
     "to_devices",
 ]

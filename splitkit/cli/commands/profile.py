@@ -12,6 +12,7 @@ from splitkit.cli.commands import profile_ranks
 from splitkit.cli.common import CapturedModel, planned, prepare
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.pages import still_pages, wrote
+from splitkit.cli.source import require_inputs
 from splitkit.errors import CaptureError, UsageError
 from splitkit.units import bounded, size
 from splitkit.view.console.tables import facts, table
@@ -74,6 +75,7 @@ def _split(args: Namespace) -> tuple[CapturedModel, sk.Split | None]:
     """Return the model, and its split if the command line names a plan or a policy."""
     if args.target.endswith(".json") or args.stages is not None or args.policy is not None:
         work, plan, _ = planned(args)
+        require_inputs(work.source, "profile")
         with work.clock.step("split", "splitting"):
             return work, sk.split(work.gm, plan)
     return prepare(source.from_args(args.target, args)), None

@@ -10,6 +10,7 @@ import splitkit as sk
 from splitkit.cli.check_report import DIFFERENT, check_data, check_text
 from splitkit.cli.common import TRAINING, plan_file, planned_by
 from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.source import require_inputs
 from splitkit.errors import listed
 from splitkit.view.console.tables import facts, table
 
@@ -30,6 +31,7 @@ def run(args: Namespace) -> Outcome:
 
         return trainrun.run(args, file)
     work, plan, _ = planned_by(args, file)
+    require_inputs(work.source, "run")
     from splitkit.testing.timing import best_step
 
     with work.clock.step("split", "splitting"):

@@ -54,7 +54,7 @@ def run(args: Namespace) -> Outcome:
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
     require_target(args)
-    code, data = launcher.answer(_words(), args.nproc, args.timeout, args.max_restarts or 0)
+    code, data = launcher.answer(words_for_ranks(), args.nproc, args.timeout, args.max_restarts or 0)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
     return Outcome(data, _text(data), code)
@@ -66,7 +66,7 @@ def require_trace_file(args: Namespace) -> None:
         raise UsageError("SK603", "--trace - would mix with what the ranks answer", "Name a file: --trace trace.json.")
 
 
-def _words() -> list[str]:
+def words_for_ranks() -> list[str]:
     """Return the command line for the ranks: that of this process without the options of the launcher."""
     own, words, out = ("--nproc", "--max-restarts"), iter(sys.argv[1:]), list[str]()
     for word in words:

@@ -90,7 +90,11 @@ def add_model_options(parser: Parser) -> None:
     group.add_argument(
         "--size", type=sizes, action="append", metavar="NAME=N", help="sizes of the model: layers=4,width=256"
     )
-    group.add_argument("--how", choices=("export", "symbolic_trace"), help="way of capture (default export)")
+    group.add_argument(
+        "--how",
+        choices=("export", "symbolic_trace", "decoder"),
+        help="way of capture (default export); decoder: one step of generation, with its caches",
+    )
     group.add_argument("--dynamic", action="store_true", default=None, help="let the sizes of the inputs vary")
     group.add_argument("--eval", action="store_true", default=None, help="use evaluation mode: no dropout")
     group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")

@@ -22,6 +22,7 @@ from splitkit.engine.codegen.writer import LeanGraph, Writer
 from splitkit.engine.serialization import argument_data, tree_specs
 from splitkit.engine.serialization.function_names import function_of, name_of_function, op_schema
 from splitkit.errors import FileError
+from splitkit.graph.caches import caches_of
 from splitkit.graph.storages import attribute
 from splitkit.json_fields import JsonField
 
@@ -54,7 +55,7 @@ def encode_graph(
             data["modules"][target] = encode_graph(value, number_of)
         else:
             raise _unwritable(node, f"uses a {type(value).__name__}, whose code is not data")
-    return data | _signature(gm.graph)
+    return data | _signature(gm)
 
 
 def decode_graph(
@@ -108,9 +109,10 @@ def _node(node: Node, ops: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _signature(graph: fx.Graph) -> dict[str, Any]:
-    info = getattr(_torch.codegen_of(graph), "pytree_info", None)
-    if info is None:
+def _signature(gm: fx.GraphModule) -> dict[str, Any]:
+    info = getattr(_torch.codegen_of(gm.graph), "pytree_info", None)
+    # ranks give a decoder its inputs one by one, and its caches are objects of classes that no folder can hold
+    if info is None or caches_of(gm):
         return {"signature": None}
     out = None if info.out_spec is None else tree_specs.encode_tree_spec(info.out_spec)
     return {

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,45 @@ GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
 """The place in gloo's source that each of its errors names. Words such as "connection" are in errors of users, too."""
 
 
+class RankProgress(Protocol):
+    """What a rank is doing, in words.
+
+    Attributes:
+        device: the device of this rank.
+        limit: the seconds after which the process group gives up a message.
+        failed: whether this rank has failed. What it wrote to the store stays there, and says nothing of later steps.
+        watch: ends the watch of the last step, which goes on until the device has done the step.
+    """
+
+    device: torch.device
+    limit: float
+    failed: bool
+    watch: threading.Event
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Rank -> its rank in the default process group."""
+
+    def begin(self) -> None:
+        """Forget what was done before."""
+
+    def state(self) -> object:
+        """Return something that changes while this rank goes on."""
+
+    def where(self) -> str:
+        """Say what is being done, or began last."""
+
+    def waits(self) -> str:
+        """Say what this rank waits for next, and from which rank."""
+
+    def waited_for(self) -> int | None:
+        """Return the rank for which this one waits next, if it waits for one."""
+
+
 @dataclass
 class Progress:
     """What a rank is doing.
@@ -38,7 +78,7 @@ class Progress:
         rank_of: stage -> its place in a pipeline.
         replicas: which ranks are at each place, and the place of this rank.
         names: border -> the names of the values that cross it.
-        ranks: rank -> its rank in the default process group; empty if they are the same.
+        ranks: rank -> its rank in the default process group.
         device: the device of this rank.
         limit: the seconds after which the process group gives up a message.
         inside: the action that is computing; ``None`` between actions.
@@ -65,6 +105,24 @@ class Progress:
         self.inside = self.last = Action(stage, kind, microbatch)
         yield
         self.inside = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.replicas.rank
+
+    def begin(self) -> None:
+        """Forget what was done in the step before."""
+        self.inside = self.last = None
+
+    def state(self) -> object:
+        """Return the action that is computing, and the one that began last."""
+        return self.inside, self.last
+
+    def where(self) -> str:
+        """Say which action is computing, or began last."""
+        at = self.inside or self.last
+        return _text(at) if at is not None else "the step"
 
     def begun(self, stage: int, kind: str, microbatch: int) -> None:
         """Note that an action has received what it waited for."""
@@ -128,13 +186,13 @@ def time_limit(group: dist.ProcessGroup | None) -> float:
 
 
 @contextmanager
-def naming_failures(progress: Progress) -> Iterator[None]:
+def naming_failures(progress: RankProgress) -> Iterator[None]:
     """Wrap a step, so that a failure names rank, stage and microbatch here and on the other ranks.
 
     Raises:
         PipelineError: SK805; a refusal (SK80x) of this rank is raised unchanged.
     """
-    progress.inside = progress.last = None
+    progress.begin()
     with _watched(progress) as watch:
         try:
             yield
@@ -144,28 +202,28 @@ def naming_failures(progress: Progress) -> Iterator[None]:
             progress.watch.set()
             of_user = isinstance(cause, SplitError) or not is_of_network(cause)
             failed = _own(progress, cause) if of_user else _others(progress, cause, watch.cause)
-            leave(dist.get_rank(), _ranks_of(progress))
+            leave(dist.get_rank(), progress.ranks)
             raise failed from error
 
 
-def _watched(progress: Progress) -> AbstractContextManager[Watch]:
+def _watched(progress: RankProgress) -> AbstractContextManager[Watch]:
     """Let the others see in a step that this rank is alive; on an accelerator, look for failures of others too."""
-    rank, ranks = dist.get_rank(), _ranks_of(progress)
+    rank, ranks = dist.get_rank(), progress.ranks
     if progress.device.type == "cpu" or progress.failed:
         return beating(rank, ranks)
 
     def say(line: str) -> str:
-        found = line or first_cause(ranks, progress.replicas.rank, progress.waited_for(), False)
-        return f"SK805: {found}; rank {progress.replicas.rank} {progress.waits()}" if found else ""
+        found = line or first_cause(ranks, progress.rank, progress.waited_for(), False)
+        return f"SK805: {found}; rank {progress.rank} {progress.waits()}" if found else ""
 
     progress.watch.set()
     progress.watch = threading.Event()
     where = rank, ranks, progress.device, progress.limit, progress.watch
-    return watched(*where, lambda: (progress.inside, progress.last), say)
+    return watched(*where, progress.state, say)
 
 
 @contextmanager
-def naming_lost_ranks(progress: Progress, waits: str) -> Iterator[None]:
+def naming_lost_ranks(progress: RankProgress, waits: str) -> Iterator[None]:
     """Wrap an exchange between all ranks, so that the loss of one names what this rank was doing.
 
     Args:
@@ -175,20 +233,19 @@ def naming_lost_ranks(progress: Progress, waits: str) -> Iterator[None]:
     Raises:
         PipelineError: SK805; all errors but network errors are raised unchanged.
     """
-    with beating(dist.get_rank(), _ranks_of(progress), waits) as watch:
+    with beating(dist.get_rank(), progress.ranks, waits) as watch:
         try:
             yield
         except Exception as error:
             if isinstance(error, SplitError) or not is_of_network(error):
                 raise
             failed = _others(progress, error, watch.cause or watch.elsewhere, f"waited {waits}")
-            leave(dist.get_rank(), _ranks_of(progress))
+            leave(dist.get_rank(), progress.ranks)
             raise failed from error
 
 
-def _own(progress: Progress, cause: BaseException) -> SplitError:
-    at = progress.inside or progress.last
-    where, rank = _text(at) if at is not None else "the step", progress.replicas.rank
+def _own(progress: RankProgress, cause: BaseException) -> SplitError:
+    where, rank = progress.where(), progress.rank
     if isinstance(cause, SplitError):
         failed = cause
     else:
@@ -201,10 +258,10 @@ def _own(progress: Progress, cause: BaseException) -> SplitError:
     return failed
 
 
-def _others(progress: Progress, cause: BaseException, known: str, waited: str = "") -> PipelineError:
+def _others(progress: RankProgress, cause: BaseException, known: str, waited: str = "") -> PipelineError:
     late = any(word in str(cause).lower() for word in ("timed out", "timeout"))
-    own = progress.replicas.rank
-    said = known or first_cause(_ranks_of(progress), own, progress.waited_for(), not late)
+    own = progress.rank
+    said = known or first_cause(progress.ranks, own, progress.waited_for(), not late)
     reason = said or ("another rank does not answer" if late else "another rank is gone")
     first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(
@@ -212,11 +269,6 @@ def _others(progress: Progress, cause: BaseException, known: str, waited: str = 
         f"{reason}; rank {own} {waited or progress.waits()}",
         f"Look at the messages of that rank. Here: {first[:200]}",
     )
-
-
-def _ranks_of(progress: Progress) -> Sequence[int]:
-    """Return rank -> its rank in the default process group."""
-    return progress.ranks or range(max(max(row) for row in progress.replicas.ranks) + 1)
 
 
 def is_of_network(cause: BaseException) -> bool:

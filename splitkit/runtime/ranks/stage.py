@@ -152,7 +152,7 @@ class ChainStage(nn.Module):
             for node, value, how in zip(self._received, rest, self._in(number, self.received_values), strict=True):
                 values[node] = how.unpacked(value)
             for node in self._nodes:
-                values[node] = self._run(node, values)
+                values[node] = result_of(node, values, self._read, self.part)
         finally:
             state = self.rng.end(number)
         if self.last:
@@ -165,16 +165,6 @@ class ChainStage(nn.Module):
     def _in(self, number: int, values: tuple[BorderValue, ...]) -> tuple[BorderValue, ...]:
         """Return the values that cross a border as they are in a microbatch."""
         return tuple(how.at(self._batch.sizes.sizes[number]) for how in values) if self._varies else values
-
-    def _run(self, node: Node, values: Mapping[Node, Any]) -> Any:
-        if node.op == "get_attr":
-            return self._read[str(node.target)]
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.op == "call_module":
-            return self.part(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _finish(self, number: int, values: Mapping[Node, Any], inputs: Mapping[str, Any]) -> Any:
         """Return the loss, which is all that torch gets; outputs stay in the batch."""
@@ -210,6 +200,25 @@ class ChainStage(nn.Module):
         if self.last:
             return (torch.empty((), device="meta", requires_grad=self._last_stage.loss is not None),)
         return (*([self.rng.like] if self.rng.sends else []), *(value.meta_tensor for value in self.sent_values))
+
+
+def result_of(node: Node, values: Mapping[Node, Any], read: Mapping[str, Any], part: nn.Module) -> Any:
+    """Return the result of a node of the parent.
+
+    Args:
+        node: the node.
+        values: node -> its value, for all that it reads.
+        read: name -> what ``get_attr`` reads.
+        part: the part of the stage, which the parent calls.
+    """
+    if node.op == "get_attr":
+        return read[str(node.target)]
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op == "call_module":
+        return part(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _border_values(

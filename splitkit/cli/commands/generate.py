@@ -1,0 +1,215 @@
+"""``splitkit generate``: generates text with a split decoder, one stage on each of several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import launcher, rank_process, source, stage_folders
+from splitkit.cli.commands.train import planned_together, words_for_ranks
+from splitkit.cli.common import plan_file, policy_of, require_policy_option
+from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.errors import FileError, PipelineError, UsageError
+from splitkit.units import size
+from splitkit.view.console.tables import facts, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitkit.engine.split import Split
+    from splitkit.runtime.folder.load import StageFolder
+    from splitkit.runtime.generation.generation_request import RequestResult
+
+DECODER = "decoder"
+"""The way of capture of a model that generates."""
+_SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
+
+
+def run(args: Namespace) -> Outcome:
+    """Run ``splitkit generate``: start the ranks, or be one of them."""
+    if args.how is None and not args.target.endswith(".json") and not stage_folders.is_folder(args.target):
+        args.how = DECODER
+    if "RANK" in os.environ:
+        return _rank(args)
+    if not (args.prompt or args.prompt_ids or args.requests):
+        raise UsageError("SK601", "there is nothing to continue", "Give --prompt, --prompt-ids or --requests.")
+    stages = _stages(args)
+    code, data = launcher.answer(words_for_ranks(), args.nproc or stages, args.timeout)
+    if data is None:
+        return Outcome({}, [], code or 1, quiet=True)
+    failed = any(result["error"] for result in data["results"])
+    return Outcome(data, _text(data), code or int(failed))
+
+
+def _stages(args: Namespace) -> int:
+    """Return the number of stages; refuse a target that no rank could run before any rank is started.
+
+    Raises:
+        UsageError: SK601 for a plan of something else than a decoder, or without a number of stages.
+        FileError: SK50x for a plan or a folder of stages that cannot be read.
+    """
+    if stage_folders.is_folder(args.target):
+        from splitkit.runtime import open_stages
+
+        return len(open_stages(args.target, args.weights).names)
+    _require_no_weights(args)
+    file = plan_file(args)
+    if file is None:
+        require_policy_option(args)
+        policy_of(args)
+        if args.stages is None and args.nproc is None:
+            raise UsageError("SK601", "the number of stages follows from the policy", "Add --nproc N.")
+        stages: int = args.stages or args.nproc
+        return stages
+    if source.from_plan(args.target, file, args).how != DECODER:
+        reason = f"{args.target} is a plan for another graph of the model than one step of generation"
+        raise UsageError("SK601", reason, "Plan with: splitkit plan MODEL --how decoder --stages N -o FILE.")
+    return len(file["parts"])
+
+
+def _require_no_weights(args: Namespace) -> None:
+    if args.weights is not None:
+        raise UsageError("SK601", "--weights goes with a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+
+
+def _rank(args: Namespace) -> Outcome:
+    import torch
+    import torch.distributed as dist
+
+    from splitkit.runtime.ranks.rank_device import backend_of_rank
+
+    # torch's default is all cores in every process, and the ranks share them
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rank_process.join(backend_of_rank(int(os.environ.get("LOCAL_RANK", "0"))), args.timeout)
+    try:
+        data = _generate(args)
+    finally:
+        # after an error it would wait for the other ranks
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+    return Outcome(data, _text(data), quiet=data["rank"] != 0)
+
+
+def _generate(args: Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from splitkit.runtime.ranks.rank_agreement import from_every
+
+    split, model, known = _decoder(args)
+    generator = sk.serve(
+        split,
+        eos_token_id=known["eos_token_id"],
+        pad_token_id=known["pad_token_id"],
+        positions=known["positions"],
+        in_flight=args.in_flight,
+        cache_tokens=args.cache_tokens,
+        chunk=args.chunk,
+    )
+    rank = dist.get_rank()
+    encode, decode = _tokenizer(args) if not rank else (None, None)
+    start = time.perf_counter()
+    results = generator.generate(_requests(args, encode) if not rank else ())
+    seconds = time.perf_counter() - start
+    return {
+        "command": "generate",
+        "rank": rank,
+        "model": model,
+        "note": split.plan.note,
+        "results": [_described(result, decode) for result in results],
+        "seconds": seconds,
+        "ranks": from_every({"rank": rank, "weights": generator.stage.weight_bytes()}, None),
+    }
+
+
+def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]:
+    """Return the split of this rank or the folder of stages, a record of the model, and what generation needs of it."""
+    if not stage_folders.is_folder(args.target):
+        _require_no_weights(args)
+        work, plan = planned_together(args)
+        return sk.split(work.gm, plan), work.source.to_dict(), stage_folders.generation_record(work.example.model)
+    from splitkit.runtime import open_stages
+
+    held = open_stages(args.target, args.weights)
+    known = held.manifest.value.get("generation")
+    if known is None:
+        raise PipelineError(
+            "SK801",
+            f"{args.target} holds stages that do not generate",
+            "Plan with --how decoder, and split again.",
+        )
+    return held, held.manifest.value.get("model"), stage_folders.checked_generation_record(held.manifest["generation"])
+
+
+def _tokenizer(args: Namespace) -> tuple[Callable[[str], list[int]] | None, Callable[[list[int]], str] | None]:
+    """Return what makes token ids of text and text of token ids, without a tokenizer neither."""
+    if args.tokenizer is None:
+        return None, None
+    from transformers import AutoTokenizer
+
+    try:
+        made: Any = AutoTokenizer.from_pretrained(args.tokenizer)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise FileError(
+            "SK504", f"{args.tokenizer} cannot be read as a tokenizer: {first}", "Give the folder of a checkpoint."
+        ) from error
+    return lambda text: list(made(text)["input_ids"]), lambda tokens: made.decode(tokens, skip_special_tokens=True)
+
+
+def _requests(args: Namespace, encode: Callable[[str], list[int]] | None) -> list[Any]:
+    """Return the requests of the command line and of the file."""
+    default = {name: value for name in _SETTINGS if (value := getattr(args, name)) is not None}
+    asked: list[Any] = [{"prompt": text} for text in args.prompt or ()]
+    asked += [{"input_ids": tokens} for tokens in args.prompt_ids or ()]
+    asked += _lines(args.requests) if args.requests else []
+    if encode is None and any(isinstance(one, dict) and "prompt" in one for one in asked):
+        raise UsageError("SK601", "a prompt of text needs a tokenizer", "Add --tokenizer PATH, or give token ids.")
+    return [_with_ids({**default, **one}, encode) if isinstance(one, dict) else one for one in asked]
+
+
+def _lines(path: str) -> Iterable[Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise FileError("SK504", f"{path} cannot be read: {error}", "Name a file with a request per line.") from error
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                reason = f"line {number} of {path} is no JSON: {error}"
+                raise FileError("SK504", reason, "Write one JSON object per line.") from error
+
+
+def _with_ids(asked: dict[str, Any], encode: Callable[[str], list[int]] | None) -> dict[str, Any]:
+    text = asked.pop("prompt", None)
+    if encode is None or text is None:
+        return asked
+    return {**asked, "input_ids": [encode(one) for one in text] if isinstance(text, list) else encode(text)}
+
+
+def _described(result: RequestResult, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+    made = result.to_dict()
+    return made if decode is None else {**made, "text": [decode(row) for row in made["tokens"]]}
+
+
+def _text(data: dict[str, Any]) -> list[RenderableType]:
+    results = data["results"]
+    count = sum(len(row) for result in results for row in result["tokens"])
+    rate = f"{count / data['seconds']:.1f} tokens a second" if count else "no tokens"
+    lines: list[RenderableType] = []
+    for result in results:
+        shown = result.get("text") or [" ".join(map(str, row)) for row in result["tokens"]]
+        if error := result["error"]:
+            shown = [f"{error['code']}: {error['reason']}. {error['remedy']}"]
+        lines += [f"{result['number']}: {one}" for one in shown]
+    rows = {"generated": f"{count} tokens for {len(results)} requests in {seconds_text(data['seconds'])}, {rate}"}
+    each = [(rank["rank"], size(rank["weights"])) for rank in data["ranks"]]
+    return [*lines, "", facts(rows), "", table(("rank", "weights of its stage"), each, ("rank",))]

@@ -1,0 +1,210 @@
+"""Describes what is to be generated and what came of it, and refuses requests that cannot be answered."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from splitkit.checks import is_number, is_whole, shown
+from splitkit.errors import PipelineError, SplitError, nearest
+from splitkit.short_repr import brief
+
+_REFUSED = {
+    "num_beams": "beam search needs a cache that is reordered after each token",
+    "penalty_alpha": "contrastive search runs the model several times for each token",
+    "assistant_model": "assisted generation takes back tokens",
+}
+"""Ways of ``generate`` that ranks do not have, and why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts to continue, together as one batch, and how. The names are those of transformers' ``generate``.
+
+    Attributes:
+        prompts: the token ids of one or several sequences, of different lengths if you like.
+        max_new_tokens: the most tokens that are added to each sequence.
+        do_sample: whether to draw the next token at random; otherwise it is the most likely one.
+        temperature: divides the logits, if ``do_sample``.
+        top_k: draw from the k most likely tokens only; 0 for all.
+        top_p: draw from the fewest tokens that have this probability together.
+        min_p: draw from tokens at least this fraction as likely as the most likely one.
+        repetition_penalty: above 1 makes tokens that occurred less likely.
+        no_repeat_ngram_size: no run of this many tokens occurs twice; 0 for no limit.
+        eos_token_id: tokens that end a sequence; ``None`` for the model's.
+        seed: of the random numbers; a request gives the same tokens whatever runs beside it.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_new_tokens: int = 20
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    eos_token_id: tuple[int, ...] | None = None
+    seed: int = 0
+
+    __repr__ = brief
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest prompt, to which the others are padded on the left."""
+        return max(map(len, self.prompts))
+
+    @property
+    def positions(self) -> int:
+        """The positions that a sequence may come to."""
+        return self.longest + self.max_new_tokens
+
+    @property
+    def cache_tokens(self) -> int:
+        """The tokens that the caches may come to hold: the last new token is never fed back."""
+        return len(self.prompts) * (self.positions - 1)
+
+    def to_json(self) -> str:
+        """Return the request as JSON text, for `from_data`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_data(cls, data: Any) -> Request:
+        """Return the request that JSON-like data describes.
+
+        Args:
+            data: a mapping with the fields of a request, in which ``input_ids`` may stand for ``prompts``; or only the
+                token ids, of one sequence or of several. Arrays and tensors are taken, too.
+
+        Raises:
+            PipelineError: SK802 for fields that a request does not have, or that have no such value.
+        """
+        given = dict(data) if isinstance(data, Mapping) else {"prompts": data}
+        if "input_ids" in given:
+            given["prompts"] = given.pop("input_ids")
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name in _REFUSED and value not in (None, 1):
+                raise _bad(f"{name} is {value!r}: {_REFUSED[name]}", "Generate in one process: splitkit.generator.")
+            if name not in known and name not in _REFUSED:
+                raise _bad(f"a request has no field {name!r}", nearest(name, known, f"Fields: {', '.join(known)}."))
+        if "prompts" not in given:
+            raise _bad("a request has no prompt", "Give input_ids, or a prompt and a tokenizer.")
+        given = {name: value for name, value in given.items() if name in known}
+        given["prompts"] = _sequences(given["prompts"])
+        if (ends := given.get("eos_token_id")) is not None:
+            given["eos_token_id"] = _row([ends] if is_whole(ends) else ends)
+        made = cls(**given)
+        _require_values(made)
+        return made
+
+
+@dataclass(frozen=True)
+class RequestResult:
+    """What came of a request.
+
+    Attributes:
+        number: the place of the request among those given, from 0.
+        tokens: the new tokens of each sequence, with the one that ended it and without padding. Of a request that
+            failed underway, the tokens until then.
+        error: why the request failed, or ``None``.
+    """
+
+    number: int
+    tokens: tuple[tuple[int, ...], ...] = ()
+    error: SplitError | None = field(default=None)
+
+    __repr__ = brief
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        error = self.error
+        return {
+            "number": self.number,
+            "tokens": [list(row) for row in self.tokens],
+            "error": None if error is None else {"code": error.code, "reason": error.reason, "remedy": error.remedy},
+        }
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a request may ask for.
+
+    Attributes:
+        vocabulary: the number of tokens that the model knows.
+        positions: the most tokens of a sequence; ``None`` for no limit.
+        cache_tokens: the most tokens that the caches of all requests in flight hold; ``None`` for no limit.
+    """
+
+    vocabulary: int
+    positions: int | None = None
+    cache_tokens: int | None = None
+
+    def require(self, request: Request) -> None:
+        """Refuse a request that can never be answered.
+
+        Raises:
+            PipelineError: SK802; names the limit.
+        """
+        for row, prompt in enumerate(request.prompts):
+            wrong = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
+            if wrong is not None:
+                raise _bad(
+                    f"prompt {row} has the token {wrong}, and the model knows tokens from 0 to {self.vocabulary - 1}",
+                    "Use the tokenizer of this model.",
+                )
+        if self.positions is not None and request.positions > self.positions:
+            raise _bad(
+                f"{request.longest} tokens and {request.max_new_tokens} new ones are {request.positions} positions, "
+                f"and the model has {self.positions}",
+                f"Shorten the prompt, or ask for at most {max(0, self.positions - request.longest)} new tokens.",
+            )
+        if self.cache_tokens is not None and request.cache_tokens > self.cache_tokens:
+            raise _bad(
+                f"the cache would come to {request.cache_tokens} tokens, and there is memory for {self.cache_tokens}",
+                "Ask for fewer new tokens, or for fewer sequences at once.",
+            )
+
+
+def _require_values(request: Request) -> None:
+    if not request.prompts or not all(request.prompts):
+        raise _bad("the prompt is empty", "Give at least one token, for example the one that begins a text.")
+    for name, least in {"max_new_tokens": 1, "top_k": 0, "no_repeat_ngram_size": 0, "seed": 0}.items():
+        if not is_whole(value := getattr(request, name), least):
+            raise _bad(f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
+    for name, (above, most) in {
+        "temperature": (0.0, math.inf),
+        "top_p": (0.0, 1.0),
+        "repetition_penalty": (0.0, math.inf),
+    }.items():
+        value = getattr(request, name)
+        if not is_number(value) or not above < value <= most or math.isinf(value):
+            to = "" if math.isinf(most) else f" and at most {most:g}"
+            raise _bad(f"{name} is {shown(value)}", f"Give a number above {above:g}{to}.")
+    if not is_number(request.min_p) or not 0 <= request.min_p <= 1:
+        raise _bad(f"min_p is {shown(request.min_p)}", "Give a number from 0 to 1.")
+    if not isinstance(request.do_sample, bool):
+        raise _bad(f"do_sample is {shown(request.do_sample)}", "Give true or false.")
+
+
+def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise _bad(f"the prompts are {shown(value)}", "Give token ids: [5, 6, 7], or [[5, 6, 7], [8, 9]].")
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in value]
+    several = rows and all(isinstance(row, Sequence) and not isinstance(row, str | bytes) for row in rows)
+    return tuple(_row(row) for row in rows) if several else (_row(rows),)
+
+
+def _row(tokens: Any) -> tuple[int, ...]:
+    wrong = [token for token in tokens if not is_whole(token, -(2**63))]
+    if wrong:
+        raise _bad(f"{shown(wrong[0])} is not a token id", "Give whole numbers.")
+    return tuple(int(token) for token in tokens)
+
+
+def _bad(reason: str, remedy: str) -> PipelineError:
+    return PipelineError("SK802", reason, remedy)

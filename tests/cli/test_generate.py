@@ -1,0 +1,75 @@
+"""``splitkit generate``: from a model or a plan to the tokens of the unsplit model, on one process for each stage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launch import command
+
+from splitkit.testing import models
+
+SIZES = {"layers": 2, "width": 32, "heads": 2, "vocab": 64}
+TINY = ["--size", ",".join(f"{name}={value}" for name, value in SIZES.items()), "--seed", "3"]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The tokens that the unsplit model adds to a prompt."""
+    model = models.build("llama", seed=3, **SIZES).model.eval()
+
+    def tokens(prompt, count):
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+        return [made[0, len(prompt) :].tolist()]
+
+    return tokens
+
+
+def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, call, expected):
+    plan, stages, asked = (str(tmp_path / name) for name in ("plan.json", "stages", "asked.jsonl"))
+    Path(asked).write_text(
+        '{"input_ids": [9], "max_new_tokens": 3}\n\n{"input_ids": [99]}\n{"input_ids": [4], "cats": 3}\n'
+    )
+    code, out, _ = call("plan", "llama", *TINY, "--how", "decoder", "--stages", "2", "-o", plan)
+    assert code == 0 and f"next: splitkit generate {plan} --prompt-ids 1,2,3" in out
+    assert call("split", plan, "-o", stages)[0] == 0
+    words = ["--prompt-ids", "5,6,7", "--requests", asked, "--max-new-tokens", "8", "--chunk", "2"]
+    for target in (plan, stages):
+        done = command("generate", target, *words, "--json")
+        data = json.loads(done.stdout)
+        # two requests fail, and the others do not
+        assert done.returncode == 1
+        assert [result["tokens"] for result in data["results"]] == [expected([5, 6, 7], 8), expected([9], 3), [], []]
+        assert [result["error"] and result["error"]["code"] for result in data["results"]] == [
+            None,
+            None,
+            "SK802",
+            "SK802",
+        ]
+        assert [rank["rank"] for rank in data["ranks"]] == [0, 1] and all(rank["weights"] for rank in data["ranks"])
+
+
+def test_a_model_is_planned_and_generates_in_one_command(expected):
+    done = command("generate", "llama", *TINY, "--stages", "2", "--prompt-ids", "5,6,7", "--max-new-tokens", "4")
+    assert done.returncode == 0
+    assert "0: " + " ".join(map(str, expected([5, 6, 7], 4)[0])) in done.stdout
+    assert "4 tokens for 1 requests" in done.stdout
+
+
+def test_what_no_rank_could_run_is_refused_before_there_are_ranks(tmp_path, call, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("splitkit.cli.launcher.ranks", lambda *given: pytest.fail("ranks were started"))
+    plan = str(tmp_path / "plan.json")
+    assert call("plan", "llama", *TINY, "--stages", "2", "-o", plan)[0] == 0
+    for words, says in (
+        ([plan, "--prompt-ids", "5"], "SK601: " + plan + " is a plan for another graph"),
+        (["llama", "--stages", "2"], "SK601: there is nothing to continue"),
+        (["llama", "--prompt-ids", "5"], "SK601: llama needs a policy"),
+        (["llama", "--stages", "2", "--prompt-ids", "5", "--weights", "x"], "SK601: --weights goes with a folder"),
+    ):
+        code, _, error = call("generate", *words)
+        assert code == 2 and says in error
+    code, _, error = call("train", "llama", *TINY, "--how", "decoder", "--stages", "2", "--nproc", "2")
+    assert code == 2 and "SK601: the graph is one step of generation" in error
