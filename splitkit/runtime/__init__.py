@@ -8,7 +8,7 @@ from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.generation_request import Request, RequestResult
 from splitkit.runtime.generation.generator import Generator, serve
-from splitkit.runtime.generation.kept_caches import cache_bytes
+from splitkit.runtime.generation.kept_caches import decoder_cache
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
@@ -25,7 +25,7 @@ __all__ = [
     "RequestResult",
     "StageFolder",
     "StepRecorder",
-    "cache_bytes",
+    "decoder_cache",
     "decoder_memory",
     "form_output",
     "full_state_dict",

@@ -19,7 +19,7 @@ from splitkit.runtime.devices.device_graphs import PartOnDevice
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.encoder_caches import EncoderCaches
-from splitkit.runtime.generation.kept_caches import cache_bytes, kept_caches
+from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
 
 transformers = pytest.importorskip("transformers")
 
@@ -226,7 +226,7 @@ def test_each_layer_keeps_its_cache_on_the_device_of_its_part():
             out = generator(torch.ones(2, query, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
     assert [layer.keys.device.index for layer in cache.layers] == [0, 1] and out.logits.device.index == 1
     held = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
-    assert list(cache_bytes(split, sequences=2, tokens=8).values()) == held
+    assert list(decoder_cache(split, sequences=2, tokens=8).values()) == held
 
 
 @pytest.mark.parametrize("family, query", [("llama", 1), ("llama", 48), ("gpt2", 48), ("mixtral", 16)])
@@ -304,7 +304,7 @@ def test_what_is_no_decoder_is_refused():
     with pytest.raises(PipelineError, match="SK801: Linear has no generate"):
         sk.generator(torch.nn.Linear(2, 2), split)
     with pytest.raises(PipelineError, match="SK802: tokens is -1"):
-        cache_bytes(split_of("llama"), sequences=1, tokens=-1)
+        decoder_cache(split_of("llama"), sequences=1, tokens=-1)
     with pytest.raises(PipelineError, match="SK802: tokens is 3"):
         decoder_memory(split_of("llama"), sequences=1, tokens=3, query=4)
 

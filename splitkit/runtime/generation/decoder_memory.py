@@ -15,7 +15,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.symbols import plain_size, symbols_of
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.parts import PartKey
-from splitkit.runtime.generation.kept_caches import KeptCache, cache_bytes, kept_caches
+from splitkit.runtime.generation.kept_caches import KeptCache, decoder_cache, kept_caches
 from splitkit.units import size
 
 _PROMPT = ("input_ids", "position_ids", "inputs_embeds", "decoder_input_ids", "decoder_position_ids")
@@ -59,7 +59,7 @@ def decoder_memory(split: Split, *, sequences: int, tokens: int, query: int = 1)
     sizes: dict[str, int] = {}
     for node in split.flow.graph.find_nodes(op="placeholder"):
         sizes |= _sizes(node, caches.get(node.name), sequences, tokens, query)
-    held = cache_bytes(split, sequences=sequences, tokens=tokens)
+    held = decoder_cache(split, sequences=sequences, tokens=tokens)
     found = {}
     for key, part in split.parts.items():
         given = [node for node in split.subgraphs[key].inputs if node.name not in caches]

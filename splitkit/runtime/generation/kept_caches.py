@@ -67,7 +67,7 @@ def kept_caches(split: Split) -> tuple[KeptCache, ...]:
     return tuple(found)
 
 
-def cache_bytes(split: Split, *, sequences: int, tokens: int) -> Mapping[PartKey, int]:
+def decoder_cache(split: Split, *, sequences: int, tokens: int) -> Mapping[PartKey, int]:
     """Return the bytes of cache that each part of a split decoder keeps for so many sequences of so many tokens.
 
     During a step a part needs, beside them, the memory of one more tensor of its cache: a longer one is made, and then
