@@ -16,6 +16,7 @@ from typing import Any
 from splitkit.checks import is_whole
 from splitkit.cli import factories
 from splitkit.errors import FileError, UsageError, nearest
+from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.testing.models import NAMES, SIZES
 
 RESERVED = ("name", "seed", "spec")
@@ -122,13 +123,21 @@ def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str
     if plan is None or plan.startswith("/dev/"):
         return None
     words = ["splitkit", "generate" if source.how == "decoder" else "train" if ranks else "run", plan]
-    if source.spec not in NAMES:
+    if runs_code(source.spec):
         words += ["--model", source.spec]
+    if source.how == "decoder" and (weights := checkpoint_beside(source.spec)):
+        own = shlex.join(["splitkit", "split", plan, "-o", "stages"])
+        return own + " && " + shlex.join([*words[:2], "stages", "--weights", weights, "--prompt-ids", "1,2,3"])
     if source.how == "decoder":
         return shlex.join([*words, "--prompt-ids", "1,2,3"])
     if ranks:
         words += ["--nproc", str(ranks), "--schedule", schedule]
     return shlex.join([*words, "--check"])
+
+
+def runs_code(spec: str) -> bool:
+    """Whether making a model runs code that its user has written: not for an example or a configuration."""
+    return spec not in NAMES and not is_config(spec)
 
 
 def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
@@ -148,7 +157,7 @@ def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
         return from_args(args.model, args)
     found = recorded(path, record)
     spec = _found(args.model or found.spec, path, found.spec, record.get("file"))
-    if args.model is None and found.spec not in NAMES:
+    if args.model is None and runs_code(found.spec):
         raise UsageError("SK601", f"this plan was made for {found.spec!r}", f"Pass --model {spec} to run that code.")
     return with_options(replace(found, spec=spec), args)
 

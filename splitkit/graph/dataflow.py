@@ -275,6 +275,10 @@ _CALL_SUFFIX = re.compile(r"@\d+")  # export marks the second call of a module `
 _ITEM = re.compile(r"(?:\._modules)?\[['\"]?([^'\"\]]+)['\"]?\]")  # Dynamo: L['self'].h[0], ._modules['h']
 
 
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
+"""What export writes for a node that no module called, such as a size of an input: 2.11, 2.13, 2.15."""
+
+
 def module_path(node: Node) -> str:
     """Return the dotted name of the innermost module whose call produced ``node``, ``""`` for the model itself.
 
@@ -287,6 +291,8 @@ def module_path(node: Node) -> str:
     if not stack:
         return ""
     path = str(list(stack.values())[-1][0])
+    if path == _NO_MODULE:
+        return ""
     path = path.removeprefix("L['self']").removeprefix("L__self__")
     return _CALL_SUFFIX.sub("", _ITEM.sub(r".\1", path)).lstrip(".")
 

@@ -111,8 +111,13 @@ class Claim:
 
         For tokens, how much higher it could be, as a fraction of the bound.
         """
-        low, high = (self.value, self.bound) if self.objective in _MAXIMISED else (self.bound, self.value)
+        low, high = self.range
         return max(0.0, 1 - low / high) if high else 0.0
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The bound and the value, the lower one first: for tokens, which are maximised, that is the value."""
+        return (self.value, self.bound) if self.objective in _MAXIMISED else (self.bound, self.value)
 
     @property
     def optimal(self) -> bool:

@@ -140,7 +140,7 @@ def _claim(data: object) -> Claim | None:
     texts = (made.objective, made.solver)
     numbers = (made.value, made.bound, made.tolerance, made.evenness or 0.0)
     sane = all(type(n) in (int, float) and 0 <= n <= _MOST for n in numbers)
-    if not all(isinstance(text, str) for text in texts) or not sane or made.bound > made.value:
+    if not all(isinstance(text, str) for text in texts) or not sane or made.range[0] > made.range[1]:
         raise _damaged("claim", data, wanted)
     return made
 

@@ -36,3 +36,9 @@ def read_config(spec: str) -> dict[str, Any]:
             "SK504", f"{file} is no configuration: it has no model_type", "Give a transformers config.json."
         )
     return data
+
+
+def checkpoint_beside(spec: str) -> str:
+    """Return the folder of a configuration if it also holds weights in safetensors, otherwise an empty text."""
+    folder = Path(spec) if Path(spec).is_dir() else Path(spec).parent
+    return str(folder) if is_config(spec) and any(folder.glob("*.safetensors")) else ""

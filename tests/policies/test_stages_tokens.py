@@ -248,3 +248,10 @@ def test_a_graph_without_attention_and_prices_with_backward_are_refused():
     gm, _, costs = decoder(8, 8)
     with pytest.raises(sk.PolicyError, match="the prices include backward"):
         sk.plan(gm, Stages(2, objective="tokens", memory="1MiB"), sk.costs.training(costs))
+
+
+def test_a_file_keeps_the_plan_with_its_claim():
+    gm, _, costs = decoder(8, 8, 8, 8)
+    made = sk.plan(gm, Stages(2, objective="tokens", memory="60kB"), costs)
+    assert made.claim.value <= made.claim.bound
+    assert sk.Plan.from_dict(gm.graph, made.to_dict()).claim == made.claim

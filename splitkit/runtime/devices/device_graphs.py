@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,6 +44,13 @@ class Move(NamedTuple):
     target: torch.device
 
 
+def _copied(graph: fx.Graph) -> fx.Graph:
+    with warnings.catch_warnings():
+        # torch warns of its own LeafSpec, which it copies with the form of the inputs and outputs
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(graph)
+
+
 class PartOnDevice(nn.Module):
     """A part on its device. The device is the current one while the part runs, since custom kernels launch on that."""
 
@@ -76,7 +84,7 @@ class DeviceGraphs:
         """Return the graph that calls the parts, with the hooks of the split."""
         split = self.split
         before = split.module.graph
-        graph = copy.deepcopy(before)
+        graph = _copied(before)
         new = dict(zip(before.nodes, graph.nodes, strict=True))
         rename_checked_attributes(graph, lambda name: f"{_HELD}.{split.qualified_names[name]}")
         module = fx.GraphModule({}, fx.Graph())
@@ -104,7 +112,7 @@ class DeviceGraphs:
         """Build a part: it reads tensors on its device from the shared module, and gets others as arguments."""
         split, device = self.split, self._places.parts[key]
         before = split.parts[key].graph
-        graph = copy.deepcopy(before)
+        graph = _copied(before)
         new = dict(zip(before.nodes, graph.nodes, strict=True))
         originals = {copied: node for node, copied in split.copies[key].items()}
         module = fx.GraphModule({}, fx.Graph())

@@ -15,7 +15,13 @@ from splitkit.studies.fit.cards import Card, CardList, cards_of
 from splitkit.studies.fit.fit_model import FitModel, fit_model
 from splitkit.studies.fit.fit_result import Fit, FittedDevice
 from splitkit.studies.fit.inference_fit import InferenceFit
-from splitkit.studies.fit.next_step import inference_command, sizes_of_inputs, training_command
+from splitkit.studies.fit.next_step import (
+    decoder_command,
+    inference_command,
+    is_decoder,
+    sizes_of_inputs,
+    training_command,
+)
 from splitkit.studies.fit.training_fit import TrainingFit
 
 _USUAL_TOKENS = 4096
@@ -144,8 +150,12 @@ def _for_inference(
         return InferenceFit(other, blocks_of(other.model), requests, chunk, other.bits)
 
     others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
-    given = sizes_of_inputs(model, sizes, requests, min(asked, max(1, chunk // requests)))
-    command = inference_command(model, devices, given, dtype is None and subject.bits is None) if fits else ""
+    command, as_stored = "", dtype is None and subject.bits is None
+    if fits and most is not None and is_decoder(model, subject.model):
+        command = decoder_command(model, devices, as_stored)
+    elif fits:
+        given = sizes_of_inputs(model, sizes, requests, min(asked, max(1, chunk // requests)))
+        command = inference_command(model, devices, given, as_stored)
     return Fit(subject.name, "inference", fits, wanted, most, subject.context, requests, devices, others, command)
 
 

@@ -5,10 +5,27 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from splitkit.studies.fit.fit_result import FittedDevice
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_files import is_config
+
+
+def is_decoder(given: object, model: Any) -> bool:
+    """Whether a model was given as a configuration, and generates."""
+    named = isinstance(given, str | os.PathLike) and is_config(os.fspath(given))
+    return named and bool(getattr(model, "can_generate", lambda: False)())
+
+
+def decoder_command(model: object, devices: Sequence[FittedDevice], as_stored: bool) -> str:
+    """Return ``splitkit plan`` for a step of generation with the most tokens in the caches; arguments as below."""
+    used = [device for device in devices if device.names]
+    words = ["--how", "decoder", "--stages", str(len(used))]
+    if as_stored:
+        limits = [_memory(device.card.limit) for device in used]
+        words += ["--memory", ",".join(limits if len(set(limits)) > 1 else limits[:1]), "--objective", "tokens"]
+    return _plan(model, {}, words)
 
 
 def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Mapping[str, int], as_stored: bool) -> str:
