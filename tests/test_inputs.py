@@ -118,7 +118,11 @@ FIELDS = {
         "n": (*COUNT, None), "schedule": WORD, "memory": LIMIT, "links": WORD, "optimizer": WORD, "seconds": TIME,
         "tolerance": (*SHARE, None), "replicas": (*NEVER[:-1], None, 0, 1.5, INF, HUGE, [], [0], [1.5], "12")}),
     "Stages, 1f1b": (placed(Stages), {"n": 2, "schedule": "1f1b"}, {
-        "n": (*COUNT, None), "microbatches": COUNT, "memory": LIMIT, "optimizer": (*WORD, None)}),
+        "n": (*COUNT, None), "microbatches": COUNT, "memory": LIMIT, "optimizer": WORD}),
+    "Stages, tokens": (placed(Stages), {"n": 2, "objective": "throughput", "tokens": 5}, {
+        "objective": WORD, "tokens": (*NEVER, None, 1.5, INF, "4", ""), "cache": (*NEVER, 0, 5, "layers.0", [1], {"layers.0": 1})}),
+    "Devices, tokens": (placed(Devices), {"devices": ["h200", "h200"], "tokens": 5}, {
+        "tokens": (*NEVER, None, 1.5, INF, "4", ""), "cache": (*NEVER, 0, 5, "layers.0", [1], {"layers.0": 1})}),
     "Devices": (placed(Devices), {"devices": ["h200", "h200"]}, {
         "devices": (*NEVER, None, [], {}, "h200", HUGE, [None], {None: "h200"}), "memory": LIMIT, "links": WORD,
         "objective": (*WORD, None), "pieces": (*NEVER, 0, 2, 1.5, INF, HUGE, "1"), "optimizer": WORD, "seconds": TIME,

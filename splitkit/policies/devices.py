@@ -19,7 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.devices.device_search import DeviceSearch
-from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache
+from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache, check_tokens
 from splitkit.solvers.clock import Clock
 
 OBJECTIVES = ("throughput", "latency")
@@ -97,6 +97,7 @@ class Devices:
             text = f"Devices: objective is {shown(self.objective)}"
             raise PolicyError("SK302", text, f"Use {' or '.join(OBJECTIVES)}.")
         self._check_pieces()
+        check_tokens("Devices", self.tokens)
         if self.tokens and self.objective == "latency":
             reason = "Devices: tokens are of several requests in flight, and objective='latency' is for one"
             raise PolicyError("SK302", reason, "Leave one of them out.")

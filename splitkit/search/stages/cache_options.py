@@ -46,6 +46,7 @@ def check_cache(options: CacheOptions, memory: Memory, training: Mapping[str, ob
         PolicyError: SK302.
     """
     name, objective = options.policy, options.objective
+    check_tokens(name, options.tokens)
     if objective is None:
         if options.tokens or options.cache is not None:
             field, remedy = (
@@ -59,10 +60,18 @@ def check_cache(options: CacheOptions, memory: Memory, training: Mapping[str, ob
         raise _wrong(f"{name}: {field}={shown(given)} is for training, and objective={objective!r} for inference")
     if is_word(memory, "least"):
         raise _wrong(f"{name}: memory='least' does not go with objective={objective!r}", 'Give sizes: memory="24GiB".')
-    if not is_whole(options.tokens):
-        raise _wrong(f"{name}: tokens is {shown(options.tokens)}", "Give a whole number, 0 or more.")
     if objective == "tokens":
         _check_most(name, memory, options.tokens)
+
+
+def check_tokens(name: str, tokens: object) -> None:
+    """Refuse what is no number of tokens.
+
+    Raises:
+        PolicyError: SK302.
+    """
+    if not is_whole(tokens):
+        raise _wrong(f"{name}: tokens is {shown(tokens)}", "Give a whole number, 0 or more.")
 
 
 def _check_most(name: str, memory: Memory, tokens: int) -> None:

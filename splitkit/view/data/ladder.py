@@ -13,8 +13,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+from torch import fx
 from torch.fx import Node
 
+from splitkit.graph.caches import given_caches
 from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.measured_step import MeasuredStep
@@ -92,8 +94,14 @@ class LadderView(LadderModel):
         return ladder_rows(self.flow, {node: number[parts] for node, parts in self._parts.items()})
 
     @cached_property
+    def _optimizer(self) -> Optimizer | None:
+        """The optimizer; none for a step of generation, which nothing trains."""
+        root = self.flow.root
+        return None if isinstance(root, fx.GraphModule) and given_caches(root) else self.optimizer
+
+    @cached_property
     def _prices(self) -> StagePrices:
-        return StagePrices(self.flow, self.costs, self.optimizer, divided=False)
+        return StagePrices(self.flow, self.costs, self._optimizer, divided=False)
 
     @cached_property
     def stages(self) -> tuple[StageCosts, ...]:
@@ -150,7 +158,7 @@ class LadderView(LadderModel):
     @property
     def trains(self) -> bool:
         """Whether there is a backward to draw."""
-        return self.optimizer is not None and bool(self._prices.activations and self._prices.activations.saved)
+        return self._optimizer is not None and bool(self._prices.activations and self._prices.activations.saved)
 
     def still(self) -> dict[str, Any]:
         """Return what a still picture shows, as plain data; takes time linear in the graph."""
@@ -185,7 +193,7 @@ class LadderView(LadderModel):
             "saved": sums_of_makers(self._saved),
             "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
             "stored": [storage.to_list(place) for storage in self._held],
-            "shared": shared_weights(self._memory, self._ends, self.optimizer),
+            "shared": shared_weights(self._memory, self._ends, self._optimizer),
             "taken": self._taken_by(nodes),
             "plan": plan_template(self.plan, self._keys),
             "run": None if self.run is None else self._run(self.run, found, at),

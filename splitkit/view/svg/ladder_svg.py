@@ -100,7 +100,8 @@ class LadderDrawing:
         if entries := self._legend():
             draw.legend(8, bottom + 12, entries, draw.width - 16)
             bottom += 20
-        return draw.to_svg(bottom + 4, f"{title}: forward, backward, saved values and borders")
+        columns = "forward, backward, saved values" if self._trains else "forward"
+        return draw.to_svg(bottom + 4, f"{title}: {columns} and borders")
 
     @property
     def _heading(self) -> str:
