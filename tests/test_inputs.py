@@ -120,7 +120,8 @@ FIELDS = {
     "Stages, 1f1b": (placed(Stages), {"n": 2, "schedule": "1f1b"}, {
         "n": (*COUNT, None), "microbatches": COUNT, "memory": LIMIT, "optimizer": WORD}),
     "Stages, tokens": (placed(Stages), {"n": 2, "objective": "throughput", "tokens": 5}, {
-        "objective": WORD, "tokens": (*NEVER, None, 1.5, INF, "4", ""), "cache": (*NEVER, 0, 5, "layers.0", [1], {"layers.0": 1})}),
+        "objective": WORD, "tokens": (*NEVER, None, 1.5, INF, "4", ""),
+        "cache": (*NEVER, 0, 5, "layers.0", [1], {"layers.0": 1})}),
     "Devices, tokens": (placed(Devices), {"devices": ["h200", "h200"], "tokens": 5}, {
         "tokens": (*NEVER, None, 1.5, INF, "4", ""), "cache": (*NEVER, 0, 5, "layers.0", [1], {"layers.0": 1})}),
     "Devices": (placed(Devices), {"devices": ["h200", "h200"]}, {
