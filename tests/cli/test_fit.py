@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from campaigns import these_first
 from launch import command
 
 from splitkit.cli import main
@@ -52,13 +53,17 @@ def test_what_does_not_fit_ends_with_3(capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--devices", "2x600KiB", "--tokens", "64"],
-        ["--devices", "600KiB,700KiB", "--tokens", "64"],
-        ["--devices", "2x300KiB", "--tokens", "64", "--dtype", "int4"],
-        ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"],
-        ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"],
-    ],
+    these_first(
+        [
+            ["--devices", "600KiB,700KiB", "--tokens", "64"],
+            ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"],
+        ],
+        [
+            ["--devices", "2x600KiB", "--tokens", "64"],
+            ["--devices", "2x300KiB", "--tokens", "64", "--dtype", "int4"],
+            ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"],
+        ],
+    ),
 )
 def test_the_next_command_plans_the_model(capsys, options):
     words = shlex.split(run(capsys, "fit", ".", *options)["next"])
