@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +71,12 @@ class StageGraphs:
     @property
     def saved_bytes(self) -> int:
         """Bytes that forward leaves for backward, each storage once, without what the caller holds."""
-        return self._bytes(self.held, self.forward)
+        return self._bytes(self.held)
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that wait between the two graphs of backward, each storage once, without what the caller holds."""
-        if self.weight is None:
-            return 0
-        return self._bytes((*self.deferred, *self.waiting), self.forward, self.weight)
+        return self._bytes((*self.deferred, *self.waiting)) if self.weight is not None else 0
 
     @property
     def sent_bytes(self) -> int:
@@ -95,12 +93,16 @@ class StageGraphs:
         nodes = {node.name: node for node in graph.graph.nodes}
         return sum(t.nbytes for name in names for t in tensors(value_of(nodes[name])))
 
-    def _bytes(self, names: Sequence[str], *graphs: fx.GraphModule) -> int:
-        nodes = {node.name: node for graph in reversed(graphs) for node in graph.graph.nodes}
-        own = (nodes[name] for name in self.primals if name in nodes)
-        known = {storage_key(t) for node in own for t in tensors(value_of(node))}
-        found = {storage_key(t): storage_bytes(t) for name in names for t in tensors(value_of(nodes[name]))}
-        return sum(nbytes for key, nbytes in found.items() if key not in known)
+    def _bytes(self, names: Sequence[str]) -> int:
+        """Return the bytes of the storages of some values, as on a rank of its own.
+
+        What a stage receives is a copy there, even if it was a view of an input, or two values one storage, before.
+        """
+        copies = {*self.received, *self.gradients_received}
+        origins = _origins(self.forward, copies, {})
+        origins = _origins(self.backward, copies, origins) | origins
+        found = {origin: nbytes for name in names for origin, nbytes in origins[name].values()}
+        return sum(nbytes for (maker, _), nbytes in found.items() if maker not in self.primals)
 
     def __str__(self) -> str:
         graphs = [self.forward, self.backward, *([self.weight] if self.weight is not None else [])]
@@ -187,6 +189,34 @@ class StagedStep:
                 found = stage.weight(*(values[name] for name in stage.deferred), *made)
                 _add(gradients, stage.weight_gradients, found)
         return tuple(gradients)
+
+
+Origin = tuple[str, Hashable]
+"""The value that first has a storage in a stage, and the storage."""
+
+
+def _origins(
+    graph: fx.GraphModule, copies: Collection[str], known: Mapping[str, Mapping[Hashable, tuple[Origin, int]]]
+) -> dict[str, Mapping[Hashable, tuple[Origin, int]]]:
+    """Return value -> storage -> its origin in this graph, or in ``known``, and its bytes.
+
+    Args:
+        graph: a graph of the stage.
+        copies: values that come from other stages, where each arrives as a tensor of its own.
+        known: the same for values of another graph of the stage.
+    """
+    found: dict[str, Mapping[Hashable, tuple[Origin, int]]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" and node.name in known:
+            found[node.name] = known[node.name]
+        elif node.op != "output":
+            above = {key: origin for read in node.all_input_nodes for key, origin in found[read.name].items()}
+            own = {storage_key(t): t for t in tensors(value_of(node))}
+            found[node.name] = {
+                key: above.get(key, ((node.name, key), t.nbytes if node.name in copies else storage_bytes(t)))
+                for key, t in own.items()
+            }
+    return found
 
 
 def _add(gradients: list[Any], positions: Sequence[int], found: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -260,7 +261,7 @@ class JointPipeline:
             ways,
             self._rng(number),
             self._batch,
-            frozenset(step.ties),
+            frozenset(self._ties),
             compiled,
         )
 
@@ -276,13 +277,31 @@ class JointPipeline:
         return found
 
     def _trained(self, number: int) -> dict[int, nn.Parameter]:
-        """Return position of a gradient that a stage computes -> its parameter."""
-        graphs, signature = self._step.stages[number], self._joint.signature
-        own = {*graphs.gradients, *graphs.weight_gradients}
+        """Return position of a gradient -> its parameter, for all parameters that a stage reads or has gradients of."""
+        signature = self._joint.signature
         return {
-            position - signature.forward_outputs: self._joint.model.get_parameter(signature.parameters[name])
-            for position, name in signature.gradients.items()
-            if position - signature.forward_outputs in own and name in signature.parameters
+            position: self._joint.model.get_parameter(signature.parameters[name])
+            for position, name in self._gradients.items()
+            if number in self._holders[position]
+        }
+
+    @cached_property
+    def _gradients(self) -> dict[int, str]:
+        """Position of the gradient of a parameter among all gradients -> the placeholder of the parameter."""
+        signature = self._joint.signature
+        found = ((position - signature.forward_outputs, name) for position, name in signature.gradients.items())
+        return {position: name for position, name in found if name in signature.parameters}
+
+    @cached_property
+    def _holders(self) -> dict[int, list[int]]:
+        """Position of a gradient -> the stages that compute a term of it, or read its parameter."""
+        return {
+            position: [
+                number
+                for number, stage in enumerate(self._step.stages)
+                if name in stage.primals or position in (*stage.gradients, *stage.weight_gradients)
+            ]
+            for position, name in self._gradients.items()
         }
 
     def _rng(self, number: int) -> RngHandover:
@@ -295,16 +314,22 @@ class JointPipeline:
         return RngHandover(number, number in draws, first < number <= last, first <= number < last, self.device)
 
     def _tied(self, group: dist.ProcessGroup | None) -> tuple[dict[int, list[int]], dict[int, Any]]:
-        """Return tied gradient -> the ranks that have a term, and -> their process group. All ranks must call it."""
+        """Return gradient of several stages -> the ranks that hold its parameter, and -> their process group.
+
+        A stage that reads a parameter without computing a term of its gradient needs the sum as well, because its rank
+        has a copy of the parameter. All ranks must call this.
+        """
         ranks = {
-            position: sorted({self.order.rank_of[s] for s in stages}) for position, stages in self._step.ties.items()
+            position: sorted({self.order.rank_of[s] for s in stages})
+            for position, stages in self._holders.items()
+            if len(stages) > 1
         }
         every = global_ranks(group)
-        groups = {
-            position: dist.new_group([every[r] for r in found]) if len(found) > 1 else None
-            for position, found in ranks.items()
-        }
-        return ranks, groups
+        made: dict[tuple[int, ...], Any] = {}
+        for found in ranks.values():
+            if len(found) > 1 and tuple(found) not in made:
+                made[tuple(found)] = dist.new_group([every[r] for r in found])
+        return ranks, {position: made.get(tuple(found)) for position, found in ranks.items()}
 
     def _add_ties(self) -> None:
         """Add the sum of the terms of each tied gradient to its parameter, on every rank that has a term."""

@@ -1,0 +1,120 @@
+"""Stages of joint graphs on real processes, under torch's schedules, beside the whole model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from campaigns import these_first
+from launch import launch
+from torch import nn
+
+import splitkit as sk
+from splitkit.errors import PipelineError
+from splitkit.runtime.ranks.gradient_slots import border_slots
+from splitkit.runtime.ranks.joint_pipeline import _require_trainable
+from splitkit.training.flow import FORWARD, save_all_plan
+from splitkit.training.stage_plan import stage_plan
+
+CASES = ["t5 zbv 4 deferred 4", "llama 1f1b 2 3 4"]
+OTHERS = [
+    "gpt2,llama zbv 4 deferred 4",
+    "gpt2,llama zbv 4 8 4",
+    *(f"gpt2,llama 1f1b 2 {seed} 4" for seed in range(6, 12)),
+    "gpt2,llama interleaved-zero-bubble 4 deferred 4",
+    "gpt2,llama interleaved-1f1b 4 deferred 4",
+    "gpt2,llama 1f1b 2 whole 4",
+    "gpt2,llama gpipe 2 5 4",
+    "llama zbv 4 deferred 4 compiled",
+]
+ON_FOUR = [
+    "gpt2 1f1b 4 deferred 4",
+    "gpt2,llama dualpipev 8 deferred 8",
+    "llama zbv 8 whole 8",
+    "llama interleaved-1f1b 8 1 8",
+]
+
+
+def assert_like_whole(lines):
+    assert lines
+    for line in lines:
+        assert line["loss"] < 2e-6 and line["gradient"] < 1e-6 and line["weight"] < 1e-6, line
+        assert set(line["left"]) == {0}, "nothing is held after the step"
+        assert line["waiting"] == line["expected"], "bytes between input and weight parts are those of the graphs"
+    for name in {line["model"] for line in lines}:
+        own = [set(line["trained"]) for line in lines if line["model"] == name]
+        assert len(set().union(*own)) > 8
+
+
+@pytest.mark.parametrize("case", these_first(CASES, OTHERS))
+def test_two_ranks_train_like_the_whole_model(case):
+    lines = [line for line in launch("runtime/staged_steps.py", 2, *case.split()) if "model" in line]
+    assert_like_whole(lines)
+    if "deferred" in case:
+        assert all(line["waiting"] for line in lines)
+
+
+@pytest.mark.parametrize("case", these_first(ON_FOUR[:1], ON_FOUR[1:]))
+def test_four_ranks_train_like_the_whole_model(case):
+    assert_like_whole([line for line in launch("runtime/staged_steps.py", 4, *case.split()) if "model" in line])
+
+
+def stages_of(model, x, cut):
+    joint = sk.capture_joint(model, x, loss=torch.sum)
+    forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
+    return joint.split(stage_plan(joint.flow, {n: int(i >= cut) for i, n in enumerate(forward)})).stages
+
+
+class Squares(nn.Module):
+    """The gradients of both factors of a product go back over a border behind which one value goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y.view(2, 2, 4).transpose(0, 1).reshape(4, 4)) * y
+
+
+def test_each_gradient_comes_back_in_the_slot_of_an_activation_of_its_size():
+    model, x = Squares(), torch.randn(4, 4)
+    seen = 0
+    for cut in range(1, 9):
+        first, second = stages_of(model, x, cut)
+        try:
+            slots = border_slots(first, second, 0)
+        except PipelineError as error:
+            assert error.code == "SK801" and "torch sends one gradient back per activation" in error.remedy
+            continue
+        seen += 1
+        assert len(set(slots.slot_of)) == len(slots.slot_of) == len(second.gradients_sent)
+        gradients = [torch.randn(value.like.shape) for value in slots.gradients]
+        back = slots.packed(gradients, torch.device("cpu"), "here")
+        assert [t is not None for t in back] == [like.requires_grad for like in slots.expected]
+        whole = [torch.zeros(0) if t is None else t for t in back]
+        for given, found in zip(gradients, slots.unpacked(whole), strict=True):
+            assert torch.equal(given, found)
+    assert seen > 3
+
+
+def test_models_whose_gradients_others_manage_are_refused():
+    class Wrapped:
+        model = nn.Sequential(nn.Linear(2, 2))
+
+    class Managed(nn.parallel.DistributedDataParallel):
+        def __init__(self):
+            nn.Module.__init__(self)
+
+    _require_trainable(Wrapped)
+    Wrapped.model.append(Managed())
+    with pytest.raises(PipelineError, match=r"SK801.*managed by DDP"):
+        _require_trainable(Wrapped)
+
+
+def test_a_pipeline_needs_a_process_group():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    joint = sk.capture_joint(model, x, loss=torch.sum)
+    forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
+    step = joint.split(stage_plan(joint.flow, dict.fromkeys(forward, 0)))
+    with pytest.raises(PipelineError, match="SK804: there is no process group"):
+        sk.runtime.joint_pipeline(joint, step)
