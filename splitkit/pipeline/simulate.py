@@ -15,6 +15,8 @@ import numpy as np
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
+from splitkit.pipeline.message_order import Communicators, MessageOrder
+from splitkit.pipeline.message_times import times_of_messages
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
 from splitkit.pipeline.replication_costs import ring_rounds, share
 from splitkit.pipeline.run import ScheduleRun
@@ -36,6 +38,7 @@ def simulate_schedule(
     devices: Sequence[Hashable] | None = None,
     overlap: bool = True,
     static_buffers: bool = False,
+    communicators: Communicators = "rank",
 ) -> ScheduleRun:
     """Simulate one step of a pipeline: each action starts when its rank is free and its inputs have arrived.
 
@@ -48,6 +51,10 @@ def simulate_schedule(
     * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before
       the action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when
       it gets to it, through a buffer, so that an order without a deadlock under overlap has none without it.
+
+    In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
+    on the communicators of both ranks, and every message waits until both ranks have come to it; with
+    ``overlap=False`` each entry of a row waits until the one before it is over.
 
     The replicas of a stage act as one rank. A message between stages of a and b replicas takes as long as the larger
     share, 1 / min(a, b), over the slowest of their links. After its last action a rank all-reduces the gradients of its
@@ -67,19 +74,69 @@ def simulate_schedule(
         static_buffers: whether every stage holds a receive buffer for each microbatch all the time, as on torch
             2.11 and 2.13, and, except under GPipe and 1F1B, what it sent until the end of the step; otherwise a
             buffer exists from when its message leaves until it is read (close to torch 2.15).
+        communicators: for an order of messages: whether all messages of a rank are on one communicator, or those of
+            each pair of ranks.
 
     Raises:
         ScheduleError: SK330 if the schedule is unknown or does not go with these numbers; the message says what
             does. SK331 if an order of your own never ends.
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
+    step = priced_step(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
+    times = (np.array(column, float) for column in _times(step, communicators))
+    return ScheduleRun(step.order, step.stages, *times, static_buffers, step.syncs, step.transport)
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A step before it is simulated: the order of its actions, and what each of them takes.
+
+    Attributes:
+        order: the actions of each rank.
+        stages: the costs of the stages.
+        durations: seconds of each action of ``order.columns``.
+        channels: a number for the pair of ranks between which the result of each action travels, -1 if it stays.
+        travel: seconds of the message with the result, 0 if it stays.
+        syncs: as in `splitkit.pipeline.trace.StepTrace`.
+        transport: the communication model.
+    """
+
+    order: PipelineOrder
+    stages: tuple[StageCosts, ...]
+    durations: list[float]
+    channels: list[int]
+    travel: list[float]
+    syncs: tuple[float, ...]
+    transport: Transport
+
+
+def priced_step(
+    stages: Sequence[StageCosts],
+    schedule: str | PipelineOrder,
+    microbatches: int | None = None,
+    *,
+    ranks: int | None = None,
+    links: str | LinkTimes | None = None,
+    devices: Sequence[Hashable] | None = None,
+    overlap: bool = True,
+) -> PricedStep:
+    """Return the order of a step and the seconds of its actions and messages; arguments as in `simulate_schedule`."""
     order, links = _order(stages, schedule, microbatches, ranks), _links_of(links)
     replicas = _replicas(order, stages)
     names = _names(replicas, devices)
     transport = Transport(links, names, overlap)
-    starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, transport), overlap)
+    _, stage, kind, _ = order.columns
+    table = {
+        FORWARD: [s.forward for s in stages],
+        BACKWARD: [s.backward for s in stages],
+        BACKWARD_INPUT: [s.backward_input for s in stages],
+        BACKWARD_WEIGHT: [s.backward_weight for s in stages],
+    }
+    durations = np.array([table[k] for k in range(len(LETTERS))], float)[kind, stage].tolist()
+    messages, result = _messages(order, stages, transport), kind * len(stages) + stage
+    channels, travel = (np.array(column)[result].tolist() for column in (messages.channel, messages.seconds))
     syncs = () if links is None or max(replicas) == 1 else _syncs(order, stages, names, links)
-    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs, transport)
+    return PricedStep(order, tuple(stages), durations, channels, travel, syncs, transport)
 
 
 def _order(
@@ -178,25 +235,13 @@ def _messages(order: PipelineOrder, stages: Sequence[StageCosts], transport: Tra
     return _Messages(channel, seconds)
 
 
-def _times(
-    order: PipelineOrder, stages: Sequence[StageCosts], messages: _Messages, overlap: bool
-) -> tuple[Floats, Floats, Floats, Floats]:
+def _times(step: PricedStep, communicators: Communicators) -> tuple[list[float], ...]:
     """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none)."""
-    rank, stage, kind, _ = order.columns
-    table = {
-        FORWARD: [s.forward for s in stages],
-        BACKWARD: [s.backward for s in stages],
-        BACKWARD_INPUT: [s.backward_input for s in stages],
-        BACKWARD_WEIGHT: [s.backward_weight for s in stages],
-    }
-    durations = np.array([table[k] for k in range(len(LETTERS))], float)[kind, stage].tolist()
-    result = kind * len(stages) + stage
-    channels = np.array(messages.channel)[result].tolist()
-    travel = np.array(messages.seconds)[result].tolist()
+    order, overlap = step.order, step.transport.overlap
+    if isinstance(order, MessageOrder):
+        return times_of_messages(order, step.durations, step.travel, communicators, blocking=not overlap)
     run = _overlapped if overlap else _in_turn
-    found = run(order, rank.tolist(), durations, channels, travel)
-    starts, ends, departures, arrivals = (np.array(times, float) for times in found)
-    return starts, ends, departures, arrivals
+    return run(order, order.columns.rank.tolist(), step.durations, step.channels, step.travel)
 
 
 def _overlapped(

@@ -1,4 +1,6 @@
-"""Reads the orders of torch's schedules with several stages per rank off its classes, without a process group.
+"""Reads the orders of torch's schedules with several stages per rank off its classes, and how it places messages.
+
+No process group is needed.
 
 Private torch API, checked on 2.11, 2.13 and 2.15; ``tests/pipeline/test_schedule_torch.py`` fails when it goes away.
 """
@@ -12,6 +14,8 @@ from typing import Any
 from torch.distributed.pipelining import schedules
 
 from splitkit.pipeline.action import KINDS, Action
+from splitkit.pipeline.message_order import MessageOrder
+from splitkit.pipeline.order import PipelineOrder
 
 
 def torch_rows(torch_class: str, stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
@@ -28,6 +32,27 @@ def torch_rows(torch_class: str, stages: int, microbatches: int, ranks: int) -> 
     ]
     order = made(stand_ins, microbatches).pipeline_order  # 2.11, 2.13, 2.15
     return [list(_read(order[rank])) for rank in range(ranks)]
+
+
+def torch_cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:
+    """Return the row of each rank as torch's ``_PipelineScheduleRuntime`` completes and runs it.
+
+    Beside the actions these are its sends and receives (``_add_send_recv``), ``UNSHARD``, ``RESHARD`` and
+    ``REDUCE_GRAD``; on torch 2.15 also waits.
+    """
+    runtime: Any = schedules._PipelineScheduleRuntime
+    read: Any = schedules._Action.from_str
+    stages = len(order.rank_of)
+    local = SimpleNamespace(group_rank=0, group_size=len(order.ranks), num_stages=stages, submod=None, stage_index=0)
+    made = runtime([local], order.microbatches)
+    made._prepare_schedule_with_comms({rank: [read(str(a)) for a in row] for rank, row in enumerate(order.ranks)})
+    rows = made.pipeline_order_with_comms
+    return tuple(tuple(map(str, rows[rank])) for rank in range(len(order.ranks)))
+
+
+def torch_message_order(order: PipelineOrder) -> MessageOrder:
+    """Return an order with its messages where the installed torch places them."""
+    return MessageOrder(order.name, order.ranks, torch_cells(order))
 
 
 def _skip(self: object, actions: object) -> None:
