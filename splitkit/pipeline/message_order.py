@@ -29,8 +29,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
+from splitkit.checks import shown
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import ACTION, FORWARD, OTHER_CELL, PipelineOrder, action_of
 
@@ -130,8 +131,11 @@ def waits(order: MessageOrder, communicators: Communicators = "rank", blocking: 
     """Return what each action and message waits for, in one of the models of this module.
 
     Raises:
-        ScheduleError: SK331 if they deadlock; names a ring of waits: the ranks, entries and peers.
+        ScheduleError: SK331 if they deadlock; names a ring of waits: the ranks, entries and peers. SK330 for another
+            kind of communicators.
     """
+    if communicators not in get_args(Communicators):
+        raise ScheduleError("SK330", f"communicators={shown(communicators)}", 'Use "rank" or "pair".')
     before = _before(order, communicators, blocking)
     there = [node for node, needs in enumerate(before) if needs or node < len(order.columns.rank)]
     sequence = _sorted(there, before)

@@ -45,11 +45,12 @@ class Dispatch:
         are those that can start first.
         """
         starts = [(operation, self.start_of(operation)) for operation in self.available]
-        first = min(start for _, start in starts)
         over, soonest = min((start + self.problem.durations[operation], operation) for operation, start in starts)
+        if patience == 1:  # an operation without duration may start when it is over
+            return [pair for pair in starts if pair[1] < over or pair[0] == soonest]
+        first = min(start for _, start in starts)
         limit = first + patience * (over - first)
-        found = [pair for pair in starts if pair[1] < limit or pair[1] == first]
-        return found if patience < 1 else [pair for pair in found if pair[1] < over or pair[0] == soonest]
+        return [pair for pair in starts if pair[1] < limit or pair[1] == first]
 
     def copy(self) -> Dispatch:
         """Return a copy that can be continued on its own."""
