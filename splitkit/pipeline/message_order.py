@@ -77,16 +77,21 @@ class MessageOrder(PipelineOrder):
     Attributes:
         cells: the row of each rank in torch's notation: ``0F0``, ``0SEND_F0``, ``1RECV_F0``, ``0SEND_B1``. Entries such
             as ``0UNSHARD`` and ``0REDUCE_GRAD`` are kept, and take no part in the exchange.
+        communicators: which messages wait for one another: all of a rank, or those of a pair of ranks.
 
     Raises:
         ScheduleError: SK331 if a message is missing, is there twice, leaves before it is computed or arrives after it
-            is read, or if messages deadlock with one communicator for each rank; names the ring of waits.
+            is read, or if messages deadlock with these communicators; names the ring of waits. SK330 for another kind
+            of communicators.
     """
 
     cells: tuple[tuple[str, ...], ...] = ()
+    communicators: Communicators = "rank"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.communicators not in get_args(Communicators):
+            raise ScheduleError("SK330", f"communicators={shown(self.communicators)}", 'Use "rank" or "pair".')
         waits(self)
 
     @cached_property
@@ -127,16 +132,13 @@ def is_message(cell: str) -> bool:
     return _MESSAGE.fullmatch(cell) is not None
 
 
-def waits(order: MessageOrder, communicators: Communicators = "rank", blocking: bool = False) -> Waits:
-    """Return what each action and message waits for, in one of the models of this module.
+def waits(order: MessageOrder, blocking: bool = False) -> Waits:
+    """Return what each action and message waits for with the communicators of the order, or in the blocking model.
 
     Raises:
-        ScheduleError: SK331 if they deadlock; names a ring of waits: the ranks, entries and peers. SK330 for another
-            kind of communicators.
+        ScheduleError: SK331 if they deadlock; names a ring of waits: the ranks, entries and peers.
     """
-    if communicators not in get_args(Communicators):
-        raise ScheduleError("SK330", f"communicators={shown(communicators)}", 'Use "rank" or "pair".')
-    before = _before(order, communicators, blocking)
+    before = _before(order, blocking)
     there = [node for node, needs in enumerate(before) if needs or node < len(order.columns.rank)]
     sequence = _sorted(there, before)
     if len(sequence) < len(there):
@@ -188,7 +190,7 @@ def _require_complete(order: MessageOrder, rank: int, row: Sequence[Entry]) -> N
             raise ScheduleError("SK331", f"rank {rank} never sends: {ends_of(order, maker)[0]} is missing", _REMEDY)
 
 
-def _before(order: MessageOrder, communicators: Communicators, blocking: bool) -> list[list[int]]:
+def _before(order: MessageOrder, blocking: bool) -> list[list[int]]:
     """Return node -> the nodes for which it waits, as in `Waits`."""
     rank, data = order.columns.rank.tolist(), order.links.data.tolist()
     count = len(rank)
@@ -200,7 +202,7 @@ def _before(order: MessageOrder, communicators: Communicators, blocking: bool) -
             if what in ("SEND", "RECV"):
                 node = count + action
                 peer = rank[order.readers[action] if what == "SEND" else action]
-                queue = peer if communicators == "pair" else 0
+                queue = peer if order.communicators == "pair" else 0
                 before[node] += [need for need in (computed, queued.get(queue, -1)) if need >= 0]
                 queued[queue] = node
             else:

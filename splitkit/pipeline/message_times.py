@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from splitkit.pipeline.message_order import Communicators, MessageOrder, waits
+from splitkit.pipeline.message_order import MessageOrder, waits
 
 
 def times_of_messages(
     order: MessageOrder,
     durations: Sequence[float],
     travel: Sequence[float],
-    communicators: Communicators = "rank",
     blocking: bool = False,
 ) -> tuple[list[float], ...]:
     """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none).
@@ -23,13 +22,12 @@ def times_of_messages(
         order: the order of actions and messages.
         durations: seconds of each action of ``order.columns``.
         travel: seconds of the message that each action computes.
-        communicators: which messages wait for one another.
         blocking: whether each entry of a row waits for the entry before it.
 
     Raises:
-        ScheduleError: SK331 if messages deadlock in this model.
+        ScheduleError: SK331 if messages deadlock in the blocking model.
     """
-    found, count = waits(order, communicators, blocking), len(durations)
+    found, count = waits(order, blocking), len(durations)
     takes = [*durations, *travel, *[0.0] * (len(found.before) - 2 * count)]
     starts, ends = [0.0] * len(takes), [0.0] * len(takes)
     for node in found.sequence:

@@ -113,8 +113,8 @@ def order_messages(
     problem, makers = _problem(step, communicators)
     found = sequenced(problem)
     rows = _rows(step.order, problem, makers, found.starts)
-    order = MessageOrder(step.order.name, step.order.ranks, rows)
-    run = simulate_schedule(stages, order, links=links, devices=devices, communicators=communicators)
+    order = MessageOrder(step.order.name, step.order.ranks, rows, communicators)
+    run = simulate_schedule(stages, order, links=links, devices=devices)
     return OrderedMessages(order, run, min(found.bound, run.seconds))
 
 

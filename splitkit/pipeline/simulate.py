@@ -15,7 +15,7 @@ import numpy as np
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.message_order import Communicators, MessageOrder
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.message_times import times_of_messages
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
 from splitkit.pipeline.replication_costs import ring_rounds, share
@@ -38,7 +38,6 @@ def simulate_schedule(
     devices: Sequence[Hashable] | None = None,
     overlap: bool = True,
     static_buffers: bool = False,
-    communicators: Communicators = "rank",
 ) -> ScheduleRun:
     """Simulate one step of a pipeline: each action starts when its rank is free and its inputs have arrived.
 
@@ -53,7 +52,7 @@ def simulate_schedule(
       it gets to it, through a buffer, so that an order without a deadlock under overlap has none without it.
 
     In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
-    on the communicators of both ranks, and every message waits until both ranks have come to it; with
+    on the communicators of both ranks, and every message waits until both ranks have come to it. With
     ``overlap=False`` each entry of a row waits until the one before it is over.
 
     The replicas of a stage act as one rank. A message between stages of a and b replicas takes as long as the larger
@@ -74,8 +73,6 @@ def simulate_schedule(
         static_buffers: whether every stage holds a receive buffer for each microbatch all the time, as on torch
             2.11 and 2.13, and, except under GPipe and 1F1B, what it sent until the end of the step; otherwise a
             buffer exists from when its message leaves until it is read (close to torch 2.15).
-        communicators: for an order of messages: whether all messages of a rank are on one communicator, or those of
-            each pair of ranks.
 
     Raises:
         ScheduleError: SK330 if the schedule is unknown or does not go with these numbers; the message says what
@@ -83,7 +80,7 @@ def simulate_schedule(
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
     step = priced_step(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
-    times = (np.array(column, float) for column in _times(step, communicators))
+    times = (np.array(column, float) for column in _times(step))
     return ScheduleRun(step.order, step.stages, *times, static_buffers, step.syncs, step.transport)
 
 
@@ -235,11 +232,11 @@ def _messages(order: PipelineOrder, stages: Sequence[StageCosts], transport: Tra
     return _Messages(channel, seconds)
 
 
-def _times(step: PricedStep, communicators: Communicators) -> tuple[list[float], ...]:
+def _times(step: PricedStep) -> tuple[list[float], ...]:
     """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none)."""
     order, overlap = step.order, step.transport.overlap
     if isinstance(order, MessageOrder):
-        return times_of_messages(order, step.durations, step.travel, communicators, blocking=not overlap)
+        return times_of_messages(order, step.durations, step.travel, blocking=not overlap)
     run = _overlapped if overlap else _in_turn
     return run(order, order.columns.rank.tolist(), step.durations, step.channels, step.travel)
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed.pipelining import schedules
 
 from splitkit.pipeline.action import KINDS, Action
-from splitkit.pipeline.message_order import MessageOrder
+from splitkit.pipeline.message_order import Communicators, MessageOrder
 from splitkit.pipeline.order import PipelineOrder
 
 
@@ -50,9 +50,9 @@ def torch_cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(map(str, rows[rank])) for rank in range(len(order.ranks)))
 
 
-def torch_message_order(order: PipelineOrder) -> MessageOrder:
+def torch_message_order(order: PipelineOrder, communicators: Communicators = "rank") -> MessageOrder:
     """Return an order with its messages where the installed torch places them."""
-    return MessageOrder(order.name, order.ranks, torch_cells(order))
+    return MessageOrder(order.name, order.ranks, torch_cells(order), communicators)
 
 
 def _skip(self: object, actions: object) -> None:

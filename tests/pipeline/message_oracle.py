@@ -21,26 +21,22 @@ class Machine:
     def run(self, seconds):
         """Run with the seconds of each action, and of a message by its SEND; return whether all entries ended."""
         there = [(rank, at) for rank, row in enumerate(self.rows) for at in range(len(row))]
+        waiting = {}
+        for rank, at in there:
+            cell = self.rows[rank][at]
+            ends = [(rank, at), self.other_end(cell)] if "SEND" in cell else [(rank, at)]
+            if "RECV" not in cell and None not in ends:
+                waiting[cell] = ends, {need for end in ends for need in self.needs(*end)}
         moved = True
         while moved:
             moved = False
-            for rank, at in there:
-                cell = self.rows[rank][at]
-                if (rank, at) in self.over or "RECV" in cell:
-                    continue
-                ends = [(rank, at)]
-                if "SEND" in cell:
-                    other = self.other_end(cell)
-                    if other is None:
-                        continue
-                    ends.append(other)
-                needs = {need for end in ends for need in self.needs(*end)}
-                if any(need not in self.over for need in needs):
-                    continue
-                start = max([0.0, *(self.over[need] for need in needs)])
-                for end in ends:
-                    self.begun[end], self.over[end] = start, start + seconds(cell)
-                moved = True
+            for cell, (ends, needs) in list(waiting.items()):
+                if all(need in self.over for need in needs):
+                    start = max([0.0, *(self.over[need] for need in needs)])
+                    for end in ends:
+                        self.begun[end], self.over[end] = start, start + seconds(cell)
+                    del waiting[cell]
+                    moved = True
         return len(self.over) == len(there)
 
     def other_end(self, cell):
@@ -114,5 +110,5 @@ def all_rows(order):
     return after({}, frozenset(), [[] for _ in order.ranks])
 
 
-def with_rows(order, rows):
-    return MessageOrder(order.name, order.ranks, rows)
+def with_rows(order, rows, communicators="rank"):
+    return MessageOrder(order.name, order.ranks, rows, communicators)

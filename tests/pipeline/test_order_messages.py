@@ -83,18 +83,17 @@ def test_rows_deadlock_exactly_if_running_them_does_and_take_the_time_that_it_ta
     assume(is_sound(order, cells))
     rng = random.Random(len(str(cells)))
     step = priced_step(stages_of(len(order.rank_of), rng), order, links=Seconds(rng))
-    made = object.__new__(MessageOrder)  # unchecked
-    for field, value in (("name", order.name), ("ranks", order.ranks), ("cells", cells)):
-        object.__setattr__(made, field, value)
     ended = []
     for communicators, blocking in MODELS:
+        made = object.__new__(MessageOrder)  # unchecked
+        vars(made).update(name=order.name, ranks=order.ranks, cells=cells, communicators=communicators)
         machine = Machine(cells, communicators, blocking)
         ended.append(machine.run(seconds_of(order, step.durations, step.travel)))
         if not ended[-1]:
             with pytest.raises(ScheduleError, match="its messages wait for one another"):
-                waits(made, communicators, blocking)
+                waits(made, blocking)
             continue
-        starts, ends, leaves, arrives = times_of_messages(made, step.durations, step.travel, communicators, blocking)
+        starts, ends, leaves, arrives = times_of_messages(made, step.durations, step.travel, blocking)
         at = {cell: (rank, i) for rank, row in enumerate(machine.rows) for i, cell in enumerate(row)}
         for i, action in enumerate(a for row in order.ranks for a in row):
             assert (starts[i], ends[i]) == (machine.begun[at[str(action)]], machine.over[at[str(action)]])
@@ -103,11 +102,12 @@ def test_rows_deadlock_exactly_if_running_them_does_and_take_the_time_that_it_ta
                 assert (leaves[i], arrives[i]) == (machine.begun[send], machine.over[send])
     rank, rank_blocking, pair, pair_blocking = ended
     assert rank_blocking == pair_blocking <= rank <= pair
-    if rank:
-        assert with_rows(order, cells).entries == made.entries
-    else:
-        with pytest.raises(ScheduleError, match="SK331"):
-            with_rows(order, cells)
+    for communicators, runs in (("rank", rank), ("pair", pair)):
+        if runs:
+            assert with_rows(order, cells, communicators).entries == made.entries
+        else:
+            with pytest.raises(ScheduleError, match="SK331"):
+                with_rows(order, cells, communicators)
 
 
 TINY = [
@@ -122,14 +122,14 @@ TINY = [
 @pytest.mark.parametrize("communicators", ["rank", "pair"])
 @pytest.mark.parametrize("order", TINY, ids=range(len(TINY)))
 def test_no_order_of_few_messages_has_a_shorter_step(order, communicators):
-    every = [with_rows(order, cells) for cells in set(all_rows(order))]
+    every = [with_rows(order, cells, communicators) for cells in set(all_rows(order))]
     assert len(every) > 4
     for seed in range(3):
         rng = random.Random(seed)
         stages, links = stages_of(len(order.rank_of), rng), Seconds(rng, (0.5, 1, 3)[seed])
         found = order_messages(stages, order, links=links, communicators=communicators)
         step = priced_step(stages, order, links=links)
-        best = min(max(times_of_messages(o, step.durations, step.travel, communicators)[1]) for o in every)
+        best = min(max(times_of_messages(o, step.durations, step.travel)[1]) for o in every)
         assert found.seconds == pytest.approx(best) == pytest.approx(found.bound)
         assert found.gap == 0 and "no order has a shorter one" in str(found)
 
@@ -141,8 +141,8 @@ def test_every_schedule_gets_an_order_that_is_never_longer_than_torchs_and_never
     stages, links = stages_of(len(order.rank_of), rng), Seconds(rng)
     for communicators in ("rank", "pair"):
         found = order_messages(stages, order, links=links, communicators=communicators)
-        waits(found.order, "rank", blocking=True)
-        torchs = simulate_schedule(stages, torch_message_order(order), links=links, communicators=communicators)
+        waits(found.order, blocking=True)
+        torchs = simulate_schedule(stages, torch_message_order(order, communicators), links=links)
         assert found.bound <= found.seconds <= torchs.seconds + 1e-9
         assert schedule_of(found.order) is None and found.order.ranks == order.ranks
         own = [[cell for cell in row if not is_message(cell)] for row in found.order.cells]
@@ -194,6 +194,27 @@ def test_torchs_deferred_receives_deadlock():
     assert "on rank 0, 0RECV_B0 from rank 1 waits for 0SEND_F1 to rank 1 before it" in text
     assert "on rank 1, 1RECV_F1 from rank 0 waits for 1SEND_B0 to rank 0 before it" in text
     assert "splitkit.order_messages" in text
+
+
+LATE = """
+0F0 0SEND_F0 0F1 0SEND_F1 2RECV_F0 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1 0F2 0SEND_F2 2RECV_B0 2B0 2SEND_B0 0F3 0SEND_F3
+2RECV_B1 2B1 2SEND_B1 2RECV_F2 2F2 2SEND_F2 0RECV_B0 0B0 2RECV_F3 2F3 2SEND_F3 0RECV_B1 0B1 2RECV_B2 2B2 2SEND_B2
+2RECV_B3 2B3 2SEND_B3 0RECV_B2 0B2 0RECV_B3 0B3
+;
+1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 3RECV_F0 3F0 3B0 3SEND_B0 3RECV_F1 3F1 3B1 3SEND_B1 1RECV_F2 1F2 1SEND_F2
+1RECV_B0 1B0 1SEND_B0 1RECV_F3 1F3 1SEND_F3 1RECV_B1 1B1 1SEND_B1 3RECV_F2 3F2 3B2 3SEND_B2 3RECV_F3 3F3 3B3 3SEND_B3
+1RECV_B2 1B2 1SEND_B2 1RECV_B3 1B3 1SEND_B3
+"""
+"""Interleaved1F1B with each receive right before its action: pytorch#172833, which was tried on two nodes of GPUs."""
+
+
+def test_the_deadlock_that_was_met_on_gpus_is_found():
+    """pytorch#172668: it hung with rank 0 at ``0SendF1, 2RecvF0`` and rank 1 at ``1SendF0, 1RecvF1``."""
+    text = "\n".join(",".join(row.split()) for row in LATE.split(";"))
+    with pytest.raises(ScheduleError) as caught:
+        order_from_csv(text)
+    assert "on rank 0, 2RECV_F0 from rank 1 waits for 0SEND_F1 to rank 1 before it" in str(caught.value)
+    assert "on rank 1, 1RECV_F1 from rank 0 waits for 1SEND_F0 to rank 0 before it" in str(caught.value)
 
 
 GOOD = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]
