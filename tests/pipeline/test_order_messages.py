@@ -116,6 +116,7 @@ TINY = [
     PipelineOrder.parse(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1I1 1W0 1W1", "2F0 2I0 2F1 2I1 2W0 2W1"]),
     PipelineOrder.parse(["0F0 0F1 3F0 3I0 3F1 3W0 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2I0 1I0 2W0 2B1 1B1 1W0"]),
     PipelineOrder.parse(["0F0 2F0 0F1 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 1B0 1B1"]),
+    PipelineOrder.parse(["0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B0 2B1"]),  # a ring
 ]
 
 

@@ -66,7 +66,7 @@ def test_the_shortest_schedule_is_found_and_proven(seed):
     rough = dispatched(problem, [0.0] * len(problem.durations), 1)
     exact, proven = shortest(problem, rough, 10**6, 0.0)
     assert proven and makespan(problem, exact) == best
-    better = improved(problem, rough, 10**5, best)
+    better = improved(problem, rough, 2000, 0.0)
     assert best <= makespan(problem, better) <= makespan(problem, rough) and is_schedule(problem, better)
 
 
