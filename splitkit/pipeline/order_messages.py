@@ -4,14 +4,13 @@ The order of the actions is given. Which message goes first on a communicator is
 that holds the communicators of both of its ranks (`splitkit.solvers.sequencing`), between the action that computes it
 and the action that reads it. From the best schedule found, the rows are read off:
 
-    All actions and messages are put into one sequence, an action by its end and a message by its start. Each rank's row
-    is this sequence without what other ranks do.
+    All actions and messages are put into one sequence, an action by its end and a message by its start, but none before
+    what it waits for. Each rank's row is this sequence without what other ranks do.
 
-These rows cannot deadlock, in any model of `splitkit.pipeline.message_order`. For the sequence puts an action after the
-message that it reads, and a message after the action that computes it, whatever the times are. Suppose that entries
-never run, and take the first of them in the sequence. All that it waits for is before it in the sequence: the entries
-before it in the row of its rank, or of both ranks if it is a message (each row is a part of the sequence), and the
-message that it reads. So all of this runs, and then it runs too: a contradiction.
+These rows cannot deadlock, in any model of `splitkit.pipeline.message_order`, whatever the times are. For suppose that
+entries never run, and take the first of them in the sequence. All that it waits for is before it in the sequence: the
+entries before it in the row of its rank, or of both ranks if it is a message, since each row is a part of the sequence;
+and the message that it reads. So all of this runs, and then it runs too: a contradiction.
 
 Conversely, all rows without a deadlock can be had in this way: their waits form no cycle, so some sequence agrees with
 them. And the rows take no longer than the schedule from which they were read: an entry waits on its rank only for
@@ -159,7 +158,9 @@ def _rows(
 
 def _sequence(problem: SequencingProblem, starts: Sequence[float], count: int) -> Iterator[int]:
     """Yield all operations, the ``count`` actions by their ends and messages by their starts, none before its needs."""
-    keys = [start + (problem.durations[i] if i < count else 0.0) for i, start in enumerate(starts)]
+    ends = [start + duration for start, duration in zip(starts, problem.durations, strict=True)]
+    # of messages that start at one time on a communicator, those that take no time are first
+    keys = [(ends[i] if i < count else start, ends[i]) for i, start in enumerate(starts)]
     missing = [len(needs) for needs in problem.before]
     heap = [(keys[i], i) for i, needs in enumerate(missing) if not needs]
     heapq.heapify(heap)

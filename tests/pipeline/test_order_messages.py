@@ -160,6 +160,31 @@ def test_an_order_for_one_model_has_its_simulated_step_in_it():
     step = priced_step(stages, order, links=links)
     assert machine.run(seconds_of(order, step.durations, step.travel))
     assert max(machine.over.values()) == found.seconds
+
+
+def test_rows_take_no_longer_than_the_schedule_that_they_come_from(monkeypatch):
+    values = []
+
+    def noted(problem):
+        found = sequenced(problem, visits=3000)
+        values.append(found.value)
+        return found
+
+    monkeypatch.setattr("splitkit.pipeline.order_messages.sequenced", noted)
+    for seed in range(40):  # with messages and actions that take no time
+        rng = random.Random(seed)
+        name, ranks = rng.choice(NAMES), rng.choice([2, 3])
+        order = pipeline_order(name, (1 if name in ("gpipe", "1f1b", "eager-1f1b") else 2) * ranks, 2 * ranks, ranks)
+        stages = [StageCosts(*(rng.choice([0.0, 0.5, 1.0]) for _ in range(3)), activation_bytes=1) for _ in order.rank_of]
+        found = order_messages(stages, order, links=Seconds(rng), communicators=rng.choice(["rank", "pair"]))
+        assert found.seconds == values.pop()
+
+
+def test_an_order_that_is_ordered_again_is_the_same():
+    rng = random.Random(5)
+    stages, links = stages_of(8, rng), Seconds(rng)
+    order = pipeline_order("interleaved-1f1b", 8, 8, 4)
+    found = order_messages(stages, order, links=links)
     again = order_messages(stages, found.order, links=links)
     assert again.order.cells == found.order.cells and again.seconds == found.seconds
 
