@@ -36,7 +36,7 @@ from splitkit.pipeline.message_times import times_of_messages
 from splitkit.pipeline.order import ACTION, PipelineOrder
 from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
-from splitkit.pipeline.simulate import StageCosts, priced_step, simulate_schedule
+from splitkit.pipeline.simulate import StageCosts, price_actions, simulate_schedule
 from splitkit.pipeline.torch_orders import torch_cells
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -130,11 +130,9 @@ def step_of(
     return simulate_schedule(stages, made, links=links).seconds
 
 
-def gain_if_off(
-    stages: Sequence[StageCosts], one: MessageOrder, other: MessageOrder, links: Links
-) -> float:
+def gain_if_off(stages: Sequence[StageCosts], one: MessageOrder, other: MessageOrder, links: Links) -> float:
     """By how much the mean step of one order is longer than that of the other one, if prices are off by 10 %."""
-    step, totals = priced_step(stages, one, links=links), [0.0, 0.0]
+    step, totals = price_actions(stages, one, links=links), [0.0, 0.0]
     for seed in range(5):
         rng = random.Random(seed)
         durations = [seconds * rng.uniform(0.9, 1.1) for seconds in step.durations]

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**70
 """The largest ``--memory``."""
-OPTIONS = ("devices", "schedule", "microbatches", "links", "replicas", "optimizer", "objective", "tokens", "trace", "order")
+OPTIONS = (
+    "devices",
+    "schedule",
+    "microbatches",
+    "links",
+    "replicas",
+    "optimizer",
+    "objective",
+    "tokens",
+    "trace",
+    "order",
+)
 """The options that only a placement has; not ``--memory``, which has another meaning with ``--what fwd-bwd``."""
 
 

@@ -41,7 +41,7 @@ _MESSAGE = re.compile(r"(\d{1,9})(SEND|RECV|WAIT_SEND)_([FB])(\d{1,9})", re.ASCI
 _REMEDY = "Leave all messages out, or let splitkit.order_messages place them."
 
 
-class Entry(NamedTuple):
+class RowEntry(NamedTuple):
     """An entry of a row.
 
     Attributes:
@@ -100,7 +100,7 @@ class MessageOrder(PipelineOrder):
         return readers(self)
 
     @cached_property
-    def entries(self) -> tuple[tuple[Entry, ...], ...]:
+    def entries(self) -> tuple[tuple[RowEntry, ...], ...]:
         """The actions and messages of each rank, checked."""
         if len(self.cells) != len(self.ranks):
             text = f"{self.name} has {len(self.ranks)} ranks and {len(self.cells)} rows with messages"
@@ -146,13 +146,13 @@ def waits(order: MessageOrder, blocking: bool = False) -> Waits:
     return Waits(before, sequence)
 
 
-def _parsed(order: MessageOrder, rank: int, numbers: dict[str, int], ends: dict[str, int]) -> Iterator[Entry]:
+def _parsed(order: MessageOrder, rank: int, numbers: dict[str, int], ends: dict[str, int]) -> Iterator[RowEntry]:
     """Yield the entries of a rank that compute or communicate."""
     for column, cell in enumerate(order.cells[rank], 1):
         here = f"row {rank + 1}, column {column}: {cell!r:.80}"
         if ACTION.fullmatch(cell):
             text = str(action_of(cell))
-            yield Entry("COMPUTE", numbers.get(text, -1), text)
+            yield RowEntry("COMPUTE", numbers.get(text, -1), text)
         elif found := _MESSAGE.fullmatch(cell):
             what, end = found[2], f"{int(found[1])}{found[2].removeprefix('WAIT_')}_{found[3]}{int(found[4])}"
             if end not in ends:
@@ -161,12 +161,12 @@ def _parsed(order: MessageOrder, rank: int, numbers: dict[str, int], ends: dict[
             place = order.columns.rank[order.readers[ends[end]] if what == "RECV" else ends[end]]
             if place != rank:
                 raise ScheduleError("SK331", f"{here} belongs to rank {place}", f"Move it to row {place + 1}.")
-            yield Entry(what, ends[end], cell)
+            yield RowEntry(what, ends[end], cell)
         elif not OTHER_CELL.fullmatch(cell) or "SEND" in cell or "RECV" in cell:
             raise ScheduleError("SK331", f"{here} is no action", "Write it as torch does: 3F0, 3SEND_F0, 4RECV_F0.")
 
 
-def _require_complete(order: MessageOrder, rank: int, row: Sequence[Entry]) -> None:
+def _require_complete(order: MessageOrder, rank: int, row: Sequence[RowEntry]) -> None:
     """Refuse a row that lacks actions or messages, has them twice, sends too early, or receives too late."""
     actions = tuple(entry.text for entry in row if entry.what == "COMPUTE")
     if actions != tuple(map(str, order.ranks[rank])):

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from splitkit.pipeline.message_order import Communicators, MessageOrder, ends_of, is_message, readers
 from splitkit.pipeline.order import ACTION, PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.simulate import PricedStep, priced_step, simulate_schedule
+from splitkit.pipeline.simulate import PricedStep, price_actions, simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.transport import LinkTimes
 from splitkit.short_repr import brief
@@ -108,7 +108,7 @@ def order_messages(
         ScheduleError: SK330, SK331 as `splitkit.simulate_schedule`.
         CostError: SK322 as `splitkit.simulate_schedule`.
     """
-    step = priced_step(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices)
+    step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices)
     problem, makers = _problem(step, communicators)
     found = sequenced(problem)
     rows = _rows(step.order, problem, makers, found.starts)

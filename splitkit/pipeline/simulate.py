@@ -22,7 +22,6 @@ from splitkit.pipeline.replication_costs import ring_rounds, share
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
-from splitkit.pipeline.trace import Floats
 from splitkit.pipeline.transport import LinkTimes, Transport, message_seconds
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
@@ -79,9 +78,10 @@ def simulate_schedule(
             does. SK331 if an order of your own never ends.
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
-    step = priced_step(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
-    times = (np.array(column, float) for column in _times(step))
-    return ScheduleRun(step.order, step.stages, *times, static_buffers, step.syncs, step.transport)
+    step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
+    starts, ends, leaves, arrives = (np.array(column, float) for column in _times(step))
+    syncs, transport = step.syncs, step.transport
+    return ScheduleRun(step.order, step.stages, starts, ends, leaves, arrives, static_buffers, syncs, transport)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PricedStep:
     transport: Transport
 
 
-def priced_step(
+def price_actions(
     stages: Sequence[StageCosts],
     schedule: str | PipelineOrder,
     microbatches: int | None = None,

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
+from splitkit import _torch
 from splitkit.pipeline.action import KINDS, Action
 from splitkit.pipeline.message_order import Communicators, MessageOrder
 from splitkit.pipeline.order import PipelineOrder
@@ -40,13 +41,9 @@ def torch_cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:
     Beside the actions these are its sends and receives (``_add_send_recv``), ``UNSHARD``, ``RESHARD`` and
     ``REDUCE_GRAD``; on torch 2.15 also waits.
     """
-    runtime: Any = schedules._PipelineScheduleRuntime
-    read: Any = schedules._Action.from_str
     stages = len(order.rank_of)
     local = SimpleNamespace(group_rank=0, group_size=len(order.ranks), num_stages=stages, submod=None, stage_index=0)
-    made = runtime([local], order.microbatches)
-    made._prepare_schedule_with_comms({rank: [read(str(a)) for a in row] for rank, row in enumerate(order.ranks)})
-    rows = made.pipeline_order_with_comms
+    rows = _torch.action_schedule([local], order.microbatches, _skip, order.ranks).pipeline_order_with_comms
     return tuple(tuple(map(str, rows[rank])) for rank in range(len(order.ranks)))
 
 
@@ -55,7 +52,7 @@ def torch_message_order(order: PipelineOrder, communicators: Communicators = "ra
     return MessageOrder(order.name, order.ranks, torch_cells(order), communicators)
 
 
-def _skip(self: object, actions: object) -> None:
+def _skip(first: object, second: object) -> None:
     """Replace the computation of sends and receives."""
 
 

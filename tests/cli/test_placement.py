@@ -150,7 +150,15 @@ def written(tmp_path_factory):
     """A plan for four H200 under 1F1B: the folder, and what was printed as JSON."""
     folder = tmp_path_factory.mktemp("placed")
     words = ["--devices", "4xh200", "--memory", "80GiB", "--schedule", "1f1b", "--microbatches", "8"]
-    words += ["--trace", folder / "timeline.json", "--order", folder / "order.csv", "-o", folder / "plan.json", "--json"]
+    words += [
+        "--trace",
+        folder / "timeline.json",
+        "--order",
+        folder / "order.csv",
+        "-o",
+        folder / "plan.json",
+        "--json",
+    ]
     with redirect_stdout(io.StringIO()) as printed:
         assert cli.main([*GPT2, *map(str, words)]) == 0
     return folder, json.loads(printed.getvalue())

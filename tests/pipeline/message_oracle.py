@@ -92,7 +92,9 @@ def all_rows(order):
 
     def after(done, sent, rows):
         if len(sent) == len(read):
-            rest = [row + [t for a, t in enumerate(texts) if rank[a] == r and t not in row] for r, row in enumerate(rows)]
+            rest = [
+                row + [t for a, t in enumerate(texts) if rank[a] == r and t not in row] for r, row in enumerate(rows)
+            ]
             yield tuple(map(tuple, rest))
             return
         for maker in sorted(set(read) - sent):

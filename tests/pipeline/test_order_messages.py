@@ -19,7 +19,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_file import load_order, order_from_csv, order_to_csv, save_order
 from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_of
-from splitkit.pipeline.simulate import StageCosts, priced_step, simulate_schedule
+from splitkit.pipeline.simulate import StageCosts, price_actions, simulate_schedule
 from splitkit.pipeline.torch_orders import torch_cells, torch_message_order
 from splitkit.solvers.sequencing.solve_sequence import sequenced
 
@@ -82,7 +82,7 @@ def test_rows_deadlock_exactly_if_running_them_does_and_take_the_time_that_it_ta
     order, cells = drawn
     assume(is_sound(order, cells))
     rng = random.Random(len(str(cells)))
-    step = priced_step(stages_of(len(order.rank_of), rng), order, links=Seconds(rng))
+    step = price_actions(stages_of(len(order.rank_of), rng), order, links=Seconds(rng))
     ended = []
     for communicators, blocking in MODELS:
         made = object.__new__(MessageOrder)  # unchecked
@@ -129,7 +129,7 @@ def test_no_order_of_few_messages_has_a_shorter_step(order, communicators):
         rng = random.Random(seed)
         stages, links = stages_of(len(order.rank_of), rng), Seconds(rng, (0.5, 1, 3)[seed])
         found = order_messages(stages, order, links=links, communicators=communicators)
-        step = priced_step(stages, order, links=links)
+        step = price_actions(stages, order, links=links)
         best = min(max(times_of_messages(o, step.durations, step.travel)[1]) for o in every)
         assert found.seconds == pytest.approx(best) == pytest.approx(found.bound)
         assert found.gap == 0 and "no order has a shorter one" in str(found)
@@ -157,7 +157,7 @@ def test_an_order_for_one_model_has_its_simulated_step_in_it():
     order = pipeline_order("interleaved-1f1b", 8, 8, 4)
     found = order_messages(stages, order, links=links)
     machine = Machine(found.order.cells)
-    step = priced_step(stages, order, links=links)
+    step = price_actions(stages, order, links=links)
     assert machine.run(seconds_of(order, step.durations, step.travel))
     assert max(machine.over.values()) == found.seconds
 
@@ -175,7 +175,9 @@ def test_rows_take_no_longer_than_the_schedule_that_they_come_from(monkeypatch):
         rng = random.Random(seed)
         name, ranks = rng.choice(NAMES), rng.choice([2, 3])
         order = pipeline_order(name, (1 if name in ("gpipe", "1f1b", "eager-1f1b") else 2) * ranks, 2 * ranks, ranks)
-        stages = [StageCosts(*(rng.choice([0.0, 0.5, 1.0]) for _ in range(3)), activation_bytes=1) for _ in order.rank_of]
+        stages = [
+            StageCosts(*(rng.choice([0.0, 0.5, 1.0]) for _ in range(3)), activation_bytes=1) for _ in order.rank_of
+        ]
         found = order_messages(stages, order, links=Seconds(rng), communicators=rng.choice(["rank", "pair"]))
         assert found.seconds == values.pop()
 

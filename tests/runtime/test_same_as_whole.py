@@ -102,7 +102,9 @@ def test_losses_gradients_and_weights_are_those_of_the_unsplit_model(ran, ranks,
 def test_four_ranks_with_messages_in_an_order_of_their_own_give_what_the_unsplit_model_gives():
     cases = [case | {"ranks": 4} for case in IN_ORDER]
     lines = launch("runtime/same_as_whole.py", 4, json.dumps(cases))
-    assert sorted((named(line), line["rank"]) for line in lines) == sorted((named(c), r) for c in cases for r in range(4))
+    assert sorted((named(line), line["rank"]) for line in lines) == sorted(
+        (named(c), r) for c in cases for r in range(4)
+    )
     for line in lines:
         assert line["steps"] == 2 and line["gradient"] <= 1e-4 >= line["weight"]
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from splitkit.solvers.sequencing.dispatching import Dispatch, dispatched, makespan
+from splitkit.solvers.sequencing.dispatching import Dispatch, dispatched, schedule_length
 from splitkit.solvers.sequencing.exact_sequence import shortest
 from splitkit.solvers.sequencing.sequence_search import improved
 from splitkit.solvers.sequencing.sequencing_problem import SequencingProblem, preemptive_bound
@@ -49,9 +49,9 @@ def is_schedule(problem, starts):
     for one, other in itertools.permutations(range(len(starts)), 2):
         if one in problem.before[other] and ends[one] > starts[other]:
             return False
-        if one < other and set(problem.machines[one]) & set(problem.machines[other]):
-            if ends[one] > starts[other] and ends[other] > starts[one]:
-                return False
+        share = one < other and set(problem.machines[one]) & set(problem.machines[other])
+        if share and ends[one] > starts[other] and ends[other] > starts[one]:
+            return False
     return True
 
 
@@ -62,12 +62,12 @@ def test_the_shortest_schedule_is_found_and_proven(seed):
     assert problem.bound <= best
     found = sequenced(problem)
     assert found.value == best == pytest.approx(found.bound)
-    assert is_schedule(problem, found.starts) and makespan(problem, found.starts) == found.value
+    assert is_schedule(problem, found.starts) and schedule_length(problem, found.starts) == found.value
     rough = dispatched(problem, [0.0] * len(problem.durations), 1)
     exact, proven = shortest(problem, rough, 10**6, 0.0)
-    assert proven and makespan(problem, exact) == best
+    assert proven and schedule_length(problem, exact) == best
     better = improved(problem, rough, 2000, 0.0)
-    assert best <= makespan(problem, better) <= makespan(problem, rough) and is_schedule(problem, better)
+    assert best <= schedule_length(problem, better) <= schedule_length(problem, rough) and is_schedule(problem, better)
 
 
 def test_without_effort_nothing_is_proven_beyond_the_bound():
@@ -97,12 +97,12 @@ def test_the_search_finds_what_no_rule_does():
     """A machine with a short operation first and two that feed others: only an exchange gives the least makespan."""
     seeds = (s for s in itertools.count() if _rules(drawn(s)) > least(drawn(s)))
     problem = drawn(next(seeds))
-    starts = min(_all_rules(problem), key=lambda s: makespan(problem, s))
-    assert makespan(problem, improved(problem, starts, 10**5, 0.0)) == least(problem)
+    starts = min(_all_rules(problem), key=lambda s: schedule_length(problem, s))
+    assert schedule_length(problem, improved(problem, starts, 10**5, 0.0)) == least(problem)
 
 
 def _rules(problem):
-    return min(makespan(problem, starts) for starts in _all_rules(problem))
+    return min(schedule_length(problem, starts) for starts in _all_rules(problem))
 
 
 def _all_rules(problem):

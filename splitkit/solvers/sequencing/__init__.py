@@ -1,1 +1,1 @@
-"""Sequences operations on machines for the shortest makespan: a job shop in which an operation may hold two machines."""
+"""Sequences operations on machines for the shortest makespan: a job shop whose operations may hold several machines."""

@@ -94,7 +94,7 @@ def dispatched(problem: SequencingProblem, urgency: Sequence[float], patience: f
     return state.starts
 
 
-def makespan(problem: SequencingProblem, starts: Sequence[float]) -> float:
+def schedule_length(problem: SequencingProblem, starts: Sequence[float]) -> float:
     """Return the makespan of a schedule."""
     ends = zip(starts, problem.durations, problem.after, strict=True)
     return max(map(sum, ends), default=0.0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from splitkit.solvers.sequencing.dispatching import Dispatch, makespan
+from splitkit.solvers.sequencing.dispatching import Dispatch, schedule_length
 from splitkit.solvers.sequencing.sequencing_problem import SequencingProblem
 
 
-def shortest(
-    problem: SequencingProblem, starts: list[float], visits: int, enough: float
-) -> tuple[list[float], bool]:
+def shortest(problem: SequencingProblem, starts: list[float], visits: int, enough: float) -> tuple[list[float], bool]:
     """Return a schedule that is no longer than a given one, and whether it is proven that none is shorter.
 
     Args:
@@ -17,7 +15,7 @@ def shortest(
         visits: how many operations may be given a start in all, which bounds the effort.
         enough: a lower bound on the makespan.
     """
-    best, value = starts, makespan(problem, starts)
+    best, value = starts, schedule_length(problem, starts)
     stack = [Dispatch(problem)]
     while stack and value > enough:
         if visits <= 0:
@@ -27,7 +25,7 @@ def shortest(
         if _at_least(state) >= value:
             continue
         if not state.available:
-            best, value = state.starts, makespan(problem, state.starts)
+            best, value = state.starts, schedule_length(problem, state.starts)
             continue
         for operation, _ in sorted(state.candidates(), key=lambda pair: (problem.tails[pair[0]], -pair[1])):
             made = state.copy()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from splitkit.solvers.sequencing.dispatching import makespan
+from splitkit.solvers.sequencing.dispatching import schedule_length
 from splitkit.solvers.sequencing.sequencing_problem import SequencingProblem
 
 _MEMORY = 12
@@ -26,7 +27,7 @@ def improved(problem: SequencingProblem, starts: Sequence[float], visits: int, e
     lines = _lines(problem, starts)
     found = _starts(problem, lines)
     assert found is not None, "the lines of a schedule"
-    best, value = found, makespan(problem, found)
+    best, value = found, schedule_length(problem, found)
     recent: list[tuple[int, int]] = []
     while visits > 0 and value > enough:
         options = []
@@ -35,7 +36,7 @@ def improved(problem: SequencingProblem, starts: Sequence[float], visits: int, e
                 continue
             _exchange(problem, lines, first, second)
             if (tried := _starts(problem, lines)) is not None:
-                options.append((makespan(problem, tried), first, second, tried))
+                options.append((schedule_length(problem, tried), first, second, tried))
             _exchange(problem, lines, second, first)
             visits -= len(starts)
         if not options:
@@ -72,7 +73,7 @@ def _starts(problem: SequencingProblem, lines: dict[int, list[int]]) -> list[flo
     missing = [len(needs) for needs in problem.before]
     following: dict[int, list[int]] = {}
     for line in lines.values():
-        for one, other in zip(line, line[1:], strict=False):
+        for one, other in pairwise(line):
             following.setdefault(one, []).append(other)
             missing[other] += 1
     starts = [0.0] * len(missing)
@@ -93,7 +94,7 @@ def _critical(
     """Return the pairs of neighbours on machines along a critical path."""
     previous: dict[int, list[int]] = {}
     for line in lines.values():
-        for one, other in zip(line, line[1:], strict=False):
+        for one, other in pairwise(line):
             previous.setdefault(other, []).append(one)
     ends = [start + duration for start, duration in zip(starts, problem.durations, strict=True)]
     now = max(range(len(ends)), key=lambda operation: ends[operation] + problem.after[operation])

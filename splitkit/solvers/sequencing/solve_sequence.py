@@ -1,11 +1,11 @@
-"""Finds a short schedule of operations on machines, with a lower bound: rules, then tabu search, then branch and bound."""
+"""Finds a short schedule of operations on machines, with a bound: by rules, then tabu search, then branch and bound."""
 
 from __future__ import annotations
 
 from itertools import product
 from typing import NamedTuple
 
-from splitkit.solvers.sequencing.dispatching import dispatched, makespan
+from splitkit.solvers.sequencing.dispatching import dispatched, schedule_length
 from splitkit.solvers.sequencing.exact_sequence import shortest
 from splitkit.solvers.sequencing.sequence_search import improved
 from splitkit.solvers.sequencing.sequencing_problem import SequencingProblem
@@ -40,10 +40,10 @@ def sequenced(problem: SequencingProblem, visits: int = VISITS) -> Sequenced:
     earliest = [-head for head in problem.heads]
     found = min(
         (dispatched(problem, urgency, patience) for urgency, patience in product((longest, earliest), (0, 0.5, 1))),
-        key=lambda starts: makespan(problem, starts),
+        key=lambda starts: schedule_length(problem, starts),
     )
     enough = problem.bound * (1 + _ROUNDING)
     found = improved(problem, found, visits, enough)
     found, proven = shortest(problem, found, visits, enough)
-    value = makespan(problem, found)
+    value = schedule_length(problem, found)
     return Sequenced(found, value, value if proven else problem.bound)
