@@ -4,7 +4,8 @@ A row is a schedule on ranks with microbatches, links and communicators (`splitk
 simulated step of each order of messages in milliseconds, or ``deadlock`` if they wait for one another under rendezvous:
 
 * ``free``: no message waits for another one on a communicator of its rank (one at a time from rank to rank).
-* ``torch``: where the installed torch places messages (``_add_send_recv``).
+* ``torch``: where the installed torch places messages (``_add_send_recv``; its class for 1F1B, which runs one stage on
+  each rank, joins a send and a receive into one batch instead).
 * ``deferred``: torch 2.13 with ``defer_pp_recv=True`` (pytorch#178815).
 * ``late``: each receive right before the action that reads it, each send right after its action (pytorch#172833).
 * ``early``: as ``late``, but the receive of the next action goes before the send.
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.pipelining import schedules as torchs
 
-from splitkit.costs.links import PRESETS, Links
+from splitkit.costs.links import Links
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.message_order import Communicators, MessageOrder, is_message
 from splitkit.pipeline.message_times import times_of_messages
@@ -94,7 +95,7 @@ def links_of(name: str, ranks: int) -> Links:
     """The links of a row, by name."""
     if name == "nvlink":
         return Links.preset("nvlink4")
-    return Links(PRESETS["ethernet400"], PRESETS["nvlink4"], ranks // 2)
+    return Links.nodes(ranks // 2, inside="nvlink4", between="ethernet400")
 
 
 def row_of(name: str, ranks: int, microbatches: int, links: str, communicators: Communicators) -> dict[str, Any]:

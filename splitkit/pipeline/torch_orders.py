@@ -53,7 +53,7 @@ def torch_message_order(order: PipelineOrder, communicators: Communicators = "ra
 
 
 def _skip(first: object, second: object) -> None:
-    """Replace the computation of sends and receives."""
+    """Do nothing: in place of computing sends and receives, or a loss."""
 
 
 def _read(actions: Iterable[Any]) -> Iterator[Action]:
