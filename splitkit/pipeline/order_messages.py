@@ -28,6 +28,7 @@ import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from splitkit.errors import ScheduleError
 from splitkit.pipeline.message_order import Communicators, MessageOrder, ends_of, is_message, readers
 from splitkit.pipeline.order import ACTION, PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
@@ -105,16 +106,24 @@ def order_messages(
         communicators: ``"rank"``: all messages of a rank wait for one another; ``"pair"``: those of a pair of ranks.
 
     Raises:
-        ScheduleError: SK330, SK331 as `splitkit.simulate_schedule`.
+        ScheduleError: SK330, SK331 as `splitkit.simulate_schedule`; SK330 also for a rank without a stage.
         CostError: SK322 as `splitkit.simulate_schedule`.
     """
     step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices)
+    _require_work(step.order)
     problem, makers = _problem(step, communicators)
     found = sequenced(problem)
     rows = _rows(step.order, problem, makers, found.starts)
     order = MessageOrder(step.order.name, step.order.ranks, rows, communicators)
     run = simulate_schedule(stages, order, links=links, devices=devices)
     return OrderedMessages(order, run, min(found.bound, run.seconds))
+
+
+def _require_work(order: PipelineOrder) -> None:
+    """Refuse ranks without actions, which torch does not run."""
+    idle = [rank for rank, actions in enumerate(order.ranks) if not actions]
+    if idle:
+        raise ScheduleError("SK330", f"rank {idle[0]} of {order.name} has no stage", "Put a stage there.")
 
 
 def _problem(step: PricedStep, communicators: Communicators) -> tuple[SequencingProblem, list[int]]:

@@ -289,6 +289,14 @@ def test_other_rows_than_the_actions_are_refused():
         order_messages([StageCosts(1, 1)] * 2, order, communicators="own")
 
 
+def test_one_rank_has_nothing_to_order_and_a_rank_without_a_stage_is_refused():
+    found = order_messages([StageCosts(1, 1)], "gpipe", 2)
+    assert found.seconds == found.bound == 4 and not found.order.readers and found.order.ranks[0]
+    assert not any(map(is_message, found.order.cells[0]))
+    with pytest.raises(ScheduleError, match="SK330: rank 1 of custom has no stage"):
+        order_messages([StageCosts(1, 1)], PipelineOrder.parse(["0F0 0B0", ""]))
+
+
 def test_what_is_written_comes_back_and_torch_reads_it(tmp_path):
     from test_order_file import torchs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ class Sequenced(NamedTuple):
     Attributes:
         starts: operation -> start.
         value: the makespan.
-        bound: no schedule is shorter; equal to ``value`` if the schedule is proven to be the shortest.
+        bound: no schedule is shorter, up to rounding; equal to ``value`` if the schedule is proven to be the shortest.
     """
 
     starts: list[float]
@@ -36,14 +37,23 @@ def sequenced(problem: SequencingProblem, visits: int = VISITS) -> Sequenced:
     waits for a more urgent operation; the best of these is improved by `improved`, and then by `shortest`, which is
     exact if the problem is small enough for its effort.
     """
-    longest = [tail + duration for tail, duration in zip(problem.tails, problem.durations, strict=True)]
-    earliest = [-head for head in problem.heads]
-    found = min(
-        (dispatched(problem, urgency, patience) for urgency, patience in product((longest, earliest), (0, 0.5, 1))),
-        key=lambda starts: schedule_length(problem, starts),
-    )
     enough = problem.bound * (1 + _ROUNDING)
+    found = _by_rules(problem, enough)
     found = improved(problem, found, visits, enough)
     found, proven = shortest(problem, found, visits, enough)
     value = schedule_length(problem, found)
     return Sequenced(found, value, value if proven else problem.bound)
+
+
+def _by_rules(problem: SequencingProblem, enough: float) -> list[float]:
+    """Return the shortest schedule of all rules, or the first one that is short enough."""
+    longest = [tail + duration for tail, duration in zip(problem.tails, problem.durations, strict=True)]
+    earliest = [-head for head in problem.heads]
+    best, value = list[float](), math.inf
+    for urgency, patience in product((longest, earliest), (0, 0.5, 1)):
+        found = dispatched(problem, urgency, patience)
+        if (length := schedule_length(problem, found)) < value:
+            best, value = found, length
+        if value <= enough:
+            break
+    return best
