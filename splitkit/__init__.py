@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from splitkit.memory.profile import MemoryProfile as MemoryProfile
     from splitkit.memory.profile import simulate_memory as simulate_memory
     from splitkit.pipeline.measured_step import MeasuredStep as MeasuredStep
+    from splitkit.pipeline.order_messages import order_messages as order_messages
     from splitkit.pipeline.run import ScheduleRun as ScheduleRun
     from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
@@ -103,6 +104,7 @@ _HOME = {
     "inline": "engine.inlining.inline",
     "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",
+    "order_messages": "pipeline.order_messages",
     "plan": "engine.split",
     "report": "view.data.report",
     "serve": "runtime.generation.generator",

@@ -336,7 +336,9 @@ def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
     return groups
 
 
-def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[Iterable[object]]) -> Any:
+def action_schedule(
+    stages: list[Any], count: int, loss: Any, ranks: Iterable[Iterable[object]], messages: bool = False
+) -> Any:
     """Make a pipeline schedule that runs actions, of the base class of all schedules with several stages per rank.
 
     2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it disappears.
@@ -346,13 +348,18 @@ def action_schedule(stages: list[Any], count: int, loss: Any, ranks: Iterable[It
         count: the number of microbatches.
         loss: torch's ``loss_fn``; ``None`` to drop the actions of backward, after they were checked.
         ranks: the actions of each rank in order, forward and backward, as torch writes them.
+        messages: whether these include the sends and receives; otherwise torch adds them.
     """
     from torch.distributed.pipelining import schedules
 
     runtime: Any = schedules._PipelineScheduleRuntime
     read: Any = schedules._Action.from_str
     made = runtime(stages, count, loss_fn=loss, scale_grads=False)
-    made._prepare_schedule_with_comms({rank: [read(str(a)) for a in row] for rank, row in enumerate(ranks)})
+    rows = [list(map(str, row)) for row in ranks]
+    if messages and _sends_are_awaited():
+        rows = [_with_waits(row) for row in rows]
+    form = "compute_comms" if messages else "compute_only"
+    made._prepare_schedule_with_comms({rank: list(map(read, row)) for rank, row in enumerate(rows)}, format=form)
     if loss is None:
         kept = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")  # the last since 2.15
         rows = made.pipeline_order_with_comms.items()
@@ -376,14 +383,27 @@ def message_schedule(stage: Any, count: int, loss: Any, row: Iterable[str]) -> A
     runtime: Any = schedules._PipelineScheduleRuntime
     read: Any = schedules._Action.from_str
     made = runtime([stage], count, loss_fn=loss, scale_grads=False)
-    kinds: Any = schedules._ComputationType
-    text = _with_waits(row) if hasattr(kinds, "WAIT_SEND_F") else row
+    text = _with_waits(row) if _sends_are_awaited() else row
     made.pipeline_order_with_comms = {made.rank: [read(action) for action in text]}
     return made
 
 
+def _sends_are_awaited() -> bool:
+    """Whether rows must say when each message must have been sent: since 2.15."""
+    from torch.distributed.pipelining import schedules
+
+    kinds: Any = schedules._ComputationType
+    return hasattr(kinds, "WAIT_SEND_F")
+
+
 def _with_waits(row: Iterable[str]) -> list[str]:
-    """Insert the waits for sends that torch 2.15 requires: before the backward that answers, else at the end."""
+    """Insert the waits for sends that torch 2.15 requires: before the backward that answers, else at the end.
+
+    A row that has such waits is left as it is.
+    """
+    row = list(row)
+    if any("WAIT_SEND" in action for action in row):
+        return row
     made, sent = list[str](), list[str]()
     for action in row:
         if (wait := action.replace("B", "WAIT_SEND_F")) in sent:

@@ -23,8 +23,8 @@ FRONT_DOOR = MODULES | {
     "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan",
     "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "analyze", "apply", "backend",
     "capture", "capture_decoder", "capture_joint", "compare", "explore", "fit", "generator", "inline", "load",
-    "measure_memory", "plan", "report", "serve", "simulate_memory", "simulate_schedule", "split", "split_module",
-    "stage_costs", "sweep",
+    "measure_memory", "order_messages", "plan", "report", "serve", "simulate_memory", "simulate_schedule", "split",
+    "split_module", "stage_costs", "sweep",
 }  # fmt: skip
 CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}
 """What has no docstring that Python could show."""

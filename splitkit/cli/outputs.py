@@ -26,7 +26,7 @@ def check_outputs(args: Namespace) -> None:
         UsageError: SK603 if two outputs, or an output and an input, are the same file.
     """
     wanted = {}
-    for option in ("output", "trace", "view"):
+    for option in ("output", "trace", "order", "view"):
         path = getattr(args, option, None)
         if path is None:
             continue

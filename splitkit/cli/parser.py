@@ -93,6 +93,12 @@ def _plan(commands: Commands[Parser]) -> None:
     add_output(output)
     add_view(output, "the plan, as splitkit view draws it")
     output.add_argument("--trace", metavar="FILE", help="with --schedule: write the timeline for Perfetto")
+    output.add_argument(
+        "--order",
+        metavar="FILE.csv",
+        help="with --schedule: order the messages for the shortest step without a deadlock, and write actions and "
+        "messages of each rank in torch's format, for splitkit train --schedule FILE.csv",
+    )
 
 
 def _add_parts(group: argparse._ArgumentGroup) -> None:

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**70
 """The largest ``--memory``."""
-OPTIONS = ("devices", "schedule", "microbatches", "links", "replicas", "optimizer", "objective", "tokens", "trace")
+OPTIONS = (
+    "devices",
+    "schedule",
+    "microbatches",
+    "links",
+    "replicas",
+    "optimizer",
+    "objective",
+    "tokens",
+    "trace",
+    "order",
+)
 """The options that only a placement has; not ``--memory``, which has another meaning with ``--what fwd-bwd``."""
 
 
@@ -59,7 +70,7 @@ def check_placement(args: Namespace) -> None:
         if name == "memory":
             remedy = f"{remedy} With --what fwd-bwd, --memory limits the peak of a training step."
         raise UsageError("SK601", f"--{name} needs devices or stages", remedy)
-    for name in ("microbatches", "trace"):
+    for name in ("microbatches", "trace", "order"):
         if getattr(args, name) is not None and args.schedule is None:
             raise UsageError("SK601", f"--{name} goes with --schedule", "Add --schedule 1f1b.")
     if args.objective == "latency" and args.devices is None:

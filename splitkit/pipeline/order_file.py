@@ -2,8 +2,11 @@
 
 ::
 
-    0F0,0F1,0B0,0B1          rank 0
+    0F0,0F1,0B0,0B1          rank 0, format="compute_only"
     1F0,1B0,1F1,1B1          rank 1
+
+    0F0,0SEND_F0,0RECV_B0,0B0          rank 0, format="compute_comms": with messages
+    1RECV_F0,1F0,1B0,1SEND_B0          rank 1
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pathlib import Path
 
 from splitkit.errors import FileError, ScheduleError
 from splitkit.files import PathLike, save_text
-from splitkit.pipeline.action import Action
+from splitkit.pipeline.message_order import MessageOrder, is_message
 from splitkit.pipeline.order import ACTION, OTHER_CELL, PipelineOrder, action_of
 
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -24,12 +27,13 @@ _REMEDY = "Write stage, F, B, I or W, and microbatch: 3F0; or leave the cell emp
 
 
 def order_to_csv(order: PipelineOrder) -> str:
-    """Return an order as torch writes it with ``format="compute_only"``; each row ends with ``\\r\\n``.
+    """Return an order as torch writes it; each row ends with ``\\r\\n``.
 
-    Sends and receives are left out; the reader of the file derives them again, as torch does by default.
+    A `MessageOrder` is written as with ``format="compute_comms"``, all others as with ``format="compute_only"``: the
+    reader of the file then places the messages, as torch does by default.
     """
     text = io.StringIO()
-    csv.writer(text).writerows(order.ranks)
+    csv.writer(text).writerows(order.cells if isinstance(order, MessageOrder) else order.ranks)
     return text.getvalue()
 
 
@@ -37,17 +41,23 @@ def order_from_csv(text: str, name: str = "custom") -> PipelineOrder:
     """Read an order that torch wrote with ``format="compute_only"`` or ``"compute_comms"``, or that a person wrote.
 
     An empty row is a rank that does nothing; an empty cell is idle time. In an overlapped pair
-    ``(0F3;3B1)OVERLAP_F_B`` the first action runs first, as in torch. Cells that communicate, shard or reduce gradients
-    are left out: torch inserts them again.
+    ``(0F3;3B1)OVERLAP_F_B`` the first action runs first, as in torch. If there are sends and receives, the result is a
+    `MessageOrder` with all cells as they are; otherwise torch places the messages, and inserts what shards parameters
+    or reduces gradients.
 
     Raises:
-        ScheduleError: SK331 for a cell that is no action, named by row and column, and for an order that deadlocks.
+        ScheduleError: SK331 for a cell that is no action, named by row and column, and for an order that deadlocks,
+            by its actions or by its messages.
     """
-    rows = csv.reader(io.StringIO(text, newline=""))
+    lines = csv.reader(io.StringIO(text, newline=""))
     try:
-        return PipelineOrder(name, tuple(tuple(_row(number, cells)) for number, cells in enumerate(rows, 1)))
+        rows = tuple(tuple(_row(number, cells)) for number, cells in enumerate(lines, 1))
     except csv.Error as error:
-        raise ScheduleError("SK331", f"{name} is no CSV: row {rows.line_num}: {error}", _REMEDY) from error
+        raise ScheduleError("SK331", f"{name} is no CSV: row {lines.line_num}: {error}", _REMEDY) from error
+    actions = tuple(tuple(action_of(cell) for cell in row if ACTION.fullmatch(cell)) for row in rows)
+    if any(is_message(cell) for row in rows for cell in row):
+        return MessageOrder(name, actions, rows)
+    return PipelineOrder(name, actions)
 
 
 def save_order(order: PipelineOrder, path: PathLike) -> None:
@@ -74,12 +84,12 @@ def load_order(path: PathLike) -> PipelineOrder:
     return order_from_csv(text, Path(path).name)
 
 
-def _row(number: int, cells: list[str]) -> Iterator[Action]:
+def _row(number: int, cells: list[str]) -> Iterator[str]:
+    """Yield the cells of a row, those of a pair one after the other."""
     for column, cell in enumerate(cells, 1):
         word = cell.strip()
         pair = _PAIR.fullmatch(word)
         for one in pair[1].split(";") if pair else [word] if word else []:
-            if ACTION.fullmatch(one.strip()):
-                yield action_of(one.strip())
-            elif pair or not OTHER_CELL.fullmatch(one):
+            if not ACTION.fullmatch(one.strip()) and (pair or not OTHER_CELL.fullmatch(one)):
                 raise ScheduleError("SK331", f"row {number}, column {column}: {cell!r:.80} is no action", _REMEDY)
+            yield one.strip()

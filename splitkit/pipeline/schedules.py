@@ -194,7 +194,14 @@ def pipeline_order(schedule: str, stages: int, microbatches: int, ranks: int | N
 
 
 def schedule_of(order: PipelineOrder) -> Schedule | None:
-    """Return the known schedule whose order this is; ``None`` for any other order, whatever its name."""
+    """Return the known schedule whose order this is; ``None`` for any other order, whatever its name.
+
+    An order of messages is another one, since torch's classes place the messages themselves.
+    """
+    from splitkit.pipeline.message_order import MessageOrder
+
+    if isinstance(order, MessageOrder):
+        return None
     found = _KNOWN.get(plain(order.name))
     if found is None or found.name != order.name:
         return None

@@ -15,12 +15,13 @@ import numpy as np
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
+from splitkit.pipeline.message_order import MessageOrder
+from splitkit.pipeline.message_times import times_of_messages
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
 from splitkit.pipeline.replication_costs import ring_rounds, share
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
-from splitkit.pipeline.trace import Floats
 from splitkit.pipeline.transport import LinkTimes, Transport, message_seconds
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
@@ -49,6 +50,10 @@ def simulate_schedule(
       the action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when
       it gets to it, through a buffer, so that an order without a deadlock under overlap has none without it.
 
+    In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
+    on the communicators of both ranks, and every message waits until both ranks have come to it. With
+    ``overlap=False`` each entry of a row waits until the one before it is over.
+
     The replicas of a stage act as one rank. A message between stages of a and b replicas takes as long as the larger
     share, 1 / min(a, b), over the slowest of their links. After its last action a rank all-reduces the gradients of its
     replicas in a ring, while nothing else runs there.
@@ -73,13 +78,62 @@ def simulate_schedule(
             does. SK331 if an order of your own never ends.
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
+    step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
+    starts, ends, leaves, arrives = (np.array(column, float) for column in _times(step))
+    syncs, transport = step.syncs, step.transport
+    return ScheduleRun(step.order, step.stages, starts, ends, leaves, arrives, static_buffers, syncs, transport)
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A step before it is simulated: the order of its actions, and what each of them takes.
+
+    Attributes:
+        order: the actions of each rank.
+        stages: the costs of the stages.
+        durations: seconds of each action of ``order.columns``.
+        channels: a number for the pair of ranks between which the result of each action travels, -1 if it stays.
+        travel: seconds of the message with the result, 0 if it stays.
+        syncs: as in `splitkit.pipeline.trace.StepTrace`.
+        transport: the communication model.
+    """
+
+    order: PipelineOrder
+    stages: tuple[StageCosts, ...]
+    durations: list[float]
+    channels: list[int]
+    travel: list[float]
+    syncs: tuple[float, ...]
+    transport: Transport
+
+
+def price_actions(
+    stages: Sequence[StageCosts],
+    schedule: str | PipelineOrder,
+    microbatches: int | None = None,
+    *,
+    ranks: int | None = None,
+    links: str | LinkTimes | None = None,
+    devices: Sequence[Hashable] | None = None,
+    overlap: bool = True,
+) -> PricedStep:
+    """Return the order of a step and the seconds of its actions and messages; arguments as in `simulate_schedule`."""
     order, links = _order(stages, schedule, microbatches, ranks), _links_of(links)
     replicas = _replicas(order, stages)
     names = _names(replicas, devices)
     transport = Transport(links, names, overlap)
-    starts, ends, departures, arrivals = _times(order, stages, _messages(order, stages, transport), overlap)
+    _, stage, kind, _ = order.columns
+    table = {
+        FORWARD: [s.forward for s in stages],
+        BACKWARD: [s.backward for s in stages],
+        BACKWARD_INPUT: [s.backward_input for s in stages],
+        BACKWARD_WEIGHT: [s.backward_weight for s in stages],
+    }
+    durations = np.array([table[k] for k in range(len(LETTERS))], float)[kind, stage].tolist()
+    messages, result = _messages(order, stages, transport), kind * len(stages) + stage
+    channels, travel = (np.array(column)[result].tolist() for column in (messages.channel, messages.seconds))
     syncs = () if links is None or max(replicas) == 1 else _syncs(order, stages, names, links)
-    return ScheduleRun(order, tuple(stages), starts, ends, departures, arrivals, static_buffers, syncs, transport)
+    return PricedStep(order, tuple(stages), durations, channels, travel, syncs, transport)
 
 
 def _order(
@@ -178,25 +232,13 @@ def _messages(order: PipelineOrder, stages: Sequence[StageCosts], transport: Tra
     return _Messages(channel, seconds)
 
 
-def _times(
-    order: PipelineOrder, stages: Sequence[StageCosts], messages: _Messages, overlap: bool
-) -> tuple[Floats, Floats, Floats, Floats]:
+def _times(step: PricedStep) -> tuple[list[float], ...]:
     """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none)."""
-    rank, stage, kind, _ = order.columns
-    table = {
-        FORWARD: [s.forward for s in stages],
-        BACKWARD: [s.backward for s in stages],
-        BACKWARD_INPUT: [s.backward_input for s in stages],
-        BACKWARD_WEIGHT: [s.backward_weight for s in stages],
-    }
-    durations = np.array([table[k] for k in range(len(LETTERS))], float)[kind, stage].tolist()
-    result = kind * len(stages) + stage
-    channels = np.array(messages.channel)[result].tolist()
-    travel = np.array(messages.seconds)[result].tolist()
+    order, overlap = step.order, step.transport.overlap
+    if isinstance(order, MessageOrder):
+        return times_of_messages(order, step.durations, step.travel, blocking=not overlap)
     run = _overlapped if overlap else _in_turn
-    found = run(order, rank.tolist(), durations, channels, travel)
-    starts, ends, departures, arrivals = (np.array(times, float) for times in found)
-    return starts, ends, departures, arrivals
+    return run(order, order.columns.rank.tolist(), step.durations, step.channels, step.travel)
 
 
 def _overlapped(

@@ -1,4 +1,6 @@
-"""Reads the orders of torch's schedules with several stages per rank off its classes, without a process group.
+"""Reads the orders of torch's schedules with several stages per rank off its classes, and how it places messages.
+
+No process group is needed.
 
 Private torch API, checked on 2.11, 2.13 and 2.15; ``tests/pipeline/test_schedule_torch.py`` fails when it goes away.
 """
@@ -11,7 +13,10 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
+from splitkit import _torch
 from splitkit.pipeline.action import KINDS, Action
+from splitkit.pipeline.message_order import Communicators, MessageOrder
+from splitkit.pipeline.order import PipelineOrder
 
 
 def torch_rows(torch_class: str, stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
@@ -30,8 +35,25 @@ def torch_rows(torch_class: str, stages: int, microbatches: int, ranks: int) -> 
     return [list(_read(order[rank])) for rank in range(ranks)]
 
 
-def _skip(self: object, actions: object) -> None:
-    """Replace the computation of sends and receives."""
+def torch_cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:
+    """Return the row of each rank as torch's ``_PipelineScheduleRuntime`` completes and runs it.
+
+    Beside the actions these are its sends and receives (``_add_send_recv``), ``UNSHARD``, ``RESHARD`` and
+    ``REDUCE_GRAD``; on torch 2.15 also waits.
+    """
+    stages = len(order.rank_of)
+    local = SimpleNamespace(group_rank=0, group_size=len(order.ranks), num_stages=stages, submod=None, stage_index=0)
+    rows = _torch.action_schedule([local], order.microbatches, _skip, order.ranks).pipeline_order_with_comms
+    return tuple(tuple(map(str, rows[rank])) for rank in range(len(order.ranks)))
+
+
+def torch_message_order(order: PipelineOrder, communicators: Communicators = "rank") -> MessageOrder:
+    """Return an order with its messages where the installed torch places them."""
+    return MessageOrder(order.name, order.ranks, torch_cells(order), communicators)
+
+
+def _skip(first: object, second: object) -> None:
+    """Do nothing: in place of computing sends and receives, or a loss."""
 
 
 def _read(actions: Iterable[Any]) -> Iterator[Action]:

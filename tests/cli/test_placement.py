@@ -12,9 +12,12 @@ import pytest
 
 import splitkit as sk
 from splitkit import cli
+from splitkit.cli.commands.plan_devices import _ordered
 from splitkit.cli.parser import make_parser
 from splitkit.cli.syntax import device_list
-from splitkit.errors import CostError, FileError, UsageError
+from splitkit.errors import CostError, FileError, ScheduleError, UsageError
+from splitkit.pipeline.order_file import load_order
+from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.testing import models
 
 ROOT = Path(sk.__file__).parent.parent
@@ -147,7 +150,15 @@ def written(tmp_path_factory):
     """A plan for four H200 under 1F1B: the folder, and what was printed as JSON."""
     folder = tmp_path_factory.mktemp("placed")
     words = ["--devices", "4xh200", "--memory", "80GiB", "--schedule", "1f1b", "--microbatches", "8"]
-    words += ["--trace", folder / "timeline.json", "-o", folder / "plan.json", "--json"]
+    words += [
+        "--trace",
+        folder / "timeline.json",
+        "--order",
+        folder / "order.csv",
+        "-o",
+        folder / "plan.json",
+        "--json",
+    ]
     with redirect_stdout(io.StringIO()) as printed:
         assert cli.main([*GPT2, *map(str, words)]) == 0
     return folder, json.loads(printed.getvalue())
@@ -196,11 +207,28 @@ def test_the_simulated_step_is_that_of_the_library(written, graph):
     run = simulate_schedule(stages, "1f1b", 8, links=Links.preset("nvlink4"))
     assert found["step"]["seconds"] == run.seconds and found["step"]["peak"] == max(run.peaks)
     assert json.loads((folder / "timeline.json").read_text()) == run.to_chrome_trace()
+    ordered = sk.order_messages(stages, "1f1b", 8, links=Links.preset("nvlink4"))
+    assert load_order(folder / "order.csv").cells == ordered.order.cells
+    assert found["messages"] == {
+        "file": str(folder / "order.csv"),
+        "seconds": ordered.seconds,
+        "bound": ordered.bound,
+        "gap": ordered.gap,
+    }
+    assert found["next"].endswith(f"--schedule {folder / 'order.csv'} --check")
+
+
+def test_no_order_is_written_for_replicas_that_take_turns():
+    stages = [StageCosts(1, 1), StageCosts(1, 1, replicas=2)]
+    with pytest.raises(ScheduleError, match="SK330.*--order for stages with 1, 2 replicas"):
+        _ordered(sk.simulate_schedule(stages, "1f1b", 4, links=sk.costs.Links.preset("nvlink4")))
+    even = [StageCosts(1, 1, replicas=2), StageCosts(1, 1, replicas=2)]
+    assert _ordered(sk.simulate_schedule(even, "1f1b", 4, links=sk.costs.Links.preset("nvlink4"))).gap == 0
 
 
 def test_the_plan_file_is_one_like_any_other(written, call, data):
     folder, _ = written
-    assert {path.name for path in folder.iterdir()} == {"plan.json", "timeline.json"}
+    assert {path.name for path in folder.iterdir()} == {"order.csv", "plan.json", "timeline.json"}
     plan = folder / "plan.json"
     assert json.loads(plan.read_text())["model"]["sizes"]["vocab"] == 512
     code, found = data("run", plan, "--check")
@@ -385,6 +413,7 @@ APART = [
     (["--schedule", "1f1b"], "--schedule needs devices or stages"),
     (["--stages", "2", "--microbatches", "4"], "--microbatches goes with --schedule"),
     (["--stages", "2", "--trace", "t.json"], "--trace goes with --schedule"),
+    (["--stages", "2", "--order", "o.csv"], "--order goes with --schedule"),
     (["--stages", "2", "--objective", "latency"], "--objective latency goes with --devices"),
     (["--stages", "2", "--objective", "tokens", "--schedule", "1f1b"], "--objective tokens is for inference"),
     (["--stages", "2", "--tokens", "9", "--optimizer", "adam"], "--tokens is for inference"),

@@ -11,9 +11,11 @@ from torch.distributed.pipelining import schedules
 
 from splitkit.errors import FileError, ScheduleError
 from splitkit.pipeline.action import Action
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_file import load_order, order_from_csv, order_to_csv, save_order
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
+from splitkit.pipeline.torch_orders import torch_cells
 
 
 @st.composite
@@ -73,7 +75,9 @@ def test_what_is_written_torch_reads_and_writes_again(order):
         assert theirs.read_bytes() == mine.read_bytes()
         assert load_order(theirs).ranks == order.ranks
         made._dump_csv(both, "compute_comms")
-        assert order_from_csv(both.read_text()).ranks == order.ranks
+        both_read = order_from_csv(both.read_text())
+        assert both_read.ranks == order.ranks
+        assert not isinstance(both_read, MessageOrder) or both_read.cells == torch_cells(order)
 
 
 @pytest.mark.parametrize("name", [schedule.name for schedule in known_schedules() if schedule.torch_class])
@@ -84,11 +88,22 @@ def test_torchs_schedules_come_back(name, tmp_path):
     assert load_order(tmp_path / "order.csv").name == "order.csv"
 
 
-def test_idle_time_pairs_and_what_communicates_are_read():
-    text = (
-        "0F0,,0F1,0SEND_F0, 0SEND_F1 ,0RECV_B0,0B0,0B1,0REDUCE_GRAD\n1UNSHARD,1F0,1RECV_F1,(1F1;1B0)OVERLAP_F_B,1B1\n"
-    )
+def test_idle_time_pairs_and_what_shards_are_read():
+    text = "0F0,,0F1, 0B0 ,0B1,0REDUCE_GRAD\n1UNSHARD,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"
     assert order_to_csv(order_from_csv(text)) == "0F0,0F1,0B0,0B1\r\n1F0,1F1,1B0,1B1\r\n"
+
+
+def test_what_communicates_is_kept_with_all_other_cells():
+    text = (
+        "0F0,,0SEND_F0, 0F1 ,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\n"
+        "1UNSHARD,1RECV_F0,1F0,1RECV_F1,(1F1;1B0)OVERLAP_F_B,1SEND_B0,1B1,1SEND_B1\n"
+    )
+    order = order_from_csv(text)
+    assert isinstance(order, MessageOrder) and [str(a) for a in order.ranks[1]] == ["1F0", "1F1", "1B0", "1B1"]
+    assert order_to_csv(order) == (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1,0REDUCE_GRAD\r\n"
+        "1UNSHARD,1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\r\n"
+    )
 
 
 @pytest.mark.parametrize(

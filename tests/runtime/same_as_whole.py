@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +18,15 @@ from torch import fx, nn
 from train_both import train_both
 
 import splitkit as sk
+from splitkit import _torch
+from splitkit.costs.links import Link, Links
 from splitkit.errors import PipelineError
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.order_file import load_order, save_order
+from splitkit.pipeline.schedules import pipeline_order
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.torch_orders import torch_cells
 from splitkit.prices import Costs
 from splitkit.runtime import pipeline
 from splitkit.testing import models
@@ -150,6 +159,11 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
     by_output = case["model"] == "unet"
     count = case["microbatches"]
     mine = PipelineOrder.parse(case["order"], "1F1B") if "order" in case else None  # not torch's, for all its name
+    made = list[Any]()
+    if case.get("messages"):
+        mine = in_order(case)
+        action_schedule = _torch.action_schedule
+        _torch.action_schedule = lambda *given, **more: made.append(action_schedule(*given, **more)) or made[-1]
     pipe = pipeline(split, mine or case["schedule"], count, seed=7, loss=square if by_output else None)
     assert mine is None or pipe.order.ranks == mine.ranks
     if case.get("sharded"):
@@ -166,6 +180,11 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
         late = error.code
     given = {k: v for k, v in batches[0].items() if k in inputs}
     outputs = pipe.infer(**given)
+    if case.get("messages"):  # torch ran these rows, and for inference its own
+        _torch.action_schedule = action_schedule
+        rows = [made_.pipeline_order_with_comms[pipe.rank] for made_ in made]
+        texts = [tuple(str(a) for a in row if "WAIT" not in str(a)) for row in rows]
+        assert mine.cells[pipe.rank] in texts and len(set(texts)) == 2, texts
     state = {name: list(t.shape) for name, t in pipe.state_dict().items()}
     return {
         "gradient": max(s.gradient for s in seen), "weight": max(s.weight for s in seen), "steps": len(seen),
@@ -173,6 +192,18 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) 
         "replica": pipe.replicas.own, "late": late,
         "outputs": None if outputs is None else [type(o).__name__ for o in outputs],
     }  # fmt: skip
+
+
+def in_order(case: dict[str, Any]) -> MessageOrder:
+    """The schedule with its messages in an order that torch does not have."""
+    order = pipeline_order(case["schedule"], case["stages"], case["microbatches"], case["ranks"])
+    costs = [StageCosts(1.0 + s % 3, 2.0, 1.0, activation_bytes=10 + s) for s in range(case["stages"])]
+    found = sk.order_messages(costs, order, links=Links(Link(30.0)))
+    with tempfile.TemporaryDirectory() as folder:
+        save_order(found.order, Path(folder) / "order.csv")
+        read = load_order(Path(folder) / "order.csv")
+    assert isinstance(read, MessageOrder) and read.cells != torch_cells(order)
+    return read
 
 
 def start() -> None:

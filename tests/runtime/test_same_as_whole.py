@@ -32,7 +32,14 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 3, "schedule": "uneven", "microbatches": 3, "order": [
         "0F0 0F1 2F0 2I0 2F1 2W0 2B1 0F2 2F2 0B0 2B2 0B1 0I2 0W2", "1F0 1F1 1I0 1F2 1W0 1B1 1I2 1W2",
     ]},
+    {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4, "messages": True},
+    {"model": "odd", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4, "messages": True},
+    {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4, "messages": True},
 ]  # fmt: skip
+IN_ORDER: list[dict[str, Any]] = [
+    {"model": "unet", "stages": 8, "schedule": name, "microbatches": 8, "messages": True}
+    for name in ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev", "v-half")
+]
 ON_FOUR: list[dict[str, Any]] = [
     {"model": "t5", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "unet", "stages": 4, "schedule": "1f1b", "microbatches": 4},
@@ -55,7 +62,7 @@ def named(case: dict[str, Any]) -> str:
     more = f"-{case['call']}" if "call" in case else ""
     if "replicas" in case:
         more = f"-x{','.join(map(str, case['replicas'] if isinstance(case['replicas'], list) else [case['replicas']]))}"
-    more += "-sharded" if "sharded" in case else ""
+    more += "-sharded" if "sharded" in case else "-messages" if "messages" in case else ""
     return f"{case['model']}-{case['stages']}-{case['schedule']}{more}"
 
 
@@ -88,6 +95,18 @@ def test_losses_gradients_and_weights_are_those_of_the_unsplit_model(ran, ranks,
     assert [line["replica"] for line in sorted(last, key=lambda line: line["rank"])] == list(range(counts[-1]))
     numbers = sorted(len(line["outputs"]) for line in last)
     assert sum(numbers) == case["microbatches"] and numbers[-1] - numbers[0] <= 1
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(OLD, reason="2.11 runs no zero-bubble schedule")
+def test_four_ranks_with_messages_in_an_order_of_their_own_give_what_the_unsplit_model_gives():
+    cases = [case | {"ranks": 4} for case in IN_ORDER]
+    lines = launch("runtime/same_as_whole.py", 4, json.dumps(cases))
+    assert sorted((named(line), line["rank"]) for line in lines) == sorted(
+        (named(c), r) for c in cases for r in range(4)
+    )
+    for line in lines:
+        assert line["steps"] == 2 and line["gradient"] <= 1e-4 >= line["weight"]
 
 
 def test_outputs_that_nobody_asked_for_in_the_first_step_are_refused_later(ran):

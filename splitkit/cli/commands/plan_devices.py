@@ -18,8 +18,11 @@ from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
 from splitkit.costs import Costs, roofline
 from splitkit.costs.links import as_links
+from splitkit.errors import ScheduleError
 from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.graph.dataflow import Dataflow
+from splitkit.pipeline.order_file import order_to_csv
+from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.rank_rows import RankRow, number_of, rows_of_parts
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
@@ -49,6 +52,7 @@ def plan_for_devices(args: Namespace) -> Outcome:
         made = with_recompute(found, args, work.gm)
     with work.clock.step("simulate", "simulating the step"):
         ranks, run = _ranks(work, made, costs, wanted)
+        ordered = _ordered(run) if args.order and run else None
     report = sk.report(work.gm, made, costs)
     data: dict[str, Any] = {
         "command": "plan",
@@ -62,8 +66,9 @@ def plan_for_devices(args: Namespace) -> Outcome:
         "file": args.output,
         "next": _next(args, work, ranks),
         "trace": args.trace,
+        "messages": _messages(ordered, args.order),
     }
-    written = _files(args, work, made, run)
+    written = _files(args, work, made, run, ordered)
     written_lines = [_wrote(path, args.trace) for path in written]
     if args.view:
         limits = {wanted.limit(rank) for rank in range(len(ranks))}
@@ -84,7 +89,8 @@ def _next(args: Namespace, work: CapturedModel, ranks: Sequence[RankRow]) -> str
     """Return the command that runs the plan, or trains it if it has a schedule."""
     if args.schedule is None:
         return next_command(work.source, args.output)
-    return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), args.schedule_text)
+    schedule = args.order or args.schedule_text
+    return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), schedule)
 
 
 def _wrote(path: str, trace: str | None) -> str:
@@ -98,12 +104,14 @@ def _prices(work: CapturedModel, args: Namespace, wanted: Placement) -> Costs:
 
 
 def _files(
-    args: Namespace, work: CapturedModel, made: Plan, run: ScheduleRun | None
+    args: Namespace, work: CapturedModel, made: Plan, run: ScheduleRun | None, ordered: OrderedMessages | None
 ) -> dict[str, Mapping[str, Any] | str]:
     """Return path -> data of the files to write."""
     wanted: dict[str, Mapping[str, Any] | str] = {}
     if args.trace and run:
         wanted[args.trace] = run.to_chrome_trace()
+    if ordered is not None:
+        wanted[args.order] = order_to_csv(ordered.order)
     if args.output:
         wanted[args.output] = {**made.to_dict(), "model": source.source_record(work.source, args.output), **versions()}
     return wanted
@@ -141,6 +149,28 @@ def _ranks(
     return run.rows(names, [*map(wanted.limit, range(run.ranks))]), run
 
 
+def _ordered(run: ScheduleRun) -> OrderedMessages:
+    """Order the messages of a simulated step.
+
+    Raises:
+        ScheduleError: SK330 if stages have different numbers of replicas.
+    """
+    if len(set(run.replicas)) > 1:
+        text = f"--order for stages with {', '.join(map(str, run.replicas))} replicas"
+        raise ScheduleError("SK330", text, "Give all stages as many replicas, or leave --order out.")
+    transport = run.transport
+    assert transport is not None, "of a simulated step"
+    devices = [name for names in transport.devices for name in names]
+    return sk.order_messages(run.stages, run.order, links=transport.links, devices=devices)
+
+
+def _messages(ordered: OrderedMessages | None, file: str | None) -> dict[str, Any] | None:
+    """Return the step with its messages in order as data."""
+    if ordered is None:
+        return None
+    return {"file": file, "seconds": ordered.seconds, "bound": ordered.bound, "gap": ordered.gap}
+
+
 def _with_cache(flow: Dataflow, made: Plan, stages: Sequence[StageCosts], wanted: Placement) -> tuple[StageCosts, ...]:
     """Return stages that hold the cache for which the plan leaves room, as they hold parameters."""
     most = made.claim is not None and made.claim.objective == "tokens"
@@ -174,6 +204,9 @@ def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], d
             f"{duration(step['seconds'], unit)}, {step['schedule']} of {step['microbatches']} microbatches, "
             f"bubble {step['bubble']:.1%}"
         )
+    if messages := data["messages"]:
+        proof = "no order of messages has a shorter one" if not messages["gap"] else f"gap {messages['gap']:.2%}"
+        rows["in order"] = f"{duration(messages['seconds'], unit)} with one communicator for each rank; {proof}"
     number, fullest = max(enumerate(ranks), key=lambda one: (one[1].used, sum(one[1].nbytes)))
     of = "" if fullest.limit is None else f" of {size(fullest.limit)}"
     rows["peak"] = f"{size(sum(fullest.nbytes))} on rank {number}{of}"

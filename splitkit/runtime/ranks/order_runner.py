@@ -1,4 +1,7 @@
-"""Makes torch's schedule object for an order: torch's class if it has one for it, otherwise its action interpreter."""
+"""Makes torch's schedule object for an order: torch's class if it has one for it, otherwise its action interpreter.
+
+The interpreter also runs the messages of an order in their order, if it has one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from splitkit import _torch
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.action import Action
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import (
     USUAL_MICROBATCHES,
@@ -111,6 +115,8 @@ def torch_schedule(order: PipelineOrder, stages: Sequence[PipelineStage], loss: 
     count = order.microbatches
     if loss is None:
         return _torch.action_schedule(list(stages), count, None, [_forward(row) for row in order.ranks])
+    if isinstance(order, MessageOrder):
+        return _torch.action_schedule(list(stages), count, loss, order.cells, messages=True)
     known = schedule_of(order)
     if known is None or not known.torch_class:
         return _torch.action_schedule(list(stages), count, loss, order.ranks)
