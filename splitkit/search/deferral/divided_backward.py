@@ -30,15 +30,16 @@ def staged_plan(flow: JointFlow, plan: Plan) -> Plan:
         plan = replace(plan, parts={key: plan.parts.get(key, Part(key)) for key in names})
         places = {n: tuple(names[key] for key in keys) for n, keys in plan.places.items()}
         return replace(plan, places=places, parts={names[k]: replace(p, key=names[k]) for k, p in plan.parts.items()})
-    for key in plan.parts:
-        part = stage_part(key)
-        if part is None or part.half not in ("forward", "backward"):
-            raise PolicyError(
-                "SK302",
-                f"SplitBackward divides the backward of each stage, and the plan has a part {key!r}",
-                "Give it a policy or plan with the parts 'forward' and 'backward', or ('forward', s) and "
-                "('backward', s) for stages s.",
-            )
+    halves = {key: part.half for key in plan.parts if (part := stage_part(key)) is not None}
+    strange = [repr(key) for key in plan.parts if halves.get(key) not in ("forward", "backward")]
+    if strange or "backward" not in halves.values():
+        raise PolicyError(
+            "SK302",
+            "SplitBackward divides the backward of each stage, and the plan has "
+            + (f"a part {strange[0]}" if strange else "no backward"),
+            "Give it a policy or plan with the parts 'forward' and 'backward', or ('forward', s) and ('backward', s) "
+            "for stages s.",
+        )
     return plan
 
 
