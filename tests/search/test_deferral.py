@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from campaigns import few_of_many, these_first
 from choices import Prices
 from dividedbackward import legal_divisions, run_parts, small_backwards
@@ -126,6 +127,18 @@ def test_what_is_recomputed_waits_or_is_computed_again():
     assert names(flow, again)["x"] == ("forward", "input", "weight") and waiting_bytes(flow, again, 0) == 3 * KIB
     waits = divided(plan, {0: network.cheapest(2 * KIB)[0]})
     assert names(flow, waits)["x"] == ("forward", "input") and waiting_bytes(flow, waits, 0) == 7 * KIB
+
+
+def test_what_reads_memory_before_it_is_written_is_in_the_input_part():
+    h = Hand().inputs(u=2).gradients(g=3).op("x", 3, "u").op("loss", 1, "x")
+    h.back("read", 4, "x").back("write", 3, "x", "g", target=torch.ops.aten.add_.Tensor).back("gw", 2, "read", "g")
+    h["write"].meta["val"] = h["x"].meta["val"]
+    flow = h.flow("loss", "gw")
+    problem = problem_of(flow, save_all_plan(flow), Prices(read=1.0, gw=1.0))
+    there = dict(zip((op.name for op in problem.ops), zip(problem.pinned, problem.single, strict=True), strict=True))
+    assert there == {"read": (True, True), "write": (True, True), "gw": (False, False)}
+    choice, _ = DeferralNetwork.of(problem, products=False).cheapest(1e9)
+    assert choice.early.tolist() == [True, True, False] and choice.nbytes == (4 + 3) * KIB
 
 
 @pytest.mark.parametrize(
