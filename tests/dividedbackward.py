@@ -11,6 +11,7 @@ from jointgraphs import Hand
 from torch import fx
 from torch.fx import Node
 
+from splitkit.plans.parts import PARENT
 from splitkit.training.flow import BACKWARD
 from splitkit.training.stage_parts import stage_part
 from splitkit.training.waiting_values import waiting_bytes, waiting_values
@@ -179,7 +180,10 @@ class Parts:
     def _output(self, node):
         if node.op == "placeholder":
             return self.inputs[node]
-        return self.env[self.plan.home(self.flow.producer(node))][node]
+        home = self.plan.home(self.flow.producer(node))
+        if home is PARENT:  # a sum over stages
+            return node.target(*map(self._output, node.args))
+        return self.env[home][node]
 
 
 def run_parts(joint, plan, args, kwargs, stages=1):

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from campaigns import some_of_all
+from campaigns import some_of_all, these_first
 from dividedbackward import Parts, run_parts
-from jointmodels import SMALL, TRANSFORMERS, assert_steps_alike, captured, eager
+from jointmodels import NAMES, SMALL, TRANSFORMERS, assert_steps_alike, captured, eager, ran
 from torch import nn
 
 import splitkit as sk
@@ -20,6 +20,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, SplitBackward
 from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
+from splitkit.training.stage_plan import stage_plan
 from splitkit.training.waiting_values import waiting_bytes, waiting_values
 
 POLICIES = {
@@ -172,6 +173,64 @@ def test_each_stage_has_its_own_division(layers, price):
         readers = {key for user in node.users for key in plan.places.get(flow.producer(user), ())}
         if any(key[1] != plan.home(node)[1] for key in readers):
             assert plan.home(node)[0] in ("forward", "input")
+
+
+def in_stages(flow, count, base):
+    """A plan with as many nodes of forward in each stage."""
+    forward = [n for n in flow.nodes if FORWARD in base[n]]
+    return stage_plan(flow, {n: i * count // len(forward) for i, n in enumerate(forward)}, base)
+
+
+STAGED = [
+    ("gpt2", 2, RecomputeAll()),
+    ("conv", 2, SaveAll()),
+    ("branches", 3, MinCut()),
+    ("narrow writing", 1, SaveAll()),
+]
+MORE = [(n, c, p) for n in NAMES for c in (1, 2, 3) for p in (SaveAll(), RecomputeAll(), MinCut())]
+
+
+@pytest.mark.parametrize(("name", "count", "base"), these_first(STAGED, [case for case in MORE if case not in STAGED]))
+def test_stages_of_the_engine_wait_with_the_bytes_of_the_claim(name, count, base):
+    joint, args, kwargs, (loss, gradients, buffers) = captured(name)
+    flow, costs = joint.flow, roofline(joint.graph_module, "a100")
+    saves = base.assign(flow, costs)
+    for price in (None, 2e9):
+        plan = SplitBackward(price, in_stages(flow, count, saves)).assign(flow, costs)
+        step = joint.split(plan)
+        found = ran(joint, step, args, kwargs)
+        assert torch.equal(found.loss, loss) and all(torch.equal(v, buffers[n]) for n, v in found.updates.items())
+        for parameter, gradient in gradients.items():  # those of tied parameters are added in another order
+            if gradient is not None:
+                torch.testing.assert_close(found.gradients[parameter], gradient, rtol=1e-5, atol=1e-7)
+        waits = [stage.waiting_bytes for stage in step.stages]
+        assert waits == [waiting_bytes(flow, plan, s) for s in range(count)]
+        assert plan.claim.optimal and (price or plan.claim.value == sum(waits))
+    if count == 1:  # what is recomputed does not come from forward
+        assert step.stages[0].saved_bytes == simulate(joint.split(saves, costs)).saved
+
+
+def simulate(pair):
+    return sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+
+
+def test_what_the_input_part_recomputes_waits_and_forward_does_not_save_it(layers):
+    joint, *_ = layers
+    costs = roofline(joint.graph_module, "a100")
+    base = RecomputeAll().assign(joint.flow, costs)
+    step = joint.split(SplitBackward(policy=base).assign(joint.flow, costs))
+    (stage,) = step.stages
+    assert stage.saved_bytes == simulate(joint.split(base, costs)).saved
+    assert stage.waiting_bytes > stage.saved_bytes and not {*stage.waiting} & {*stage.saved}
+
+
+def test_terms_of_a_tied_parameter_stay_in_their_stages():
+    """The product of the head ends in a gradient of stage 1, which adds nothing to that of the embedding in stage 0."""
+    joint, *_ = captured("gpt2")
+    flow, costs = joint.flow, flops(joint.graph_module)
+    plan = SplitBackward(policy=in_stages(flow, 2, save_all_plan(flow))).assign(flow, costs)
+    late = [n.target for n in plan.members(("weight", 1))]
+    assert late.count(torch.ops.aten.mm.default) >= 5  # those of a block, and that of the head
 
 
 def test_the_frontier_has_every_division_that_is_best_at_some_price(layers):

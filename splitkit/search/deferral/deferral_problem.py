@@ -24,7 +24,8 @@ from splitkit.graph.symbols import plain_size, value_of
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
-from splitkit.training.flow import JointFlow, output_nodes
+from splitkit.training.flow import JointFlow
+from splitkit.training.gradient_terms import gradient_terms
 from splitkit.training.saved_values import op_of
 
 Bools = NDArray[np.bool_]
@@ -198,6 +199,12 @@ def deferrals(flow: JointFlow, plan: Plan, backward: PartKey, costs: Costs) -> D
     return _Backward(flow, plan, backward).arrays(checked(costs))
 
 
+def with_members(flow: JointFlow, plan: Plan) -> dict[Node, tuple[PartKey, ...]]:
+    """Return the places of a plan, with those of the members of tuples."""
+    placed = ((n, flow.producer(n)) for n in flow.scope)
+    return {**plan.places, **{n: plan.places[producer] for n, producer in placed if producer in plan.places}}
+
+
 class _Backward:
     """One backward of a plan."""
 
@@ -215,13 +222,27 @@ class _Backward:
         self.effects = {op for op, nodes in self.members.items() if any(n in flow.once for n in nodes)}
         # A node that something must follow touches memory that is written later, so it runs before the writer.
         self.effects |= {flow.producer(n) for after in flow.after.values() for n in after} & self.members.keys()
-        self.gradients = {flow.producer(n) for n in output_nodes(flow.gradients)} & self.members.keys()
+        self.gradients = self._terms() & self.members.keys()
         self._drop_unneeded()
         self.number = {op: i for i, op in enumerate(self.members)}
         self.views = {op for op in self.members if self._is_view(op)}
         self.storages: dict[Hashable, int] = {}
         self.nbytes: list[int] = []
         self.maker: list[int] = []
+
+    def _terms(self) -> set[Node]:
+        """Return the ops whose values backward returns, as gradients or as terms of them.
+
+        A term of the gradient of an input leaves the stage. The nodes of a term that is a sum are added up at once, so
+        all of them are in the input part.
+        """
+        flow, found = self.flow, set[Node]()
+        for term in gradient_terms(flow, with_members(flow, self.plan)):
+            ops = {flow.producer(n) for n in term.nodes} & self.members.keys()
+            found |= ops
+            leaves = len(term.nodes) > 1 or flow.gradients[term.position] in flow.input_gradients
+            self.leaving |= ops if leaves else set()
+        return found
 
     def _earlier(self, op: Node) -> dict[Node, None]:
         """Return the ops that must run before an op."""
@@ -230,10 +251,8 @@ class _Backward:
         return {n: None for n in found if n is not op and n in self.members}
 
     def _leaves(self, op: Node) -> bool:
-        """Whether a value of an op leaves the stage: another part takes it, or it is the gradient of an input."""
+        """Whether another part takes a value of an op."""
         flow, plan = self.flow, self.plan
-        if not set(self.members[op]).isdisjoint(flow.input_gradients):
-            return True
         users = {flow.producer(user) for node in self.members[op] for user in node.users if user.op != "output"}
         others = {key for user in users for key in plan.places.get(user, ()) if key != self.key}
         return any(plan.source(op, key) == self.key for key in others)

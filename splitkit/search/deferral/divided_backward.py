@@ -10,9 +10,10 @@ from torch.fx import Node
 from splitkit.errors import PolicyError
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
-from splitkit.search.deferral.deferral_problem import Deferral
+from splitkit.search.deferral.deferral_problem import Deferral, with_members
 from splitkit.training.checkpoints import apply_checkpoints
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
+from splitkit.training.gradient_terms import gradient_terms
 from splitkit.training.stage_parts import stage_part
 
 
@@ -20,6 +21,7 @@ def staged_plan(flow: JointFlow, plan: Plan) -> Plan:
     """Return the plan with stages: ``"forward"`` and ``"backward"`` become those of stage 0.
 
     A plan of these two is completed first: with eager's places for nodes that it leaves out, and by checkpoint tags.
+    Sums of gradients of a parameter over several stages are placed nowhere: the caller adds them up.
 
     Raises:
         PolicyError: SK302 for a plan with other parts, or whose backward is divided already.
@@ -40,7 +42,9 @@ def staged_plan(flow: JointFlow, plan: Plan) -> Plan:
             "Give it a policy or plan with the parts 'forward' and 'backward', or ('forward', s) and ('backward', s) "
             "for stages s.",
         )
-    return plan
+    places = with_members(flow, plan)
+    gradient_terms(flow, places)
+    return replace(plan, places={n: places[n] for n in plan.places})
 
 
 def backward_parts(plan: Plan) -> dict[int, PartKey]:
