@@ -9,6 +9,7 @@ from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.generation_request import Request, RequestResult
 from splitkit.runtime.generation.generator import Generator, serve
 from splitkit.runtime.generation.kept_caches import decoder_cache
+from splitkit.runtime.ranks.joint_pipeline import JointPipeline, joint_pipeline
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
@@ -18,6 +19,7 @@ from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 __all__ = [
     "CheckpointFolder",
     "Generator",
+    "JointPipeline",
     "Pipeline",
     "PipelineModule",
     "PipelineStep",
@@ -29,6 +31,7 @@ __all__ = [
     "decoder_memory",
     "form_output",
     "full_state_dict",
+    "joint_pipeline",
     "open_checkpoints",
     "open_stages",
     "pipeline",

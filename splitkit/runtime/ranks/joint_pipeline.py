@@ -1,0 +1,376 @@
+"""Runs a training step in stages on the ranks of a process group: its own graphs inside torch's pipeline schedules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from splitkit._torch import pytree
+from splitkit.checks import is_whole, shown
+from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.errors import PipelineError
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.plans.plan_file import fingerprint
+from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, time_limit
+from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
+from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
+from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
+from splitkit.runtime.ranks.pipeline import PipelineStep
+from splitkit.runtime.ranks.rank_agreement import differs, from_every
+from splitkit.runtime.ranks.rank_device import device_of_rank
+from splitkit.runtime.ranks.replicas import replicas, row_of_rank
+from splitkit.runtime.ranks.rng_state import RngHandover
+from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement
+
+
+class JointSource(Protocol):
+    """The joint graph that was divided: a `splitkit.Joint`."""
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The graph."""
+
+    @property
+    def signature(self) -> Any:
+        """The meaning of its inputs and outputs."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which has the parameters and buffers."""
+
+    @property
+    def flow(self) -> Any:
+        """The facts about the graph."""
+
+
+def joint_pipeline(
+    joint: JointSource,
+    step: StagedStep,
+    schedule: str | PipelineOrder = "1f1b",
+    microbatches: int | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    compiled: bool = False,
+) -> JointPipeline:
+    """Run the stages of a training step on the ranks of a process group, under a pipeline schedule.
+
+    Every rank calls it with the same joint graph, stages and arguments, and then calls `JointPipeline.step` with the
+    same batch. Each stage computes what the plan says and nothing else: it saves, recomputes and defers as planned::
+
+        joint = splitkit.capture_joint(model, **inputs_of_one_microbatch)
+        step = joint.split(splitkit.policies.Pipeline(4, schedule="zbv", microbatches=8))
+        pipe = splitkit.runtime.joint_pipeline(joint, step, "zbv", 8)
+        pipe.step(**batch)
+        optimizer.step()
+
+    Under zero-bubble schedules, stages with a weight graph run it when the schedule says; other stages run all of
+    backward before. Each rank holds the whole model; only the parameters of its stages get gradients.
+
+    Args:
+        joint: the joint graph, captured with the inputs of one microbatch.
+        step: its stages: what ``joint.split(plan)`` returns.
+        schedule: the name of a schedule, or an order of your own.
+        microbatches: per step; by default as many as the order has, or 8.
+        group: the ranks; by default the whole default process group.
+        device: the device of this rank, as in `splitkit.runtime.pipeline`.
+        seed: the seed of random numbers: microbatch i of step s begins with the seed that `JointPipeline.seed_of`
+            returns, on any number of stages.
+        compiled: whether each graph of a stage is compiled with ``torch.compile``.
+
+    Raises:
+        PipelineError: SK801 for stages that cannot run on several ranks: a gradient that no activation has a slot for,
+            a loss before the last stage, parameters that DDP or FSDP manage; SK804 if the ranks do not run the same.
+        ScheduleError: SK330 if the schedule does not allow these numbers of stages, ranks and microbatches.
+    """
+    return JointPipeline(joint, step, schedule, microbatches, group, device, seed, compiled)
+
+
+class JointPipeline:
+    """See `joint_pipeline`.
+
+    Attributes:
+        order: the actions of each rank.
+        rank: the rank of this process in the group.
+        stages: the numbers of this rank's stages.
+        microbatches: per step.
+        modules: the modules of this rank's stages.
+        steps: the number of steps that have begun; seeds depend on it.
+    """
+
+    def __init__(
+        self,
+        joint: JointSource,
+        step: StagedStep,
+        schedule: str | PipelineOrder,
+        microbatches: int | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str | None,
+        seed: int,
+        compiled: bool,
+    ) -> None:
+        if not dist.is_initialized():
+            raise PipelineError(
+                "SK804", "there is no process group", "Start with torchrun and torch.distributed.init_process_group."
+            )
+        if not is_whole(seed):
+            raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
+        self._joint, self._step, self._seed, self.steps = joint, step, int(seed), 0
+        self.group, self.rank = group, dist.get_rank(group)
+        self.device = device_of_rank(device, group)
+        microbatches = microbatches_or_usual(schedule, microbatches)
+        what = schedule if isinstance(schedule, str) else schedule.ranks
+        _require_same(joint, step, {"schedule": str(what), "microbatches": str(microbatches), "seed": str(seed)}, group)
+        ranks = dist.get_world_size(group)
+        self.order, at = placed_order(schedule, [1] * len(step.stages), microbatches, ranks)
+        self.microbatches = self.order.microbatches
+        places = replicas(at, group, self.device)
+        self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == places.place)
+        row = row_of_rank(self.order, places)
+        limits = global_ranks(group), self.device, time_limit(group)
+        borders = [border_slots(a, b, i) for i, (a, b) in enumerate(zip(step.stages, step.stages[1:], strict=False))]
+        names = [stage.sent for stage in step.stages[:-1]]
+        self._progress = Progress(row, self.order.rank_of, places, names, *limits)
+        self._agreement = StepAgreement(group, self.device, self._progress)
+        _require_trainable(joint)
+        self._batch = JointBatch(self._progress)
+        self._ties, self._groups = self._tied(group)
+        self.modules = tuple(self._module(number, borders, compiled) for number in self.stages)
+        own = [
+            PipelineStage(
+                module,
+                module.number,
+                len(step.stages),
+                self.device,
+                input_args=module.input_tensors,
+                output_args=module.output_tensors,
+                group=places.pipeline_group,
+                dw_builder=module.weight_runner,
+            )
+            for module in self.modules
+        ]
+        self._schedule = torch_schedule(self.order, own, _loss_as_it_is)
+
+    def step(self, *args: Any, **kwargs: Any) -> PipelineStep:
+        """Run forward and backward of one batch. Gradients accumulate in the parameters, as with ``backward()``.
+
+        The gradients are those of the mean of the microbatches' losses.
+
+        Args:
+            args: the inputs of the model, with all microbatches concatenated in dimension 0; a tensor with the shape of
+                one microbatch goes to each of them.
+            kwargs: keyword inputs, as ``args``.
+
+        Raises:
+            PipelineError: SK802 for inputs that do not fit, SK804 if the ranks do not make the same call with the same
+                batch, SK805 if a rank failed.
+        """
+        self._batch.primals, _ = self._agreement.begin(lambda: self._prepared(args, kwargs))
+        self._batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
+        self._batch.losses.clear()
+        self.steps += 1
+        with naming_failures(self._progress):
+            number = torch.arange(self.microbatches)
+            last = len(self._step.stages) - 1 in self.stages
+            self._schedule.step(microbatch=number, target=number if last else None, return_outputs=False)
+            self._add_ties()
+        if not self._batch.losses:
+            return PipelineStep(None, None)
+        losses = torch.stack([self._batch.losses[i] for i in range(self.microbatches)])
+        return PipelineStep(losses.mean(), losses)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that the stages of this rank read and that have gradients, each once."""
+        found = {id(p): p for module in self.modules for p in module.outputs.gradients.values()}
+        return list(found.values())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of `parameters` by their names in the model."""
+        own = {id(p) for p in self.parameters()}
+        return {name: p for name, p in self._joint.model.named_parameters() if id(p) in own}
+
+    def seed_of(self, step: int, microbatch: int) -> int:
+        """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
+        return (self._seed * 1_000_003 + step * self.microbatches + microbatch) % 2**63
+
+    def _prepared(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PipelineCall, list[dict[str, Any]]]:
+        """Return a call for the other ranks to compare, and the inputs of each microbatch by placeholder."""
+        signature = self._joint.signature
+        likes = {n.name: n.meta["val"] for n in self._joint.graph_module.graph.find_nodes(op="placeholder")}
+        leaves = signature.leaves(tuple(args), kwargs)
+        found: list[dict[str, Any]] = [{} for _ in range(self.microbatches)]
+        for name, leaf in signature.inputs.items():
+            for own, piece in zip(found, self._pieces(name, leaves[leaf], likes[name]), strict=True):
+                own[name] = piece
+        given = {name: leaves[leaf] for name, leaf in signature.inputs.items()}
+        return PipelineCall("step", self.steps, given), found
+
+    def _pieces(self, name: str, given: Any, like: Any) -> list[Any]:
+        """Return an input of each microbatch."""
+        if not isinstance(like, torch.Tensor) or not isinstance(given, torch.Tensor):
+            return [given] * self.microbatches
+        if given.dtype == like.dtype and given.shape == like.shape:
+            return [given.to(self.device)] * self.microbatches
+        whole = (like.shape[0] * self.microbatches, *like.shape[1:]) if like.dim() else ()
+        if given.dtype != like.dtype or tuple(given.shape) != whole:
+            raise PipelineError(
+                "SK802",
+                f"{name} is {_look(given)}, and {self.microbatches} microbatches of {_look(like)} are expected",
+                f"Give {list(whole)}, or capture again with the inputs of one microbatch.",
+                [name],
+            )
+        return list(torch.split(given.to(self.device), like.shape[0]))
+
+    def _module(self, number: int, borders: Sequence[BorderSlots], compiled: bool) -> JointStage:
+        step, signature = self._step, self._joint.signature
+        graphs, last = step.stages[number], number + 1 == len(step.stages)
+        values = self._own_values(graphs.primals)
+        if last and signature.loss not in graphs.outputs:
+            raise PipelineError(
+                "SK801", "the loss is not computed in the last stage", "Plan it there: torch starts backward there."
+            )
+        updates = {i: values[name] for i, name in signature.updates.items() if i in graphs.outputs and name in values}
+        if lost := [i for i in signature.updates if i in graphs.outputs and i not in updates]:
+            raise PipelineError(
+                "SK801",
+                "the step writes to an input, which ranks cannot share",
+                "Capture a model that copies it.",
+                lost,
+            )
+        likes = {n.name: n.meta["val"] for n in self._joint.graph_module.graph.find_nodes(op="placeholder")}
+        tangents = [
+            (of == signature.loss, torch.ones(likes[name].shape, dtype=likes[name].dtype, device=self.device))
+            for name, of in signature.tangents.items()
+        ]
+        ways = borders[number - 1] if number else None, None if last else borders[number]
+        return JointStage(
+            number,
+            graphs,
+            StageOutputs(signature.loss if last else None, updates, tangents if last else (), self._trained(number)),
+            values,
+            ways,
+            self._rng(number),
+            self._batch,
+            frozenset(step.ties),
+            compiled,
+        )
+
+    def _own_values(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers among some placeholders."""
+        signature, model = self._joint.signature, self._joint.model
+        found: dict[str, torch.Tensor] = {}
+        for name in names:
+            if name in signature.parameters:
+                found[name] = model.get_parameter(signature.parameters[name])
+            elif name in signature.buffers:
+                found[name] = model.get_buffer(signature.buffers[name])
+        return found
+
+    def _trained(self, number: int) -> dict[int, nn.Parameter]:
+        """Return position of a gradient that a stage computes -> its parameter."""
+        graphs, signature = self._step.stages[number], self._joint.signature
+        own = {*graphs.gradients, *graphs.weight_gradients}
+        return {
+            position - signature.forward_outputs: self._joint.model.get_parameter(signature.parameters[name])
+            for position, name in signature.gradients.items()
+            if position - signature.forward_outputs in own and name in signature.parameters
+        }
+
+    def _rng(self, number: int) -> RngHandover:
+        flow = self._joint.flow
+        names = {n.name for n, effect in flow.effects.items() if effect.random}
+        draws = [
+            s for s, stage in enumerate(self._step.stages) if any(n.name in names for n in stage.forward.graph.nodes)
+        ]
+        first, last = (min(draws), max(draws)) if draws else (0, 0)
+        return RngHandover(number, number in draws, first < number <= last, first <= number < last, self.device)
+
+    def _tied(self, group: dist.ProcessGroup | None) -> tuple[dict[int, list[int]], dict[int, Any]]:
+        """Return tied gradient -> the ranks that have a term, and -> their process group. All ranks must call it."""
+        ranks = {
+            position: sorted({self.order.rank_of[s] for s in stages}) for position, stages in self._step.ties.items()
+        }
+        every = global_ranks(group)
+        groups = {
+            position: dist.new_group([every[r] for r in found]) if len(found) > 1 else None
+            for position, found in ranks.items()
+        }
+        return ranks, groups
+
+    def _add_ties(self) -> None:
+        """Add the sum of the terms of each tied gradient to its parameter, on every rank that has a term."""
+        for position, ranks in self._ties.items():
+            if self.rank not in ranks:
+                continue
+            holders = [m for m in self.modules if position in m.outputs.gradients]
+            parameter = holders[0].outputs.gradients[position]
+            terms = [m.terms.pop(position) for m in reversed(holders) if position in m.terms]
+            total = terms[0] if terms else torch.zeros_like(parameter)
+            for term in terms[1:]:
+                total = total + term
+            if self._groups[position] is not None:
+                dist.all_reduce(total, group=self._groups[position])
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+
+def _loss_as_it_is(loss: torch.Tensor, target: object) -> torch.Tensor:
+    """Return the loss, which the last stage has computed already, as torch's ``loss_fn``."""
+    return loss
+
+
+def _look(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _require_trainable(joint: JointSource) -> None:
+    """Refuse parameters whose gradients others handle by hooks, which do not fire for gradients written by hand."""
+    managed = (nn.parallel.DistributedDataParallel,)
+    wrapped = [name or "the model" for name, module in joint.model.named_modules() if isinstance(module, managed)]
+    sharded = [name for name, p in joint.model.named_parameters() if isinstance(p, DTensor)]
+    if wrapped or sharded:
+        raise PipelineError(
+            "SK801",
+            f"{(wrapped or sharded)[0]} is managed by {'DDP' if wrapped else 'FSDP'}, whose hooks do not see gradients "
+            "that a stage writes",
+            "Use the plain model; for sharded stages, use splitkit.runtime.pipeline with a split.",
+            wrapped or sharded,
+        )
+
+
+def _require_same(
+    joint: JointSource, step: StagedStep, facts: Mapping[str, str], group: dist.ProcessGroup | None
+) -> None:
+    """Raise SK804 on every rank if the ranks are about to run different things, or hold different weights."""
+    plan = {name: value for name, value in step.plan.to_dict().items() if name != "prices"}
+    own = {
+        "version of torch": torch.__version__,
+        "graph": fingerprint(joint.graph_module.graph),
+        "plan": hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest(),
+        **facts,
+        "model": _digest_of(joint.model),
+    }
+    every = from_every(own, group)
+    for name in own:
+        text = differs(
+            {rank: facts[name] for rank, facts in enumerate(every)}, f"the {name} is {{}} on {{}}, {{}} on {{}}"
+        )
+        if text:
+            raise PipelineError(
+                "SK804", text, "Start every rank with the same files and arguments, and seed the model alike."
+            )
+
+
+def _digest_of(model: nn.Module) -> str:
+    from splitkit.runtime.ranks.digests import digest_of_tensors
+
+    tensors = pytree.tree_leaves([dict(model.named_parameters()), dict(model.named_buffers())])
+    return str(digest_of_tensors(tensors))

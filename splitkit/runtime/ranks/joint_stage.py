@@ -1,0 +1,235 @@
+"""Runs the graphs of one stage of a training step inside torch's pipeline schedules.
+
+To torch, a stage is a module whose forward is one autograd function. Its backward runs the stage's input-gradient graph
+and puts aside what the weight graph needs; torch calls ``dw_builder`` after it, and the runner that this returns when
+the schedule has the weight part. Torch thus traverses none of the stage's own operations, so they may be compiled, and
+backward is divided in the first stage as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from splitkit.engine.joint_stages.staged_step import StageGraphs
+from splitkit.runtime.ranks.faults import Progress
+from splitkit.runtime.ranks.gradient_slots import BorderSlots
+from splitkit.runtime.ranks.rng_state import RngHandover
+
+Graph = Callable[..., tuple[Any, ...]]
+
+
+@dataclass
+class JointBatch:
+    """The data of a step, which the stages of a rank share.
+
+    Attributes:
+        progress: the action that the rank is running.
+        primals: microbatch -> the inputs of the graph by the names of their placeholders, without those of the model.
+        seeds: microbatch -> its seed.
+        losses: microbatch -> its loss, on the last rank.
+    """
+
+    progress: Progress
+    primals: Sequence[Mapping[str, Any]] = ()
+    seeds: Sequence[int] = ()
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageOutputs:
+    """What a stage does with the outputs of its forward.
+
+    Attributes:
+        loss: the position of the loss, in the last stage.
+        updates: position -> the buffer that gets the new value.
+        tangents: for each tangent of the last stage, whether it is that of the loss; the others are zero.
+        gradients: position of a gradient -> the parameter that it is added to.
+    """
+
+    loss: int | None
+    updates: Mapping[int, torch.Tensor]
+    tangents: Sequence[tuple[bool, torch.Tensor]]
+    gradients: Mapping[int, nn.Parameter]
+
+
+class JointStage(nn.Module):
+    """The module of one stage.
+
+    Attributes:
+        held: microbatch -> what forward saved for backward.
+        waiting: microbatches, the first backward first -> what the weight graph will be given.
+        terms: position -> the sum of the gradients of this step, for gradients that are no whole ones.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        graphs: StageGraphs,
+        outputs: StageOutputs,
+        own: Mapping[str, torch.Tensor],
+        borders: tuple[BorderSlots | None, BorderSlots | None],
+        rng: RngHandover,
+        batch: JointBatch,
+        partial: frozenset[int],
+        compiled: bool,
+    ) -> None:
+        super().__init__()
+        self.number, self.graphs, self.outputs, self.own = number, graphs, outputs, own
+        self.before, self.after = borders
+        self.rng, self.batch, self._partial = rng, batch, partial
+        self.anchor = nn.Parameter(torch.empty(0, device=batch.progress.device))
+        """Makes the outputs of the first stage, which receives no tensor with a gradient, require one."""
+        self._forward, self._backward = (_callable(graph, compiled) for graph in (graphs.forward, graphs.backward))
+        self._weight = _callable(graphs.weight, compiled) if graphs.weight is not None else None
+        self.held: dict[int, dict[str, Any]] = {}
+        self.waiting: list[tuple[int, tuple[Any, ...]]] = []
+        self.terms: dict[int, torch.Tensor] = {}
+
+    @property
+    def input_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors on ``meta`` that torch is told to receive."""
+        state = [self.rng.like] if self.rng.receives else []
+        return (*state, *(self.before.expected if self.before else ()))
+
+    @property
+    def output_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors on ``meta`` that torch is told to send; the loss in the last stage."""
+        if self.after is None:
+            return (torch.empty((), device="meta", requires_grad=True),)
+        return (*([self.rng.like] if self.rng.sends else []), *self.after.expected)
+
+    def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
+        """Run one microbatch; return the values to send, or the loss over the number of microbatches."""
+        number = int(microbatch)
+        with self.batch.progress.computing(self.number, "F", number):
+            made = _StageFunction.apply(self, number, self.anchor, *received)  # type: ignore[no-untyped-call]
+            return made[0] / len(self.batch.primals) if self.after is None else made
+
+    def run_forward(self, number: int, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run the forward graph of one microbatch, without autograd."""
+        given = self.batch.primals[number]
+        rest = self.rng.begin(received, self.batch.seeds[number], number)
+        try:
+            values = [
+                how.unpacked(v) for how, v in zip(self.before.activations if self.before else (), rest, strict=True)
+            ]
+            primals = [self.own[name] if name in self.own else given[name] for name in self.graphs.primals]
+            made = list(self._forward(*primals, *values))
+        finally:
+            state = self.rng.end(number)
+        outputs = dict(zip(self.graphs.outputs, made, strict=False))
+        sent = made[len(outputs) : len(outputs) + len(self.graphs.sent)]
+        self.held[number] = dict(zip(self.graphs.held, made[len(outputs) + len(sent) :], strict=True))
+        self._keep_old_values(number)
+        for position, buffer in self.outputs.updates.items():
+            buffer.copy_(outputs[position])
+        if self.after is None:
+            assert self.outputs.loss is not None
+            loss = outputs[self.outputs.loss].reshape(()).clone()
+            self.batch.losses[number] = loss.detach().clone()
+            return (loss,)
+        where, device = f"after stage {self.number}, in microbatch {number}", self.batch.progress.device
+        packed = [how.packed(v, device, where) for how, v in zip(self.after.activations, sent, strict=True)]
+        return (*state, *(_apart(v, received) for v in packed))
+
+    def _keep_old_values(self, number: int) -> None:
+        """Copy saved buffers that forward is about to update: backward needs them as they were."""
+        updated = {id(buffer) for buffer in self.outputs.updates.values()}
+        held = self.held[number]
+        for name, value in held.items():
+            if id(value) in updated:
+                held[name] = value.clone()
+
+    def run_backward(self, number: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Run the backward graph of one microbatch; return the gradient for each received tensor."""
+        self.batch.progress.begun(self.number, "B", number)
+        held = self.held.pop(number)
+        if self.after is None:
+            crossing = [gradients[0] * like if of_loss else like * 0 for of_loss, like in self.outputs.tangents]
+        else:
+            crossing = self.after.unpacked(gradients[int(self.rng.sends) :])
+        made = self._backward(*(held[name] for name in self.graphs.saved), *crossing)
+        sent = len(self.graphs.gradients_sent)
+        returned = sent + len(self.graphs.gradients)
+        self._add(self.graphs.gradients, made[sent:returned])
+        self.waiting.append((number, (*(held[name] for name in self.graphs.deferred), *made[returned:])))
+        if self.before is None:
+            return []
+        where = f"in backward of stage {self.number}, microbatch {number}"
+        back = self.before.packed(made[:sent], self.batch.progress.device, where)
+        return [*([None] if self.rng.receives else []), *back]
+
+    def weight_runner(self) -> Callable[..., None]:
+        """Return what runs the weight part of the microbatch whose backward ran last: torch's ``dw_builder``."""
+        number, given = self.waiting[-1]
+
+        def run() -> None:
+            with torch.no_grad():
+                self.waiting.remove(next(entry for entry in self.waiting if entry[0] == number))
+                if self._weight is not None:
+                    self._add(self.graphs.weight_gradients, self._weight(*given))
+
+        return run
+
+    def _add(self, positions: Sequence[int], found: Sequence[torch.Tensor]) -> None:
+        """Add gradients to those of the parameters, or to the terms of this step."""
+        for position, gradient in zip(positions, found, strict=True):
+            if position in self._partial:
+                old = self.terms.get(position)
+                self.terms[position] = gradient.clone() if old is None else old.add_(gradient)
+            elif position in self.outputs.gradients:
+                parameter = self.outputs.gradients[position]
+                if parameter.grad is None:
+                    parameter.grad = gradient.clone()  # it may be an alias of another gradient
+                else:
+                    parameter.grad.add_(gradient)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that now wait for weight graphs, each storage once, without what the model and the batch hold."""
+        known = {t.untyped_storage().data_ptr() for t in self._caller_tensors()}
+        tensors = (v for _, values in self.waiting for v in values if isinstance(v, torch.Tensor))
+        found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        return sum(nbytes for key, nbytes in found.items() if key not in known)
+
+    def _caller_tensors(self) -> list[torch.Tensor]:
+        given = [v for primals in self.batch.primals for v in primals.values() if isinstance(v, torch.Tensor)]
+        return [*self.own.values(), *given]
+
+
+class _StageFunction(torch.autograd.Function):
+    """The forward and backward graphs of a stage as one autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: JointStage, number: int, anchor: Any, *received: torch.Tensor) -> Any:
+        ctx.stage, ctx.number = stage, number
+        made = stage.run_forward(number, received)
+        grads = [like.requires_grad for like in stage.output_tensors]
+        ctx.mark_non_differentiable(*(t for t, grad in zip(made, grads, strict=True) if not grad))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            return None, None, None, *ctx.stage.run_backward(ctx.number, gradients)
+
+
+def _callable(graph: Any, compiled: bool) -> Graph:
+    """Return what runs a graph: no module, since torch refuses stages with compiled modules under zero bubble."""
+    run = torch.compile(graph) if compiled else graph
+
+    def called(*given: Any) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = run(*given)
+        return made
+
+    return called
+
+
+def _apart(value: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a value that is passed on as a tensor of its own, which an autograd function may return."""
+    return value.detach() if any(value is given for given in received) else value
