@@ -37,6 +37,7 @@ from splitkit.policies import (
     Remat,
     RoundRobin,
     SaveAll,
+    SplitBackward,
     Stages,
 )
 from splitkit.testing import zoo
@@ -138,6 +139,13 @@ JOINT_LAWS: dict[str, Policy] = {
     "Budget, saved": Lower(0.6, of="saved"),
     "Budget, tight": Budget(0.5, of="saved"),
 }
+
+STAGED_LAWS: dict[str, Policy] = {
+    "SplitBackward": SplitBackward(),
+    "SplitBackward, price": SplitBackward(1e9),
+    "SplitBackward, of recompute": SplitBackward(policy=MinCut()),
+}
+"""Policies of training steps whose plans have more parts than forward and backward."""
 
 
 def policies_there_are():

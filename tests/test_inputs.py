@@ -36,8 +36,10 @@ from splitkit.policies import (
     Remat,
     RoundRobin,
     SaveAll,
+    SplitBackward,
     Stages,
 )  # fmt: skip
+from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.studies.frontier import Frontier
 
 INF, NAN, HUGE = float("inf"), float("nan"), 10**400
@@ -165,6 +167,13 @@ FIELDS = {
     "Remat": (halved(Remat), {}, {
         "modules": (*NEVER, None, 5, []), "keep": (NAN, -1, None, b"mm", [None], torch.tensor(2), object())}),
     "Precompute": (halved(Precompute), {}, {"base": (*NEVER, None, SaveAll), "movable": (NAN, -1, [None])}),
+    "SplitBackward": (halved(SplitBackward), {}, {
+        "price": (*NEVER, INF, np.float32("inf"), HUGE, 1e308, "1e11"),
+        "policy": (NAN, -1, None, 1j, b"80GiB", "SaveAll", ["x"], [None], int, SaveAll)}),
+    "DeferralFrontier": (lambda case, **given: DeferralFrontier(case.joint, case.joint_prices, **given).points, {}, {
+        "policy": (NAN, -1, None, "SaveAll", [None]), "stage": (*NEVER, None, 1, 1.5, INF, HUGE, "0")}),
+    "DeferralFrontier.within": (lambda case, **given: DeferralFrontier(case.joint).within(**given), {}, {
+        "limit": (*NEVER, None, HUGE, "-1B")}),
     "Frontier": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given).points, {}, {
         "of": (*WORD, None), "budgets": (*COUNT, None), "price": WORD}),
     "within": (lambda case, **given: Frontier(case.joint).within(**given), {}, {"nbytes": (*NEVER, None, HUGE, "-1B")}),
@@ -296,6 +305,7 @@ FORWARD = {
 }
 JOINT = {
     "MinCut": lambda case, given: MinCut().assign(case.joint.flow, given),
+    "SplitBackward": lambda case, given: SplitBackward(policy=MinCut()).assign(case.joint.flow, given),
     "Budget": lambda case, given: Budget("least").assign(case.joint.flow, given),
     "Budget, saved": lambda case, given: Budget(0.5, of="saved").assign(case.joint.flow, given),
     "Frontier": lambda case, given: Frontier(case.joint, given).points,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from jointmodels import captured, step_of
-from lawtables import JOINT_LAWS, LAWS, asked, sized, written
+from lawtables import JOINT_LAWS, LAWS, STAGED_LAWS, asked, sized, written
 from torch import fx, nn
 
 import splitkit as sk
@@ -36,7 +36,8 @@ def questions():
     for name in JOINT_GRAPHS:
         joint = captured(name).joint
         costs = roofline(joint.graph_module, "a100")
-        asks |= {f"{policy} of {name}": (JOINT_LAWS[policy], joint.flow, costs) for policy in JOINT_LAWS}
+        laws = JOINT_LAWS | STAGED_LAWS
+        asks |= {f"{policy} of {name}": (laws[policy], joint.flow, costs) for policy in laws}
     joint, costs = step_of(2)
     asks |= {f"Budget({share!r}, {of!r})": (Budget(share, of=of), joint.flow, costs) for share, of in BUDGETS}
     found = {name: lambda ask=ask: _text(asked(*ask)) for name, ask in asks.items()}

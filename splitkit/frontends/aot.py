@@ -239,7 +239,15 @@ def joint_flow(gm: fx.GraphModule, forward_outputs: int, written: Iterable[Node]
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     late = sorted(filter(_kind_of_backward_input, inputs), key=_kind_of_backward_input)
-    return JointFlow.of(analyze(gm), late, forward_outputs, [*updated_inputs(gm.graph), *written])
+    updated = [*updated_inputs(gm.graph), *written]
+    return JointFlow.of(analyze(gm), late, forward_outputs, updated, _gradients_of_inputs(gm.graph))
+
+
+def _gradients_of_inputs(graph: fx.Graph) -> list[Node]:
+    """Return the outputs that are gradients of the model's inputs; none in graphs without descriptors."""
+    outputs: Any = graph.output_node().args[0]
+    found = ((outputs[i], node) for i, node in inputs_of_gradients(graph))
+    return [value for value, node in found if isinstance(value, Node) and input_position(node) is not None]
 
 
 def without_duplicates(gm: fx.GraphModule, forward_outputs: int) -> fx.GraphModule:

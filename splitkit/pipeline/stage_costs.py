@@ -28,7 +28,8 @@ class StageCosts:
             saved, parameters left out.
         deferred_bytes: held from the end of the input part to the end of the weight part: the rest of the saved bytes,
             and the gradients that the input part captures, which are held from its start; ``None``: ``saved_bytes``.
-            With torch's division, 1.5 to 1.7 times the saved bytes (`splitkit.pipeline.weight_gradients`).
+            With torch's division, 1.1 to 1.7 times the saved bytes; with separate graphs it is at most about
+            those (`splitkit.pipeline.weight_gradients`).
         activation_bytes: bytes of the message to the next stage.
         input_gradient_bytes: bytes of the message to the previous stage; ``None``: as many as the received activation.
         temporary_bytes: upper bound on additional bytes while the stage computes.

@@ -15,7 +15,7 @@ from splitkit.costs.recorded import costs_of
 from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
-from splitkit.graph.fake_calls import op_name, target_of
+from splitkit.graph.fake_calls import target_of
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint_marks import is_joint
 from splitkit.memory.autograd.saved_storages import Activations
@@ -23,7 +23,7 @@ from splitkit.memory.segments.graph_memory import GraphMemory, graph_memory
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.replication_costs import replica_of, trained_bytes, undivided
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.weight_gradients import WeightPart, checked_weight_part, deferred_bytes
+from splitkit.pipeline.weight_gradients import WeightPart, checked_weight_part, deferred_bytes, is_product
 from splitkit.plans.checkpointed import check_checkpoints
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, Part, PartKey
@@ -32,15 +32,6 @@ from splitkit.prices import Optimizer, as_given, require_costs
 
 STATE_OF: Mapping[str, int] = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 """The state of each optimizer, in multiples of the bytes of what it trains."""
-
-# Ops whose backward is a product for each factor.
-_PRODUCTS = frozenset(
-    (
-        *("linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "__matmul__", "convolution"),
-        *("_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    )
-)
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def stage_costs(
@@ -65,7 +56,9 @@ def stage_costs(
     * ``deferred_bytes`` is an upper bound on what waits for the weight part where a schedule divides backward.
       Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and
       has no input part in the first stage: all of its backward is ``backward_weight``
-      (`splitkit.pipeline.weight_gradients`).
+      (`splitkit.pipeline.weight_gradients`). With separate graphs for the two parts, the inputs and the output
+      gradients of all layers with parameters wait (``weight_part="own"``), or of products and embeddings only
+      (``"mincut"``).
     * ``temporary_bytes`` is an upper bound on what forward or backward hold beyond that: gradients that share
       memory (those of the two addends of a sum) are counted separately. Parameters have a gradient from an earlier
       microbatch, so a new one is counted as well.
@@ -92,7 +85,8 @@ def stage_costs(
             inference.
         activations: the result of `splitkit.memory.autograd.saved_storages.activations` for the graph, if it is
             known.
-        weight_part: who divides backward: ``"torch"``, or ``"own"`` for graphs of your own for the two parts.
+        weight_part: who divides backward: ``"torch"``; ``"own"`` for graphs of your own, in which the input part
+            computes only what it needs; or ``"mincut"`` for graphs that `splitkit.policies.SplitBackward` divides.
 
     Raises:
         PolicyError: SK302 for an unknown optimizer or way to divide backward.
@@ -174,7 +168,7 @@ class StagePrices:
             return stages
         if self.divided:
             waits = deferred_bytes(self.memory, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
-            whole = [recompute and (i > 0 or self.weight_part == "own") for i, recompute in enumerate(again)]
+            whole = [recompute and (i > 0 or self.weight_part != "torch") for i, recompute in enumerate(again)]
             stages = [
                 replace(stage, deferred_bytes=0 if at_once else nbytes)
                 for stage, nbytes, at_once in zip(stages, waits, whole, strict=True)
@@ -363,8 +357,5 @@ class _Times:
         values = [read for read in reads if read.op != "get_attr"]
         if not values:
             return 1.0
-        target = target_of(self._gm, node)
-        module = isinstance(target, nn.Module)
-        weights = module or len(reads) > len(values)
-        product = isinstance(target, _LAYERS) if module else op_name(target) in _PRODUCTS
-        return 0.5 if weights and product and len(values) == 1 else 0.0
+        weights = isinstance(target_of(self._gm, node), nn.Module) or len(reads) > len(values)
+        return 0.5 if weights and is_product(self._gm, node) and len(values) == 1 else 0.0

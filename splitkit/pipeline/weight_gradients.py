@@ -8,7 +8,9 @@ captures the gradient of each value at which the path of a parameter meets the p
      └───────────────────────────────┘               linear and out have one: an addend has the gradient of the sum)
 
 With separate graphs for the two parts (as in *Zero Bubble Pipeline Parallelism*, Qi et al. 2023), only the values that
-nodes with parameters saved are needed, and the gradients of their results.
+nodes with parameters saved are needed, and the gradients of their results. If the input part also finishes the
+gradients of norms and biases, which are quick reductions of large values, only those of products are
+(`splitkit.policies.SplitBackward`).
 """
 
 from __future__ import annotations
@@ -18,18 +20,30 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from torch import nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.checks import is_word, shown
 from splitkit.errors import PolicyError
+from splitkit.graph.fake_calls import op_name, target_of
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.segments.graph_memory import GraphMemory, is_dense
 from splitkit.memory.segments.order_tables import NodeMemory
 
-WeightPart = Literal["torch", "own"]
-"""How backward is divided: by torch's pipelining, or by separate graphs for the two parts (``"own"``)."""
+WeightPart = Literal["torch", "own", "mincut"]
+"""How backward is divided: by torch's pipelining; by separate graphs for the two parts, of which the weight part has
+all that the input part does not need (``"own"``); or by graphs with the fewest bytes in between (``"mincut"``)."""
+
+# Ops whose backward is a product for each factor.
+_PRODUCTS = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv", "__matmul__", "convolution"),
+        *("_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    )
+)
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 _Gradient = tuple[Node, bool]
 """The memory of a gradient: the value, and whether its gradient comes from the next stage."""
@@ -37,8 +51,14 @@ _Gradient = tuple[Node, bool]
 
 def checked_weight_part(way: object) -> None:
     """Raise SK302 for an unknown way to divide backward."""
-    if not is_word(way, "torch", "own"):
-        raise PolicyError("SK302", f"weight_part is {shown(way)}", "Use 'torch' or 'own'.")
+    if not is_word(way, "torch", "own", "mincut"):
+        raise PolicyError("SK302", f"weight_part is {shown(way)}", "Use 'torch', 'own' or 'mincut'.")
+
+
+def is_product(root: nn.Module, node: Node) -> bool:
+    """Whether a node of a forward graph is a matrix product or a convolution."""
+    target = target_of(root, node)
+    return isinstance(target, _LAYERS) if isinstance(target, nn.Module) else op_name(target) in _PRODUCTS
 
 
 def deferred_bytes(
@@ -64,7 +84,7 @@ def deferred_bytes(
     found = []
     for number, nbytes in enumerate(saved):
         stage = _Stage(stages, number)
-        found.append(stage.by_torch(nbytes) if way == "torch" else stage.by_own_graphs())
+        found.append(stage.by_torch(nbytes) if way == "torch" else stage.by_own_graphs(products=way == "mincut"))
     return found
 
 
@@ -138,14 +158,19 @@ class _Stage:
         gradients = [*map(self._memory, self._results(captures)), *map(self._sent, self._come)]
         return saved - self._released(captures) + self._sum([*came, *gradients])
 
-    def by_own_graphs(self) -> int:
+    def by_own_graphs(self, products: bool) -> int:
         """See `deferred_bytes`."""
-        nodes = [node for node in self._nodes if self._trains(node)]
+        nodes = [node for node in self._nodes if self._trains(node) and (not products or self._defers(node))]
         kept = {storage for node in nodes for storage in self._nodes[node].saves}
         return self._storages(kept) + self._sum(self._memory(v) for v in self._results(nodes))
 
     def _trains(self, node: Node) -> bool:
         return any(not isinstance(read, Node) for read in self._nodes[node].contributes)
+
+    def _defers(self, node: Node) -> bool:
+        """Whether a node with parameters has a weight gradient that takes time: a product, or all of its backward."""
+        values = [read for read in self._nodes[node].contributes if isinstance(read, Node)]
+        return not values or is_product(self._all.memory.flow.root, node)
 
     def _captures(self) -> list[Node]:
         """Return the nodes at which the path of a parameter meets the path of an input of the stage."""

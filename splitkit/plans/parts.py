@@ -87,7 +87,8 @@ class Claim:
 
     Attributes:
         objective: the minimised quantity: ``"bottleneck"`` (seconds of the most loaded part), ``"makespan"`` (seconds
-            of one sample), ``"parts"`` (how many) or ``"traffic"`` (bytes); or the maximised ``"tokens"`` (of cache).
+            of one sample), ``"parts"`` (how many), ``"traffic"`` (bytes) or ``"waiting"`` (bytes between the input part
+            and the weight part, with seconds at a price); or the maximised ``"tokens"`` (of cache).
         value: the objective of this plan.
         bound: a lower bound on the objective of every plan within the same limits; for tokens an upper bound.
         solver: the method that found the plan, and the one that proved the bound if it is a different one.

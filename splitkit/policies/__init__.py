@@ -20,6 +20,7 @@ from splitkit.policies.recompute_all import RecomputeAll
 from splitkit.policies.remat import Remat
 from splitkit.policies.round_robin import RoundRobin
 from splitkit.policies.save_all import SaveAll
+from splitkit.policies.split_backward import SplitBackward
 from splitkit.policies.stages import Stages
 from splitkit.search.recompute.plan_pool import PlanPool as PlanPool  # an argument of Budget, not a policy
 
@@ -44,5 +45,6 @@ __all__ = [
     "Remat",
     "RoundRobin",
     "SaveAll",
+    "SplitBackward",
     "Stages",
 ]

@@ -34,24 +34,37 @@ class JointFlow(Dataflow):
         forward_outputs: the number of outputs that are forward's; the others are backward's.
         updated: inputs that hold another value when backward runs, because the graph writes to them, or AOTAutograd
             does after forward.
+        input_gradients: the outputs of backward that are gradients of inputs of the model, not of its parameters.
     """
 
     backward_inputs: tuple[Node, ...]
     forward_outputs: int
     updated: tuple[Node, ...]
+    input_gradients: tuple[Node, ...] = ()
 
     __repr__ = brief
 
     @classmethod
     def of(
-        cls, flow: Dataflow, backward_inputs: Iterable[Node], forward_outputs: int, updated: Iterable[Node]
+        cls,
+        flow: Dataflow,
+        backward_inputs: Iterable[Node],
+        forward_outputs: int,
+        updated: Iterable[Node],
+        input_gradients: Iterable[Node] = (),
     ) -> JointFlow:
         """Make the facts of a joint graph: nodes that read an updated input may run only once."""
         written = (w for e in flow.effects.values() for w in e.writes if w.op == "placeholder")
         updated = tuple(dict.fromkeys([*updated, *written]))
         known = {field.name: getattr(flow, field.name) for field in fields(Dataflow)}
         known["once"] = MappingProxyType({**_readers_of_memory(flow, updated), **flow.once})
-        return cls(**known, backward_inputs=tuple(backward_inputs), forward_outputs=forward_outputs, updated=updated)
+        return cls(
+            **known,
+            backward_inputs=tuple(backward_inputs),
+            forward_outputs=forward_outputs,
+            updated=updated,
+            input_gradients=tuple(input_gradients),
+        )
 
     @property
     def outputs(self) -> tuple[object, ...]:

@@ -21,9 +21,10 @@ from splitkit.memory.autograd.saved_storages import activations
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 from splitkit.pipeline.stage_prices import stage_costs
-from splitkit.policies import Stages
+from splitkit.policies import SplitBackward, Stages
 from splitkit.runtime.ranks.border_values import non_view
 from splitkit.testing.models import build
+from splitkit.training.waiting_values import waiting_bytes
 
 SCALARS = 512
 """Bytes of a loss, of seeds of kernels: no value of the graph."""
@@ -143,6 +144,21 @@ def test_torch_captures_gradients_beside_all_that_was_saved():
     assert rows[0][1] == found[0].deferred_bytes == found[0].saved_bytes + unit
     # Graphs of one's own: inputs of norm (with mean and rstd), up and down, and the gradients of their results.
     assert own[1].deferred_bytes == 2 * (1 + 1 + 4 + 1 + 4 + 1) * unit + 2 * 2 * 32 * 4
+    # If gradients of norms are finished early, without their inputs and the gradients of their results.
+    flow = sk.analyze(sk.capture(model, x))
+    plan, costs = sk.plan(flow.root, Stages(2, seconds=1), sk.costs.flops(flow)), sk.costs.flops(flow)
+    least = stage_costs(flow, plan, costs, weight_part="mincut")
+    # The first norm's backward is for its weight only, so all of it waits.
+    first = (1 + 1) * unit + 2 * 32 * 4
+    assert [stage.deferred_bytes for stage in least] == [20 * unit + first, 20 * unit]
+    assert [stage.backward_weight for stage in least] == [stage.backward_weight for stage in own]
+    # One stage, priced from the forward graph, against the joint graph: of the first norm only the statistics, as the
+    # weight part computes the gradient and the caller has x; and the gradient of the sum is one number, expanded.
+    (whole,) = stage_costs(flow, [set(flow.nodes)], costs, weight_part="mincut")
+    joint = sk.capture_joint(model, x, loss=torch.sum)
+    divided = SplitBackward().assign(joint.flow, sk.costs.flops(joint.graph_module))
+    assert whole.deferred_bytes == 40 * unit + first
+    assert waiting_bytes(joint.flow, divided, 0) == 39 * unit + 2 * 32 * 4 + 4
 
 
 def test_a_gradient_that_two_ways_add_up_is_held_beside_those_that_come():
@@ -171,7 +187,7 @@ def test_a_way_that_is_not_known_is_refused():
     gm = sk.capture(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(PolicyError, match="weight_part is 'mine'") as caught:
         stage_costs(gm, [set(sk.analyze(gm).nodes)], sk.costs.flops(gm), weight_part="mine")
-    assert caught.value.code == "SK302" and "'torch' or 'own'" in caught.value.remedy
+    assert caught.value.code == "SK302" and "'torch', 'own' or 'mincut'" in caught.value.remedy
 
 
 def peaks(order, saved, deferred):

@@ -47,6 +47,28 @@ def test_the_corners_are_those_of_all_cuts(net):
         assert not (start.side & ~end.side).any()
 
 
+@st.composite
+def two_costs_anywhere(draw):
+    """A network whose edges all have both costs, so that the sides of corners need not be nested."""
+    size, cost = draw(st.integers(3, 7)), st.integers(0, 6) | st.just(INFINITE)
+    ends = st.tuples(st.sampled_from([0, *range(2, size)]), st.integers(1, size - 1))
+    edges = draw(st.lists(st.tuples(ends, cost, cost), min_size=1, max_size=14))
+    rows = [(tail, head, first, second) for (tail, head), first, second in edges]
+    return TwoCosts(size, *np.array(rows, np.int64).T, nested=False)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(two_costs_anywhere())
+def test_corners_that_are_not_nested_are_those_of_all_cuts(net):
+    points = all_costs(net)
+    try:
+        corners = net.corners()
+    except NoCutError:
+        assert not points
+        return
+    assert [(c.first, c.second) for c in corners] == lower_hull(points)
+
+
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(two_costs())
 def test_cuts_between_corners_lie_on_the_hull(net):

@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.engine.complete import check_plan
-from splitkit.engine.joint_stages.gradient_terms import GradientTerm, gradient_terms, tied_parameters
 from splitkit.engine.joint_stages.stage_checks import check_effects, stage_line
 from splitkit.engine.joint_stages.stage_traffic import StageLine, StageTraffic
 from splitkit.engine.joint_stages.staged_step import StagedStep, StageGraphs
@@ -24,6 +23,7 @@ from splitkit.plans.policy import PolicyLike
 from splitkit.plans.record import Plan
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import JointFlow
+from splitkit.training.gradient_terms import GradientTerm, gradient_terms, tied_parameters
 from splitkit.training.stage_parts import StagePart, is_staged, stage_part
 
 Places = dict[Node, tuple[PartKey, ...]]

@@ -88,11 +88,22 @@ class StageTraffic:
 
     def _take(self, part: StagePart, value: Node, why: str) -> None:
         while part not in self.places[value] and value not in self.taken.setdefault(part, {}):
-            source = next((p for p in self.line.before(part) if self._has(value, p)), None)
+            source = next((p for p in self._sources(part, value) if self._has(value, p)), None)
             if source is None:
                 raise _cycle(part, value, self.places[value], why)
             self.taken[part][value] = source
             part = source
+
+    def _sources(self, part: StagePart, value: Node) -> tuple[StagePart, ...]:
+        """Return the parts from which a part may take a value, the preferred one first.
+
+        What the input part recomputes waits for the weight part; if the weight part took forward's copy, forward would
+        have to save what the plan recomputes.
+        """
+        early = StagePart("input", part.stage)
+        if part.half == "weight" and early in self.places[value]:
+            return (early,)
+        return self.line.before(part)
 
     def _has(self, value: Node, part: StagePart) -> bool:
         """Whether a part computes a value, or can take it."""

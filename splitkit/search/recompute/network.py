@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.errors import NoPlanError
-from splitkit.solvers.cuts.min_cut import INFINITE, ROOM, Network, NoCutError, min_cut
+from splitkit.solvers.cuts.min_cut import Network, NoCutError, min_cut, whole_capacities
 from splitkit.training.choices import Choice, Savings
 
 Bools = NDArray[np.bool_]
@@ -85,7 +85,7 @@ class CutNetwork:
         """
         total = float(self.seconds[np.isfinite(self.seconds)].sum())
         costs = self.nbytes + (price or 0.5 / (total or 1.0)) * self.seconds
-        return Network(self.size, self.tails, self.heads, _whole(costs))
+        return Network(self.size, self.tails, self.heads, whole_capacities(costs)[0])
 
     def choice(self, side: Bools) -> Choice:
         """Return the choice that a cut stands for, given by the source's side."""
@@ -96,15 +96,6 @@ class CutNetwork:
         known = dict(zip(self.value.tolist(), self.problem.values, strict=True))
         known |= dict(zip(self.op.tolist(), self.problem.ops, strict=True))
         return tuple(dict.fromkeys(known[v] for v in vertices if v in known))
-
-
-def _whole(costs: Floats) -> Ints:
-    finite = np.isfinite(costs)
-    total = float(costs[finite].sum())
-    power = int(np.floor(np.log2(ROOM / 2 / total))) if total else 0
-    whole = np.full(len(costs), INFINITE)
-    whole[finite] = np.rint(np.ldexp(costs[finite], power)).astype(np.int64)
-    return whole
 
 
 def cheapest(cutting: CutNetwork, price: float, why: Mapping[Node, str]) -> Choice:

@@ -10,14 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.search.recompute.network import CutNetwork, explained
-from splitkit.solvers.cuts.min_cut import INFINITE, ROOM
 from splitkit.solvers.cuts.parametric import Corner, NestedCuts, TwoCosts
 from splitkit.training.choices import Choice, Savings
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-
-_MOST_TICKS = 2.0**40
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +41,8 @@ class Hull:
             NoPlanError: SK303 when something that backward needs can be neither saved nor recomputed.
         """
         cutting = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
-        nbytes, seconds = _finite(cutting.nbytes), _finite(cutting.seconds)
-        ticks = min(_MOST_TICKS, ROOM / 8 / max(float(nbytes.sum()), 1.0))
-        tick = float(seconds.sum()) / ticks or 1.0
-        network = TwoCosts(
-            cutting.size, cutting.tails, cutting.heads, _whole(cutting.nbytes), _whole(cutting.seconds / tick)
-        )
+        costs = cutting.nbytes, cutting.seconds
+        network, tick = TwoCosts.of(cutting.size, cutting.tails, cutting.heads, costs)
         with explained(cutting, problem.why):
             return cls(cutting, network, tick, tuple(network.corners()))
 
@@ -92,14 +85,3 @@ class Hull:
         rank[self.cutting.value] = self.cutting.problem.maker
         rank[self.cutting.op] = np.arange(count)
         return rank
-
-
-def _finite(costs: Floats) -> Floats:
-    return costs[np.isfinite(costs)]
-
-
-def _whole(costs: Floats) -> Ints:
-    found = np.full(len(costs), INFINITE)
-    finite = np.isfinite(costs)
-    found[finite] = np.floor(costs[finite]).astype(np.int64)
-    return found

@@ -12,6 +12,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 INFINITE = np.iinfo(np.int64).max
 """The capacity of an edge that no cut may contain."""
@@ -67,6 +68,19 @@ class Network:
         tails, heads = number[self.tails], number[self.heads]
         counts = (tails != heads) & (heads != 0) & (tails != 1)
         return Network(2 + int(free.sum()), tails[counts], heads[counts], self.capacities[counts]), number
+
+
+def whole_capacities(costs: Floats) -> tuple[Ints, float]:
+    """Return costs, which may be infinite, as capacities; and what one unit of capacity costs.
+
+    They are rounded to multiples of ``2**-60`` of the sum of the finite ones, or of a smaller power of two.
+    """
+    finite = np.isfinite(costs)
+    total = float(costs[finite].sum())
+    power = int(np.floor(np.log2(ROOM / 2 / total))) if total else 0
+    whole = np.full(len(costs), INFINITE)
+    whole[finite] = np.rint(np.ldexp(costs[finite], power)).astype(np.int64)
+    return whole, float(np.ldexp(1.0, -power))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,10 +12,13 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 
-from splitkit.solvers.cuts.min_cut import INFINITE, Cut, Network, min_cut
+from splitkit.solvers.cuts.min_cut import INFINITE, ROOM, Cut, Network, min_cut
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+_MOST_UNITS = 2.0**40
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +38,7 @@ class Corner:
 
 @dataclass(frozen=True, eq=False)
 class TwoCosts:
-    """A network whose edges have two costs; edges with a second cost leave the source.
+    """A network whose edges have two costs.
 
     Attributes:
         size: the number of vertices; 0 is the source, 1 the sink.
@@ -43,6 +46,7 @@ class TwoCosts:
         heads: (e,) int.
         first: (e,) int; not negative, or `INFINITE`.
         second: (e,) int; not negative, or `INFINITE`. The product of the two sums is below `ROOM` / 4.
+        nested: whether only edges from the source have a second cost.
     """
 
     size: int
@@ -50,13 +54,26 @@ class TwoCosts:
     heads: Ints
     first: Ints
     second: Ints
+    nested: bool = True
+
+    @classmethod
+    def of(
+        cls, size: int, tails: Ints, heads: Ints, costs: tuple[Floats, Floats], nested: bool = True
+    ) -> tuple[TwoCosts, float]:
+        """Return the network of two costs that may be infinite, and the cost that one unit of the second stands for.
+
+        First costs are rounded down to whole numbers, second costs to `2**-40` of their sum or so.
+        """
+        first, second = (float(cost[np.isfinite(cost)].sum()) for cost in costs)
+        unit = second / min(_MOST_UNITS, ROOM / 8 / max(first, 1.0)) or 1.0
+        return cls(size, tails, heads, _whole(costs[0]), _whole(costs[1] / unit), nested), unit
 
     def corners(self) -> list[Corner]:
         """Return the corners of the lower convex hull of the costs of all cuts, by rising first cost.
 
         Each step computes the best cut at the slope between two corners: if none is below the line, the hull has an
-        edge there, otherwise there is a new corner (Eisner and Severance 1976). Because second costs are at the source
-        only, the source's sides of the corners are nested (Gallo, Grigoriadis and Tarjan 1989), so each step settles
+        edge there, otherwise there is a new corner (Eisner and Severance 1976). If second costs are at the source only,
+        the source's sides of the corners are nested (Gallo, Grigoriadis and Tarjan 1989), so each step settles
         vertices.
 
         Raises:
@@ -64,13 +81,15 @@ class TwoCosts:
         """
         nothing = np.zeros(self.size, np.bool_)
         start = self._corner(self._cut(nothing, nothing, self._total(self.second) + 1, 1).largest)
-        end = self._corner(self._cut(start.side, nothing, 1, self._total(self.first) + 1).largest)
+        inside = start.side if self.nested else nothing
+        end = self._corner(self._cut(inside, nothing, 1, self._total(self.first) + 1).largest)
         return [start, *self._after(start, end)] if end.second < start.second else [start]
 
     def _after(self, start: Corner, end: Corner) -> Iterator[Corner]:
         rates = _rates(start, end)
-        cut = self._cut(start.side, ~end.side, *rates)
-        found = self._corner(cut.largest)
+        nothing = np.zeros(self.size, np.bool_)
+        inside, outside = (start.side, ~end.side) if self.nested else (nothing, nothing)
+        found = self._corner(self._cut(inside, outside, *rates).largest)
         if _cost(found, *rates) < _cost(start, *rates):
             yield from self._after(start, found)
             yield from self._after(found, end)
@@ -149,6 +168,13 @@ def _rates(start: Corner, end: Corner) -> tuple[int, int]:
 
 def _cost(corner: Corner, first: int, second: int) -> int:
     return corner.first * first + corner.second * second
+
+
+def _whole(costs: Floats) -> Ints:
+    found = np.full(len(costs), INFINITE)
+    finite = np.isfinite(costs)
+    found[finite] = np.floor(costs[finite]).astype(np.int64)
+    return found
 
 
 def _steps(cut: Cut, free: Bools, rank: Ints) -> Iterator[Ints]:

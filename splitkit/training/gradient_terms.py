@@ -38,7 +38,7 @@ def gradient_terms(flow: JointFlow, places: Places) -> list[GradientTerm]:
 
     Args:
         flow: facts about the joint graph.
-        places: node -> its parts; sums that are taken apart get the place ``()``.
+        places: node, or member of a tuple -> its parts; sums that are taken apart get the place ``()``.
     """
     found: list[GradientTerm] = []
     returned = [value for value in flow.gradients if isinstance(value, Node)]
@@ -47,9 +47,9 @@ def gradient_terms(flow: JointFlow, places: Places) -> list[GradientTerm]:
             continue
         sums: list[Node] = []
         nodes = _apart(value, returned, sums)
-        stages = {node: _stage_of(places[node]) for node in nodes}
+        stages = {node: _stage_of(places.get(node, ())) for node in nodes}
         if len(set(stages.values())) < 2:
-            found.append(GradientTerm(position, (value,), _stage_of(places[value])))
+            found.append(GradientTerm(position, (value,), _stage_of(places.get(value, ()))))
             continue
         places |= dict.fromkeys(sums, ())
         found += [

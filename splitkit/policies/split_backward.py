@@ -1,0 +1,102 @@
+"""The policy `SplitBackward`: the exact minimum of what waits between the two parts of a divided backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from splitkit.checks import is_number, shown
+from splitkit.costs import Costs
+from splitkit.errors import PolicyError
+from splitkit.graph.dataflow import Dataflow
+from splitkit.plans.parts import Claim
+from splitkit.plans.policy import PolicyLike, as_plan, require_policy
+from splitkit.plans.record import Plan
+from splitkit.policies.save_all import SaveAll
+from splitkit.search.deferral.deferral_cuts import DeferralNetwork
+from splitkit.search.deferral.deferral_problem import deferrals
+from splitkit.search.deferral.divided_backward import backward_parts, divided, staged_plan
+from splitkit.training.flow import as_joint
+from splitkit.units import duration, size
+
+_MOST = 1e100
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """Divide the backward of each stage into an input part and a weight part, such that little waits between them.
+
+    Zero-bubble schedules run the input part at once, because the stage before waits for the gradients that it computes,
+    and the weight part in what would be a bubble. Until then, the inputs of the weight part are held. This policy
+    divides the backward of a plan such that these are as few bytes as possible::
+
+        SplitBackward()                          products in the weight part, the fewest bytes
+        SplitBackward(policy=MinCut())           after recompute
+        SplitBackward(price=1e12)                a second that is deferred is worth 1 TB
+
+    The input part computes the gradients that leave the stage (those that go to the stage before, and those of inputs
+    of the model that require grad), all that these need, and everything with an effect or random numbers. For all other
+    nodes of backward there is a choice, and a minimum cut makes it: a node can be in the input part, in the weight
+    part, or in both. Each storage counts once, however many views of it are read. Parameters, and the inputs of the
+    model, are held by the caller anyway. A finished gradient of a parameter is added to the parameter's at once, so it
+    does not wait. The weight part returns gradients of parameters only.
+
+    Without a price, the products that weight gradients end in (matrix products, convolutions, attention, and the
+    backward of embeddings) are in the weight part, however much waits for them: deferring them is what a divided
+    backward is for. Everything else is where the fewest bytes wait, and if that does not matter, in the weight part;
+    nothing but views is computed twice. For a transformer, the input and the output gradient of each linear layer wait
+    then, while gradients of norms and biases, reductions that are quick, are finished in the input part.
+
+    With a price, nothing is fixed: the plan minimises ``waiting bytes + price * seconds``, where the seconds are of
+    nodes in the input part that need not be there, and of nodes that run in both parts. At 0 nothing is deferred and
+    nothing waits; at a high price everything is deferred that can be. On an H100, products of large layers have about
+    4e11 bytes for each second, and reductions the bandwidth of the memory, 3e12.
+    `splitkit.studies.deferral_frontier.DeferralFrontier` finds all prices at which the plan changes.
+
+    If no gradient leaves a stage (the first one, whose inputs are token ids), nothing must be in the input part. The
+    chain of gradients through the layers is then computed in the input part all the same if that leaves fewer bytes
+    waiting, as it does unless the plan recomputes nearly everything. With a price, such a stage defers more, because
+    its whole backward can wait.
+
+    A convolution's backward is one node with the gradients of input and weight, so it is in the input part as a whole.
+
+    The plan has the parts ``("forward", s)``, ``("input", s)`` and ``("weight", s)`` for each stage ``s``; a plan of
+    one forward and one backward is stage 0. Its claim is proven: the value of the cut is that of a flow.
+
+    Attributes:
+        price: the bytes that may wait for each second that is deferred; ``None`` defers products.
+        policy: what is saved, what is recomputed, and the stages: a policy or plan for a joint graph.
+    """
+
+    price: float | None = None
+    policy: PolicyLike = field(default_factory=SaveAll)
+
+    def __post_init__(self) -> None:
+        price: object = self.price
+        if price is not None and not (is_number(price) and float(price) <= _MOST):
+            remedy = f"Give bytes a second, not negative, {_MOST:.0e} at most: 1e12; or None to defer products."
+            raise PolicyError("SK302", f"SplitBackward has price={shown(price)}", remedy)
+        require_policy(self.policy)
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Return a plan with the parts ``("forward", s)``, ``("input", s)`` and ``("weight", s)``.
+
+        Raises:
+            PolicyError: SK302 for a graph that is not a joint graph, and for a plan whose parts are not a forward and a
+                backward of each stage.
+        """
+        joint = as_joint(self, flow)
+        plan = staged_plan(joint, as_plan(self.policy, joint, costs))
+        chosen, value, bound = {}, 0.0, 0.0
+        for stage, backward in backward_parts(plan).items():
+            network = DeferralNetwork.of(deferrals(joint, plan, backward, costs), products=self.price is None)
+            choice, least = network.cheapest(self.price or 0.0)
+            chosen[stage] = choice
+            value += choice.nbytes + (self.price or 0.0) * choice.moved
+            bound += least
+        largest = max(chosen, key=lambda stage: chosen[stage].nbytes)
+        claim = Claim("waiting", value, min(value, bound), "minimum cut", ("weight", largest))
+        waiting = " + ".join(size(choice.nbytes) for choice in chosen.values())
+        times = [sum(c.seconds[i] for c in chosen.values()) for i in range(2)]
+        unit = next(iter(chosen.values())).problem.time_unit
+        note = f"{waiting} wait, {duration(times[1], unit)} of {duration(sum(times), unit)} of backward deferred"
+        return replace(divided(plan, chosen), note="; ".join(filter(None, (note, plan.note))), claim=claim)
