@@ -61,14 +61,14 @@ def _in_time(problem: OrderProblem, stage: int, share: float) -> int:
 
 def schedule_by_rule(problem: OrderProblem, rule: ListRule) -> TimedRows | None:
     """Return the order that a rule makes; ``None`` if memory lets it not go on."""
-    return _ListScheduler(problem, rule).schedule()
+    return ListScheduler(problem, rule).schedule()
 
 
-_Choice = tuple[float, int, int]
+Choice = tuple[float, int, int]
 """(start, stage, kind) of an action."""
 
 
-class _ListScheduler:
+class ListScheduler:
     """Runs the actions in the order of their starts; a rank chooses again when a message arrives."""
 
     def __init__(self, problem: OrderProblem, rule: ListRule) -> None:
@@ -79,6 +79,7 @@ class _ListScheduler:
         self.reserve = [_later_bytes(problem, stage) for stage in range(problem.stages)]
 
     def schedule(self) -> TimedRows | None:
+        """Return the order; ``None`` if memory lets no rank go on."""
         for rank in range(self.problem.ranks):
             self._choose(rank)
         for _ in range(3 * self.problem.microbatches * self.problem.stages):
@@ -93,7 +94,7 @@ class _ListScheduler:
                 self._choose(self.problem.rank_of[target])
         return self.state.timed()
 
-    def _next(self) -> _Choice | None:
+    def _next(self) -> Choice | None:
         """Return the action that starts first; a weight part if memory lets no rank go on without."""
         while self.heap:
             start, rank, version, stage, kind = heapq.heappop(self.heap)
@@ -108,17 +109,18 @@ class _ListScheduler:
 
     def _choose(self, rank: int) -> None:
         self.versions[rank] += 1
-        choice = self._choice(rank)
+        choice = self.choice(rank)
         if choice is not None:
             start, stage, kind = choice
             heapq.heappush(self.heap, (start, rank, self.versions[rank], stage, kind))
 
-    def _choice(self, rank: int) -> _Choice | None:
+    def choice(self, rank: int) -> Choice | None:
+        """Return the next action of a rank; ``None`` if it must wait for a message that is not on its way."""
         now, rule = self.state.free[rank], self.rule
-        inputs, forwards = self._first(rank, I), self._first(rank, F)
+        inputs, forwards = self.first(rank, I), self.first(rank, F)
         if inputs is not None and inputs[0] <= now:
             return inputs
-        weight = self._first(rank, W)
+        weight = self.first(rank, W)
         spare = rule.gap * self.problem.seconds[weight[1]][W] if weight is not None else 0.0
         if forwards is not None and forwards[0] <= now:
             if inputs is not None and weight is not None and rule.yields:
@@ -135,17 +137,18 @@ class _ListScheduler:
             return weight
         return known
 
-    def _first(self, rank: int, kind: int) -> _Choice | None:
+    def first(self, rank: int, kind: int) -> Choice | None:
         """Return the first action of a kind that its rank can run, of equal ones that of the stage it prefers."""
-        found: list[_Choice] = []
+        found: list[Choice] = []
         for stage in self.problem.of_rank[rank]:
             start = self.state.start(stage, kind)
-            if start is not None and self._allowed(stage, kind):
+            if start is not None and self.allowed(stage, kind):
                 found.append((start, stage, kind))
         last = (kind == F) == self.rule.deep
         return min(found, key=lambda one: (one[0], -one[1] if last else one[1]), default=None)
 
-    def _allowed(self, stage: int, kind: int) -> bool:
+    def allowed(self, stage: int, kind: int) -> bool:
+        """Return whether memory and the rule let an action run."""
         state, rank = self.state, self.problem.rank_of[stage]
         if kind != F:
             return state.fits(stage, kind)

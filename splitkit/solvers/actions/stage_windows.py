@@ -53,11 +53,11 @@ def tighten(problem: OrderProblem, windows: Windows, rounds: int = 3) -> bool:
     An end of forward bounds the start of the next stage's forward, and the latest end of that bounds this one's; input
     parts likewise the other way.
     """
-    stages = range(problem.stages)
+    stages, levels = range(problem.stages), dict[tuple[int, ...], _Levels]()
     for _ in range(rounds):
         before = _total(windows)
         for stage in (*stages, *reversed(stages)):
-            if not _StageProgram(problem, stage, windows).tighten():
+            if not _StageProgram(problem, stage, windows, levels).tighten():
                 return False
             _hand_on(problem, stage, windows)
         if _total(windows) == before:
@@ -105,6 +105,25 @@ class _Step:
 _LAST, _REST, _ALL = slice(None, -1), slice(1, None), slice(None)
 
 
+class _Levels:
+    """Which states exist on each level, for stages of one shape.
+
+    Attributes:
+        done: level -> f and i of its rows, (a,) each, within the numbers of microbatches.
+        exists: level -> which states exist, (a, b).
+    """
+
+    def __init__(self, count: int, deep: int, wide: int) -> None:
+        a, b = np.arange(deep), np.arange(wide)[None, :]
+        self.done: list[tuple[Ints, Ints]] = []
+        self.exists: list[Flags] = []
+        for level in range(2 * count + 1):
+            forwards, inputs = (level + a) // 2, (level - a) // 2
+            whole = ((level - a) % 2 == 0) & (inputs >= 0) & (forwards <= count)
+            self.exists.append(whole[:, None] & (b <= inputs[:, None]))
+            self.done.append((np.clip(forwards, 0, count), np.clip(inputs, 0, count)))
+
+
 class _StageProgram:
     """The two dynamic programs of one stage.
 
@@ -112,7 +131,9 @@ class _StageProgram:
     has another parity than the level, hold infinity.
     """
 
-    def __init__(self, problem: OrderProblem, stage: int, windows: Windows) -> None:
+    def __init__(
+        self, problem: OrderProblem, stage: int, windows: Windows, levels: dict[tuple[int, ...], _Levels]
+    ) -> None:
         self.stage, self.windows, self.count = stage, windows, problem.microbatches
         self.travel = problem.travel[stage]
         forward, backward, self.weight = problem.seconds[stage]
@@ -121,10 +142,14 @@ class _StageProgram:
         room, uses = problem.room[problem.rank_of[stage]], problem.uses[stage]
         shape = window_shape(problem, stage)
         self.shape = shape[1:]
-        self.a, self.b = np.arange(shape[1])[:, None], np.arange(shape[2])[None, :]
-        held = self.a * uses[F].change + self.b * (uses[F].change + uses[I].change)
+        if shape not in levels:
+            levels[shape] = _Levels(self.count, *self.shape)
+        self.levels = levels[shape]
+        a, b = np.arange(shape[1])[:, None], np.arange(shape[2])[None, :]
+        held = a * uses[F].change + b * (uses[F].change + uses[I].change)
         allowed = [held + use.peak <= room for use in uses]
-        self.with_weight = allowed[W]
+        self.with_weight = allowed[W] | (held > room)  # no step leads into a state that memory forbids
+        self.taken = b * self.weight
         self.steps = (
             _Step(forward, windows.forward_from[stage], windows.forward_to[stage], allowed[F], (_LAST, _ALL), (_REST, _ALL)),
             _Step(backward, windows.input_from[stage], windows.input_to[stage], allowed[I], (_REST, _LAST), (_LAST, _REST)),
@@ -146,18 +171,11 @@ class _StageProgram:
                 np.maximum(readers[at], first + travel, out=readers[at])
         return True
 
-    def _numbers(self, level: int) -> tuple[tuple[Ints, Ints], Flags]:
-        """Return f and i of the rows of a level, (a,) each, and which states exist, (a, b)."""
-        a = self.a[:, 0]
-        done = (level + a) // 2, (level - a) // 2
-        whole = ((level - a) % 2 == 0) & (done[I] >= 0) & (done[F] <= self.count)
-        return done, whole[:, None] & (self.b <= done[I][:, None])
-
     def _latest(self) -> list[Floats]:
         """Return level -> the latest times from which the rest can be done in time."""
         found: list[Floats] = []
         for level in range(2 * self.count, -1, -1):
-            done, exists = self._numbers(level)
+            done, exists = self.levels.done[level], self.levels.exists[level]
             best = np.full(self.shape, -np.inf)
             if not found:
                 best[0, 0] = self.end
@@ -165,7 +183,7 @@ class _StageProgram:
                 if found:
                     after = np.full(self.shape, -np.inf)
                     after[step.source] = found[-1][step.target]
-                    due = step.due[np.clip(number, 0, self.count - 1)][:, None]
+                    due = step.due[np.minimum(number, self.count - 1)][:, None]
                     np.maximum(best, np.where(step.allowed, np.minimum(after, due) - step.seconds, -np.inf), out=best)
             best[~exists] = -np.inf
             found.append(np.where(exists, self._weights_first(best), -np.inf))
@@ -174,8 +192,7 @@ class _StageProgram:
     def _weights_first(self, best: Floats) -> Floats:
         """Return the latest times if weight parts may run before anything else."""
         if self.with_weight.all():
-            taken = self.b * self.weight
-            return np.asarray(np.maximum.accumulate(best + taken, axis=1) - taken)
+            return np.asarray(np.maximum.accumulate(best + self.taken, axis=1) - self.taken)
         for b in range(1, best.shape[1]):
             runs = np.where(self.with_weight[:, b], best[:, b - 1] - self.weight, -np.inf)
             np.maximum(best[:, b], runs, out=best[:, b])
@@ -184,8 +201,7 @@ class _StageProgram:
     def _weights_last(self, best: Floats) -> Floats:
         """Return the earliest times if weight parts may run after everything else."""
         if self.with_weight.all():
-            taken = self.b * self.weight
-            return np.asarray(np.minimum.accumulate((best + taken)[:, ::-1], axis=1)[:, ::-1] - taken)
+            return np.asarray(np.minimum.accumulate((best + self.taken)[:, ::-1], axis=1)[:, ::-1] - self.taken)
         for b in range(best.shape[1] - 2, -1, -1):
             runs = np.where(self.with_weight[:, b + 1], best[:, b + 1] + self.weight, np.inf)
             np.minimum(best[:, b], runs, out=best[:, b])
@@ -195,13 +211,13 @@ class _StageProgram:
         """Fill in the earliest and latest ends, (2, microbatches), of the steps that lead to the end in time."""
         before = np.full(self.shape, np.inf)
         for level in range(2 * self.count + 1):
-            done, exists = self._numbers(level)
+            done, exists = self.levels.done[level], self.levels.exists[level]
             best = np.full(self.shape, np.inf)
             if level == 0:
                 best[0, 0] = 0.0
             for kind, (step, number) in enumerate(zip(self.steps, done, strict=True)):
                 if level:
-                    made = np.clip(number - 1, 0, self.count - 1)
+                    made = np.maximum(number - 1, 0)
                     start = np.full(self.shape, np.inf)
                     start[step.target] = np.where(step.allowed, before, np.inf)[step.source]
                     end = np.maximum(start, step.before[made][:, None]) + step.seconds
