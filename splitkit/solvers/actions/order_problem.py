@@ -35,8 +35,8 @@ class Use:
 
     @property
     def peak(self) -> int:
-        """The bytes above those held before it."""
-        return self.start + self.during
+        """The most bytes, during it and after it, above those held before it."""
+        return max(self.start + self.during, self.start + self.end)
 
     @property
     def change(self) -> int:

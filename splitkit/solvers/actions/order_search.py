@@ -20,15 +20,15 @@ from splitkit.solvers.actions.window_scheduler import DeadlineRule, schedule_in_
 
 TOLERANCE = 1e-9
 """The relative difference up to which two values are equal."""
-_RULE_ACTIONS = 1_500_000
+_RULE_ACTIONS = 400_000
 """The actions that list scheduling may schedule in all."""
-_CELLS = 60_000_000
-"""The states of stages that windows may visit in all."""
-_NODES = 40_000
+_CELLS = 15_000_000
+"""The work of windows, in states of a stage."""
+_NODES = 20_000
 """The states that branching may visit."""
 _BRANCHED = 100
 """The most actions of a step for which branching is tried."""
-_DESCENT = 400_000
+_DESCENT = 150_000
 """The actions that descent may time in all."""
 
 
@@ -52,17 +52,18 @@ class FoundOrder:
         return self.timed.value <= self.bound + TOLERANCE * abs(self.bound)
 
 
-def search_order(problem: OrderProblem, known: Iterable[Rows] = ()) -> FoundOrder | None:
+def search_order(problem: OrderProblem, known: Iterable[Rows] = (), effort: float = 1.0) -> FoundOrder | None:
     """Return the best order that was found; ``None`` if memory holds no order.
 
     Args:
         problem: the problem.
         known: orders to start from; those that deadlock or take too much memory are passed over.
+        effort: multiplies the work limits.
     """
     start = [found for rows in (one_by_one(problem), *known) if (found := time_rows(problem, rows)) is not None]
     if not start:
         return None
-    return _OrderSearch(problem, min(start, key=_value)).run()
+    return _OrderSearch(problem, min(start, key=_value), effort).run()
 
 
 def one_by_one(problem: OrderProblem) -> Rows:
@@ -84,7 +85,7 @@ def row_peak(problem: OrderProblem, row: Row) -> int:
     held = most = 0
     for stage, kind in row:
         use = problem.uses[stage][kind]
-        most = max(most, held + use.peak, held + use.change)
+        most = max(most, held + use.peak)
         held += use.change
     return most
 
@@ -94,8 +95,8 @@ def _value(timed: TimedRows) -> float:
 
 
 class _OrderSearch:
-    def __init__(self, problem: OrderProblem, start: TimedRows) -> None:
-        self.problem, self.best = problem, start
+    def __init__(self, problem: OrderProblem, start: TimedRows, effort: float) -> None:
+        self.problem, self.best, self.effort = problem, start, effort
         self.bound, self.how = simple_bound(problem), "work"
         self.actions = 3 * problem.stages * problem.microbatches
         self.limits: tuple[tuple[int, ...], ...] = ()
@@ -119,7 +120,7 @@ class _OrderSearch:
 
     def _by_rules(self) -> None:
         values: dict[tuple[int, ...], float] = {}
-        for rule, _ in zip(list_rules(self.problem), range(max(8, _RULE_ACTIONS // self.actions)), strict=False):
+        for rule, _ in zip(list_rules(self.problem), range(max(8, int(self.effort * _RULE_ACTIONS) // self.actions)), strict=False):
             found = schedule_by_rule(self.problem, rule)
             if found is not None:
                 values[rule.most] = min(values.get(rule.most, found.value), found.value)
@@ -130,7 +131,7 @@ class _OrderSearch:
 
     def _by_windows(self) -> None:
         """Halve the distance between bound and best order."""
-        cells, left = window_cells(self.problem), _CELLS
+        cells, left = window_cells(self.problem), self.effort * _CELLS
         low, high = self.bound, self.best.value * (1 - TOLERANCE)
         value = high
         while low < high * (1 - TOLERANCE) and left >= cells:
@@ -162,11 +163,11 @@ class _OrderSearch:
         if not tighten(self.problem, windows):
             self.bound, self.how = value, "windows"
             return
-        found = branch(self.problem, windows, value, _NODES)
+        found = branch(self.problem, windows, value, int(self.effort * _NODES))
         self._take(found.best)
         if found.whole:
             self.bound, self.how = self.best.value, "branching"
 
     def _by_descent(self) -> None:
-        count = _DESCENT // self.actions
+        count = int(self.effort * _DESCENT) // self.actions
         self.best, _ = improve_rows(self.problem, self.best, count, self.bound * (1 + TOLERANCE))
