@@ -154,11 +154,15 @@ class ListScheduler:
             return state.fits(stage, kind)
         forwards, inputs, _ = state.counts[stage]
         use = self.problem.uses[stage][F]
-        need = use.peak + self.reserve[stage]
+        need = max(use.peak, use.change + self.reserve[stage])
         return forwards - inputs < self.rule.most[stage] and state.held[rank] + need <= self.problem.room[rank]
 
 
 def _later_bytes(problem: OrderProblem, stage: int) -> int:
-    """Return the bytes that a microbatch will take in later stages of the rank, without which it cannot come back."""
-    later = [s for s in problem.of_rank[problem.rank_of[stage]] if s > stage]
-    return sum(problem.uses[s][F].change for s in later)
+    """Return the bytes that must stay free after a forward, or its rank could not go on.
+
+    They are those of the microbatch in later stages of the rank, and those that an input or weight part takes.
+    """
+    stages = problem.of_rank[problem.rank_of[stage]]
+    backward = max(0, *(problem.uses[s][kind].peak for s in stages for kind in (I, W)))
+    return backward + sum(problem.uses[s][F].change for s in stages if s > stage)
