@@ -7,8 +7,9 @@ end of its last one. 1p and 2p are orders within the memory of p and 2 p forward
 the rest. "bound": no order whose stages take the microbatches in turn has a lower rate.
 
 The second table has the bubbles and memories that the README of that repository gives for equal times of F, I and W, in
-units of 1F1B's; the last three schedules have two chunks per rank, each half as long. H2 and ZB-V overlap the end of a
-step with the next one, so that their bubble is that of the longest span.
+units of 1F1B's (for many stages: the memories lie above these by a stage or two); the last three schedules have two
+chunks per rank, each half as long. The bubble is that of the longest span, except for 1F1B and H1. "made": the order
+that `splitkit.synthesize` makes within the memory of the schedule before it, on the same placement.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -110,23 +112,27 @@ def published(most: set[int], effort: float, console: Console) -> None:
             assert round(ours, 4) <= theirs and max(made.peaks) <= limit * saved
             cells += [f"{theirs:.4f}", f"{ours:.4f}", "optimal" if made.optimal else f"{bound:.4f}"]
         shown.add_row(str(p), str(m), *cells, f"{time.perf_counter() - start:.0f}")
-        console.print(shown.rows and f"p {p} m {m}: " + " ".join(cells))
     console.print(shown)
 
 
-def unit_times(p: int, console: Console) -> None:
+def unit_times(p: int, effort: float, console: Console) -> None:
     """Print the bubbles and memories for equal times."""
     m, base = 3 * p, 3.0 * (p - 1)
-    shown = Table("schedule", "bubble", "ours", "memory", "ours", title=f"equal times, {p} ranks, {m} microbatches")
+    shown = Table("schedule", "bubble", "ours", "made", "bound", "memory", "ours", title=f"equal times, {p} ranks, {m} microbatches")
     for name, (schedule, bubble, memory) in README.items():
         chunks = 1 if schedule in ("1f1b", "h1", "h2") else 2
         saved = 600 // chunks
         stages = [StageCosts(1 / chunks, 1 / chunks, 1 / chunks, saved_bytes=saved, deferred_bytes=0)] * (p * chunks)
         order = hand_order(p, m, int(schedule[1])) if schedule in ("h1", "h2") else schedule
         run = sk.simulate_schedule(stages, order, None if isinstance(order, PipelineOrder) else m, ranks=p)
-        cost = span(run) if bubble == 0 else run.seconds
-        held = max(run.peaks) / (p * 600)
-        shown.add_row(name, f"{bubble:.2f}", f"{(cost - 3 * m) / base:.2f}", f"{memory:.2f}", f"{held:.2f}")
+        objective: Literal["step", "span"] = "step" if schedule in ("1f1b", "h1") else "span"
+        cost = run.seconds if objective == "step" else span(run)
+        limit, placement = max(run.peaks), "loop" if chunks == 1 else "V"
+        made = sk.synthesize(stages, m, limit, ranks=p, placement=placement, objective=objective, effort=effort)
+        assert made.value <= cost * (1 + 1e-9) and max(made.peaks) <= limit
+        figures = [(value - 3 * m) / base for value in (cost, made.value, made.claim.bound)]
+        cells = [bubble, *figures, memory, limit / (p * 600)]
+        shown.add_row(name, *(f"{abs(cell):.2f}" for cell in cells))
     console.print(shown)
 
 
@@ -137,7 +143,7 @@ def main() -> None:
     parser.add_argument("--effort", type=float, default=1.0, help="work limit of the search (default 1)")
     args = parser.parse_args()
     console = Console(width=140)
-    unit_times(8, console)
+    unit_times(8, args.effort, console)
     published({int(number) for number in args.rows.split(",")}, args.effort, console)
 
 

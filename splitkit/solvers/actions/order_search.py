@@ -20,11 +20,15 @@ from splitkit.solvers.actions.window_scheduler import DeadlineRule, schedule_in_
 
 TOLERANCE = 1e-9
 """The relative difference up to which two values are equal."""
+_CLOSE = 1e-5
+"""The relative distance from the best order to which windows approach it, and the share with which they begin."""
 _RULE_ACTIONS = 400_000
 """The actions that list scheduling may schedule in all."""
 _CELLS = 15_000_000
 """The work of windows, in states of a stage."""
-_NODES = 20_000
+_HALVINGS = 12
+"""How many values windows should be tried for; where stages are too many for that, they are tightened for a few."""
+_NODES = 12_000
 """The states that branching may visit."""
 _BRANCHED = 100
 """The most actions of a step for which branching is tried."""
@@ -90,6 +94,19 @@ def row_peak(problem: OrderProblem, row: Row) -> int:
     return most
 
 
+def _affordable(problem: OrderProblem, cells: float) -> set[int]:
+    """Return the stages whose windows the work limit allows, three at least: evenly spaced, with the first and last.
+
+    The first and the last stage alone gave the whole bound on the published problems with little memory.
+    """
+    last = problem.stages - 1
+    for count in range(problem.stages, 3, -1):
+        chosen = {round(number * last / (count - 1)) for number in range(count)}
+        if sum(window_cells(problem, stage) for stage in chosen) <= cells:
+            return chosen
+    return {0, last // 2, last}
+
+
 def _value(timed: TimedRows) -> float:
     return timed.value
 
@@ -130,24 +147,23 @@ class _OrderSearch:
         self.limits = tuple(sorted(values, key=values.__getitem__)[:3])
 
     def _by_windows(self) -> None:
-        """Halve the distance between bound and best order."""
-        cells, left = window_cells(self.problem), self.effort * _CELLS
-        low, high = self.bound, self.best.value * (1 - TOLERANCE)
-        value = high
-        while low < high * (1 - TOLERANCE) and left >= cells:
+        """Approach the best order from the bound: first just below it, as windows are often that tight."""
+        left, share = self.effort * _CELLS, 0.0
+        chosen = _affordable(self.problem, left / _HALVINGS)
+        cells = sum(window_cells(self.problem, stage) for stage in chosen)
+        high = self.best.value * (1 - TOLERANCE)
+        while left >= cells and high - self.bound > _CLOSE * abs(high):
             left -= cells
+            value = high - share * (high - self.bound)
             windows = Windows.within(self.problem, value)
-            if tighten(self.problem, windows, 1):
+            if tighten(self.problem, windows, 1, chosen):
                 for found in self._within(windows):
                     self._take(found)
-                high = min(value, self.best.value * (1 - TOLERANCE))
+                high, share = min(value, self.best.value * (1 - TOLERANCE)), min(0.5, 8 * share or _CLOSE)
             else:
-                low, self.bound, self.how = value, value, "windows"
+                self.bound, self.how, share = value, "windows", 0.5
             if self._closed():
                 return
-            value = (low + high) / 2
-            if high - low <= 1e-5 * high:
-                break
 
     def _within(self, windows: Windows) -> Iterator[TimedRows]:
         for most, late, inputs_first in product(self.limits, (0.0, 0.25), (False, True)):

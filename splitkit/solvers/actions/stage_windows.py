@@ -8,6 +8,7 @@ no action ends before its earliest end or after its latest one.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,17 +48,28 @@ class Windows:
         return cls(np.zeros(shape), late.copy(), np.zeros(shape), late.copy(), end)
 
 
-def tighten(problem: OrderProblem, windows: Windows, rounds: int = 3) -> bool:
+def tighten(
+    problem: OrderProblem, windows: Windows, rounds: int = 3, chosen: Collection[int] | None = None
+) -> bool:
     """Tighten windows, stage after stage there and back; return whether an order can exist within them.
 
     An end of forward bounds the start of the next stage's forward, and the latest end of that bounds this one's; input
     parts likewise the other way.
+
+    Args:
+        problem: the problem.
+        windows: changed in place.
+        rounds: how often to go there and back at most.
+        chosen: the stages for which the dynamic programs run, all by default; in the others the actions of a kind only
+            follow one another.
     """
     stages, levels = range(problem.stages), dict[tuple[int, ...], _Levels]()
     for _ in range(rounds):
         before = _total(windows)
         for stage in (*stages, *reversed(stages)):
-            if not _StageProgram(problem, stage, windows, levels).tighten():
+            if chosen is not None and stage not in chosen:
+                _follow(problem, stage, windows)
+            elif not _StageProgram(problem, stage, windows, levels).tighten():
                 return False
             _hand_on(problem, stage, windows)
         if _total(windows) == before:
@@ -68,6 +80,23 @@ def tighten(problem: OrderProblem, windows: Windows, rounds: int = 3) -> bool:
 def _total(windows: Windows) -> float:
     earliest = windows.forward_from.sum() + windows.input_from.sum()
     return float(earliest - windows.forward_to.sum() - windows.input_to.sum())
+
+
+def _follow(problem: OrderProblem, stage: int, windows: Windows) -> None:
+    """Tighten the windows of a stage by the sequence of its actions of each kind."""
+    numbers = np.arange(problem.microbatches)
+    forwards, inputs = windows.forward_from[stage], windows.input_from[stage]
+    sides = (forwards, windows.forward_to, F, stage + 1), (inputs, windows.input_to, I, stage - 1)
+    for since, due, kind, reader in sides:
+        seconds, travel = problem.seconds[stage][kind], problem.travel[stage][kind]
+        taken = numbers * seconds
+        np.maximum(since, np.maximum.accumulate(since - taken) + taken, out=since)
+        np.minimum(due[stage], np.minimum.accumulate((due[stage] - taken)[::-1])[::-1] + taken, out=due[stage])
+        if kind == F:
+            np.maximum(inputs, since + seconds, out=inputs)
+        if 0 <= reader < problem.stages:
+            ahead = (windows.forward_from, windows.input_from)[kind][reader]
+            np.maximum(ahead, since + seconds + travel, out=ahead)
 
 
 def _hand_on(problem: OrderProblem, stage: int, windows: Windows) -> None:
@@ -248,7 +277,7 @@ def window_shape(problem: OrderProblem, stage: int) -> tuple[int, int, int]:
     return 2 * problem.microbatches + 1, most[0] + 1, most[1] + 1
 
 
-def window_cells(problem: OrderProblem) -> int:
-    """Return the work of one round of `tighten`, in states; a level costs as much as a thousand of them besides."""
-    shapes = [window_shape(problem, stage) for stage in range(problem.stages)]
-    return 2 * sum(levels * (deep * wide + 1000) for levels, deep, wide in shapes)
+def window_cells(problem: OrderProblem, stage: int) -> int:
+    """Return the work of a stage in a round of `tighten`, in states; a level costs as much as 1000 of them besides."""
+    levels, deep, wide = window_shape(problem, stage)
+    return 2 * levels * (deep * wide + 1000)
