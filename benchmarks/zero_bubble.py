@@ -1,8 +1,8 @@
 """The tables of Zero Bubble (Qi et al., ICLR 2024) beside splitkit's: ``--rows 8,16,32`` for the numbers of stages.
 
 Published times and rates are those of ``megatron/core/pipeline_parallel/efficiency.py`` in
-sail-sg/zero-bubble-pipeline-parallelism (branch arxiv). A rate is (cost - m (F + I + W)) / cost. The cost of 1F1B and H1
-is the time of the step; that of H2, 1p and 2p is the longest span of a rank, from the start of its first action to the
+sail-sg/zero-bubble-pipeline-parallelism (branch arxiv). A rate is (cost - m (F + I + W)) / cost. The cost of 1F1B and
+H1 is the time of the step; that of H2, 1p and 2p is the longest span of a rank, from the start of its first action to the
 end of its last one. 1p and 2p are orders within the memory of p and 2 p forwards: F takes 34 h + 5 a s, W frees 32 h, I
 the rest. "bound": no order whose stages take the microbatches in turn has a lower rate.
 
@@ -118,7 +118,8 @@ def published(most: set[int], effort: float, console: Console) -> None:
 def unit_times(p: int, effort: float, console: Console) -> None:
     """Print the bubbles and memories for equal times."""
     m, base = 3 * p, 3.0 * (p - 1)
-    shown = Table("schedule", "bubble", "ours", "made", "bound", "memory", "ours", title=f"equal times, {p} ranks, {m} microbatches")
+    titles = ("schedule", "bubble", "ours", "made", "bound", "memory", "ours")
+    shown = Table(*titles, title=f"equal times, {p} ranks, {m} microbatches")
     for name, (schedule, bubble, memory) in README.items():
         chunks = 1 if schedule in ("1f1b", "h1", "h2") else 2
         saved = 600 // chunks

@@ -99,7 +99,9 @@ def synthesize(
     ranks, placements = _placed(stages, microbatches, ranks, placement)
     limits = memory_of("synthesize", memory, ranks)
     found = [
-        _Synthesis(stages, microbatches, ranks, one, limits, links, devices, static_buffers, objective, float(effort)).run()
+        _Synthesis(
+            stages, microbatches, ranks, one, limits, links, devices, static_buffers, objective, float(effort)
+        ).run()
         for one in placements
     ]
     best = min(found, key=lambda one: one.value)
@@ -115,7 +117,7 @@ def _placed(
         raise PolicyError("SK302", f"synthesize(placement={shown(placement)})", "placement must be 'loop' or 'V'.")
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
         raise ScheduleError("SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, one at least.")
-    count = len(stages)
+    count, given = len(stages), ranks
     if ranks is None:
         ranks = count // 2 if placement == "V" and count > 1 else count
     require_numbers(count, microbatches, ranks)
@@ -123,8 +125,10 @@ def _placed(
         text = f"{count} stages on {ranks} ranks"
         raise ScheduleError("SK330", text, "Each rank has as many stages: split into a multiple of the ranks.")
     if placement == "V" and count != 2 * ranks:
-        text = f"{count} stages on {ranks} ranks in a V"
-        raise ScheduleError("SK330", text, f"A V has two stages on each rank: split into {2 * ranks}.")
+        text, fits = f"{count} stages on {ranks} ranks in a V", f"{2 * ranks}"
+        if given is None:
+            text, fits = f"{count} stages in a V", f"{count + count % 2}"
+        raise ScheduleError("SK330", text, f"A V has two stages on each rank: split into {fits}.")
     if placement is not None:
         return ranks, ("V" if placement == "V" else "loop",)
     return ranks, ("loop", "V") if count == 2 * ranks and ranks > 1 else ("loop",)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import placement
-from splitkit.cli.common import planned_by, plan_file
+from splitkit.cli.common import plan_file, planned_by
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
 from splitkit.errors import UsageError

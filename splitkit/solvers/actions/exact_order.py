@@ -81,7 +81,13 @@ class _Branching:
         arrivals[F] = (0.0,) * problem.microbatches
         none = (0,) * problem.ranks
         root = _Node(
-            (0,) * (3 * problem.stages), (0.0,) * problem.ranks, none, none, tuple(arrivals), (0.0,) * len(self.channel), None
+            (0,) * (3 * problem.stages),
+            (0.0,) * problem.ranks,
+            none,
+            none,
+            tuple(arrivals),
+            (0.0,) * len(self.channel),
+            None,
         )
         stack = [root]
         while stack:

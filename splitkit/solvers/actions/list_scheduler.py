@@ -131,9 +131,7 @@ class ListScheduler:
                     return weight
             return forwards
         known = min((one for one in (inputs, forwards) if one is not None), default=None)
-        if weight is not None and (
-            known is None or now + self.problem.seconds[weight[1]][W] <= known[0] + spare
-        ):
+        if weight is not None and (known is None or now + self.problem.seconds[weight[1]][W] <= known[0] + spare):
             return weight
         return known
 

@@ -137,7 +137,9 @@ class _OrderSearch:
 
     def _by_rules(self) -> None:
         values: dict[tuple[int, ...], float] = {}
-        for rule, _ in zip(list_rules(self.problem), range(max(8, int(self.effort * _RULE_ACTIONS) // self.actions)), strict=False):
+        for rule, _ in zip(
+            list_rules(self.problem), range(max(8, int(self.effort * _RULE_ACTIONS) // self.actions)), strict=False
+        ):
             found = schedule_by_rule(self.problem, rule)
             if found is not None:
                 values[rule.most] = min(values.get(rule.most, found.value), found.value)

@@ -48,9 +48,7 @@ class Windows:
         return cls(np.zeros(shape), late.copy(), np.zeros(shape), late.copy(), end)
 
 
-def tighten(
-    problem: OrderProblem, windows: Windows, rounds: int = 3, chosen: Collection[int] | None = None
-) -> bool:
+def tighten(problem: OrderProblem, windows: Windows, rounds: int = 3, chosen: Collection[int] | None = None) -> bool:
     """Tighten windows, stage after stage there and back; return whether an order can exist within them.
 
     An end of forward bounds the start of the next stage's forward, and the latest end of that bounds this one's; input
@@ -180,8 +178,17 @@ class _StageProgram:
         self.with_weight = allowed[W] | (held > room)  # no step leads into a state that memory forbids
         self.taken = b * self.weight
         self.steps = (
-            _Step(forward, windows.forward_from[stage], windows.forward_to[stage], allowed[F], (_LAST, _ALL), (_REST, _ALL)),
-            _Step(backward, windows.input_from[stage], windows.input_to[stage], allowed[I], (_REST, _LAST), (_LAST, _REST)),
+            _Step(
+                forward,
+                windows.forward_from[stage],
+                windows.forward_to[stage],
+                allowed[F],
+                (_LAST, _ALL),
+                (_REST, _ALL),
+            ),
+            _Step(
+                backward, windows.input_from[stage], windows.input_to[stage], allowed[I], (_REST, _LAST), (_LAST, _REST)
+            ),
         )
 
     def tighten(self) -> bool:
