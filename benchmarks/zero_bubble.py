@@ -2,9 +2,9 @@
 
 Published times and rates are those of ``megatron/core/pipeline_parallel/efficiency.py`` in
 sail-sg/zero-bubble-pipeline-parallelism (branch arxiv). A rate is (cost - m (F + I + W)) / cost. The cost of 1F1B and
-H1 is the time of the step; that of H2, 1p and 2p is the longest span of a rank, from the start of its first action to the
-end of its last one. 1p and 2p are orders within the memory of p and 2 p forwards: F takes 34 h + 5 a s, W frees 32 h, I
-the rest. "bound": no order whose stages take the microbatches in turn has a lower rate.
+H1 is the time of the step; that of H2, 1p and 2p is the longest span of a rank, from the start of its first action to
+the end of its last one. 1p and 2p are orders within the memory of p and 2 p forwards: F takes 34 h + 5 a s, W frees
+32 h, I the rest. "bound": no order whose stages take the microbatches in turn has a lower rate.
 
 The second table has the bubbles and memories that the README of that repository gives for equal times of F, I and W, in
 units of 1F1B's (for many stages: the memories lie above these by a stage or two); the last three schedules have two

@@ -1,4 +1,4 @@
-"""Holds an order of actions that was made for given stages, with its simulated step and a lower bound on every order."""
+"""Holds an order of actions made for given stages, with its simulated step and a lower bound on all orders."""
 
 from __future__ import annotations
 

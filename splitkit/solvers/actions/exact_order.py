@@ -1,8 +1,8 @@
 """Finds the best order by branching on the next action of the rank that is free first, with dominance between states.
 
-A rank runs one of the actions that are ready, or waits: its next action is then one that is not ready yet. So each order
-is reached once. Two states in which the same actions have run and the same ones are waived hold the same bytes; that whose
-times are not later in any place is as good for every way to go on, and the other one is dropped.
+A rank runs one of the actions that are ready, or waives them and waits: its next action is then one that is not ready
+yet. So each order is reached once. If the same actions have run in two states, and the same ones are waived, they hold
+the same bytes. Where no time of one is later, it is as good for every way to go on, and the other one is dropped.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class _Branching:
         return end <= due + eps and end + left + self.problem.late[rank] < self.value - eps
 
     def _waiting(self, node: _Node, rank: int, ready: list[tuple[float, float, int, int]]) -> _Node | None:
-        """Return the state in which a rank waives what is ready; ``None`` if no message would give it another choice."""
+        """Return the state in which a rank waives what is ready; ``None`` if no message gives it another choice."""
         if not any(self._awaited(node, rank, stage, kind) for stage in self.problem.of_rank[rank] for kind in (F, I)):
             return None
         bits = node.waived[rank]

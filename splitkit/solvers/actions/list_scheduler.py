@@ -1,6 +1,6 @@
 """Orders actions by list scheduling: a rank that is free takes an input part first, then a forward, then a weight part.
 
-The zero-bubble schedules (Qi et al., ICLR 2024) follow from rules of this kind; which rule is best depends on the times.
+The zero-bubble schedules (Qi et al., ICLR 2024) follow from rules of this kind; the times decide which is best.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class StepState:
 
 
 def time_rows(problem: OrderProblem, rows: Sequence[Sequence[tuple[int, int]]]) -> TimedRows | None:
-    """Return an order with its times; ``None`` if it deadlocks, leaves actions out, or takes more memory than there is."""
+    """Return an order with its times; ``None`` if it deadlocks, leaves actions out, or takes too much memory."""
     state, at = StepState(problem), [0] * problem.ranks
     ready = list(range(problem.ranks))
     while ready:

@@ -1,9 +1,9 @@
 """Finds when the actions of one stage can run at the earliest and at the latest, by dynamic programs over its counts.
 
-Alone on its rank, a stage is a single machine: after f forwards, i input parts and w weight parts it holds a known number
-of bytes, whatever their order. One program finds the earliest time at which it can be in a state (f, i, w), one the
-latest time from which it can still finish in time; both are exact. An order of all stages contains one of this stage, so
-no action ends before its earliest end or after its latest one.
+Alone on its rank, a stage is a single machine: after f forwards, i input parts and w weight parts it holds a known
+number of bytes, whatever their order. One program finds the earliest time at which it can be in a state (f, i, w), one
+the latest time from which it can still finish in time; both are exact. An order of all stages contains one of this
+stage, so no action ends before its earliest end or after its latest one.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class _Levels:
 class _StageProgram:
     """The two dynamic programs of one stage.
 
-    An array of states is (a, b) for a level f + i, where a = f - i and b = i - w. States that memory forbids, or whose a
-    has another parity than the level, hold infinity.
+    An array of states is (a, b) for a level f + i, where a = f - i and b = i - w. States that memory forbids, or whose
+    a has another parity than the level, hold infinity.
     """
 
     def __init__(

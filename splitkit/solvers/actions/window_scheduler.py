@@ -1,4 +1,4 @@
-"""Orders actions by list scheduling within windows: of the actions that are ready, that with the earliest deadline runs.
+"""Orders actions by list scheduling within windows: of the ready actions, that with the earliest deadline runs.
 
 A weight part runs only if it keeps no action of its rank from its latest start, or fills a gap whole.
 """
