@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from splitkit.pipeline.run import ScheduleRun as ScheduleRun
     from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
+    from splitkit.pipeline.synthesize import synthesize as synthesize
+    from splitkit.pipeline.synthesized_order import SynthesizedOrder as SynthesizedOrder
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
     from splitkit.runtime.folder.load_weights import load as load
@@ -91,6 +93,7 @@ _HOME = {
     "MeasuredStep": "pipeline.measured_step",
     "ScheduleRun": "pipeline.run",
     "Split": "engine.split",
+    "SynthesizedOrder": "pipeline.synthesized_order",
     "analyze": "graph.dataflow",
     "apply": "frontends.compile.compile",
     "backend": "frontends.compile.compile",
@@ -114,6 +117,7 @@ _HOME = {
     "split_module": "engine.split_module",
     "stage_costs": "pipeline.stage_prices",
     "sweep": "studies.sweep",
+    "synthesize": "pipeline.synthesize",
 }
 _MODULES = ("costs", "extend", "policies", "runtime", "testing", "view")
 

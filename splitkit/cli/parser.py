@@ -25,6 +25,7 @@ from splitkit.cli.syntax.options import (
     add_view,
     command,
 )
+from splitkit.cli.syntax.synthesize_options import add_synthesize
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules, words_of
 
 EPILOG = """exit codes:
@@ -55,6 +56,7 @@ def make_parser() -> Parser:
     _profile(commands)
     _view(commands)
     _sweep(commands)
+    add_synthesize(commands)
     _devices(commands)
     command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
     command(commands, "doctor", "check the installation, and test it on a tiny model", "splitkit doctor")

@@ -10,8 +10,20 @@ import pytest
 import torch
 from launch import launch
 
+from splitkit.extend import StageCosts
+from splitkit.pipeline.synthesize import synthesize
+
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """It sends floats with a gradient only, and runs no zero-bubble schedule: SK806 for all else."""
+
+
+def synthesized(microbatches: int) -> list[str]:
+    """An order made for four stages on two ranks, in a V."""
+    stages = [StageCosts(1.0, 1.5, 0.5, saved_bytes=10, deferred_bytes=4) for _ in range(4)]
+    made = synthesize(stages, microbatches, 45, ranks=2, placement="V", effort=0.02)
+    return [" ".join(map(str, row)) for row in made.order.ranks]
+
+
 ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 2, "schedule": "gpipe", "microbatches": 3},
     {"model": "odd", "stages": 2, "schedule": "1f1b", "microbatches": 4, "steps": 10},
@@ -35,6 +47,7 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4, "messages": True},
     {"model": "odd", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4, "messages": True},
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4, "messages": True},
+    {"model": "odd", "stages": 4, "schedule": "synthesized", "microbatches": 4, "order": synthesized(4)},
 ]  # fmt: skip
 IN_ORDER: list[dict[str, Any]] = [
     {"model": "unet", "stages": 8, "schedule": name, "microbatches": 8, "messages": True}

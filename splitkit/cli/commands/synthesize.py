@@ -1,0 +1,71 @@
+"""``splitkit synthesize``: makes an order of actions for the parts of a plan, and writes it as torch's schedule CSV."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+import splitkit as sk
+from splitkit.cli import placement
+from splitkit.cli.common import plan_file, planned_by
+from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.part_flags import with_recompute
+from splitkit.errors import UsageError
+from splitkit.pipeline.order_file import order_to_csv
+from splitkit.prices import price_name
+from splitkit.units import read_size, size
+from splitkit.view.console.tables import facts
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def run(args: Namespace) -> Outcome:
+    """Run ``splitkit synthesize``.
+
+    Raises:
+        UsageError: SK601 for a memory that is no size.
+        NoPlanError: SK303 if a rank has no room for one microbatch.
+    """
+    if args.memory is not None and "%" in args.memory:
+        raise UsageError("SK601", "--memory is a share, but no device is named", "Write bytes: --memory 80GiB.")
+    placement.check_memory(Namespace(memory=args.memory, devices=None), least=False)
+    memory = None if args.memory is None else read_size(args.memory)
+    links = None if args.links == "none" else args.links
+    work, plan, costs = planned_by(args, plan_file(args, takes=("costs", "training")))
+    plan = with_recompute(plan, args, work.gm)
+    with work.clock.step("costs", "pricing the parts"):
+        stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=args.optimizer or "adam")
+    with work.clock.step("synthesize", "ordering the actions"):
+        found = sk.synthesize(
+            stages,
+            args.microbatches,
+            memory,
+            ranks=args.ranks,
+            placement=args.placement,
+            links=links,
+            objective=args.objective,
+            effort=args.effort,
+        )
+    data = {
+        "command": "synthesize",
+        "model": work.source.to_dict(),
+        "prices": price_name(costs),
+        "links": links,
+        "optimizer": args.optimizer or "adam",
+        **found.to_dict(),
+        "order": args.output,
+        "seconds": work.clock.seconds,
+    }
+    rows = {
+        "prices": data["prices"],
+        "links": f"{links or 'none: transfers are free (--links nvlink4 prices them)'}",
+        "memory": "no limit" if memory is None else f"{size(memory)} per rank",
+        "took": f"capture {seconds_text(work.clock.seconds['capture'])}, "
+        f"order {seconds_text(work.clock.seconds['synthesize'])}",
+    }
+    text: list[RenderableType] = [facts(rows), "", str(found)]
+    if args.output is None:
+        return Outcome(data, text)
+    text.append(f"wrote {args.output} (splitkit train --schedule runs it)")
+    return Outcome(data, text, files={args.output: order_to_csv(found.order)})
