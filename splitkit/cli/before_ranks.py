@@ -11,6 +11,7 @@ from typing import Any
 from splitkit.cli import factories, source, stage_folders
 from splitkit.cli.common import TRAINING, plan_file, policy_of, require_policy_option
 from splitkit.cli.source import Source
+from splitkit.cli.staged_plan_files import require_options, stages_of_file
 from splitkit.errors import CaptureError, FileError, UsageError, near
 from splitkit.testing.factory import functions_in, functions_listed
 
@@ -36,6 +37,12 @@ def require_target(args: Namespace) -> None:
         _require_factory(made)
         if args.stages is not None:
             _require_order(args, [1] * args.stages)
+        return
+    stages = stages_of_file(file)
+    if file.get("what") == TRAINING and stages:
+        require_options(args)
+        _require_factory(source.from_plan(args.target, file, args))
+        _require_order(args, [1] * stages)
         return
     if file.get("what") == TRAINING:
         reason = f"{args.target} divides a training step into forward and backward, and has no stages"

@@ -6,7 +6,10 @@ import os
 import signal
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitkit.testing.models import Example
 
 LAUNCHER = "SPLITKIT_LAUNCHER_PIPE"
 """The environment variable with the file descriptor of a pipe that the launcher holds open for as long as it lives."""
@@ -52,3 +55,35 @@ def join(backend: str, seconds: float) -> None:
     store, rank, size = next(rendezvous("env://", timeout=limit))
     own = public.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
+
+
+def rolled_batch(example: Example, count: int, step: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make a batch of different microbatches: an example's inputs, each rolled along the last dimension.
+
+    Args:
+        example: the inputs of one microbatch.
+        count: the number of microbatches.
+        step: the number of the step, on which the batch depends.
+        seed: the seed of the run.
+    """
+    import torch
+
+    from splitkit._torch import pytree
+
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    shifts = torch.randint(2**20, (count,), generator=generator).tolist()
+
+    def rolled(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        return torch.cat([value.roll(shift, -1) for shift in shifts])
+
+    args, kwargs = pytree.tree_map(rolled, (tuple(example.args), dict(example.kwargs)))
+    return args, kwargs
+
+
+def peak_of_process() -> int:
+    """Return the peak memory of this process in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -20,6 +20,7 @@ from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prep
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.outputs import FOR_PERFETTO, STDOUT
 from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
+from splitkit.cli.staged_plan_files import require_options, stages_of_file
 from splitkit.errors import PipelineError, UsageError
 from splitkit.units import size
 from splitkit.view.console.tables import facts, table
@@ -102,6 +103,12 @@ def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.ranks.fsdp import local_tensor
     from splitkit.runtime.ranks.pipeline import pipeline
 
+    file = None if stage_folders.is_folder(args.target) else plan_file(args)
+    if file is not None and stages_of_file(file):
+        from splitkit.cli.commands.train_stages import trained
+
+        require_options(args)
+        return trained(args, file, schedule_or_order(args.schedule), partial(_optimizer, args))
     work, split = _split(args)
     pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed)
     if args.fsdp:
@@ -125,7 +132,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         "replica": pipe.replicas.own,
         "stages": list(pipe.stages),
         "parameters": sum(local_tensor(p).nbytes for p in pipe.parameters()),
-        "peak": _peak(),
+        "peak": rank_process.peak_of_process(),
     }
     return {
         "command": "train",
@@ -224,21 +231,7 @@ def _steps(
 
 def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make a batch of different microbatches: the example's inputs, each rolled along the last dimension."""
-    import torch
-
-    from splitkit._torch import pytree
-
-    example = work.example
-    generator = torch.Generator().manual_seed(work.source.seed * 1_000_003 + step)
-    shifts = torch.randint(2**20, (count,), generator=generator).tolist()
-
-    def rolled(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return value
-        return torch.cat([value.roll(shift, -1) for shift in shifts])
-
-    args, kwargs = pytree.tree_map(rolled, (tuple(example.args), dict(example.kwargs)))
-    return args, kwargs
+    return rank_process.rolled_batch(work.example, count, step, work.source.seed)
 
 
 def _require_numbers(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Tensor:
@@ -264,13 +257,6 @@ def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size(pipe.group)
     dist.all_gather_object(every, own, group=pipe.group)
     return every
-
-
-def _peak() -> int:
-    """Return the peak memory of this process in bytes."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager
