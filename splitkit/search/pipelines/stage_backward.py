@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.training.choices import Choice
 
 
 class StageBackward:
@@ -39,13 +38,12 @@ class StageBackward:
         """Return the seconds of the weight part of a stage that is not the first; recompute is in the input part."""
         return float(self._seconds[self._weights(start, end)].sum())
 
-    def waiting(self, start: int, end: int, choice: Choice, received: int) -> int:
+    def waiting(self, start: int, end: int, received: int) -> int:
         """Return the bytes that wait for the weight part: the storages that it reads and does not make.
 
         Args:
             start: the first position of the stage, not 0.
             end: the position behind its last.
-            choice: what it saves and computes again.
             received: bytes that the stage received, which are held to the end of its backward.
         """
         flow = self.positions.flow

@@ -127,8 +127,11 @@ class StageProblems:
     def _nodes(self) -> tuple[Node, ...]:
         return tuple(self.flow.graph.nodes)
 
-    def problem(self, start: int, end: int) -> StageProblem:
-        """Return the problem of the stage with the positions from ``start`` up to ``end``."""
+    def problem(self, start: int, end: int, *, relaxed: bool = False) -> StageProblem:
+        """Return the problem of the stage with the positions from ``start`` up to ``end``.
+
+        If ``relaxed``, it asks for no more than any stage does that contains these positions.
+        """
         whole = self.whole
         ops = self._order[(self.op_at[self._order] >= start) & (self.op_at[self._order] < end)]
         number = np.full(len(whole.ops), -1)
@@ -138,7 +141,9 @@ class StageProblems:
         values = values[np.lexsort((values, number[whole.maker[values]]))]
         place = np.full(len(whole.values), -1)
         place[values] = np.arange(len(values))
-        needed = (self.need[values] < end) | (self.up[values] < start)
+        needed = self.need[values] < end
+        if not relaxed:
+            needed |= self.up[values] < start
         reads = np.stack([number[whole.reads[:, 0]], place[whole.reads[:, 1]]], 1)
         held = self.held_storages(start, end)
         storages, storage = np.unique(whole.storage[values], return_inverse=True)
@@ -179,6 +184,10 @@ class StageProblems:
                 nbytes, gradients = nbytes + own, gradients + gradient
         return nbytes, gradients
 
+    def waiting(self, start: int, end: int) -> int | None:
+        """Return the bytes of a stage that wait for its weight part; ``None``: all that it saves."""
+        return self.halves.waiting(start, end, int(self.sent_on[start])) if self.divided and start else None
+
     def temporary(self, problem: StageProblem, choice: Choice) -> int:
         """Return the bytes that a stage takes while it computes, beyond what it saves."""
         return self.peaks.temporary(problem.start, problem.end, choice, problem.held_storages)
@@ -191,7 +200,7 @@ class StageProblems:
         weight, deferred = 0.0, None
         if self.divided:
             weight = self.halves.weight_seconds(start, end) if start else backward
-            deferred = self.halves.waiting(start, end, choice, int(self.sent_on[start])) if start else None
+            deferred = self.waiting(start, end)
         parameters, gradients = self.parameter_bytes(start, end)
         return StageCosts(
             forward=forward,

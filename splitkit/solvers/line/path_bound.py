@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+_NOTHING = -1e300
+"""What follows the last stage: below every sum, and finite, so that it can be added to an infinite time."""
+
 
 @dataclass(frozen=True, eq=False)
 class LineCuts:
@@ -39,7 +42,7 @@ def least_path(times: Floats, links: Floats, microbatches: int) -> LineCuts:
     """
     stages, size, _ = times.shape
     after = np.full(size, np.inf)
-    after[-1] = -np.inf  # behind the last stage is nothing
+    after[-1] = _NOTHING
     chosen = np.zeros((stages, size), np.int64)
     for stage in range(stages - 1, -1, -1):
         own = times[stage]

@@ -1,0 +1,307 @@
+"""Finds the cuts of a pipeline and what its stages save, for the shortest simulated step within the ranks' memory.
+
+With one stage on each rank a dynamic program over the cuts gives the least path bound (`least_path`), whose value over
+lower bounds of all stage times proves how short the step can be at best. Programs with a limit on the slowest stage
+give candidates. With several stages on a rank the candidates have balanced stages. In both cases the best candidates
+are simulated, and cuts are moved as long as the simulated step gets shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitkit.costs import Links
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
+from splitkit.search.pipelines.cut_times import CutTimes
+from splitkit.search.pipelines.joint_positions import bytes_across
+from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.rank_loads import rank_loads
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers
+from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.recompute.pareto_cuts import Hull
+from splitkit.solvers.line.path_bound import least_path, least_sum
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_CUTS = 200  # the most positions of cuts that are looked at
+_LIMITS = 12  # limits on the slowest stage that are tried
+_STEPS = 40  # rounds of a dynamic program in which entries become exact
+_MOVES = 400  # candidates of a local search
+_STARTS = 3  # candidates from which a local search starts
+
+
+@dataclass(frozen=True, eq=False)
+class FoundCuts:
+    """The best cuts that were found.
+
+    Attributes:
+        best: the cuts; ``None`` if none fit.
+        bound: a lower bound on the step of all cuts that were looked at; infinite if none can fit.
+        cuts: how many positions were looked at, of how many.
+        tried: how many candidates were simulated.
+        classes: how many frontiers were computed.
+    """
+
+    best: ScoredCuts | None
+    bound: float
+    cuts: tuple[int, int]
+    tried: int
+    classes: int
+
+
+class CutSearch:
+    """A search for one graph, schedule and memory.
+
+    Attributes:
+        problems: the problems of all stages.
+        order: the actions of the schedule.
+        links: the links between ranks.
+        limits: the bytes of each rank.
+        cuts: the positions that are looked at, with 0 and the end.
+    """
+
+    def __init__(
+        self,
+        frontiers: StageFrontiers,
+        order: PipelineOrder,
+        links: Links | None,
+        limits: Sequence[int | None],
+    ) -> None:
+        self.problems, self.order, self.links, self.limits = frontiers.problems, order, links, tuple(limits)
+        self.frontiers = frontiers
+        self.stages = len(order.rank_of)
+        self.choices = RankChoice(frontiers, rank_loads(order), limits)
+        self.scoring = CutScoring(self.choices, order, links)
+        self.cuts = candidate_cuts(self.problems)
+        self.single = order.rank_of == tuple(range(self.stages))
+        both = self.problems.forward + self.problems.backward
+        self._time = both[self.cuts]
+
+    def run(self) -> FoundCuts:
+        """Search, and prove a bound."""
+        if len(self.cuts) <= self.stages:
+            return FoundCuts(None, np.inf, self._looked_at, 0, 0)
+        bound = 0.0
+        seeds = [self._even(), *self._balanced()]
+        if self.single:
+            times = CutTimes(self.choices, self.cuts)
+            seeds += self._by_path(times)
+            bound = self._path_bound(times)
+        bound = max(bound, self._average_bound())
+        best = self._local([s for s in map(self._scored, dict.fromkeys(seeds)) if s is not None])
+        if best is None:
+            best = self._local([s for s in map(self._scored, self._tight()) if s is not None])
+        return FoundCuts(best, bound, self._looked_at, len(self.scoring.tried), self.frontiers.classes)
+
+    @property
+    def _looked_at(self) -> tuple[int, int]:
+        return len(self.cuts) - 2, len(self.problems.positions.legal)
+
+    def _scored(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+        return self.scoring.of([int(self.cuts[e]) for e in ends])
+
+    def _even(self) -> tuple[int, ...]:
+        """Return cuts that divide the time of forward and backward evenly."""
+        return self._near([self._time[-1] * (i + 1) / self.stages for i in range(self.stages)])
+
+    def _near(self, times: Sequence[float]) -> tuple[int, ...]:
+        """Return the cuts nearest to these times, each after the one before."""
+        ends: list[int] = []
+        last = len(self.cuts) - 1
+        for i, time in enumerate(times):
+            least = (ends[-1] if ends else 0) + 1
+            most = last - (len(times) - 1 - i)
+            near = int(np.abs(self._time - time).argmin())
+            ends.append(min(max(near, least), most))
+        ends[-1] = last
+        return tuple(ends)
+
+    def _balanced(self) -> Iterator[tuple[int, ...]]:
+        """Yield the cuts with the least slowest stage without recompute, which do not depend on the memory."""
+        table = self._time[None, :] - self._time[:, None]
+        size = len(self.cuts)
+        table = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], table, np.inf)
+        times = np.broadcast_to(table, (self.stages, size, size))
+        zero = np.zeros(size)
+        slowest = least_path(times, zero, 1_000_000)
+        most = max(table[a, b] for a, b in zip((0, *slowest.ends[:-1]), slowest.ends, strict=True))
+        yield least_sum(times, self._link_seconds(), most * (1 + 1e-9)).ends
+        if not self.single:
+            yield from self._by_rank(table)
+
+    def _by_rank(self, table: Floats) -> Iterator[tuple[int, ...]]:
+        """Yield cuts in which the ranks are even although the last stage, with the head, is slow."""
+        ranks = len(self.order.ranks)
+        whole = float(self._time[-1])
+        for share in (0.5, 1.0, 1.5, 2.0):
+            last = self.order.rank_of[-1]
+            weights = np.ones(self.stages)
+            weights[-1] = share * self.stages / ranks
+            others = [s for s, r in enumerate(self.order.rank_of) if r == last and s != self.stages - 1]
+            weights[others] = max(0.2, 2 - weights[-1])
+            yield self._near((np.cumsum(weights) / weights.sum() * whole).tolist())
+
+    def _tight(self) -> Iterator[tuple[int, ...]]:
+        """Yield cuts that give ranks even shares of the fixed bytes, for memory that hardly suffices."""
+        fixed = np.array([self.choices.fixed((0, int(c))) if c else 0 for c in self.cuts], np.float64)
+        for weight in (0.25, 0.5, 0.75, 1.0):
+            mixed = weight * fixed / max(1.0, fixed[-1]) + (1 - weight) * self._time / max(1e-30, self._time[-1])
+            known, self._time = self._time, mixed
+            try:
+                yield self._near([(i + 1) / self.stages for i in range(self.stages)])
+            finally:
+                self._time = known
+
+    def _link_seconds(self) -> Floats:
+        """Return (n + 1,) the seconds of an activation and its gradient over each cut, by the quickest link."""
+        problems, cuts = self.problems, self.cuts
+        found = np.zeros(len(cuts))
+        if self.links is None:
+            return found
+        of = self.order.rank_of
+        pairs = {(a, b) for a, b in zip(of, of[1:], strict=False)}
+        if any(a == b for a, b in pairs):
+            return found
+        for i in range(1, len(cuts) - 1):
+            on, back = float(problems.sent_on[cuts[i]]), float(problems.sent_back[cuts[i]])
+            found[i] = min(
+                self.links.seconds(a, b, on) + (self.links.seconds(b, a, back) if not problems.divided else 0.0)
+                for a, b in pairs
+            )
+        return found
+
+    def _by_path(self, times: CutTimes) -> list[tuple[int, ...]]:
+        """Return candidates for one stage a rank: the least path bound, and the least sum below several limits."""
+        links, count = self._link_seconds(), self.order.microbatches
+        found: list[tuple[int, ...]] = []
+        first = self._settle(times, lambda: least_path(times.upper, links, count))
+        if first is None:
+            return found
+        found.append(first)
+        slowest = self._settle(times, lambda: least_path(times.upper, np.zeros(len(links)), 1_000_000))
+        plans = [first] if slowest is None else [first, slowest]
+        found += plans[1:]
+        tops = [max(times.upper[k, a, b] for k, a, b in _stages(ends)) for ends in plans]
+        low, high = min(tops), max(*tops, min(tops) * 1.08)
+        for limit in np.linspace(low, high, _LIMITS).tolist():
+            ends = self._settle(times, lambda limit=limit: least_sum(times.upper, links, limit * (1 + 1e-9)))  # type: ignore[misc]
+            if ends is not None:
+                found.append(ends)
+        return found
+
+    def _settle(self, times: CutTimes, solve: object) -> tuple[int, ...] | None:
+        """Solve until all stages of the solution are exact."""
+        for _ in range(_STEPS):
+            plan = solve()  # type: ignore[operator]
+            if not np.isfinite(plan.value):
+                return None
+            if times.settled(plan.ends):
+                return plan.ends
+        return None
+
+    def _path_bound(self, times: CutTimes) -> float:
+        """Return the least path bound over lower bounds of all stages, made sharper where it is attained."""
+        links = self._link_seconds()
+        bound = 0.0
+        for _ in range(_STEPS):
+            plan = least_path(self._proof(times), links, self.order.microbatches)
+            bound = plan.value
+            if not np.isfinite(bound) or times.settled(plan.ends):
+                break
+        return bound
+
+    def _proof(self, times: CutTimes) -> Floats:
+        if not self.problems.divided:
+            return times.lower
+        return times.lower
+
+    def _average_bound(self) -> float:
+        """Return a bound that holds for any placement: all work, and the least recompute, evenly on all ranks."""
+        ranks, count = len(self.order.ranks), self.order.microbatches
+        work = float(self._time[-1])
+        if all(limit is not None for limit in self.limits):
+            size = int(self.cuts[-1])
+            fixed = self.choices.fixed((0, size))
+            held = sum(limit or 0 for limit in self.limits) - fixed
+            least = min(int(load.surely().min()) for load in self.choices.loads)
+            hull = Hull.of(self.problems.problem(0, size, relaxed=True).savings)
+            work += hull.bound(held / max(1, least))
+        return work * count / ranks
+
+    def _local(self, found: list[ScoredCuts]) -> ScoredCuts | None:
+        """Move cuts as long as the simulated step gets shorter."""
+        found.sort(key=lambda scored: scored.seconds)
+        if not found:
+            return None
+        place = {int(c): i for i, c in enumerate(self.cuts)}
+        best = found[0]
+        budget = _MOVES
+        for start in found[:_STARTS]:
+            now, better = start, True
+            while better and budget > 0:
+                better = False
+                for ends in self._neighbours(tuple(place[e] for e in now.ends), now):
+                    budget -= 1
+                    scored = self._scored(ends)
+                    if scored is not None and scored.seconds < now.seconds * (1 - 1e-9):
+                        now, better = scored, True
+                        break
+                    if budget <= 0:
+                        break
+            best = min(best, now, key=lambda scored: scored.seconds)
+        return best
+
+    def _neighbours(self, ends: tuple[int, ...], now: ScoredCuts) -> Iterator[tuple[int, ...]]:
+        """Yield cuts that differ a little: first those that make the busiest rank's stages smaller."""
+        busy = now.run.busiest_rank
+        own = [s for s, r in enumerate(self.order.rank_of) if r == busy]
+        inner = range(len(ends) - 1)
+        for step in (1, 2, 4):
+            for stage in own:
+                yield from self._moved(ends, [c for c in inner if c >= stage], -step)
+                yield from self._moved(ends, [stage] if stage in inner else [], -step)
+                yield from self._moved(ends, [c for c in inner if c < stage], step)
+                yield from self._moved(ends, [stage - 1] if stage else [], step)
+        for step in (1, 2, 4):
+            for cut in inner:
+                for change in (-step, step):
+                    yield from self._moved(ends, [cut], change)
+
+    def _moved(self, ends: tuple[int, ...], which: Iterable[int], change: int) -> Iterator[tuple[int, ...]]:
+        chosen = set(which)
+        moved = tuple(e + change if i in chosen else e for i, e in enumerate(ends))
+        if chosen and all(a < b for a, b in zip((0, *moved), moved, strict=False)):
+            yield moved
+
+
+def _stages(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    yield from zip(range(len(ends)), (0, *ends[:-1]), ends, strict=True)
+
+
+def candidate_cuts(problems: StageProblems, most: int = _CUTS) -> Ints:
+    """Return the positions at which cuts are looked at, with 0 and the end.
+
+    All that are possible, if these are not too many; else those that send the fewest bytes. Of neighbours between which
+    no time passes, one that sends the fewest is enough.
+    """
+    positions = problems.positions
+    size, legal = len(positions.forward), positions.legal
+    if len(legal) > most:
+        sent = bytes_across(positions.activations, legal) + bytes_across(positions.gradients, legal)
+        both = (problems.forward + problems.backward)[legal]
+        kept: dict[float, int] = {}
+        for i in range(len(legal)):
+            best = kept.setdefault(float(both[i]), i)
+            if sent[i] < sent[best]:
+                kept[float(both[i])] = i
+        chosen = np.array(sorted(kept.values()), np.int64)
+        if len(chosen) > most:
+            chosen = np.sort(chosen[np.argsort(sent[chosen], kind="stable")[:most]])
+        legal = legal[chosen]
+    return np.concatenate([[0], legal, [size]]).astype(np.int64)
