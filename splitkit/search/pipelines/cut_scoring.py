@@ -9,7 +9,8 @@ from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.rank_choice import Points, RankChoice
+from splitkit.search.pipelines.stage_frontiers import FrontierPoint
 
 _ROUNDS = 6
 
@@ -25,7 +26,7 @@ class ScoredCuts:
     """
 
     ends: tuple[int, ...]
-    points: tuple[int, ...]
+    points: Points
     run: ScheduleRun
 
     @property
@@ -79,12 +80,12 @@ class CutScoring:
             reserves = [reserve + more for reserve, more in zip(reserves, over, strict=True)]
         return None
 
-    def _points(self, spans: Sequence[tuple[int, int]], reserves: Sequence[int]) -> tuple[int, ...] | None:
-        points = [0] * len(spans)
+    def _points(self, spans: Sequence[tuple[int, int]], reserves: Sequence[int]) -> Points | None:
+        points: list[FrontierPoint | None] = [None] * len(spans)
         for rank, load in enumerate(self.choices.loads):
             found = self.choices.of(rank, [spans[stage] for stage in load.stages], reserves[rank])
             if found is None:
                 return None
             for stage, point in zip(load.stages, found, strict=True):
                 points[stage] = point
-        return tuple(points)
+        return tuple(point for point in points if point is not None)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.recompute.pareto_cuts import Hull
 
 Ints = NDArray[np.int64]
@@ -75,10 +76,14 @@ class CutTimes:
 
     def _lagrangian(self) -> tuple[Floats, Floats]:
         """Return (l,) prices in seconds a byte, and (l, n + 1) sums of the pieces' least cost before each cut."""
-        corners = []
+        corners, known = list[Floats](), dict[object, Floats]()
         for start, end in zip(self.cuts, self.cuts[1:], strict=False):
-            hull = Hull.of(self.problems.problem(int(start), int(end), relaxed=True).savings)
-            corners.append(np.array([(c.first, c.second * hull.tick) for c in hull.corners], np.float64))
+            problem = self.problems.problem(int(start), int(end), relaxed=True).savings
+            key = problem_key(problem)
+            if key not in known:
+                hull = Hull.of(problem)
+                known[key] = np.array([(c.first, c.second * hull.tick) for c in hull.corners], np.float64)
+            corners.append(known[key])
         slopes = [-np.diff(c[:, 1]) / np.diff(c[:, 0]) for c in corners if len(c) > 1]
         prices = np.unique(np.concatenate(slopes)) if slopes else np.zeros(0)
         if len(prices) > _PRICES:
@@ -99,7 +104,7 @@ class CutTimes:
         limit = self.choices.limits[stage]
         frontier = self.choices.frontiers.of(*span)
         points = self.choices.of(stage, [span])
-        self.upper[stage, start, end] = np.inf if points is None else base + frontier.points[points[0]].seconds
+        self.upper[stage, start, end] = np.inf if points is None else base + points[0].seconds
         if limit is not None:
             left = limit - self._fixed[start, end] - self._gradients[start, end]
             bound = frontier.bound(left / max(1, self.count[stage]))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.search.pipelines.rank_loads import RankLoads
-from splitkit.search.pipelines.stage_frontiers import StageFrontier, StageFrontiers
+from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontier, StageFrontiers
 
 Span = tuple[int, int]
+Points = tuple[FrontierPoint, ...]
+_ROUNDS = 20
 
 
 class RankChoice:
@@ -24,10 +27,10 @@ class RankChoice:
 
     def __init__(self, frontiers: StageFrontiers, loads: Sequence[RankLoads], limits: Sequence[int | None]) -> None:
         self.frontiers, self.loads, self.limits = frontiers, loads, limits
-        self._known: dict[tuple[int, tuple[Span, ...], int], tuple[int, ...] | None] = {}
+        self._known: dict[tuple[int, tuple[Span, ...], int], Points | None] = {}
         self._spans: dict[Span, tuple[int, int | None]] = {}
 
-    def of(self, rank: int, spans: Sequence[Span], reserve: int = 0) -> tuple[int, ...] | None:
+    def of(self, rank: int, spans: Sequence[Span], reserve: int = 0) -> Points | None:
         """Return the point of each stage of a rank, or ``None`` if none fit.
 
         Args:
@@ -54,46 +57,76 @@ class RankChoice:
             self._spans[span] = parameters + gradients + state, problems.waiting(*span)
         return self._spans[span]
 
-    def _choose(self, rank: int, spans: Sequence[Span], reserve: int) -> tuple[int, ...] | None:
+    def _choose(self, rank: int, spans: Sequence[Span], reserve: int) -> Points | None:
         given, limit = self.loads[rank], self.limits[rank]
         found = [self.frontiers.of(*span) for span in spans]
-        at = [0] * len(spans)
         if limit is None:
-            return tuple(at)
+            return tuple(point for f in found if (point := f.within(float("inf"))) is not None)
         known = [self._bytes_of(span) for span in spans]
         free = limit - reserve - sum(fixed for fixed, _ in known)
-        waits = [waiting for _, waiting in known]
-        while not _fits(given, found, at, waits, free):
-            step = self._cheapest_step(given, found, at)
-            if step is None:
+        held = _Held(given, [waiting for _, waiting in known], free)
+        return held.of_one(found[0]) if len(found) == 1 else held.of_several(found)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """The limit of one rank.
+
+    Attributes:
+        loads: what the rank holds at once.
+        waits: bytes of each stage that wait for the weight part, ``None`` for all that it saves.
+        free: bytes that microbatches may take.
+    """
+
+    loads: RankLoads
+    waits: Sequence[int | None]
+    free: int
+
+    def excess(self, points: Points) -> int:
+        """Return the bytes beyond the limit, not positive if the points fit."""
+        saved = np.array([point.saved for point in points], np.int64)
+        later = np.array([s if w is None else w for s, w in zip(saved.tolist(), self.waits, strict=True)], np.int64)
+        extra = np.array([point.temporary for point in points], np.int64)
+        live = self.loads.saved @ saved + self.loads.waiting @ later + extra[self.loads.runs]
+        return int(live.max(initial=0)) - self.free
+
+    def of_one(self, frontier: StageFrontier) -> Points | None:
+        """Return the point of the only stage; less is saved as long as what it takes while it computes is too much."""
+        count = max(1, int(self.loads.surely()[0]))
+        allowed = self.free / count
+        for _ in range(_ROUNDS):
+            point = frontier.within(allowed)
+            if point is None:
+                return None
+            if (over := self.excess((point,))) <= 0:
+                return (point,)
+            allowed = min(point.saved - 1.0, point.saved - over / count)
+        return None
+
+    def of_several(self, frontiers: Sequence[StageFrontier]) -> Points | None:
+        """Return points of several stages: recompute where a second frees the most bytes, then use up what is left."""
+        corners = [frontier.corners() for frontier in frontiers]
+        counts, at = self.loads.surely().tolist(), [0] * len(frontiers)
+        points = tuple(own[0] for own in corners)
+        while (over := self.excess(points)) > 0:
+            rates = [_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
+            step = int(np.argmax(rates))
+            if rates[step] < 0:
                 return None
             at[step] += 1
-        for stage in range(len(spans)) if len(spans) > 1 else ():
-            while at[stage] and _fits(given, found, [a - (i == stage) for i, a in enumerate(at)], waits, free):
-                at[stage] -= 1
-        return tuple(at)
-
-    def _cheapest_step(self, given: RankLoads, found: Sequence[StageFrontier], at: Sequence[int]) -> int | None:
-        """Return the stage that frees the most bytes a second if it recomputes more."""
-        best, rate = None, -1.0
-        counts = given.surely().tolist()
-        for i, (frontier, index) in enumerate(zip(found, at, strict=True)):
-            if index + 1 < len(frontier.points):
-                here, there = frontier.points[index : index + 2]
-                seconds = max(there.seconds - here.seconds, 1e-30)
-                if (own := counts[i] * (here.saved - there.saved) / seconds) > rate:
-                    best, rate = i, own
-        return best
+            points = tuple(own[i] for own, i in zip(corners, at, strict=True))
+        for stage in sorted(range(len(points)), key=lambda s: -points[s].seconds):
+            left = -self.excess(points) / max(1, counts[stage])
+            more = frontiers[stage].within(points[stage].saved + left)
+            if more is not None and more.seconds < points[stage].seconds:
+                changed = (*points[:stage], more, *points[stage + 1 :])
+                points = changed if self.excess(changed) <= 0 else points
+        return points
 
 
-def _fits(
-    given: RankLoads, found: Sequence[StageFrontier], at: Sequence[int], waits: Sequence[int | None], free: int
-) -> bool:
-    points = [frontier.points[index] for frontier, index in zip(found, at, strict=True)]
-    saved = np.array([point.saved for point in points], np.int64)
-    later = np.array([s if w is None else w for s, w in zip(saved.tolist(), waits, strict=True)], np.int64)
-    live = given.saved @ saved + given.waiting @ later
-    if int(live.max(initial=0)) > free:
-        return False
-    extra = np.array([frontier.temporary(index) for frontier, index in zip(found, at, strict=True)], np.int64)
-    return int((live + extra[given.runs]).max(initial=0)) <= free
+def _rate(corners: Sequence[FrontierPoint], at: int, count: int) -> float:
+    """Return the bytes that a second of recompute frees at the next corner, -1 if there is none."""
+    if at + 1 == len(corners):
+        return -1.0
+    seconds = max(corners[at + 1].seconds - corners[at].seconds, 1e-30)
+    return max(0.0, count * (corners[at].saved - corners[at + 1].saved) / seconds)

@@ -6,18 +6,17 @@ are, so a model of 32 layers has hardly more frontiers than one of 8.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.search.pipelines.stage_hull import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
-from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
-from splitkit.training.choices import Choice
+from splitkit.training.choices import Choice, Savings
 
 Bools = NDArray[np.bool_]
 
@@ -30,15 +29,17 @@ class FrontierPoint:
         runs: (n,) bool; the ops that backward computes again.
         saved: bytes that a microbatch holds, those that are held in any case included.
         seconds: the recompute time.
+        temporary: the bytes that the stage takes while it computes, beyond what it saves.
     """
 
     runs: Bools
     saved: int
     seconds: float
+    temporary: int
 
 
 class StageFrontier:
-    """The frontier of a class of isomorphic stages.
+    """The frontier of a class of isomorphic stages, found where it is asked for.
 
     Attributes:
         problem: the problem of one of them.
@@ -47,63 +48,51 @@ class StageFrontier:
     def __init__(self, problems: StageProblems, problem: StageProblem) -> None:
         self.problem = problem
         self._problems = problems
-        self._hull = Hull.of(problem.savings)
-        self._temporary: dict[int, int] = {}
-        self._exact: dict[int, FrontierPoint | None] = {}
-
-    @cached_property
-    def points(self) -> list[FrontierPoint]:
-        """The points on the hull, by rising recompute time."""
-        corners = self._hull.corners
-        choices = {choice.nbytes: choice for choice in self._hull.choices}
-        for low, high in zip(corners, corners[1:], strict=False):
-            rank = self._hull._rank
-            chain = self._hull.network.between(low, high, rank)
-            for step in range(1, len(chain) - 1):
-                choice = self._hull.cutting.choice(chain.corner(step).side)
-                choices.setdefault(choice.nbytes, choice)
-        found: list[FrontierPoint] = []
-        for nbytes in sorted(choices, reverse=True):
-            choice = choices[nbytes]
-            point = FrontierPoint(choice.runs, self.problem.held + choice.nbytes, choice.seconds)
-            while found and found[-1].seconds >= point.seconds:
-                found.pop()
-            found.append(point)
-        return found
+        self._hull = StageHull(problem.savings)
+        self._choices: dict[int, Choice] = {}
+        self._points: dict[int, FrontierPoint] = {}
 
     def bound(self, saved: float) -> float:
         """Return a lower bound on the recompute time if a microbatch may hold ``saved`` bytes; infinite if it cannot."""
         return self._hull.bound(saved - self.problem.held)
 
-    def temporary(self, index: int) -> int:
-        """Return the temporary bytes of a point."""
-        if index not in self._temporary:
-            choice = self.problem.savings.choose(self.points[index].runs)
-            self._temporary[index] = self._problems.temporary(self.problem, choice)
-        return self._temporary[index]
+    def within(self, saved: float) -> FrontierPoint | None:
+        """Return the point with the least recompute that holds at most ``saved`` bytes; ``None`` if there is none."""
+        most = saved - self.problem.held
+        self._add(self._hull.around(most))
+        fits = [choice for nbytes, choice in self._choices.items() if nbytes <= most]
+        return self._point(min(fits, key=lambda choice: (choice.seconds, choice.nbytes))) if fits else None
 
-    def add_exact(self, saved: int) -> None:
-        """Add the best choice that holds at most ``saved`` bytes, which may lie above the hull."""
-        if saved in self._exact:
-            return
+    def corners(self) -> list[FrontierPoint]:
+        """Return the points at the corners of the hull, by rising recompute time, without temporary bytes."""
+        found = sorted(self._hull.all_corners(), key=lambda choice: (choice.seconds, choice.nbytes))
+        self._add(found)
+        return [self._point(choice) for choice in found]
+
+    def exactly(self, saved: int) -> None:
+        """Add the best choice that holds at most ``saved`` bytes, which may lie above the hull, for small problems."""
         problem = self.problem.savings
-        given = RecomputeProblem(
-            problem.price, problem.maker, problem.storage, problem.savable, problem.needed, problem.nbytes, problem.reads
-        )
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, saved - self.problem.held)
-        self._exact[saved] = None
         if limit.most < 0 or not len(problem.ops):
             return
-        found = Program(given).search([limit], float("inf"))
-        if found.runs is None:
-            return
-        choice = problem.choose(found.runs)
-        point = FrontierPoint(choice.runs, self.problem.held + choice.nbytes, choice.seconds)
-        known = self.points
-        if not any(p.saved <= point.saved and p.seconds <= point.seconds for p in known):
-            self._exact[saved] = point
-            self.points = sorted([*known, point], key=lambda p: (p.seconds, -p.saved))
-            self._temporary = {}
+        given = (problem.price, problem.maker, problem.storage, problem.savable, problem.needed, problem.nbytes)
+        found = Program(RecomputeProblem(*given, problem.reads)).search([limit], float("inf"))
+        if found.runs is not None:
+            self._add([problem.choose(found.runs)])
+
+    def _add(self, choices: Iterable[Choice]) -> None:
+        for choice in choices:
+            known = self._choices.get(choice.nbytes)
+            if known is None or choice.seconds < known.seconds:
+                self._choices[choice.nbytes] = choice
+                self._points.pop(choice.nbytes, None)
+
+    def _point(self, choice: Choice) -> FrontierPoint:
+        nbytes = choice.nbytes
+        if nbytes not in self._points:
+            temporary = self._problems.temporary(self.problem, choice)
+            self._points[nbytes] = FrontierPoint(choice.runs, self.problem.held + nbytes, choice.seconds, temporary)
+        return self._points[nbytes]
 
 
 class StageFrontiers:
@@ -134,16 +123,20 @@ class StageFrontiers:
 
     def _key(self, problem: StageProblem) -> Hashable:
         """Return a key that only isomorphic stages share."""
-        s = problem.savings
-        arrays = (s.seconds, s.fixed, s.forced, s.late, s.maker, s.storage, s.savable, s.needed, s.nbytes, s.reads)
-        return problem.held, *(array.tobytes() for array in arrays), self.problems.peaks.key(problem)
+        return problem.held, problem_key(problem.savings), self.problems.peaks.key(problem)
 
-    def choice(self, start: int, end: int, index: int) -> Choice:
+    def choice(self, start: int, end: int, point: FrontierPoint) -> Choice:
         """Return the choice of a stage at a point of its frontier."""
-        problem, frontier = self._at(start, end)
-        return problem.savings.choose(frontier.points[index].runs)
+        return self._at(start, end)[0].savings.choose(point.runs)
 
-    def costs(self, start: int, end: int, index: int) -> StageCosts:
+    def costs(self, start: int, end: int, point: FrontierPoint) -> StageCosts:
         """Return what a stage costs at a point of its frontier."""
-        problem, frontier = self._at(start, end)
-        return self.problems.costs_of(problem, self.choice(start, end, index), frontier.temporary(index))
+        problem, _ = self._at(start, end)
+        return self.problems.costs_of(problem, self.choice(start, end, point), point.temporary)
+
+
+def problem_key(problem: Savings) -> Hashable:
+    """Return a key that only problems with equal arrays share."""
+    p = problem
+    arrays = (p.seconds, p.fixed, p.forced, p.late, p.maker, p.storage, p.savable, p.needed, p.nbytes, p.reads)
+    return tuple(array.tobytes() for array in arrays)

@@ -44,12 +44,7 @@ class Hull:
             NoPlanError: SK303 when something that backward needs can be neither saved nor recomputed.
         """
         cutting = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
-        nbytes, seconds = _finite(cutting.nbytes), _finite(cutting.seconds)
-        ticks = min(_MOST_TICKS, ROOM / 8 / max(float(nbytes.sum()), 1.0))
-        tick = float(seconds.sum()) / ticks or 1.0
-        network = TwoCosts(
-            cutting.size, cutting.tails, cutting.heads, _whole(cutting.nbytes), _whole(cutting.seconds / tick)
-        )
+        network, tick = whole_network(cutting)
         with explained(cutting, problem.why):
             return cls(cutting, network, tick, tuple(network.corners()))
 
@@ -92,6 +87,17 @@ class Hull:
         rank[self.cutting.value] = self.cutting.problem.maker
         rank[self.cutting.op] = np.arange(count)
         return rank
+
+
+def whole_network(cutting: CutNetwork) -> tuple[TwoCosts, float]:
+    """Return the network with whole costs, bytes and ticks of time, and the seconds of a tick."""
+    nbytes, seconds = _finite(cutting.nbytes), _finite(cutting.seconds)
+    ticks = min(_MOST_TICKS, ROOM / 8 / max(float(nbytes.sum()), 1.0))
+    tick = float(seconds.sum()) / ticks or 1.0
+    network = TwoCosts(
+        cutting.size, cutting.tails, cutting.heads, _whole(cutting.nbytes), _whole(cutting.seconds / tick)
+    )
+    return network, tick
 
 
 def _finite(costs: Floats) -> Floats:
