@@ -8,14 +8,14 @@ are simulated, and cuts are moved as long as the simulated step gets shorter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.costs import Links
-from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.order import FORWARD, PipelineOrder
 from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
 from splitkit.search.pipelines.cut_times import CutTimes
 from splitkit.search.pipelines.joint_positions import bytes_across
@@ -24,7 +24,7 @@ from splitkit.search.pipelines.rank_loads import rank_loads
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.recompute.pareto_cuts import Hull
-from splitkit.solvers.line.path_bound import least_path, least_sum
+from splitkit.solvers.line.path_bound import LineCuts, least_path, least_sum
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -33,6 +33,7 @@ _CUTS = 200  # the most positions of cuts that are looked at
 _LIMITS = 12  # limits on the slowest stage that are tried
 _STEPS = 40  # rounds of a dynamic program in which entries become exact
 _MOVES = 400  # candidates of a local search
+_HALVINGS = 8  # of the memory, for a refusal that says what would do
 _STARTS = 3  # candidates from which a local search starts
 
 
@@ -46,6 +47,7 @@ class FoundCuts:
         cuts: how many positions were looked at, of how many.
         tried: how many candidates were simulated.
         classes: how many frontiers were computed.
+        path: whether the bound is that of the dynamic program.
     """
 
     best: ScoredCuts | None
@@ -53,6 +55,7 @@ class FoundCuts:
     cuts: tuple[int, int]
     tried: int
     classes: int
+    path: bool
 
 
 class CutSearch:
@@ -86,7 +89,7 @@ class CutSearch:
     def run(self) -> FoundCuts:
         """Search, and prove a bound."""
         if len(self.cuts) <= self.stages:
-            return FoundCuts(None, np.inf, self._looked_at, 0, 0)
+            return FoundCuts(None, np.inf, self._looked_at, 0, 0, False)
         bound = 0.0
         seeds = [self._even(), *self._balanced()]
         if self.single:
@@ -97,7 +100,28 @@ class CutSearch:
         best = self._local([s for s in map(self._scored, dict.fromkeys(seeds)) if s is not None])
         if best is None:
             best = self._local([s for s in map(self._scored, self._tight()) if s is not None])
-        return FoundCuts(best, bound, self._looked_at, len(self.scoring.tried), self.frontiers.classes)
+        return FoundCuts(best, bound, self._looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    def smallest(self) -> ScoredCuts | None:
+        """Return cuts that fit in little memory, although not in the limits: the lowest peak that was found.
+
+        Each candidate is planned for ever less memory, until it does not fit.
+        """
+        ends = dict.fromkeys([self._even(), *self._balanced(), *self._tight()])
+        best: ScoredCuts | None = None
+        for each in ends:
+            free = CutSearch(self.frontiers, self.order, self.links, [None] * len(self.limits)).scoring
+            now = free.of([int(self.cuts[e]) for e in each])
+            low, high = 0, 0 if now is None else max(now.run.peaks)
+            for _ in range(_HALVINGS):
+                middle = (low + high) // 2 if best is None else min((low + high) // 2, max(best.run.peaks))
+                tight = CutSearch(self.frontiers, self.order, self.links, [middle] * len(self.limits)).scoring
+                found = tight.of([int(self.cuts[e]) for e in each])
+                low, high = (middle, high) if found is None else (low, max(found.run.peaks))
+                now = now if found is None else found
+            if now is not None and (best is None or max(now.run.peaks) < max(best.run.peaks)):
+                best = now
+        return best
 
     @property
     def _looked_at(self) -> tuple[int, int]:
@@ -180,7 +204,8 @@ class CutSearch:
         """Return candidates for one stage a rank: the least path bound, and the least sum below several limits."""
         links, count = self._link_seconds(), self.order.microbatches
         found: list[tuple[int, ...]] = []
-        first = self._settle(times, lambda: least_path(times.upper, links, count))
+        waits = self._waits()
+        first = self._settle(times, lambda: least_path(times.upper, links, count, waits))
         if first is None:
             return found
         found.append(first)
@@ -195,10 +220,10 @@ class CutSearch:
                 found.append(ends)
         return found
 
-    def _settle(self, times: CutTimes, solve: object) -> tuple[int, ...] | None:
+    def _settle(self, times: CutTimes, solve: Callable[[], LineCuts]) -> tuple[int, ...] | None:
         """Solve until all stages of the solution are exact."""
         for _ in range(_STEPS):
-            plan = solve()  # type: ignore[operator]
+            plan = solve()
             if not np.isfinite(plan.value):
                 return None
             if times.settled(plan.ends):
@@ -207,19 +232,29 @@ class CutSearch:
 
     def _path_bound(self, times: CutTimes) -> float:
         """Return the least path bound over lower bounds of all stages, made sharper where it is attained."""
-        links = self._link_seconds()
+        links, waits = self._link_seconds(), self._waits()
         bound = 0.0
         for _ in range(_STEPS):
-            plan = least_path(self._proof(times), links, self.order.microbatches)
+            plan = least_path(times.lower, links, self.order.microbatches, waits)
             bound = plan.value
             if not np.isfinite(bound) or times.settled(plan.ends):
                 break
         return bound
 
-    def _proof(self, times: CutTimes) -> Floats:
-        if not self.problems.divided:
-            return times.lower
-        return times.lower
+    def _waits(self) -> Floats | None:
+        """Return (p, n + 1, n + 1) the seconds for which each stage waits for its first gradient, at least.
+
+        A stage that runs w forwards before its first backward cannot go on until one of these microbatches has been
+        through all later stages and back. Where backward is divided, ranks have other work then.
+        """
+        if self.problems.divided:
+            return None
+        forward = self.problems.forward[self.cuts]
+        own = np.maximum(0.0, forward[None, :] - forward[:, None])
+        later = self._time[-1] - self._time
+        rank, _, kind, _ = self.order.columns
+        warm = [int(np.argmax(kind[rank == r] != FORWARD)) for r in range(self.stages)]
+        return np.array([np.maximum(0.0, later[None, :] - (count - 1) * own) for count in warm])
 
     def _average_bound(self) -> float:
         """Return a bound that holds for any placement: all work, and the least recompute, evenly on all ranks."""

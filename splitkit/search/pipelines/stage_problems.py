@@ -65,10 +65,12 @@ class StageProblems:
         backward: (n + 1,) the same of backward, without recompute.
     """
 
-    def __init__(self, positions: JointPositions, costs: Costs, optimizer: Optimizer, divided: bool) -> None:
+    def __init__(
+        self, positions: JointPositions, costs: Costs, optimizer: Optimizer, divided: bool, *, recompute: bool = True
+    ) -> None:
         self.positions, self.costs, self.optimizer, self.divided = positions, costs, optimizer, divided
         flow = self.flow = positions.flow
-        self.whole = savings(flow, costs)
+        self.whole = savings(flow, costs) if recompute else _saved_only(savings(flow, costs))
         size = len(positions.forward)
         self.forward, self.backward = np.zeros(size + 1), np.zeros(size + 1)
         known = set(positions.forward)
@@ -216,3 +218,12 @@ class StageProblems:
             optimizer_bytes=gradients * STATE_OF[self.optimizer] if self.optimizer else 0,
             unit=unit_of(self.costs),
         )
+
+
+def _saved_only(problem: Savings) -> Savings:
+    """Return the problem in which what can be saved is not computed again."""
+    saves = np.zeros(len(problem.ops), np.bool_)
+    saves[problem.maker[problem.savable]] = True
+    fixed = problem.fixed | (saves & ~problem.late)
+    why = {op: "recompute=False" for op, held in zip(problem.ops, fixed, strict=True) if held}
+    return replace(problem, fixed=fixed, why={**why, **problem.why})

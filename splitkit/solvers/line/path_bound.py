@@ -32,13 +32,14 @@ class LineCuts:
     ends: tuple[int, ...]
 
 
-def least_path(times: Floats, links: Floats, microbatches: int) -> LineCuts:
-    """Return the cuts with the least ``max_j (m t_j + sum of t_i and links before j)``.
+def least_path(times: Floats, links: Floats, microbatches: int, waits: Floats | None = None) -> LineCuts:
+    """Return the cuts with the least ``max_j (m t_j + w_j + sum of t_i and links before j)``.
 
     Args:
         times: (p, n + 1, n + 1) seconds of stage k from i to j; infinite where it is not allowed, also where j <= i.
         links: (n + 1,) seconds of the messages of one microbatch over a cut.
         microbatches: m.
+        waits: (p, n + 1, n + 1) w, seconds in which stage k from i to j is idle in any case; none by default.
     """
     stages, size, _ = times.shape
     after = np.full(size, np.inf)
@@ -46,7 +47,8 @@ def least_path(times: Floats, links: Floats, microbatches: int) -> LineCuts:
     chosen = np.zeros((stages, size), np.int64)
     for stage in range(stages - 1, -1, -1):
         own = times[stage]
-        value = np.maximum(microbatches * own, own + (links + after)[None, :])
+        alone = microbatches * own + (0.0 if waits is None else waits[stage])
+        value = np.maximum(alone, own + (links + after)[None, :])
         chosen[stage] = value.argmin(axis=1)
         after = value.min(axis=1)
     return LineCuts(float(after[0]), _ends(chosen))
