@@ -26,6 +26,8 @@ from splitkit.search.pipelines.staged_plan import staged_plan
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
 
+_ROUNDING = 2e-5  # of the integer programs that prove bounds
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -118,7 +120,7 @@ class Pipeline:
         limiting = max(stages, key=lambda s: run.stages[s].forward + run.stages[s].backward)
         bound = min(found.bound, best.seconds)
         solver = "dynamic program, minimum cuts" if found.path else "local search, minimum cuts"
-        return replace(plan, claim=Claim("step", best.seconds, bound, solver, ("forward", limiting)))
+        return replace(plan, claim=Claim("step", best.seconds, bound, solver, ("forward", limiting), _ROUNDING))
 
     def _note(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> str:
         run, unit = best.run, unit_of(frontiers.problems.costs)

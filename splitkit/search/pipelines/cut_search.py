@@ -8,14 +8,19 @@ are simulated, and cuts are moved as long as the simulated step gets shorter.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import FORWARD, PipelineOrder
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
 from splitkit.search.pipelines.cut_times import CutTimes
 from splitkit.search.pipelines.joint_positions import bytes_across
@@ -34,6 +39,8 @@ _LIMITS = 12  # limits on the slowest stage that are tried
 _STEPS = 40  # rounds of a dynamic program in which entries become exact
 _MOVES = 400  # candidates of a local search
 _HALVINGS = 8  # of the memory, for a refusal that says what would do
+_ALL = 400  # cuts that are all looked at
+_SMALL = 150  # ops of a stage for which an integer program is solved
 _STARTS = 3  # candidates from which a local search starts
 
 
@@ -100,6 +107,9 @@ class CutSearch:
         best = self._local([s for s in map(self._scored, dict.fromkeys(seeds)) if s is not None])
         if best is None:
             best = self._local([s for s in map(self._scored, self._tight()) if s is not None])
+        if comb(len(self.cuts) - 2, self.stages - 1) <= _ALL:
+            least, best = self._all(best)
+            bound = max(bound, least)
         return FoundCuts(best, bound, self._looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
 
     def smallest(self) -> ScoredCuts | None:
@@ -122,6 +132,53 @@ class CutSearch:
             if now is not None and (best is None or max(now.run.peaks) < max(best.run.peaks)):
                 best = now
         return best
+
+    def _all(self, best: ScoredCuts | None) -> tuple[float, ScoredCuts | None]:
+        """Return a lower bound over all cuts, each simulated with the least times that its stages can have.
+
+        A simulated step is not longer if stages are quicker, so this is a bound for each. Cuts whose bound is below the
+        best step are scored.
+        """
+        least = []
+        for inner in combinations(range(1, len(self.cuts) - 1), self.stages - 1):
+            ends = tuple(int(self.cuts[e]) for e in (*inner, len(self.cuts) - 1))
+            least.append((self._least_step(ends), ends))
+        heapq.heapify(least)
+        exact: set[tuple[int, ...]] = set()
+        lowest = float("inf")  # of the cuts that were scored
+        while least and np.isfinite(least[0][0]):
+            bound, ends = least[0]
+            if best is not None and bound >= best.seconds * (1 - 1e-12):
+                break
+            if ends in exact:
+                heapq.heappop(least)
+                lowest = min(lowest, bound)
+                scored = self.scoring.of(ends)
+                if scored is not None and (best is None or scored.seconds < best.seconds):
+                    best = scored
+            else:
+                exact.add(ends)
+                heapq.heapreplace(least, (max(bound, self._least_step(ends, exact=True)), ends))
+        return min([lowest, *(bound for bound, _ in least[:1])]), best
+
+    def _least_step(self, ends: Sequence[int], *, exact: bool = False) -> float:
+        """Return a lower bound on the step of some cuts; infinite if a rank cannot hold its stages."""
+        spans = list(zip((0, *ends[:-1]), ends, strict=True))
+        costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
+        for rank, load in enumerate(self.choices.loads):
+            fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
+            for stage, count in zip(load.stages, load.surely().tolist(), strict=True):
+                limit, again = self.limits[rank], 0.0
+                if limit is not None:
+                    made = self.problems.peaks.gradients[list(spans[stage])]
+                    left = limit - fixed - int(made[1] - made[0])
+                    frontier = self.frontiers.of(*spans[stage])
+                    bound = frontier.least if exact and len(frontier.problem.ops) <= _SMALL else frontier.bound
+                    again = bound(left // max(1, count)) if left >= 0 else np.inf
+                if not np.isfinite(again):
+                    return float("inf")
+                costs[stage] = self.problems.seconds_of(*spans[stage], again)
+        return simulate_schedule(costs, self.order, links=self.links).seconds
 
     @property
     def _looked_at(self) -> tuple[int, int]:

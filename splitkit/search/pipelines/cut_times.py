@@ -37,13 +37,15 @@ class CutTimes:
         self.count = [int(load.surely()[0]) for load in choices.loads]
         both = self.problems.forward + self.problems.backward
         self._base = both[cuts][None, :] - both[cuts][:, None]
-        self._fixed, self._gradients = self._statics()
+        self._fixed = self._statics()
+        made = self.problems.peaks.gradients[cuts]
+        self._gradients = (made[None, :] - made[:, None]).astype(np.float64)
         self.lower = self._bounds()
         self.upper = self.lower.copy()
         self.known = np.zeros(self.lower.shape, np.bool_)
 
-    def _statics(self) -> tuple[Floats, Floats]:
-        """Return the fixed bytes of each stage, and the gradients among them, which backward holds once more."""
+    def _statics(self) -> Floats:
+        """Return the fixed bytes of each stage."""
         size = len(self.cuts)
         gradients, parameters = np.zeros((size, size)), np.zeros((size, size))
         for nbytes, gradient, used in self.problems.parameters:
@@ -53,7 +55,7 @@ class CutTimes:
                 gradients[before + 1 : piece + 1, piece + 1 :] += gradient
                 before = piece
         state = STATE_OF[self.problems.optimizer] if self.problems.optimizer else 0
-        return parameters + gradients * (1 + state), gradients
+        return parameters + gradients * (1 + state)
 
     def _bounds(self) -> Floats:
         size = len(self.cuts)

@@ -19,6 +19,7 @@ from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
 from splitkit.training.choices import Choice, Savings
 
 Bools = NDArray[np.bool_]
+_EXACT = 1e-9  # the relative gap of integer programs
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,7 @@ class StageFrontier:
         self._hull = StageHull(problem.savings)
         self._choices: dict[int, Choice] = {}
         self._points: dict[int, FrontierPoint] = {}
+        self._least: dict[int, float] = {}
 
     def bound(self, saved: float) -> float:
         """Return a lower bound on the recompute time if a microbatch may hold ``saved`` bytes; infinite if it cannot."""
@@ -69,16 +71,21 @@ class StageFrontier:
         self._add(found)
         return [self._point(choice) for choice in found]
 
-    def exactly(self, saved: int) -> None:
-        """Add the best choice that holds at most ``saved`` bytes, which may lie above the hull, for small problems."""
-        problem = self.problem.savings
-        limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, saved - self.problem.held)
-        if limit.most < 0 or not len(problem.ops):
-            return
-        given = (problem.price, problem.maker, problem.storage, problem.savable, problem.needed, problem.nbytes)
-        found = Program(RecomputeProblem(*given, problem.reads)).search([limit], float("inf"))
-        if found.runs is not None:
-            self._add([problem.choose(found.runs)])
+    def least(self, saved: int) -> float:
+        """Return a bound like that of `bound`, by an integer program, and remember its choice for `within`."""
+        problem, most = self.problem.savings, saved - self.problem.held
+        if most < 0:
+            return float("inf")
+        if not len(problem.ops):
+            return 0.0
+        if most not in self._least:
+            given = (problem.price, problem.maker, problem.storage, problem.savable, problem.needed, problem.nbytes)
+            limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, most)
+            found = Program(RecomputeProblem(*given, problem.reads)).search([limit], float("inf"), _EXACT)
+            if found.runs is not None:
+                self._add([problem.choose(found.runs)])
+            self._least[most] = found.bound
+        return max(self._least[most], self.bound(saved))
 
     def _add(self, choices: Iterable[Choice]) -> None:
         for choice in choices:

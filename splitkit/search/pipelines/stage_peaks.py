@@ -38,6 +38,14 @@ class StagePeaks:
         returned = self.order.storages_of(output_nodes(flow.gradients))
         self._sent = [(c.made, c.last, tuple(flow.storages.under(c.value))) for c in positions.gradients]
         self._returned = frozenset(returned)
+        at = [self._at[op] if (op := self._maker[root]) >= 0 else -1 for root in returned]
+        backward = [(p, flow.storages.nbytes[r]) for r, p in zip(returned, at, strict=True) if p >= 0]
+        sizes = np.zeros(len(positions.forward) + 1, np.int64)
+        for position, nbytes in backward:
+            if position >= 0:
+                sizes[position + 1] += nbytes
+        self.gradients = np.cumsum(sizes)
+        """(n + 1,) bytes of the gradients of inputs that backward makes before each position: alive at its end."""
 
     def members(self, start: int, end: int, choice: Choice) -> tuple[list[int], list[int]]:
         """Return the ops of a stage's forward and backward, each in graph order."""

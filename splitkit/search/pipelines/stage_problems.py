@@ -197,25 +197,29 @@ class StageProblems:
     def costs_of(self, problem: StageProblem, choice: Choice, temporary: int | None = None) -> StageCosts:
         """Return what a stage costs with a choice of its problem."""
         start, end = problem.start, problem.end
-        forward = float(self.forward[end] - self.forward[start])
-        backward = float(self.backward[end] - self.backward[start]) + choice.seconds
-        weight, deferred = 0.0, None
-        if self.divided:
-            weight = self.halves.weight_seconds(start, end) if start else backward
-            deferred = self.waiting(start, end)
         parameters, gradients = self.parameter_bytes(start, end)
-        return StageCosts(
-            forward=forward,
-            backward_input=max(0.0, backward - weight),
-            backward_weight=min(weight, backward),
+        return replace(
+            self.seconds_of(start, end, choice.seconds),
             saved_bytes=problem.held + choice.nbytes,
-            deferred_bytes=deferred,
-            activation_bytes=int(self.sent_on[end]),
-            input_gradient_bytes=int(self.sent_back[start]),
+            deferred_bytes=self.waiting(start, end),
             temporary_bytes=self.temporary(problem, choice) if temporary is None else temporary,
             parameter_bytes=parameters,
             gradient_bytes=gradients,
             optimizer_bytes=gradients * STATE_OF[self.optimizer] if self.optimizer else 0,
+        )
+
+    def seconds_of(self, start: int, end: int, again: float) -> StageCosts:
+        """Return the times and messages of a stage that recomputes for ``again`` seconds, without its memory."""
+        backward = float(self.backward[end] - self.backward[start]) + again
+        weight = 0.0
+        if self.divided:
+            weight = self.halves.weight_seconds(start, end) if start else backward
+        return StageCosts(
+            forward=max(0.0, float(self.forward[end] - self.forward[start])),
+            backward_input=max(0.0, backward - weight),
+            backward_weight=min(weight, backward),
+            activation_bytes=int(self.sent_on[end]),
+            input_gradient_bytes=int(self.sent_back[start]),
             unit=unit_of(self.costs),
         )
 
