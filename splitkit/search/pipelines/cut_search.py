@@ -214,19 +214,20 @@ class CutSearch:
         most = max(table[a, b] for a, b in zip((0, *slowest.ends[:-1]), slowest.ends, strict=True))
         yield least_sum(times, self._link_seconds(), most * (1 + 1e-9)).ends
         if not self.single:
-            yield from self._by_rank(table)
+            yield self._by_rank()
 
-    def _by_rank(self, table: Floats) -> Iterator[tuple[int, ...]]:
-        """Yield cuts in which the ranks are even although the last stage, with the head, is slow."""
-        ranks = len(self.order.ranks)
-        whole = float(self._time[-1])
-        for share in (0.5, 1.0, 1.5, 2.0):
-            last = self.order.rank_of[-1]
-            weights = np.ones(self.stages)
-            weights[-1] = share * self.stages / ranks
-            others = [s for s, r in enumerate(self.order.rank_of) if r == last and s != self.stages - 1]
-            weights[others] = max(0.2, 2 - weights[-1])
-            yield self._near((np.cumsum(weights) / weights.sum() * whole).tolist())
+    def _by_rank(self) -> tuple[int, ...]:
+        """Return cuts in which ranks of several stages are even, although the last stage has a heavy head."""
+        ranks, whole = len(self.order.ranks), float(self._time[-1])
+        head = float(self._time[-1] - self._time[-2])
+        of, last = np.array(self.order.rank_of), self.order.rank_of[-1]
+        local = int((of == last).sum())
+        least = head + (local - 1) * whole / (100 * self.stages)
+        own = max(whole / ranks, least)
+        times = np.full(self.stages, (whole - own) / max(1, ranks - 1) / local)
+        times[of == last] = (own - max(head, own / local)) / max(1, local - 1)
+        times[-1] = max(head, own / local)
+        return self._near(np.cumsum(times).tolist())
 
     def _tight(self) -> Iterator[tuple[int, ...]]:
         """Yield cuts that give ranks even shares of the fixed bytes, for memory that hardly suffices."""
@@ -314,7 +315,10 @@ class CutSearch:
         return np.array([np.maximum(0.0, later[None, :] - (count - 1) * own) for count in warm])
 
     def _average_bound(self) -> float:
-        """Return a bound that holds for any placement: all work, and the least recompute, evenly on all ranks."""
+        """Return a bound that holds for any placement.
+
+        All work, and the least recompute, is evenly on all ranks; and one rank has the piece that takes longest.
+        """
         ranks, count = len(self.order.ranks), self.order.microbatches
         work = float(self._time[-1])
         if all(limit is not None for limit in self.limits):
@@ -324,7 +328,8 @@ class CutSearch:
             least = min(int(load.surely().min()) for load in self.choices.loads)
             hull = Hull.of(self.problems.problem(0, size, relaxed=True).savings)
             work += hull.bound(held / max(1, least))
-        return work * count / ranks
+        piece = float(np.diff(self._time).max())
+        return max(work / ranks, piece) * count
 
     def _local(self, found: list[ScoredCuts]) -> ScoredCuts | None:
         """Move cuts as long as the simulated step gets shorter."""
@@ -339,6 +344,8 @@ class CutSearch:
             while better and budget > 0:
                 better = False
                 for ends in self._neighbours(tuple(place[e] for e in now.ends), now):
+                    if self._surely(ends) >= now.seconds:
+                        continue
                     budget -= 1
                     scored = self._scored(ends)
                     if scored is not None and scored.seconds < now.seconds * (1 - 1e-9):
@@ -348,6 +355,12 @@ class CutSearch:
                         break
             best = min(best, now, key=lambda scored: scored.seconds)
         return best
+
+    def _surely(self, ends: tuple[int, ...]) -> float:
+        """Return a quick lower bound on the step of some cuts: the work of the busiest rank without recompute."""
+        loads = np.zeros(len(self.order.ranks))
+        np.add.at(loads, list(self.order.rank_of), np.diff(self._time[[0, *ends]]))
+        return float(loads.max()) * self.order.microbatches
 
     def _neighbours(self, ends: tuple[int, ...], now: ScoredCuts) -> Iterator[tuple[int, ...]]:
         """Yield cuts that differ a little: first those that make the busiest rank's stages smaller."""

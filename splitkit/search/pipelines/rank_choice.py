@@ -83,11 +83,14 @@ class _Held:
     free: int
 
     def excess(self, points: Points) -> int:
-        """Return the bytes beyond the limit, not positive if the points fit."""
+        """Return bytes by which the limit is exceeded at least, not positive if the points fit."""
         saved = np.array([point.saved for point in points], np.int64)
         later = np.array([s if w is None else w for s, w in zip(saved.tolist(), self.waits, strict=True)], np.int64)
+        live = self.loads.saved @ saved + self.loads.waiting @ later
+        if int(live.max(initial=0)) > self.free:  # without the temporary bytes, which take time to find
+            return int(live.max()) - self.free
         extra = np.array([point.temporary for point in points], np.int64)
-        live = self.loads.saved @ saved + self.loads.waiting @ later + extra[self.loads.runs]
+        live += extra[self.loads.runs]
         return int(live.max(initial=0)) - self.free
 
     def of_one(self, frontier: StageFrontier) -> Points | None:

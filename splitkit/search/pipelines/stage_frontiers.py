@@ -6,8 +6,9 @@ are, so a model of 32 layers has hardly more frontiers than one of 8.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +31,18 @@ class FrontierPoint:
         runs: (n,) bool; the ops that backward computes again.
         saved: bytes that a microbatch holds, those that are held in any case included.
         seconds: the recompute time.
-        temporary: the bytes that the stage takes while it computes, beyond what it saves.
+        simulate: a function that returns `temporary`.
     """
 
     runs: Bools
     saved: int
     seconds: float
-    temporary: int
+    simulate: Callable[[], int]
+
+    @cached_property
+    def temporary(self) -> int:
+        """The bytes that the stage takes while it computes, beyond what it saves."""
+        return self.simulate()
 
 
 class StageFrontier:
@@ -66,10 +72,14 @@ class StageFrontier:
         return self._point(min(fits, key=lambda choice: (choice.seconds, choice.nbytes))) if fits else None
 
     def corners(self) -> list[FrontierPoint]:
-        """Return the points at the corners of the hull, by rising recompute time, without temporary bytes."""
+        """Return the points at the corners of the hull, by rising recompute time."""
         found = sorted(self._hull.all_corners(), key=lambda choice: (choice.seconds, choice.nbytes))
         self._add(found)
         return [self._point(choice) for choice in found]
+
+    def priced_corners(self) -> list[tuple[float, Choice]]:
+        """Return the corners of the hull with the lowest price, in bytes a second, at which `MinCut` takes each."""
+        return self._hull.priced()
 
     def least(self, saved: int) -> float:
         """Return a bound like that of `bound`, by an integer program, and remember its choice for `within`."""
@@ -97,8 +107,8 @@ class StageFrontier:
     def _point(self, choice: Choice) -> FrontierPoint:
         nbytes = choice.nbytes
         if nbytes not in self._points:
-            temporary = self._problems.temporary(self.problem, choice)
-            self._points[nbytes] = FrontierPoint(choice.runs, self.problem.held + nbytes, choice.seconds, temporary)
+            simulate = partial(self._problems.temporary, self.problem, choice)
+            self._points[nbytes] = FrontierPoint(choice.runs, self.problem.held + nbytes, choice.seconds, simulate)
         return self._points[nbytes]
 
 
