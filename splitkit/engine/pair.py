@@ -160,6 +160,16 @@ class Pair(Shown):
             gradients = _run(self.backward, given)
         return outputs, tuple(gradients)
 
+    def run_forward(self, primals: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Run forward; return the outputs, and what it saves for backward."""
+        made = self.forward(*primals)
+        return tuple(made[: self.outputs]), tuple(made[self.outputs :])
+
+    def run_backward(self, held: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, ...]:
+        """Run backward on what forward saved and the gradients of the outputs; return the gradients."""
+        count = len(self.saved)
+        return tuple(self.backward(*held[count:], *held[:count], *tangents))
+
 
 def _run(gm: fx.GraphModule, values: list[Any]) -> Any:
     """Run a graph, freeing each value after its last use, and at once if nobody reads it; empty ``values``."""
@@ -180,9 +190,7 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
             for nodes that are needed but have no part, SK210 for an effect that is planned in the other half.
         CycleError: SK203 if forward would need a value, or an effect, of backward.
     """
-    decided = as_plan(policy, flow, costs)
-    if isinstance(policy, Policy):
-        decided = with_prices(decided, policy, flow, costs)
+    decided = decide_joint(flow, policy, costs)
     plan = _complete(flow, apply_checkpoints(flow, _with_homes(flow, decided)))
     check_plan(flow, plan)
     _check_effects(flow, plan)
@@ -197,6 +205,12 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
     backward = _emit(flow, order.backward(plan.members(BACKWARD)), given, flow.gradients)
     names, numbers = (tuple(n.name for n in group) for group in (saved, sizes))
     return Pair(forward, backward, flow.forward_outputs, names, numbers, plan)
+
+
+def decide_joint(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Plan:
+    """Return the plan that a policy, or an object in its place, makes for a joint graph."""
+    decided = as_plan(policy, flow, costs)
+    return with_prices(decided, policy, flow, costs) if isinstance(policy, Policy) else decided
 
 
 def _with_homes(flow: JointFlow, plan: Plan) -> Plan:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from splitkit.costs import default
 from splitkit.costs.timing.run_inputs import copy_tensors
-from splitkit.engine.pair import Pair
+from splitkit.engine.pair import Pair, divide
 from splitkit.frontends.joint.joint_capture import Joint, capture_joint
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 from splitkit.memory.profile import MemoryProfile, simulate_memory
@@ -65,7 +66,7 @@ class TrainingRun:
     def of(cls, example: Example) -> TrainingRun:
         """Capture forward and backward of an example."""
         joint = capture_joint(example.model, *example.args, **example.kwargs)
-        return cls(joint, joint.split(SaveAll()))
+        return cls(joint, divide(joint.flow, SaveAll(), default(joint.graph_module)))
 
     @property
     def profile(self) -> MemoryProfile:

@@ -80,10 +80,15 @@ def priced_step(args: Namespace, wanted: Source) -> tuple[CapturedStep, Costs]:
 
 def plan_step(args: Namespace) -> Outcome:
     """Run ``splitkit plan MODEL --what fwd-bwd``."""
+    from splitkit.cli.commands import joint_stages
+    from splitkit.engine.joint_stages.staged_step import StagedStep
+
     policy = _policy(args)
     work, costs = priced_step(args, source.from_args(args.model, args))
     with work.clock.step("plan", "planning"):
         pair = work.joint.split(policy, costs)
+    if isinstance(pair, StagedStep):
+        return joint_stages.stages_outcome(args, work.source, work.clock.seconds, costs, pair)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None

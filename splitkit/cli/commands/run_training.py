@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.check_report import DIFFERENT, check_data, check_text
+from splitkit.cli.commands import joint_stages
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import CapturedStep
 from splitkit.cli.common import TRAINING, decoded
 from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.engine.pair import Pair
 from splitkit.units import bounded, size
 from splitkit.view.console.tables import facts, table
 
@@ -36,8 +38,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     with work.clock.step("split", "dividing the step"):
         step = DividedStep(work.joint, work.joint.split(plan))
     with work.clock.step("simulate", "simulating the memory"):
-        both = memory_runs.TrainingRun(step.joint, step.pair)
-        profile = both.profile
+        shown = _halves(step) if isinstance(step.pair, Pair) else {"stages": joint_stages.graph_rows(step.pair)}
     with work.clock.step("run", "running forward and backward"):
         timed = timing.best_step(step, (), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
@@ -48,6 +49,30 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
         "loss": timed.loss,
         "forward": timed.forward,
         "backward": timed.backward,
+        **shown,
+        "repeat": args.repeat,
+        "check": None,
+    }
+    if args.check:
+        with work.clock.step("check", "comparing with the unsplit model"):
+            data["check"] = _check(work, step)
+        if isinstance(step.pair, Pair):
+            with work.clock.step("measure", "measuring the memory of a step"):
+                both = memory_runs.TrainingRun(step.joint, step.pair)
+                found = memory_runs.measure_training(both, work.example, work.source.seed)
+                data["peak"] |= _measured(found, data["peak"]["predicted"])
+    data["seconds"] = work.clock.seconds
+    failed = args.check and not data["check"]["same"]
+    return Outcome(data, _text(data), DIFFERENT if failed else 0)
+
+
+def _halves(step: DividedStep) -> dict[str, Any]:
+    """Return the simulated memory of forward and backward."""
+    from splitkit.testing import memory_runs
+
+    assert isinstance(step.pair, Pair)
+    profile = memory_runs.TrainingRun(step.joint, step.pair).profile
+    return {
         "halves": [_half(step, profile, which) for which in ("forward", "backward")],
         "saved": profile.saved,
         "peak": {
@@ -58,17 +83,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
             "error": None,
             "allocator": None,
         },
-        "repeat": args.repeat,
-        "check": None,
     }
-    if args.check:
-        with work.clock.step("check", "comparing with the unsplit model"):
-            data["check"] = _check(work, step)
-        with work.clock.step("measure", "measuring the memory of a step"):
-            data["peak"] |= _measured(memory_runs.measure_training(both, work.example, work.source.seed), profile.peak)
-    data["seconds"] = work.clock.seconds
-    failed = args.check and not data["check"]["same"]
-    return Outcome(data, _text(data), DIFFERENT if failed else 0)
 
 
 def _half(step: DividedStep, profile: MemoryProfile, which: str) -> dict[str, Any]:
@@ -104,16 +119,21 @@ def _of_model(entries: tuple[Difference, ...]) -> tuple[Difference, ...]:
 
 
 def _text(data: dict[str, Any]) -> list[RenderableType]:
-    rows = {
-        "plan": data["note"],
-        "loss": f"{data['loss']:.6g}",
-        "peak": _peak_text(data["peak"]),
-        "saved for backward": size(data["saved"]),
-    }
     best = f" (best of {data['repeat']})" if data["repeat"] > 1 else ""
-    halves = [(h["half"], h["ops"], seconds_text(data[h["half"]]), size(h["peak"])) for h in data["halves"]]
-    titles = ("half", "ops", f"time{best}", "peak predicted")
-    text: list[RenderableType] = [facts(rows), "", table(titles, halves, titles[1:])]
+    if "stages" in data:
+        times = {f"{half}{best}": seconds_text(data[half]) for half in ("forward", "backward")}
+        rows = {"plan": data["note"], "loss": f"{data['loss']:.6g}", **times}
+        text: list[RenderableType] = [facts(rows), "", joint_stages.graph_table(data["stages"])]
+    else:
+        rows = {
+            "plan": data["note"],
+            "loss": f"{data['loss']:.6g}",
+            "peak": _peak_text(data["peak"]),
+            "saved for backward": size(data["saved"]),
+        }
+        halves = [(h["half"], h["ops"], seconds_text(data[h["half"]]), size(h["peak"])) for h in data["halves"]]
+        titles = ("half", "ops", f"time{best}", "peak predicted")
+        text = [facts(rows), "", table(titles, halves, titles[1:])]
     return [*text, "", *check_text(data["check"])] if data["check"] else text
 
 

@@ -73,6 +73,8 @@ def run(args: Namespace) -> Outcome:
 
 def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
     """Write the page of a plan of forward and backward."""
+    from splitkit.cli.commands.joint_stages import no_picture
+    from splitkit.training.stage_parts import is_staged
     from splitkit.view.renderers import html
 
     of_stages = ("schedule", "microbatches", "measured", "beside", "optimizer", "costs", "training", "recompute")
@@ -85,8 +87,10 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     work = plan_training.prepare_step(source.from_plan(args.target, file, args))
     with work.clock.step("view", "dividing the step"):
         graph = work.joint.graph_module.graph
-        pair = work.joint.split(decoded(graph, args.target, file))
-        text = html(pair, memory=memory, title=work.source.spec)
+        plan = decoded(graph, args.target, file)
+        if is_staged(plan.parts):
+            raise no_picture(str(args.output))
+        text = html(work.joint.split(plan), memory=memory, title=work.source.spec)
     return _outcome(args, work, text)
 
 

@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
-from splitkit.engine.pair import Pair, divide
+from splitkit.engine.joint_stages.divide_stages import divide_by_policy
+from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.engine.pair import Pair
 from splitkit.errors import CaptureError
 from splitkit.frontends import aot
 from splitkit.frontends.capture.ambient_autocast import refuse_autocast
@@ -144,9 +146,14 @@ class Joint:
         refuse_region_budgets(self.graph_module)
         return aot.joint_flow(self.graph_module, self.signature.forward_outputs)
 
-    def split(self, policy: PolicyLike, costs: Costs | None = None) -> Pair:
-        """Divide the graph by a policy."""
-        return divide(self.flow, policy, costs or default(self.graph_module))
+    def split(self, policy: PolicyLike, costs: Costs | None = None) -> Pair | StagedStep:
+        """Divide the graph by a policy: into forward and backward or, if the plan has stages, into those of each.
+
+        Raises:
+            PlanError: the plan breaks a rule (SK2xx).
+            PolicyError: the policy refuses (SK3xx).
+        """
+        return divide_by_policy(self.flow, policy, costs or default(self.graph_module))
 
 
 def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Joint:

@@ -8,22 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair
 from splitkit.frontends.joint.joint_capture import Joint
 
 
 class DividedStep(nn.Module):
-    """A module whose forward and backward are the halves of a pair.
+    """A module whose forward and backward are the halves of a pair, or those of stages, one after the other.
 
     Called like the model, it returns the loss and writes to buffers and inputs as the model does.
 
     Attributes:
         model: the model, which holds the parameters.
         joint: forward and backward as one graph.
-        pair: the two halves of that graph.
+        pair: the two halves of that graph, or its stages.
     """
 
-    def __init__(self, joint: Joint, pair: Pair) -> None:
+    def __init__(self, joint: Joint, pair: Pair | StagedStep) -> None:
         super().__init__()
         self.model = joint.model
         self.joint, self.pair = joint, pair
@@ -42,21 +43,20 @@ class DividedStep(nn.Module):
 
 class _Halves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, joint: Joint, pair: Pair, *primals: Any) -> tuple[Any, ...]:
-        made = pair.forward(*primals)
-        ctx.joint, ctx.pair, ctx.handed, ctx.primals = joint, pair, made[pair.outputs :], len(primals)
-        outputs: tuple[Any, ...] = made[: pair.outputs]
+    def forward(ctx: Any, joint: Joint, pair: Pair | StagedStep, *primals: Any) -> tuple[Any, ...]:
+        outputs, ctx.held = pair.run_forward(primals)
+        ctx.joint, ctx.pair, ctx.primals = joint, pair, len(primals)
         others = (v for i, v in enumerate(outputs) if i != joint.signature.loss and isinstance(v, Tensor))
         ctx.mark_non_differentiable(*others)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        signature, count = ctx.joint.signature, len(ctx.pair.saved)
+        signature = ctx.joint.signature
         of_outputs = zip(signature.tangents.values(), ctx.joint.tangents(), strict=True)
         # The loss has the gradient that autograd passes; other outputs are not differentiable, so theirs are zero.
         tangents = [gradients[position] if position == signature.loss else zero for position, zero in of_outputs]
-        found = ctx.pair.backward(*ctx.handed[count:], *ctx.handed[:count], *tangents)
+        found = ctx.pair.run_backward(ctx.held, tangents)
         of_primals: list[Tensor | None] = [None] * ctx.primals
         for position, index in _indices(ctx.joint, signature.gradients).items():
             of_primals[index] = found[position - signature.forward_outputs]

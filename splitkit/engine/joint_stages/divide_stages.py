@@ -1,0 +1,266 @@
+"""Divide a joint graph into the graphs of pipeline stages by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.engine.complete import check_plan
+from splitkit.engine.joint_stages.gradient_terms import GradientTerm, gradient_terms, tied_parameters
+from splitkit.engine.joint_stages.stage_checks import check_effects, stage_line
+from splitkit.engine.joint_stages.stage_traffic import StageLine, StageTraffic
+from splitkit.engine.joint_stages.staged_step import StagedStep, StageGraphs
+from splitkit.engine.pair import Pair, decide_joint, divide
+from splitkit.errors import PlanError
+from splitkit.plans.parts import PartKey
+from splitkit.plans.policy import PolicyLike
+from splitkit.plans.record import Plan
+from splitkit.training.emission_order import EmissionOrder
+from splitkit.training.flow import JointFlow
+from splitkit.training.stage_parts import StagePart, is_staged, stage_part
+
+Places = dict[Node, tuple[PartKey, ...]]
+
+
+def divide_by_policy(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair | StagedStep:
+    """Divide a joint graph by a policy: into forward and backward or, if the plan has stages, into those of each.
+
+    Raises:
+        SplitError: those of `splitkit.engine.pair.divide` and `divide_stages`.
+    """
+    plan = decide_joint(flow, policy, costs)
+    return divide_stages(flow, plan) if is_staged(plan.parts) else divide(flow, plan, costs)
+
+
+def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
+    """Divide a joint graph into the stages of a plan, after checking that they compute what the graph computes.
+
+    Raises:
+        PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are no stages, SK208
+            for a node that is needed but has no part, SK210 for an effect in a part where it may run too late.
+        CycleError: SK203 for a value, or an effect, that is needed before it is there.
+    """
+    line = stage_line(plan)
+    if missing := [n for n in flow.nodes if n not in plan.places]:
+        raise PlanError(
+            "SK208",
+            f"{missing[0].name} is planned in no stage",
+            "Give every node a part; splitkit.extend.stage_plan does, from a stage for each node of forward.",
+            missing,
+        )
+    places = {n: plan.places[n] for n in flow.nodes}
+    places |= {n: places[flow.producer(n)] for n in flow.scope if flow.producer(n) in places}
+    terms = gradient_terms(flow, places)
+    own = replace(plan, places=places)
+    check_plan(flow, own)
+    check_effects(flow, own, line)
+    return _Division(flow, own, line, terms).step()
+
+
+@dataclass(frozen=True, eq=False)
+class _Division:
+    """A checked plan, and what follows from it."""
+
+    flow: JointFlow
+    plan: Plan
+    line: StageLine
+    terms: Sequence[GradientTerm]
+
+    @cached_property
+    def places(self) -> Places:
+        """Node -> its parts; inputs are in every forward, and tangents in the last backward."""
+        places = dict(self.plan.places)
+        everywhere = tuple(StagePart("forward", stage) for stage in self.line.stages)
+        places |= {n: everywhere for n in self.flow.scope if n.op == "placeholder"}
+        places |= {n: self.line.parts for n in self.flow.scope if n.op == "get_attr"}
+        return places | dict.fromkeys(self.flow.backward_inputs, (self.line.backward(self.line.stages[-1]),))
+
+    @cached_property
+    def members(self) -> dict[StagePart, list[Node]]:
+        """Part -> the nodes that it computes, in graph order; attributes are not among them."""
+        found: dict[StagePart, list[Node]] = {part: [] for part in self.line.parts}
+        for node in self.flow.scope:
+            if node.op not in ("placeholder", "get_attr", "output"):
+                for key in self.places.get(node, ()):
+                    found[_known(key)].append(node)
+        return found
+
+    @cached_property
+    def outputs(self) -> dict[StagePart, list[int]]:
+        """Forward part -> the positions of the outputs that it returns."""
+        found: dict[StagePart, list[int]] = {StagePart("forward", stage): [] for stage in self.line.stages}
+        for position, value in enumerate(self.flow.outputs):
+            if isinstance(value, Node):
+                found[self._maker_of_output(value)].append(position)
+        return found
+
+    def _maker_of_output(self, value: Node) -> StagePart:
+        for key in self.places[value]:
+            if (part := stage_part(key)) is not None and part.half == "forward":
+                return part
+        raise PlanError(
+            "SK208",
+            f"forward returns {value.name}, which is planned in {list(self.places[value])}",
+            "Place it, and what it reads, in the 'forward' of a stage.",
+            [value],
+        )
+
+    @cached_property
+    def returned(self) -> dict[StagePart, list[GradientTerm]]:
+        """Backward part -> the terms of gradients that it returns."""
+        found: dict[StagePart, list[GradientTerm]] = {}
+        for term in self.terms:
+            late = StagePart("weight", term.stage)
+            in_weight = any(late in self.places[n] for n in term.nodes)
+            part = late if in_weight else self.line.backward(term.stage)
+            found.setdefault(part, []).append(term)
+        return found
+
+    @cached_property
+    def traffic(self) -> StageTraffic:
+        """What the parts take from each other."""
+        traffic = StageTraffic(self.line, self.places)
+        for part, nodes in self.members.items():
+            for node in nodes:
+                traffic.take(part, node.all_input_nodes, f"for {node.name}")
+        for part, terms in self.returned.items():
+            for term in terms:
+                traffic.take(part, term.nodes, "as a gradient")
+        return traffic
+
+    def step(self) -> StagedStep:
+        """Emit all graphs."""
+        stages = tuple(self._stage(stage) for stage in self.line.stages)
+        constants = {i: v for i, v in enumerate(self.flow.outputs) if not isinstance(v, Node)}
+        primals = [n.name for n in self.flow.graph.find_nodes(op="placeholder") if n not in self.flow.backward_inputs]
+        return StagedStep(
+            stages=stages,
+            primals=tuple(primals),
+            tangents=tuple(n.name for n in self.flow.backward_inputs),
+            outputs=len(self.flow.outputs),
+            constants=constants,
+            gradients=len(self.flow.gradients),
+            ties=tied_parameters(list(self.terms)),
+            plan=self.plan,
+        )
+
+    def _stage(self, stage: int) -> StageGraphs:
+        line, last = self.line, stage + 1 == len(self.line.split)
+        forward, backward, weight = StagePart("forward", stage), line.backward(stage), StagePart("weight", stage)
+        received = self._between(StagePart("forward", stage - 1), forward) if stage else []
+        sent = [] if last else self._between(forward, StagePart("forward", stage + 1))
+        saved = self._between(forward, backward)
+        deferred = self._between(forward, weight)
+        waiting = self._between(backward, weight)
+        grads_in = [] if last else self._between(line.backward(stage + 1), backward)
+        grads_out = self._between(backward, line.backward(stage - 1)) if stage else []
+        tangents = list(self.flow.backward_inputs) if last else []
+        outputs = [self.flow.outputs[i] for i in self.outputs[forward]]
+        held = dict.fromkeys([*saved, *(v for v in deferred if v not in saved)])
+        reads = {r for n in self.members[forward] for r in n.all_input_nodes} | set(held) | set(outputs)
+        primals = [
+            n for n in self.flow.graph.find_nodes(op="placeholder") if n in reads and n not in self.flow.backward_inputs
+        ]
+        emit = _Emission(self.flow, self.order)
+        return StageGraphs(
+            forward=emit.graph(
+                self.order.forward(self.members[forward], [*sent, *held]),
+                [*primals, *received],
+                [*outputs, *sent, *held],
+            ),
+            backward=emit.graph(
+                self.order.backward(self.members[backward]),
+                [*saved, *tangents, *grads_in],
+                [*grads_out, *emit.sums(self.returned.get(backward, [])), *waiting],
+            ),
+            weight=emit.graph(
+                self.order.backward(self.members[weight]),
+                [*deferred, *waiting],
+                emit.sums(self.returned.get(weight, [])),
+            ) if line.split[stage] else None,
+            primals=_names(primals),
+            received=_names(received),
+            outputs=tuple(self.outputs[forward]),
+            sent=_names(sent),
+            saved=_names(saved),
+            deferred=_names(deferred),
+            gradients_received=_names(grads_in),
+            gradients_sent=_names(grads_out),
+            gradients=tuple(t.position for t in self.returned.get(backward, [])),
+            waiting=_names(waiting),
+            weight_gradients=tuple(t.position for t in self.returned.get(weight, [])),
+        )  # fmt: skip
+
+    @cached_property
+    def order(self) -> EmissionOrder:
+        """The order of nodes within a part."""
+        return EmissionOrder(self.flow)
+
+    def _between(self, source: StagePart, target: StagePart) -> list[Node]:
+        if source not in self.members or target not in self.members:
+            return []
+        return sorted(self.traffic.between(source, target), key=self.flow.index.__getitem__)
+
+
+def _known(key: PartKey) -> StagePart:
+    part = stage_part(key)
+    assert part is not None  # `stage_line` has checked all keys
+    return part
+
+
+def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    return tuple(n.name for n in nodes)
+
+
+Value = Node | Callable[[fx.Graph, dict[Node, Node]], Node]
+
+
+@dataclass(frozen=True, eq=False)
+class _Emission:
+    """Writes the graphs of parts."""
+
+    flow: JointFlow
+    order: EmissionOrder
+
+    def sums(self, terms: Sequence[GradientTerm]) -> list[Value]:
+        """Return the values of some terms, for `graph`."""
+        return [term.nodes[0] if len(term.nodes) == 1 else self._sum(term) for term in terms]
+
+    def _sum(self, term: GradientTerm) -> Value:
+        def write(graph: fx.Graph, env: dict[Node, Node]) -> Node:
+            total = env[term.nodes[0]]
+            for node in term.nodes[1:]:
+                total = graph.call_function(torch.ops.aten.add.Tensor, (total, env[node]))
+                total.meta["val"] = node.meta["val"]
+            return total
+
+        return write
+
+    def graph(self, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object]) -> fx.GraphModule:
+        """Return the graph that takes ``inputs`` and returns ``outputs``."""
+        graph, env = fx.Graph(), dict[Node, Node]()
+        for node in inputs:
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+
+        def copied(node: Node) -> Node:
+            if node not in env and node.op == "get_attr":
+                env[node] = graph.node_copy(node)
+            return env[node]
+
+        for node in nodes:
+            if node not in env:
+                env[node] = graph.node_copy(node, copied)
+        made: list[Any] = [
+            copied(value) if isinstance(value, Node) else value(graph, env) if callable(value) else value
+            for value in outputs
+        ]
+        graph.output(tuple(made))
+        return fx.GraphModule(self.flow.root, graph)
