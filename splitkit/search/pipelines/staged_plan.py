@@ -12,6 +12,7 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.search.pipelines.joint_positions import JointPositions
 from splitkit.training.choices import Choice
+from splitkit.training.stage_parts import StagePart
 
 
 def staged_plan(positions: JointPositions, ends: Sequence[int], choices: Sequence[Choice], note: str) -> Plan:
@@ -28,19 +29,20 @@ def staged_plan(positions: JointPositions, ends: Sequence[int], choices: Sequenc
     forward = set(positions.forward)
     stage_of = {node: _stage(at, ends) for node, at in positions.place.items()}
     places: dict[Node, tuple[PartKey, ...]] = {
-        node: (("forward" if node in forward else "backward", stage),) for node, stage in stage_of.items()
+        node: (StagePart("forward" if node in forward else "backward", stage),) for node, stage in stage_of.items()
     }
     moved: list[Node] = []
     for choice in choices:
         for op, early, again in zip(choice.savings.ops, choice.forward, choice.runs, strict=True):
             stage = stage_of[op]
             early = bool(early) or op in forward
-            keys = ((("forward", stage),) if early else ()) + ((("backward", stage),) if again else ())
+            keys = ((StagePart("forward", stage),) if early else ()) + ((StagePart("backward", stage),) if again else ())
             if keys:
                 places[op] = keys
             moved += [op] if early and op not in forward else []
     _with_inputs(positions, places, stage_of, moved)
-    parts = [*(("forward", s) for s in range(len(ends))), *(("backward", s) for s in reversed(range(len(ends))))]
+    parts = [StagePart("forward", s) for s in range(len(ends))]
+    parts += [StagePart("backward", s) for s in reversed(range(len(ends)))]
     made = Plan({n: places[n] for n in positions.flow.nodes}, {key: Part(key) for key in parts})
     return replace(prune(positions.flow, made), note=note)
 
@@ -58,5 +60,5 @@ def _with_inputs(
         node = stack.pop()
         for read in positions.flow.inputs(node):
             if all(half != "forward" for half, _ in places[read]):  # type: ignore[misc]
-                places[read] = (("forward", stage_of[read]), *places[read])
+                places[read] = (StagePart("forward", stage_of[read]), *places[read])
                 stack.append(read)
