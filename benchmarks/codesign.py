@@ -51,7 +51,7 @@ class Row:
         step: seconds of `Pipeline`'s step, ``None`` if it has no plan.
         gap: how far it may be from the best.
         block: seconds of the step with Megatron's recompute, ``None`` if it does not fit; ``once``, ``each`` likewise.
-        planning: seconds of planning, once the graph is captured.
+        planning: seconds of the processor for planning, once the graph is captured.
     """
 
     model: str
@@ -129,9 +129,7 @@ def _nearest(legal: np.ndarray, position: int) -> int:
 
 
 def captured(name: str, layers: int, batch: int, seq: int) -> sk.Joint:
-    """Return the joint graph of a model in bfloat16 on the meta device."""
-    with torch.device("meta"):
-        pass
+    """Return the joint graph of a model in bfloat16."""
     made = models.build(name, layers=layers, batch=batch, seq=seq, **SIZES[name])
     return sk.capture_joint(made.model.bfloat16(), *made.args, **made.kwargs)
 
@@ -161,11 +159,11 @@ def of_schedule(name, args, positions, costs, order, links, divided) -> Iterator
     assert whole is not None
     for share in args.shares:
         memory = int(share * max(whole.run.peaks))
-        start = time.perf_counter()
+        start = time.process_time()
         frontiers = StageFrontiers(StageProblems(positions, costs, "adam", divided))
         search = CutSearch(frontiers, order, links, [memory] * ranks)
         found = search.run()
-        planning = time.perf_counter() - start
+        planning = time.process_time() - start
         rivals = Rivals(frontiers, order, links)
         cuts = [int(search.cuts[e]) for e in next(search._balanced())]
         each = search.scoring.of(cuts)

@@ -60,6 +60,14 @@ class CutScoring:
             self.tried[key] = self._score(key)
         return self.tried[key]
 
+    def shortfall(self, ends: Sequence[int]) -> int:
+        """Return the bytes that ranks lack together if all stages save the least that they can."""
+        spans = list(zip((0, *ends[:-1]), ends, strict=True))
+        lacking = (
+            self.choices.shortfall(rank, [spans[s] for s in load.stages]) for rank, load in enumerate(self.choices.loads)
+        )
+        return sum(lacking)
+
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         spans = list(zip((0, *ends[:-1]), ends, strict=True))
         reserves = [0] * len(self.order.ranks)

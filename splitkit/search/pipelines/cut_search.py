@@ -21,6 +21,7 @@ from splitkit.costs import Links
 from splitkit.pipeline.order import FORWARD, PipelineOrder
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
 from splitkit.search.pipelines.cut_times import CutTimes
 from splitkit.search.pipelines.joint_positions import bytes_across
@@ -37,10 +38,11 @@ Floats = NDArray[np.float64]
 _CUTS = 200  # the most positions of cuts that are looked at
 _LIMITS = 12  # limits on the slowest stage that are tried
 _STEPS = 40  # rounds of a dynamic program in which entries become exact
-_MOVES = 400  # candidates of a local search
+_MOVES = 300  # candidates of a local search
 _HALVINGS = 8  # of the memory, for a refusal that says what would do
 _ALL = 400  # cuts that are all looked at
 _SMALL = 150  # ops of a stage for which an integer program is solved
+_REPAIRS = 200  # cuts that are looked at to make a candidate fit
 _STARTS = 3  # candidates from which a local search starts
 
 
@@ -98,15 +100,16 @@ class CutSearch:
         if len(self.cuts) <= self.stages:
             return FoundCuts(None, np.inf, self._looked_at, 0, 0, False)
         bound = 0.0
-        seeds = [self._even(), *self._balanced()]
+        seeds = [self._even(), *self._balanced(), *self._by_blocks()]
         if self.single:
             times = CutTimes(self.choices, self.cuts)
             seeds += self._by_path(times)
             bound = self._path_bound(times)
         bound = max(bound, self._average_bound())
-        best = self._local([s for s in map(self._scored, dict.fromkeys(seeds)) if s is not None])
-        if best is None:
-            best = self._local([s for s in map(self._scored, self._tight()) if s is not None])
+        known = [s for s in map(self._scored, dict.fromkeys(seeds)) if s is not None]
+        if len(known) < len(set(seeds)) and not self.single:
+            known += [s for seed in dict.fromkeys(seeds[:2]) if (s := self._repaired(seed)) is not None]
+        best = self._local(known or [s for s in map(self._scored, self._tight()) if s is not None])
         if comb(len(self.cuts) - 2, self.stages - 1) <= _ALL:
             least, best = self._all(best)
             bound = max(bound, least)
@@ -215,6 +218,18 @@ class CutSearch:
         yield least_sum(times, self._link_seconds(), most * (1 + 1e-9)).ends
         if not self.single:
             yield self._by_rank()
+
+    def _by_blocks(self) -> Iterator[tuple[int, ...]]:
+        """Yield the cuts that give each stage as many blocks of the model, if it has enough."""
+        positions, inner = self.problems.positions, self.cuts[1:-1]
+        forward = set(positions.forward)
+        blocks = model_blocks(positions.flow, self.problems.costs).values()
+        starts = sorted(min(positions.place[n] for n in nodes if n in forward) for nodes in blocks if forward & {*nodes})
+        if len(starts) >= self.stages:
+            firsts = (starts[len(starts) * s // self.stages] for s in range(1, self.stages))
+            ends = (*(int(np.abs(inner - first).argmin()) + 1 for first in firsts), len(self.cuts) - 1)
+            if all(a < b for a, b in zip((0, *ends), ends, strict=False)):
+                yield ends
 
     def _by_rank(self) -> tuple[int, ...]:
         """Return cuts in which ranks of several stages are even, although the last stage has a heavy head."""
@@ -331,6 +346,25 @@ class CutSearch:
         piece = float(np.diff(self._time).max())
         return max(work / ranks, piece) * count
 
+    def _repaired(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+        """Move cuts as long as the ranks lack fewer bytes; return the score once they lack none."""
+        here = [int(self.cuts[e]) for e in ends]
+        lacking, tries = self.scoring.shortfall(here), 0
+        while lacking and tries < _REPAIRS:
+            before = lacking
+            for step in (8, 4, 2, 1):
+                for cut, change in ((c, d) for c in range(len(ends) - 1) for d in (-step, step)):
+                    for moved in self._moved(ends, [cut], change):
+                        tries += 1
+                        found = self.scoring.shortfall([int(self.cuts[e]) for e in moved])
+                        if found < lacking:
+                            ends, lacking = moved, found
+                if lacking < before:
+                    break
+            if lacking == before:
+                return None
+        return None if lacking else self._scored(ends)
+
     def _local(self, found: list[ScoredCuts]) -> ScoredCuts | None:
         """Move cuts as long as the simulated step gets shorter."""
         found.sort(key=lambda scored: scored.seconds)
@@ -346,8 +380,9 @@ class CutSearch:
                 for ends in self._neighbours(tuple(place[e] for e in now.ends), now):
                     if self._surely(ends) >= now.seconds:
                         continue
-                    budget -= 1
+                    before = len(self.scoring.tried)
                     scored = self._scored(ends)
+                    budget -= len(self.scoring.tried) - before
                     if scored is not None and scored.seconds < now.seconds * (1 - 1e-9):
                         now, better = scored, True
                         break

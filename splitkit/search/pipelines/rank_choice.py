@@ -43,6 +43,17 @@ class RankChoice:
             self._known[key] = self._choose(rank, spans, reserve)
         return self._known[key]
 
+    def shortfall(self, rank: int, spans: Sequence[Span]) -> int:
+        """Return the bytes that a rank lacks if its stages save the least that they can; 0 if none, or without limit."""
+        limit = self.limits[rank]
+        if limit is None:
+            return 0
+        found = [self.frontiers.of(*span) for span in spans]
+        known = [self._bytes_of(span) for span in spans]
+        held = _Held(self.loads[rank], [waiting for _, waiting in known], limit - sum(fixed for fixed, _ in known))
+        ends = tuple(point for f in found if (point := f.within(f.problem.held + f.least_saved)) is not None)
+        return max(0, held.excess(ends))
+
     def fixed(self, span: Span) -> int:
         """Return the bytes of weights, gradients and optimizer of a stage."""
         return self._bytes_of(span)[0]

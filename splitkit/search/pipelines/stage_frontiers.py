@@ -71,6 +71,11 @@ class StageFrontier:
         fits = [choice for nbytes, choice in self._choices.items() if nbytes <= most]
         return self._point(min(fits, key=lambda choice: (choice.seconds, choice.nbytes))) if fits else None
 
+    @property
+    def least_saved(self) -> int:
+        """The fewest bytes that a microbatch can hold besides those that are held in any case."""
+        return self._hull.corners[0].first
+
     def corners(self) -> list[FrontierPoint]:
         """Return the points at the corners of the hull, by rising recompute time."""
         found = sorted(self._hull.all_corners(), key=lambda choice: (choice.seconds, choice.nbytes))
@@ -119,6 +124,7 @@ class StageFrontiers:
         self.problems = problems
         self._classes: dict[Hashable, StageFrontier] = {}
         self._known: dict[tuple[int, int], tuple[StageProblem, StageFrontier]] = {}
+        self._costs: dict[tuple[int, int, FrontierPoint], StageCosts] = {}
 
     @property
     def classes(self) -> int:
@@ -148,8 +154,11 @@ class StageFrontiers:
 
     def costs(self, start: int, end: int, point: FrontierPoint) -> StageCosts:
         """Return what a stage costs at a point of its frontier."""
-        problem, _ = self._at(start, end)
-        return self.problems.costs_of(problem, self.choice(start, end, point), point.temporary)
+        key = (start, end, point)
+        if key not in self._costs:
+            problem, _ = self._at(start, end)
+            self._costs[key] = self.problems.costs_of(problem, self.choice(start, end, point), point.temporary)
+        return self._costs[key]
 
 
 def problem_key(problem: Savings) -> Hashable:
