@@ -57,7 +57,7 @@ def random_joint(seed, ops=5):
     gradients = {}
     for i in reversed(range(ops)):
         name = f"f{i}"
-        own = terms[name] if name in terms else []
+        own = terms.get(name, [])
         if len(own) > 1:
             h.back(f"sum{i}", size[name], *own)
             h[f"sum{i}"].meta["seq_nr"] = i

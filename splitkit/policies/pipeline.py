@@ -46,8 +46,8 @@ class Pipeline:
     does, and besides what it saves. Ranks hold weights, gradients, the state of the optimizer, what microbatches in
     flight save, messages, and what the stage that runs takes for a while.
 
-    The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on each
-    rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less time
+    The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on
+    each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less time
     than the hull of its exact frontier says. With several stages on a rank it is all work evenly on all ranks. At most
     200 positions are looked at, those that send the fewest bytes; the note says how many of how many.
 
@@ -158,7 +158,8 @@ class Pipeline:
         if enough is not None:
             peak = max(enough.run.peaks)
             nearest = self._plan(frontiers, replace(found, bound=0.0), enough)
-            remedy = f"Pipeline({self.n}, memory={peak}) fits: {size(peak)} for each rank. Or: {remedy[0].lower()}{remedy[1:]}"
+            fits = f"Pipeline({self.n}, memory={peak}) fits: {size(peak)} for each rank"
+            remedy = f"{fits}. Or: {remedy[0].lower()}{remedy[1:]}"
         proven = ": no cuts can fit" if found.bound == float("inf") else ""
         error = NoPlanError(
             "SK303",

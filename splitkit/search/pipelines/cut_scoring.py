@@ -64,7 +64,8 @@ class CutScoring:
         """Return the bytes that ranks lack together if all stages save the least that they can."""
         spans = list(zip((0, *ends[:-1]), ends, strict=True))
         lacking = (
-            self.choices.shortfall(rank, [spans[s] for s in load.stages]) for rank, load in enumerate(self.choices.loads)
+            self.choices.shortfall(rank, [spans[s] for s in load.stages])
+            for rank, load in enumerate(self.choices.loads)
         )
         return sum(lacking)
 

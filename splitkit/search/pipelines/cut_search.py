@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import comb
 
 import numpy as np
@@ -224,11 +224,13 @@ class CutSearch:
         positions, inner = self.problems.positions, self.cuts[1:-1]
         forward = set(positions.forward)
         blocks = model_blocks(positions.flow, self.problems.costs).values()
-        starts = sorted(min(positions.place[n] for n in nodes if n in forward) for nodes in blocks if forward & {*nodes})
+        starts = sorted(
+            min(positions.place[n] for n in nodes if n in forward) for nodes in blocks if forward & {*nodes}
+        )
         if len(starts) >= self.stages:
             firsts = (starts[len(starts) * s // self.stages] for s in range(1, self.stages))
             ends = (*(int(np.abs(inner - first).argmin()) + 1 for first in firsts), len(self.cuts) - 1)
-            if all(a < b for a, b in zip((0, *ends), ends, strict=False)):
+            if all(a < b for a, b in pairwise((0, *ends))):
                 yield ends
 
     def _by_rank(self) -> tuple[int, ...]:
@@ -262,7 +264,7 @@ class CutSearch:
         if self.links is None:
             return found
         of = self.order.rank_of
-        pairs = {(a, b) for a, b in zip(of, of[1:], strict=False)}
+        pairs = set(pairwise(of))
         if any(a == b for a, b in pairs):
             return found
         for i in range(1, len(cuts) - 1):
@@ -416,7 +418,7 @@ class CutSearch:
     def _moved(self, ends: tuple[int, ...], which: Iterable[int], change: int) -> Iterator[tuple[int, ...]]:
         chosen = set(which)
         moved = tuple(e + change if i in chosen else e for i, e in enumerate(ends))
-        if chosen and all(a < b for a, b in zip((0, *moved), moved, strict=False)):
+        if chosen and all(a < b for a, b in pairwise((0, *moved))):
             yield moved
 
 

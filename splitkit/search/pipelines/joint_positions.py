@@ -99,6 +99,7 @@ class _Placing:
         self.forward = tuple(n for n in flow.nodes if home.home(n) == FORWARD)
         self.backward = tuple(n for n in flow.nodes if home.home(n) != FORWARD)
         self.place = {node: i for i, node in enumerate(self.forward)}
+        self._forwards = set(self.forward)
         self.blocked = np.zeros(len(self.forward) + 2, np.int64)
         self.late = frozenset(self._late())
         self.ties = frozenset(self._sums_of_parameters())
@@ -163,13 +164,7 @@ class _Placing:
         self._forbid(self.place[node], low)
 
     def _is_forward(self, node: Node) -> bool:
-        return self.place.get(node, -1) < len(self.forward) and node in self._forwards
-
-    @property
-    def _forwards(self) -> set[Node]:
-        if not hasattr(self, "_known"):
-            self._known = set(self.forward)
-        return self._known
+        return node in self._forwards
 
     def _forbid(self, low: int, high: int) -> None:
         """Allow no cut above ``low`` up to ``high``."""
@@ -226,9 +221,9 @@ def _views_of(flow: JointFlow, inputs: Iterable[Node]) -> set[Node]:
     """Return the nodes whose values lie in the memory of these inputs."""
     found = set(inputs)
     for node in flow.index:
-        if node.op not in ("placeholder", "output") and isinstance(value_of(node), torch.Tensor):
-            if not flow.storages.under(node) and any(read in found for read in node.all_input_nodes):
-                found.add(node)
+        is_tensor = node.op not in ("placeholder", "output") and isinstance(value_of(node), torch.Tensor)
+        if is_tensor and not flow.storages.under(node) and any(read in found for read in node.all_input_nodes):
+            found.add(node)
     return found - set(inputs)
 
 

@@ -44,7 +44,7 @@ class RankChoice:
         return self._known[key]
 
     def shortfall(self, rank: int, spans: Sequence[Span]) -> int:
-        """Return the bytes that a rank lacks if its stages save the least that they can; 0 if none, or without limit."""
+        """Return the bytes that a rank lacks if its stages save the least that they can; 0 without limit."""
         limit = self.limits[rank]
         if limit is None:
             return 0
@@ -122,7 +122,7 @@ class _Held:
         corners = [frontier.corners() for frontier in frontiers]
         counts, at = self.loads.surely().tolist(), [0] * len(frontiers)
         points = tuple(own[0] for own in corners)
-        while (over := self.excess(points)) > 0:
+        while self.excess(points) > 0:
             rates = [_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
             step = int(np.argmax(rates))
             if rates[step] < 0:

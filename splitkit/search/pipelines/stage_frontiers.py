@@ -61,7 +61,7 @@ class StageFrontier:
         self._least: dict[int, float] = {}
 
     def bound(self, saved: float) -> float:
-        """Return a lower bound on the recompute time if a microbatch may hold ``saved`` bytes; infinite if it cannot."""
+        """Return a lower bound on the recompute time if a microbatch holds ``saved`` bytes at most; infinite if none can."""
         return self._hull.bound(saved - self.problem.held)
 
     def within(self, saved: float) -> FrontierPoint | None:

@@ -15,6 +15,9 @@ from splitkit.training.choices import Choice, Savings
 
 Ints = NDArray[np.int64]
 
+_NEARLY = 1e-9
+"""Relative: a corner so little below the line of its neighbours is none."""
+
 
 class StageHull:
     """A hull between its two exact ends; corners between them are found by need, by quick cuts.
@@ -44,11 +47,10 @@ class StageHull:
             return False
         rate = (high.first - low.first) / (low.second - high.second)
         found = self._quick.cut(rate)
-        if low.first < found.first < high.first and high.second < found.second < low.second:
-            if found.first + rate * found.second < (low.first + rate * low.second) * (1 - 1e-9):
-                corner = Corner(found.side, found.first, found.second)
-                insort(self.corners, corner, key=lambda c: c.first)
-                return True
+        inside = low.first < found.first < high.first and high.second < found.second < low.second
+        if inside and found.first + rate * found.second < (low.first + rate * low.second) * (1 - _NEARLY):
+            insort(self.corners, Corner(found.side, found.first, found.second), key=lambda c: c.first)
+            return True
         self._lines[key] = rate, min(found.bound, low.first + rate * low.second)
         return False
 

@@ -125,4 +125,3 @@ class StagePeaks:
             peak = max(peak, live + self._transient[op])
             live -= sum(nbytes[s] for s in dies[step])
         return peak
-

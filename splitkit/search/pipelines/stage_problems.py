@@ -1,7 +1,7 @@
 """States the recompute problem of one pipeline stage of a joint graph, and prices its solutions.
 
-A stage holds what it received and what it sent until its backward, as torch's `PipelineStage` does. So these values cost
-nothing to save, and the problem of a stage is that of the whole graph (`splitkit.training.choices.Savings`) restricted
+A stage holds what it received and what it sent until its backward, as torch's `PipelineStage` does. So these values
+cost nothing to save, and the problem of a stage is that of the whole graph (`splitkit.training.choices.Savings`) restricted
 to an interval of positions::
 
     received    free: held in any case, read by forward, backward and recompute
@@ -118,7 +118,9 @@ class StageProblems:
 
     def _index_crossings(self) -> None:
         storages, flow, place = self.flow.storages, self.flow, self.positions.place
-        maker = {root: flow.producer(self._nodes[storages.maker[root]]) for root in dict.fromkeys(storages.root) if root >= 0}
+        maker = {
+            root: flow.producer(self._nodes[storages.maker[root]]) for root in dict.fromkeys(storages.root) if root >= 0
+        }
         self._sent = [
             (c.made, c.last, [(r, place.get(maker[r], -1)) for r in storages.under(c.value)])
             for c in self.positions.activations

@@ -36,7 +36,9 @@ def staged_plan(positions: JointPositions, ends: Sequence[int], choices: Sequenc
         for op, early, again in zip(choice.savings.ops, choice.forward, choice.runs, strict=True):
             stage = stage_of[op]
             early = bool(early) or op in forward
-            keys = ((StagePart("forward", stage),) if early else ()) + ((StagePart("backward", stage),) if again else ())
+            keys = ((StagePart("forward", stage),) if early else ()) + (
+                (StagePart("backward", stage),) if again else ()
+            )
             if keys:
                 places[op] = keys
             moved += [op] if early and op not in forward else []
