@@ -31,6 +31,7 @@ from splitkit.policies import (
     Expert,
     MemoryBudget,
     MinCut,
+    Pipeline,
     Precompute,
     Random,
     RecomputeAll,
@@ -138,6 +139,13 @@ JOINT_LAWS: dict[str, Policy] = {
     "Budget, saved": Lower(0.6, of="saved"),
     "Budget, tight": Budget(0.5, of="saved"),
 }
+
+STAGED_LAWS: dict[str, Policy] = {
+    "Pipeline": Pipeline(2, microbatches=4),
+    "Pipeline, gpipe": Pipeline(3, "gpipe", microbatches=2, links="nvlink4"),
+    "Pipeline, zbv": Pipeline(2, "zbv", microbatches=4),
+}
+"""Policies of joint graphs in stages (tests/policies/test_pipeline_policy.py)."""
 
 
 def policies_there_are():

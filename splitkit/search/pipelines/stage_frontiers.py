@@ -61,7 +61,7 @@ class StageFrontier:
         self._least: dict[int, float] = {}
 
     def bound(self, saved: float) -> float:
-        """Return a lower bound on the recompute time if a microbatch holds ``saved`` bytes at most; infinite if none can."""
+        """Return a lower bound on the recompute time if a microbatch holds at most ``saved`` bytes."""
         return self._hull.bound(saved - self.problem.held)
 
     def within(self, saved: float) -> FrontierPoint | None:

@@ -1,8 +1,8 @@
 """States the recompute problem of one pipeline stage of a joint graph, and prices its solutions.
 
 A stage holds what it received and what it sent until its backward, as torch's `PipelineStage` does. So these values
-cost nothing to save, and the problem of a stage is that of the whole graph (`splitkit.training.choices.Savings`) restricted
-to an interval of positions::
+cost nothing to save, and the problem of a stage is that of the whole graph (`splitkit.training.choices.Savings`)
+restricted to an interval of positions::
 
     received    free: held in any case, read by forward, backward and recompute
     sent        free: held in any case
