@@ -47,9 +47,10 @@ class Pipeline:
     flight save, messages, and what the stage that runs takes for a while.
 
     The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on
-    each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage
-    takes less time than the hull of its exact frontier says. With several stages on a rank it is all work evenly on all ranks. At most
-    200 positions are looked at, those that send the fewest bytes; the note says how many of how many.
+    each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less
+    time than the hull of its exact frontier says. With several stages on a rank it is all work evenly on all ranks. If
+    there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
+    those that send the fewest bytes; the note says how many of how many.
 
     Attributes:
         n: the number of stages.

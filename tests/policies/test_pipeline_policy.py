@@ -52,7 +52,7 @@ def test_stages_run_like_eager(name, policy):
     assert again == plan and all(stage_part(key) for key in plan.parts)
 
 
-@pytest.mark.parametrize("name", these_first([[*SMALL][0]], NAMES[:4]))
+@pytest.mark.parametrize("name", these_first(["chain"], ["gpt2", "llama", "t5"]))
 def test_recompute_in_little_memory_runs_like_eager(name):
     joint, args, kwargs, expected = captured(name)
     with pytest.raises(NoPlanError) as refusal:

@@ -50,7 +50,8 @@ class RankLoads:
 
     def surely(self) -> Ints:
         """Return (s,) the most microbatches that each stage holds while its backward runs, taken alone."""
-        return self.saved.max(axis=0, initial=0)
+        most: Ints = self.saved.max(axis=0, initial=0)
+        return most
 
 
 def rank_loads(order: PipelineOrder) -> list[RankLoads]:
