@@ -16,8 +16,14 @@ from pipelinegraphs import random_joint
 from splitkit.costs import roofline
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
+from splitkit.pipeline.schedules import pipeline_order
 from splitkit.plans.record import Plan
 from splitkit.policies import Pipeline
+from splitkit.search.pipelines.cut_search import CutSearch
+from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers
+from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.pipelines.staged_plan import staged_plan
 from splitkit.training.stage_parts import stage_part
 
 
@@ -81,8 +87,25 @@ def test_without_recompute_nothing_that_can_be_saved_runs_again():
 def test_numbers_that_do_not_go_together_are_refused():
     flow, costs = random_joint(3, ops=4)
     with pytest.raises(NoPlanError, match="can be cut into"):
-        Pipeline(5, "gpipe").assign(flow, costs)
+        Pipeline(6, "gpipe").assign(flow, costs)
     with pytest.raises(ScheduleError, match="SK330"):
         Pipeline(3, "zbv")
     with pytest.raises(PolicyError, match="recompute"):
         Pipeline(3, recompute="yes")
+
+
+@pytest.mark.parametrize("name", these_first(["chain"], ["gpt2", "llama", "t5"]))
+def test_stages_hold_and_send_what_the_plan_counted_on(name):
+    joint = captured(name).joint
+    order = pipeline_order("1f1b", 2, 4)
+    frontiers = StageFrontiers(StageProblems(JointPositions.of(joint.flow), prices(name), "adam", divided=False))
+    found = CutSearch(frontiers, order, None, [None] * 2).smallest()
+    choices = [frontiers.choice(*span, point) for span, point in zip(found.spans, found.points, strict=True)]
+    step = joint.split(staged_plan(frontiers.problems.positions, found.ends, choices, ""))
+    for stage, costs in zip(step.stages, found.run.stages, strict=True):
+        assert stage.sent_bytes == costs.activation_bytes
+        assert stage.gradients_sent_bytes == costs.input_gradient_bytes
+        assert stage.saved_bytes <= costs.saved_bytes
+    received = step.stages[0].sent_bytes
+    for stage, costs, passed in zip(step.stages, found.run.stages, (received, received), strict=True):
+        assert costs.saved_bytes <= stage.saved_bytes + passed
