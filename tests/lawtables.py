@@ -31,6 +31,7 @@ from splitkit.policies import (
     Expert,
     MemoryBudget,
     MinCut,
+    Pipeline,
     Precompute,
     Random,
     RecomputeAll,
@@ -144,8 +145,11 @@ STAGED_LAWS: dict[str, Policy] = {
     "SplitBackward": SplitBackward(),
     "SplitBackward, price": SplitBackward(1e9),
     "SplitBackward, of recompute": SplitBackward(policy=MinCut()),
+    "Pipeline": Pipeline(2, microbatches=4),
+    "Pipeline, gpipe": Pipeline(3, "gpipe", microbatches=2, links="nvlink4"),
+    "Pipeline, zbv": Pipeline(2, "zbv", microbatches=4),
 }
-"""Policies of training steps whose plans have more parts than forward and backward."""
+"""Policies of training steps whose plans have other parts than forward and backward."""
 
 
 def policies_there_are():

@@ -31,6 +31,7 @@ from splitkit.policies import (
     Expert,
     MemoryBudget,
     MinCut,
+    Pipeline,
     Precompute,
     Random,
     Remat,
@@ -162,6 +163,9 @@ FIELDS = {
     "Budget, card": (halved(Budget), {"card": "1GiB"}, {
         "card": (*SIZE, 1.5), "optimizer": (*NEVER, 5, "lots"), "accumulate": (*NEVER[:7], None, 0, 1, "yes"),
         "reserve": (*NEVER, None, 1.5, INF, HUGE, "-1GiB"), "budget": (0, 0.5, "least"), "of": ("saved",)}),
+    "Pipeline": (halved(Pipeline), {"n": 2}, {
+        "n": (*COUNT, None), "schedule": (*WORD, None), "microbatches": COUNT, "memory": LIMIT, "links": WORD,
+        "recompute": (*NEVER[:7], None, 0, 1, "yes"), "optimizer": WORD}),
     "MinCut": (halved(MinCut), {}, {
         "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5), "rules": (5, "x")}),
     "Remat": (halved(Remat), {}, {

@@ -144,8 +144,12 @@ def repeated(names: Counter[str]) -> set[str]:
     return {name for name, count in names.items() if count > 1}
 
 
+SAME_CLASSES = {"Pipeline": "the policy plans what the class of `splitkit.runtime` runs"}
+"""Classes that share a name, and why."""
+
+
 def test_a_public_class_name_has_one_meaning():
-    assert repeated(defined(ast.ClassDef)) == set()
+    assert repeated(defined(ast.ClassDef)) == set(SAME_CLASSES)
 
 
 def test_a_public_function_name_has_one_meaning():

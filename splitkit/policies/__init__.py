@@ -14,6 +14,7 @@ from splitkit.policies.devices import Devices
 from splitkit.policies.expert import Expert
 from splitkit.policies.memory_budget import MemoryBudget
 from splitkit.policies.min_cut import MinCut
+from splitkit.policies.pipeline import Pipeline
 from splitkit.policies.precompute import Precompute
 from splitkit.policies.random import Random
 from splitkit.policies.recompute_all import RecomputeAll
@@ -39,6 +40,7 @@ __all__ = [
     "Expert",
     "MemoryBudget",
     "MinCut",
+    "Pipeline",
     "Precompute",
     "Random",
     "RecomputeAll",

@@ -41,8 +41,7 @@ class Hull:
             NoPlanError: SK303 when something that backward needs can be neither saved nor recomputed.
         """
         cutting = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
-        costs = cutting.nbytes, cutting.seconds
-        network, tick = TwoCosts.of(cutting.size, cutting.tails, cutting.heads, costs)
+        network, tick = whole_network(cutting)
         with explained(cutting, problem.why):
             return cls(cutting, network, tick, tuple(network.corners()))
 
@@ -85,3 +84,8 @@ class Hull:
         rank[self.cutting.value] = self.cutting.problem.maker
         rank[self.cutting.op] = np.arange(count)
         return rank
+
+
+def whole_network(cutting: CutNetwork) -> tuple[TwoCosts, float]:
+    """Return the network with whole costs, bytes and ticks of time, and the seconds of a tick."""
+    return TwoCosts.of(cutting.size, cutting.tails, cutting.heads, (cutting.nbytes, cutting.seconds))

@@ -79,11 +79,19 @@ class TwoCosts:
         Raises:
             NoCutError: when no cut is finite.
         """
+        start, end = self.ends()
+        return [start, *self._after(start, end)] if end.second < start.second else [start]
+
+    def ends(self) -> tuple[Corner, Corner]:
+        """Return the corners of the least first cost and of the least second cost, two cuts in all.
+
+        Raises:
+            NoCutError: when no cut is finite.
+        """
         nothing = np.zeros(self.size, np.bool_)
         start = self._corner(self._cut(nothing, nothing, self._total(self.second) + 1, 1).largest)
         inside = start.side if self.nested else nothing
-        end = self._corner(self._cut(inside, nothing, 1, self._total(self.first) + 1).largest)
-        return [start, *self._after(start, end)] if end.second < start.second else [start]
+        return start, self._corner(self._cut(inside, nothing, 1, self._total(self.first) + 1).largest)
 
     def _after(self, start: Corner, end: Corner) -> Iterator[Corner]:
         rates = _rates(start, end)

@@ -1,0 +1,182 @@
+"""The policy `Pipeline`: the cuts of a joint graph into stages and what each stage saves, decided together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from splitkit.checks import Memory, count, memory_of, settle, shown
+from splitkit.costs import Costs, Links, unit_of
+from splitkit.costs.links import as_links
+from splitkit.errors import NoPlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow, enough_nodes
+from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_schedule
+from splitkit.pipeline.purpose import counted_optimizer
+from splitkit.pipeline.schedules import pipeline_order, schedule_named
+from splitkit.pipeline.stage_prices import check_stage_optimizer
+from splitkit.plans.parts import Claim
+from splitkit.plans.record import Plan
+from splitkit.prices import Optimizer, checked
+from splitkit.search.pipelines.cut_scoring import ScoredCuts
+from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
+from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers
+from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.pipelines.staged_plan import staged_plan
+from splitkit.training.flow import JointFlow, as_joint
+from splitkit.units import duration, size
+
+_ROUNDING = 2e-5  # of the integer programs that prove bounds
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Cut a joint graph into ``n`` stages, and choose what each stage saves, for the shortest simulated step.
+
+    A stage that holds more microbatches must recompute more, and so should have fewer layers. Cutting first and
+    choosing recompute later misses that, and so does one recompute rule for all stages. Here both are decided together,
+    within the memory of each rank::
+
+        joint = splitkit.capture_joint(model, *inputs_of_one_microbatch)
+        costs = splitkit.costs.roofline(joint.graph_module, "h100")
+        plan = splitkit.plan(joint, Pipeline(4, "1f1b", microbatches=32, memory="80GiB", links="nvlink4"), costs)
+
+    A stage is an interval of the order in which forward computes its nodes; cuts may fall inside blocks. Backward of a
+    node is in the stage of the node. A stage holds what it received and sent until its backward, as torch's runtime
+    does, and besides what it saves. Ranks hold weights, gradients, the state of the optimizer, what microbatches in
+    flight save, messages, and what the stage that runs takes for a while.
+
+    The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on
+    each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less
+    time than the hull of its exact frontier says. With several stages on a rank it is all work evenly on all ranks. If
+    there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
+    those that send the fewest bytes; the note says how many of how many.
+
+    Attributes:
+        n: the number of stages.
+        schedule: the schedule, as in `splitkit.simulate_schedule`. If it divides backward, recompute belongs to the
+            input part, and what the weight part reads waits for it.
+        microbatches: the microbatches in a step, ``2 n`` by default. The graph was captured with the inputs of one.
+        memory: the bytes of each rank: a number or a text (``"80GiB"``) for all ranks, or a sequence with one for each.
+        links: the links between the ranks ``0, 1 ...``, or the name of a preset (``"nvlink4"``).
+        recompute: whether stages may recompute.
+        optimizer: the optimizer whose state counts: ``"adam"`` by default, ``"momentum"``, ``"sgd"``.
+    """
+
+    n: int
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    memory: Memory = None
+    links: str | Links | None = None
+    recompute: bool = True
+    optimizer: Optimizer = None
+
+    def __post_init__(self) -> None:
+        settle(self, "n", count)
+        schedule_named(self.schedule)
+        require_schedule(self, self.schedule, self.microbatches, self.n)
+        memory_of(self, self.memory, self._ranks)
+        as_links(self.links)
+        check_stage_optimizer(self.optimizer)
+        if not isinstance(self.recompute, bool):
+            raise PolicyError("SK302", f"Pipeline has recompute={shown(self.recompute)}", "Use True or False.")
+
+    @property
+    def _ranks(self) -> int:
+        return max(ranks_of(self.schedule, self.microbatches, self.n)) + 1
+
+    def assign(self, flow: Dataflow, costs: Costs) -> Plan:
+        """Return a plan with the parts ``("forward", s)`` and ``("backward", s)``.
+
+        Raises:
+            PolicyError: SK302 for a graph that is not a joint graph.
+            NoPlanError: SK303 if fewer than ``n`` stages can be cut, or no plan was found within the memory; it says
+                what would fit.
+        """
+        joint = as_joint(self, flow)
+        enough_nodes(joint, self.n)
+        frontiers = self._frontiers(joint, checked(costs))
+        search = self._search(frontiers, memory_of(self, self.memory, self._ranks))
+        if len(search.cuts) - 1 < self.n:
+            raise _too_few(self.n, len(search.cuts) - 1)
+        found = search.run()
+        if found.best is None:
+            raise self._infeasible(frontiers, found)
+        return self._plan(frontiers, found, found.best)
+
+    def _frontiers(self, flow: JointFlow, costs: Costs) -> StageFrontiers:
+        optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
+        divided = schedule_named(self.schedule).divided
+        positions = JointPositions.of(flow)
+        return StageFrontiers(StageProblems(positions, costs, optimizer, divided, recompute=self.recompute))
+
+    def _search(self, frontiers: StageFrontiers, limits: Sequence[int | None]) -> CutSearch:
+        order = pipeline_order(self.schedule, self.n, microbatches_of(self.microbatches, self.n))
+        return CutSearch(frontiers, order, as_links(self.links), limits)
+
+    def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
+        choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]
+        plan = staged_plan(frontiers.problems.positions, best.ends, choices, self._note(frontiers, found, best))
+        run = best.run
+        stages = [s for s, rank in enumerate(run.order.rank_of) if rank == run.busiest_rank]
+        limiting = max(stages, key=lambda s: run.stages[s].forward + run.stages[s].backward)
+        bound = min(found.bound, best.seconds)
+        solver = "dynamic program, minimum cuts" if found.path else "local search, minimum cuts"
+        return replace(plan, claim=Claim("step", best.seconds, bound, solver, ("forward", limiting), _ROUNDING))
+
+    def _note(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> str:
+        run, unit = best.run, unit_of(frontiers.problems.costs)
+        limits = memory_of(self, self.memory, self._ranks)
+        tight = max(range(run.ranks), key=lambda r: run.peaks[r] / (limits[r] or max(run.peaks)))
+        held = run.memory[tight]
+        kinds = {
+            "weights": held.parameters,
+            "gradients": held.gradients,
+            "optimizer": held.optimizer,
+            "saved": held.saved,
+            "messages": held.messages,
+            "transient": held.temporaries,
+        }
+        limit = limits[tight]
+        within = "" if limit is None else f" of {size(limit)}"
+        again = ", ".join(duration(point.seconds, unit) for point in best.points)
+        bound = min(found.bound, best.seconds)
+        gap = 1 - bound / best.seconds if best.seconds else 0.0
+        return (
+            f"{run.order.name}, {run.order.microbatches} microbatches: step {duration(best.seconds, unit)}, at least "
+            f"{duration(bound, unit)}, gap {gap:.2%}; rank {tight} decides: peak {size(held.peak)}{within} ("
+            f"{', '.join(f'{name} {size(nbytes)}' for name, nbytes in kinds.items())}); computed again by stage: "
+            f"{again}; {found.cuts[0]} of {found.cuts[1]} positions of cuts, {found.tried} candidates simulated, "
+            f"{found.classes} frontiers"
+        )
+
+    def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts) -> NoPlanError:
+        """Return the refusal; the memory that it names was tried."""
+        limits = memory_of(self, self.memory, self._ranks)
+        least = min(limit for limit in limits if limit is not None)
+        enough = self._search(frontiers, limits).smallest()
+        remedy = "Use more stages, a smaller microbatch, or an optimizer with less state."
+        nearest = None
+        if enough is not None:
+            peak = max(enough.run.peaks)
+            nearest = self._plan(frontiers, replace(found, bound=0.0), enough)
+            fits = f"Pipeline({self.n}, memory={peak}) fits: {size(peak)} for each rank"
+            remedy = f"{fits}. Or: {remedy[0].lower()}{remedy[1:]}"
+        proven = ": no cuts can fit" if found.bound == float("inf") else ""
+        error = NoPlanError(
+            "SK303",
+            f"no {self.n} stages under {schedule_named(self.schedule).name} were found that fit {size(least)} for each "
+            f"rank{proven}",
+            remedy,
+        )
+        if nearest is not None and enough is not None:
+            error.nearest, error.excess = nearest, max(enough.run.peaks) - least
+        return error
+
+
+def _too_few(wanted: int, most: int) -> NoPlanError:
+    return NoPlanError(
+        "SK303",
+        f"{wanted} stages were asked for, and the graph can be cut into {most} at most",
+        f"Use {most} stages or fewer." if most else "Use a larger model.",
+    )

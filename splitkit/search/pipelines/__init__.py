@@ -1,0 +1,1 @@
+"""Pipeline stages of a joint graph together with what each stage saves and recomputes."""

@@ -1,0 +1,449 @@
+"""Finds the cuts of a pipeline and what its stages save, for the shortest simulated step within the ranks' memory.
+
+With one stage on each rank a dynamic program over the cuts gives the least path bound (`least_path`), whose value over
+lower bounds of all stage times proves how short the step can be at best. Programs with a limit on the slowest stage
+give candidates. With several stages on a rank the candidates have balanced stages. In both cases the best candidates
+are simulated, and cuts are moved as long as the simulated step gets shorter.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitkit.costs import Links
+from splitkit.pipeline.order import FORWARD, PipelineOrder
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.search.model_blocks import model_blocks
+from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
+from splitkit.search.pipelines.cut_times import CutTimes
+from splitkit.search.pipelines.joint_positions import bytes_across
+from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.rank_loads import rank_loads
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers
+from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.recompute.pareto_cuts import Hull
+from splitkit.solvers.line.path_bound import LineCuts, least_path, least_sum
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_CUTS = 200  # the most positions of cuts that are looked at
+_LIMITS = 12  # limits on the slowest stage that are tried
+_STEPS = 40  # rounds of a dynamic program in which entries become exact
+_MOVES = 300  # candidates of a local search
+_HALVINGS = 8  # of the memory, for a refusal that says what would do
+_ALL = 400  # cuts that are all looked at
+_SMALL = 150  # ops of a stage for which an integer program is solved
+_REPAIRS = 200  # cuts that are looked at to make a candidate fit
+_STARTS = 3  # candidates from which a local search starts
+
+
+@dataclass(frozen=True, eq=False)
+class FoundCuts:
+    """The best cuts that were found.
+
+    Attributes:
+        best: the cuts; ``None`` if none fit.
+        bound: a lower bound on the step of all cuts that were looked at; infinite if none can fit.
+        cuts: how many positions were looked at, of how many.
+        tried: how many candidates were simulated.
+        classes: how many frontiers were computed.
+        path: whether the bound is that of the dynamic program.
+    """
+
+    best: ScoredCuts | None
+    bound: float
+    cuts: tuple[int, int]
+    tried: int
+    classes: int
+    path: bool
+
+
+class CutSearch:
+    """A search for one graph, schedule and memory.
+
+    Attributes:
+        problems: the problems of all stages.
+        order: the actions of the schedule.
+        links: the links between ranks.
+        limits: the bytes of each rank.
+        cuts: the positions that are looked at, with 0 and the end.
+    """
+
+    def __init__(
+        self,
+        frontiers: StageFrontiers,
+        order: PipelineOrder,
+        links: Links | None,
+        limits: Sequence[int | None],
+    ) -> None:
+        self.problems, self.order, self.links, self.limits = frontiers.problems, order, links, tuple(limits)
+        self.frontiers = frontiers
+        self.stages = len(order.rank_of)
+        self.choices = RankChoice(frontiers, rank_loads(order), limits)
+        self.scoring = CutScoring(self.choices, order, links)
+        self.cuts = candidate_cuts(self.problems)
+        self.single = order.rank_of == tuple(range(self.stages))
+        both = self.problems.forward + self.problems.backward
+        self._time = both[self.cuts]
+
+    def run(self) -> FoundCuts:
+        """Search, and prove a bound."""
+        if len(self.cuts) <= self.stages:
+            return FoundCuts(None, np.inf, self._looked_at, 0, 0, False)
+        bound = 0.0
+        seeds = [self._even(), *self._balanced(), *self._by_blocks()]
+        if self.single:
+            times = CutTimes(self.choices, self.cuts)
+            seeds += self._by_path(times)
+            bound = self._path_bound(times)
+        bound = max(bound, self._average_bound())
+        known = [s for s in map(self._scored, dict.fromkeys(seeds)) if s is not None]
+        if len(known) < len(set(seeds)) and not self.single:
+            known += [s for seed in dict.fromkeys(seeds[:2]) if (s := self._repaired(seed)) is not None]
+        best = self._local(known or [s for s in map(self._scored, self._tight()) if s is not None])
+        if comb(len(self.cuts) - 2, self.stages - 1) <= _ALL:
+            least, best = self._all(best)
+            bound = max(bound, least)
+        return FoundCuts(best, bound, self._looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    def smallest(self) -> ScoredCuts | None:
+        """Return cuts that fit in little memory, although not in the limits: the lowest peak that was found.
+
+        Each candidate is planned for ever less memory, until it does not fit.
+        """
+        ends = dict.fromkeys([self._even(), *self._balanced(), *self._tight()])
+        best: ScoredCuts | None = None
+        for each in ends:
+            free = CutSearch(self.frontiers, self.order, self.links, [None] * len(self.limits)).scoring
+            now = free.of([int(self.cuts[e]) for e in each])
+            low, high = 0, 0 if now is None else max(now.run.peaks)
+            for _ in range(_HALVINGS):
+                middle = (low + high) // 2 if best is None else min((low + high) // 2, max(best.run.peaks))
+                tight = CutSearch(self.frontiers, self.order, self.links, [middle] * len(self.limits)).scoring
+                found = tight.of([int(self.cuts[e]) for e in each])
+                low, high = (middle, high) if found is None else (low, max(found.run.peaks))
+                now = now if found is None else found
+            if now is not None and (best is None or max(now.run.peaks) < max(best.run.peaks)):
+                best = now
+        return best
+
+    def _all(self, best: ScoredCuts | None) -> tuple[float, ScoredCuts | None]:
+        """Return a lower bound over all cuts, each simulated with the least times that its stages can have.
+
+        A simulated step is not longer if stages are quicker, so this is a bound for each. Cuts whose bound is below the
+        best step are scored.
+        """
+        least = []
+        for inner in combinations(range(1, len(self.cuts) - 1), self.stages - 1):
+            ends = tuple(int(self.cuts[e]) for e in (*inner, len(self.cuts) - 1))
+            least.append((self._least_step(ends), ends))
+        heapq.heapify(least)
+        exact: set[tuple[int, ...]] = set()
+        lowest = float("inf")  # of the cuts that were scored
+        while least and np.isfinite(least[0][0]):
+            bound, ends = least[0]
+            if best is not None and bound >= best.seconds * (1 - 1e-12):
+                break
+            if ends in exact:
+                heapq.heappop(least)
+                lowest = min(lowest, bound)
+                scored = self.scoring.of(ends)
+                if scored is not None and (best is None or scored.seconds < best.seconds):
+                    best = scored
+            else:
+                exact.add(ends)
+                heapq.heapreplace(least, (max(bound, self._least_step(ends, exact=True)), ends))
+        return min([lowest, *(bound for bound, _ in least[:1])]), best
+
+    def _least_step(self, ends: Sequence[int], *, exact: bool = False) -> float:
+        """Return a lower bound on the step of some cuts; infinite if a rank cannot hold its stages."""
+        spans = list(zip((0, *ends[:-1]), ends, strict=True))
+        costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
+        for rank, load in enumerate(self.choices.loads):
+            fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
+            for stage, count in zip(load.stages, load.surely().tolist(), strict=True):
+                limit, again = self.limits[rank], 0.0
+                if limit is not None:
+                    made = self.problems.peaks.gradients[list(spans[stage])]
+                    left = limit - fixed - int(made[1] - made[0])
+                    frontier = self.frontiers.of(*spans[stage])
+                    bound = frontier.least if exact and len(frontier.problem.ops) <= _SMALL else frontier.bound
+                    again = bound(left // max(1, count)) if left >= 0 else np.inf
+                if not np.isfinite(again):
+                    return float("inf")
+                costs[stage] = self.problems.seconds_of(*spans[stage], again)
+        return simulate_schedule(costs, self.order, links=self.links).seconds
+
+    @property
+    def _looked_at(self) -> tuple[int, int]:
+        return len(self.cuts) - 2, len(self.problems.positions.legal)
+
+    def _scored(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+        return self.scoring.of([int(self.cuts[e]) for e in ends])
+
+    def _even(self) -> tuple[int, ...]:
+        """Return cuts that divide the time of forward and backward evenly."""
+        return self._near([self._time[-1] * (i + 1) / self.stages for i in range(self.stages)])
+
+    def _near(self, times: Sequence[float]) -> tuple[int, ...]:
+        """Return the cuts nearest to these times, each after the one before."""
+        ends: list[int] = []
+        last = len(self.cuts) - 1
+        for i, time in enumerate(times):
+            least = (ends[-1] if ends else 0) + 1
+            most = last - (len(times) - 1 - i)
+            near = int(np.abs(self._time - time).argmin())
+            ends.append(min(max(near, least), most))
+        ends[-1] = last
+        return tuple(ends)
+
+    def _balanced(self) -> Iterator[tuple[int, ...]]:
+        """Yield the cuts with the least slowest stage without recompute, which do not depend on the memory."""
+        table = self._time[None, :] - self._time[:, None]
+        size = len(self.cuts)
+        table = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], table, np.inf)
+        times = np.broadcast_to(table, (self.stages, size, size))
+        zero = np.zeros(size)
+        slowest = least_path(times, zero, 1_000_000)
+        most = max(table[a, b] for a, b in zip((0, *slowest.ends[:-1]), slowest.ends, strict=True))
+        yield least_sum(times, self._link_seconds(), most * (1 + 1e-9)).ends
+        if not self.single:
+            yield self._by_rank()
+
+    def _by_blocks(self) -> Iterator[tuple[int, ...]]:
+        """Yield the cuts that give each stage as many blocks of the model, if it has enough."""
+        positions, inner = self.problems.positions, self.cuts[1:-1]
+        forward = set(positions.forward)
+        blocks = model_blocks(positions.flow, self.problems.costs).values()
+        starts = sorted(
+            min(positions.place[n] for n in nodes if n in forward) for nodes in blocks if forward & {*nodes}
+        )
+        if len(starts) >= self.stages:
+            firsts = (starts[len(starts) * s // self.stages] for s in range(1, self.stages))
+            ends = (*(int(np.abs(inner - first).argmin()) + 1 for first in firsts), len(self.cuts) - 1)
+            if all(a < b for a, b in pairwise((0, *ends))):
+                yield ends
+
+    def _by_rank(self) -> tuple[int, ...]:
+        """Return cuts in which ranks of several stages are even, although the last stage has a heavy head."""
+        ranks, whole = len(self.order.ranks), float(self._time[-1])
+        head = float(self._time[-1] - self._time[-2])
+        of, last = np.array(self.order.rank_of), self.order.rank_of[-1]
+        local = int((of == last).sum())
+        least = head + (local - 1) * whole / (100 * self.stages)
+        own = max(whole / ranks, least)
+        times = np.full(self.stages, (whole - own) / max(1, ranks - 1) / local)
+        times[of == last] = (own - max(head, own / local)) / max(1, local - 1)
+        times[-1] = max(head, own / local)
+        return self._near(np.cumsum(times).tolist())
+
+    def _tight(self) -> Iterator[tuple[int, ...]]:
+        """Yield cuts that give ranks even shares of the fixed bytes, for memory that hardly suffices."""
+        fixed = np.array([self.choices.fixed((0, int(c))) if c else 0 for c in self.cuts], np.float64)
+        for weight in (0.25, 0.5, 0.75, 1.0):
+            mixed = weight * fixed / max(1.0, fixed[-1]) + (1 - weight) * self._time / max(1e-30, self._time[-1])
+            known, self._time = self._time, mixed
+            try:
+                yield self._near([(i + 1) / self.stages for i in range(self.stages)])
+            finally:
+                self._time = known
+
+    def _link_seconds(self) -> Floats:
+        """Return (n + 1,) the seconds of an activation and its gradient over each cut, by the quickest link."""
+        problems, cuts = self.problems, self.cuts
+        found = np.zeros(len(cuts))
+        if self.links is None:
+            return found
+        of = self.order.rank_of
+        pairs = set(pairwise(of))
+        if any(a == b for a, b in pairs):
+            return found
+        for i in range(1, len(cuts) - 1):
+            on, back = float(problems.sent_on[cuts[i]]), float(problems.sent_back[cuts[i]])
+            found[i] = min(
+                self.links.seconds(a, b, on) + (self.links.seconds(b, a, back) if not problems.divided else 0.0)
+                for a, b in pairs
+            )
+        return found
+
+    def _by_path(self, times: CutTimes) -> list[tuple[int, ...]]:
+        """Return candidates for one stage a rank: the least path bound, and the least sum below several limits."""
+        links, count = self._link_seconds(), self.order.microbatches
+        found: list[tuple[int, ...]] = []
+        waits = self._waits()
+        first = self._settle(times, lambda: least_path(times.upper, links, count, waits))
+        if first is None:
+            return found
+        found.append(first)
+        slowest = self._settle(times, lambda: least_path(times.upper, np.zeros(len(links)), 1_000_000))
+        plans = [first] if slowest is None else [first, slowest]
+        found += plans[1:]
+        tops = [max(times.upper[k, a, b] for k, a, b in _stages(ends)) for ends in plans]
+        low, high = min(tops), max(*tops, min(tops) * 1.08)
+        for limit in np.linspace(low, high, _LIMITS).tolist():
+            ends = self._settle(times, lambda limit=limit: least_sum(times.upper, links, limit * (1 + 1e-9)))  # type: ignore[misc]
+            if ends is not None:
+                found.append(ends)
+        return found
+
+    def _settle(self, times: CutTimes, solve: Callable[[], LineCuts]) -> tuple[int, ...] | None:
+        """Solve until all stages of the solution are exact."""
+        for _ in range(_STEPS):
+            plan = solve()
+            if not np.isfinite(plan.value):
+                return None
+            if times.settled(plan.ends):
+                return plan.ends
+        return None
+
+    def _path_bound(self, times: CutTimes) -> float:
+        """Return the least path bound over lower bounds of all stages, made sharper where it is attained."""
+        links, waits = self._link_seconds(), self._waits()
+        bound = 0.0
+        for _ in range(_STEPS):
+            plan = least_path(times.lower, links, self.order.microbatches, waits)
+            bound = plan.value
+            if not np.isfinite(bound) or times.settled(plan.ends):
+                break
+        return bound
+
+    def _waits(self) -> Floats | None:
+        """Return (p, n + 1, n + 1) the seconds for which each stage waits for its first gradient, at least.
+
+        A stage that runs w forwards before its first backward cannot go on until one of these microbatches has been
+        through all later stages and back. Where backward is divided, ranks have other work then.
+        """
+        if self.problems.divided:
+            return None
+        forward = self.problems.forward[self.cuts]
+        own = np.maximum(0.0, forward[None, :] - forward[:, None])
+        later = self._time[-1] - self._time
+        rank, _, kind, _ = self.order.columns
+        warm = [int(np.argmax(kind[rank == r] != FORWARD)) for r in range(self.stages)]
+        return np.array([np.maximum(0.0, later[None, :] - (count - 1) * own) for count in warm])
+
+    def _average_bound(self) -> float:
+        """Return a bound that holds for any placement.
+
+        All work, and the least recompute, is evenly on all ranks; and one rank has the piece that takes longest.
+        """
+        ranks, count = len(self.order.ranks), self.order.microbatches
+        work = float(self._time[-1])
+        if all(limit is not None for limit in self.limits):
+            size = int(self.cuts[-1])
+            fixed = self.choices.fixed((0, size))
+            held = sum(limit or 0 for limit in self.limits) - fixed
+            least = min(int(load.surely().min()) for load in self.choices.loads)
+            hull = Hull.of(self.problems.problem(0, size, relaxed=True).savings)
+            work += hull.bound(held / max(1, least))
+        piece = float(np.diff(self._time).max())
+        return max(work / ranks, piece) * count
+
+    def _repaired(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+        """Move cuts as long as the ranks lack fewer bytes; return the score once they lack none."""
+        here = [int(self.cuts[e]) for e in ends]
+        lacking, tries = self.scoring.shortfall(here), 0
+        while lacking and tries < _REPAIRS:
+            before = lacking
+            for step in (8, 4, 2, 1):
+                for cut, change in ((c, d) for c in range(len(ends) - 1) for d in (-step, step)):
+                    for moved in self._moved(ends, [cut], change):
+                        tries += 1
+                        found = self.scoring.shortfall([int(self.cuts[e]) for e in moved])
+                        if found < lacking:
+                            ends, lacking = moved, found
+                if lacking < before:
+                    break
+            if lacking == before:
+                return None
+        return None if lacking else self._scored(ends)
+
+    def _local(self, found: list[ScoredCuts]) -> ScoredCuts | None:
+        """Move cuts as long as the simulated step gets shorter."""
+        found.sort(key=lambda scored: scored.seconds)
+        if not found:
+            return None
+        place = {int(c): i for i, c in enumerate(self.cuts)}
+        best = found[0]
+        budget = _MOVES
+        for start in found[:_STARTS]:
+            now, better = start, True
+            while better and budget > 0:
+                better = False
+                for ends in self._neighbours(tuple(place[e] for e in now.ends), now):
+                    if self._surely(ends) >= now.seconds:
+                        continue
+                    before = len(self.scoring.tried)
+                    scored = self._scored(ends)
+                    budget -= len(self.scoring.tried) - before
+                    if scored is not None and scored.seconds < now.seconds * (1 - 1e-9):
+                        now, better = scored, True
+                        break
+                    if budget <= 0:
+                        break
+            best = min(best, now, key=lambda scored: scored.seconds)
+        return best
+
+    def _surely(self, ends: tuple[int, ...]) -> float:
+        """Return a quick lower bound on the step of some cuts: the work of the busiest rank without recompute."""
+        loads = np.zeros(len(self.order.ranks))
+        np.add.at(loads, list(self.order.rank_of), np.diff(self._time[[0, *ends]]))
+        return float(loads.max()) * self.order.microbatches
+
+    def _neighbours(self, ends: tuple[int, ...], now: ScoredCuts) -> Iterator[tuple[int, ...]]:
+        """Yield cuts that differ a little: first those that make the busiest rank's stages smaller."""
+        busy = now.run.busiest_rank
+        own = [s for s, r in enumerate(self.order.rank_of) if r == busy]
+        inner = range(len(ends) - 1)
+        for step in (1, 2, 4):
+            for stage in own:
+                yield from self._moved(ends, [c for c in inner if c >= stage], -step)
+                yield from self._moved(ends, [stage] if stage in inner else [], -step)
+                yield from self._moved(ends, [c for c in inner if c < stage], step)
+                yield from self._moved(ends, [stage - 1] if stage else [], step)
+        for step in (1, 2, 4):
+            for cut in inner:
+                for change in (-step, step):
+                    yield from self._moved(ends, [cut], change)
+
+    def _moved(self, ends: tuple[int, ...], which: Iterable[int], change: int) -> Iterator[tuple[int, ...]]:
+        chosen = set(which)
+        moved = tuple(e + change if i in chosen else e for i, e in enumerate(ends))
+        if chosen and all(a < b for a, b in pairwise((0, *moved))):
+            yield moved
+
+
+def _stages(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    yield from zip(range(len(ends)), (0, *ends[:-1]), ends, strict=True)
+
+
+def candidate_cuts(problems: StageProblems, most: int = _CUTS) -> Ints:
+    """Return the positions at which cuts are looked at, with 0 and the end.
+
+    All that are possible, if these are not too many; else those that send the fewest bytes. Of neighbours between which
+    no time passes, one that sends the fewest is enough.
+    """
+    positions = problems.positions
+    size, legal = len(positions.forward), positions.legal
+    if len(legal) > most:
+        sent = bytes_across(positions.activations, legal) + bytes_across(positions.gradients, legal)
+        both = (problems.forward + problems.backward)[legal]
+        kept: dict[float, int] = {}
+        for i in range(len(legal)):
+            best = kept.setdefault(float(both[i]), i)
+            if sent[i] < sent[best]:
+                kept[float(both[i])] = i
+        chosen = np.array(sorted(kept.values()), np.int64)
+        if len(chosen) > most:
+            chosen = np.sort(chosen[np.argsort(sent[chosen], kind="stable")[:most]])
+        legal = legal[chosen]
+    return np.concatenate([[0], legal, [size]]).astype(np.int64)

@@ -1,0 +1,239 @@
+"""Places the nodes of a joint graph on one line, so that an interval of the line is a pipeline stage.
+
+A forward node has its number in the order of forward. A node of backward has the number of the forward node that it
+belongs to, moved where it must be so that gradients only flow to earlier stages::
+
+    forward     x -> mm -> gelu -> mm_1 -> loss         positions 0 1 2 3
+    backward    dx <- d_mm <- d_gelu <- d_mm_1          positions 0 1 2 3
+    a cut at 2  stage 0: mm, gelu, d_mm, d_gelu         stage 1: mm_1, loss, d_mm_1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.fx import Node
+
+from splitkit.graph.byte_sizes import value_bytes
+from splitkit.graph.joint_marks import forward_owners
+from splitkit.graph.symbols import value_of
+from splitkit.pipeline.inseparable_nodes import together
+from splitkit.training.flow import FORWARD, JointFlow, output_nodes, save_all_plan
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that a cut sends to another stage.
+
+    Attributes:
+        value: the node.
+        made: the position of its maker.
+        last: the position of its farthest reader: higher than ``made`` for an activation, lower for a gradient.
+        nbytes: the bytes of the message.
+    """
+
+    value: Node
+    made: int
+    last: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class JointPositions:
+    """The positions of the nodes of a joint graph, and the cuts that are possible.
+
+    A cut at p puts positions below p into earlier stages.
+
+    Attributes:
+        flow: facts about the graph.
+        forward: the placeable nodes of forward; a node's index is its position.
+        place: placeable node -> its position, of forward and backward.
+        late: the placeable nodes of backward that depend on no gradient, and so may run in forward as well.
+        activations: forward values that are read at a later position.
+        gradients: values of backward that are read at an earlier position. Terms of the gradient of a tied parameter
+            are not among them: they are summed once a step, not once a microbatch.
+        ties: the nodes that add up such terms.
+        legal: (c,) the positions at which a cut is possible, in order.
+    """
+
+    flow: JointFlow
+    forward: tuple[Node, ...]
+    place: dict[Node, int]
+    late: frozenset[Node]
+    activations: tuple[Crossing, ...]
+    gradients: tuple[Crossing, ...]
+    ties: frozenset[Node]
+    legal: Ints
+
+    @classmethod
+    def of(cls, flow: JointFlow) -> JointPositions:
+        """Place the nodes of a joint graph."""
+        return _Placing(flow).positions()
+
+    def readers(self, value: Node) -> Iterator[Node]:
+        """Yield the placeable nodes that read a value, or members of it."""
+        return _readers(self.flow, value)
+
+
+def _readers(flow: JointFlow, value: Node) -> Iterator[Node]:
+    for user in value.users:
+        if flow.is_placeable(flow.producer(user)) and flow.producer(user) is not flow.producer(value):
+            yield flow.producer(user)
+        elif user in flow.followers:
+            yield from _readers(flow, user)
+
+
+class _Placing:
+    """Finds the positions; ``blocked[p]`` counts the reasons against a cut at p, as differences."""
+
+    def __init__(self, flow: JointFlow) -> None:
+        self.flow = flow
+        home = save_all_plan(flow)
+        self.forward = tuple(n for n in flow.nodes if home.home(n) == FORWARD)
+        self.backward = tuple(n for n in flow.nodes if home.home(n) != FORWARD)
+        self.place = {node: i for i, node in enumerate(self.forward)}
+        self._forwards = set(self.forward)
+        self.blocked = np.zeros(len(self.forward) + 2, np.int64)
+        self.late = frozenset(self._late())
+        self.ties = frozenset(self._sums_of_parameters())
+
+    def positions(self) -> JointPositions:
+        """Place backward, and find what crosses and where cuts are possible."""
+        owners = forward_owners(self.flow.graph)
+        for node in self.backward:
+            if node not in self.late:
+                self._place_gradient(node, owners.get(node))
+        for node in reversed(self.backward):
+            if node in self.late:
+                self._place_late(node)
+        activations, gradients = tuple(self._activations()), tuple(self._gradients())
+        self._keep_together()
+        free = np.cumsum(self.blocked)[: len(self.forward)] == 0
+        free[:1] = False
+        return JointPositions(
+            self.flow,
+            self.forward,
+            self.place,
+            self.late,
+            activations,
+            gradients,
+            self.ties,
+            np.flatnonzero(free),
+        )
+
+    def _late(self) -> Iterator[Node]:
+        """Yield the nodes of backward that depend on no gradient."""
+        tainted = set(self.flow.backward_inputs)
+        for node in self.flow.index:
+            if node.op != "output" and any(read in tainted for read in node.all_input_nodes):
+                tainted.add(node)
+        yield from (n for n in self.backward if n not in tainted)
+
+    def _sums_of_parameters(self) -> Iterator[Node]:
+        """Yield the sums of two or more terms that only backward's outputs read."""
+        returned, found = set(output_nodes(self.flow.gradients)), set[Node]()
+        for node in reversed(self.backward):
+            ends = all(user.op == "output" or user in found for user in node.users)
+            if ends and (node in returned or node.users) and len(self.flow.inputs(node)) > 1 and _adds(node):
+                found.add(node)
+                yield node
+
+    def _place_gradient(self, node: Node, owner: Node | None) -> None:
+        """Place a node that depends on a gradient: no later than the gradients that it reads."""
+        reads = self.flow.inputs(node)
+        low = max((self.place[r] for r in reads if r in self.place and self._is_forward(r)), default=0)
+        high = min((self.place[r] for r in reads if r in self.place and not self._is_forward(r)), default=None)
+        own = self.place[self.flow.producer(owner)] if owner is not None else len(self.forward) - 1
+        own = max(own, low)
+        self.place[node] = own if high is None else min(own, high)
+        self._forbid(self.place[node], low)
+
+    def _place_late(self, node: Node) -> None:
+        """Place a node that depends on no gradient where it is read last in the order of stages."""
+        reads = [self.place[r] for r in self.flow.inputs(node) if self._is_forward(r)]
+        readers = [self.place[r] for r in _readers(self.flow, node) if r in self.place]
+        low = max(reads, default=0)
+        self.place[node] = max(readers, default=low)
+        self._forbid(self.place[node], low)
+
+    def _is_forward(self, node: Node) -> bool:
+        return node in self._forwards
+
+    def _forbid(self, low: int, high: int) -> None:
+        """Allow no cut above ``low`` up to ``high``."""
+        if low < high:
+            self.blocked[low + 1] += 1
+            self.blocked[high + 1] -= 1
+
+    def _activations(self) -> Iterator[Crossing]:
+        """Yield what forward sends on; views of parameters stay with their readers."""
+        flow = self.flow
+        trained = _views_of(flow, trained_inputs(flow))
+        for value in flow.index:
+            maker = flow.producer(value)
+            if maker not in self._forwards or isinstance(value_of(value), tuple | list):
+                continue
+            made = self.place[maker]
+            last = max((self.place[r] for r in _readers(flow, value)), default=made)
+            if last <= made:
+                continue
+            if value in trained:
+                self._forbid(made, last)
+            else:
+                yield Crossing(value, made, last, value_bytes(value))
+
+    def _gradients(self) -> Iterator[Crossing]:
+        for value in self.flow.index:
+            maker = self.flow.producer(value)
+            if maker not in self.place or maker in self._forwards or isinstance(value_of(value), tuple | list):
+                continue
+            made = self.place[maker]
+            readers = [self.place[r] for r in _readers(self.flow, value) if r not in self.ties]
+            last = min(readers, default=made)
+            if last < made:
+                yield Crossing(value, made, last, value_bytes(value))
+
+    def _keep_together(self) -> None:
+        """Forbid cuts between nodes that no runtime can separate, and between forward nodes with effects in order."""
+        for nodes in together(self.flow):
+            here = [self.place[n] for n in nodes if n in self.place]
+            self._forbid(min(here), max(here))
+
+
+def _adds(node: Node) -> bool:
+    return "add" in str(node.target) or node.target is sum
+
+
+def trained_inputs(flow: JointFlow) -> list[Node]:
+    """Return the inputs that get a gradient: backward returns one, or ``None``, for each input of forward in order."""
+    primals = [n for n in flow.graph.find_nodes(op="placeholder") if n not in flow.backward_inputs]
+    return [primal for primal, gradient in zip(primals, flow.gradients, strict=False) if isinstance(gradient, Node)]
+
+
+def _views_of(flow: JointFlow, inputs: Iterable[Node]) -> set[Node]:
+    """Return the nodes whose values lie in the memory of these inputs."""
+    found = set(inputs)
+    for node in flow.index:
+        is_tensor = node.op not in ("placeholder", "output") and isinstance(value_of(node), torch.Tensor)
+        if is_tensor and not flow.storages.under(node) and any(read in found for read in node.all_input_nodes):
+            found.add(node)
+    return found - set(inputs)
+
+
+def bytes_across(crossings: Sequence[Crossing], cuts: Ints) -> Ints:
+    """Return (c,) the bytes of the messages at each cut."""
+    change = np.zeros(int(cuts.max(initial=0)) + 2, np.int64)
+    for crossing in crossings:
+        low, high = sorted((crossing.made, crossing.last))
+        for at, nbytes in ((low + 1, crossing.nbytes), (high + 1, -crossing.nbytes)):
+            if at < len(change):
+                change[at] += nbytes
+    found: Ints = np.cumsum(change)[cuts]
+    return found

@@ -1,0 +1,56 @@
+"""Divides the backward of a stage into its input and weight parts, for schedules that run these apart.
+
+The input part computes the gradients that go to earlier stages, and what these need. The rest is the weight part, as in
+torchtitan's GraphPP. What the weight part reads waits for it. `StageBackward.waiting` is the one place that knows this
+rule.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.search.pipelines.joint_positions import JointPositions
+
+
+class StageBackward:
+    """The two parts of backward of all stages of a joint graph."""
+
+    def __init__(self, positions: JointPositions, costs: Costs) -> None:
+        self.positions = positions
+        forward = set(positions.forward)
+        place = positions.place
+        nodes = [n for n in positions.flow.nodes if n in place and n not in forward]
+        reach: dict[Node, int] = {}
+        for node in reversed(nodes):
+            readers = [reach[r] for r in positions.readers(node) if r in reach and r not in positions.ties]
+            reach[node] = min([place[node], *readers])
+        self._nodes = nodes
+        self._at = np.array([place[n] for n in nodes], np.int64)
+        self._reach = np.array([reach[n] for n in nodes], np.int64)
+        self._seconds = np.array([costs.seconds(n) for n in nodes], np.float64)
+
+    def _weights(self, start: int, end: int) -> np.ndarray:
+        return np.flatnonzero((self._at >= start) & (self._at < end) & (self._reach >= start))
+
+    def weight_seconds(self, start: int, end: int) -> float:
+        """Return the seconds of the weight part of a stage that is not the first; recompute is in the input part."""
+        return float(self._seconds[self._weights(start, end)].sum())
+
+    def waiting(self, start: int, end: int, received: int) -> int:
+        """Return the bytes that wait for the weight part: the storages that it reads and does not make.
+
+        Args:
+            start: the first position of the stage, not 0.
+            end: the position behind its last.
+            received: bytes that the stage received, which are held to the end of its backward.
+        """
+        flow = self.positions.flow
+        weights = [self._nodes[i] for i in self._weights(start, end).tolist()]
+        own = set(weights)
+        reads = {r for node in weights for r in node.all_input_nodes if flow.producer(r) not in own}
+        place = self.positions.place
+        inside = (r for r in reads if place.get(flow.producer(r), -1) >= start)
+        roots = {root for r in inside for root in flow.storages.under(r)}
+        return received + sum(flow.storages.nbytes[root] for root in roots)

@@ -1,0 +1,81 @@
+"""Dynamic programs over the cuts of a line into stages of a pipeline, from the last stage to the first.
+
+A step of m microbatches on stages of times t is at least ``max_j (m t_j + sum of t_i before j)``, if each device has
+one stage: the first microbatch must get to stage j, and its last gradient back to the first stage. Both programs take
+times that depend on the number of the stage, since earlier stages hold more microbatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_NOTHING = -1e300
+"""What follows the last stage: below every sum, and finite, so that it can be added to an infinite time."""
+
+
+@dataclass(frozen=True, eq=False)
+class LineCuts:
+    """The best cuts of a line.
+
+    Attributes:
+        value: the objective; infinite if there are no cuts.
+        ends: (p,) the end of each stage, the last of which is the end of the line.
+    """
+
+    value: float
+    ends: tuple[int, ...]
+
+
+def least_path(times: Floats, links: Floats, microbatches: int, waits: Floats | None = None) -> LineCuts:
+    """Return the cuts with the least ``max_j (m t_j + w_j + sum of t_i and links before j)``.
+
+    Args:
+        times: (p, n + 1, n + 1) seconds of stage k from i to j; infinite where it is not allowed, also where j <= i.
+        links: (n + 1,) seconds of the messages of one microbatch over a cut.
+        microbatches: m.
+        waits: (p, n + 1, n + 1) w, seconds in which stage k from i to j is idle in any case; none by default.
+    """
+    stages, size, _ = times.shape
+    after = np.full(size, np.inf)
+    after[-1] = _NOTHING
+    chosen = np.zeros((stages, size), np.int64)
+    for stage in range(stages - 1, -1, -1):
+        own = times[stage]
+        alone = microbatches * own + (0.0 if waits is None else waits[stage])
+        value = np.maximum(alone, own + (links + after)[None, :])
+        chosen[stage] = value.argmin(axis=1)
+        after = value.min(axis=1)
+    return LineCuts(float(after[0]), _ends(chosen))
+
+
+def least_sum(times: Floats, links: Floats, most: float) -> LineCuts:
+    """Return the cuts with the least sum of times and links, none of whose times is above ``most``.
+
+    Args:
+        times: as in `least_path`.
+        links: as in `least_path`.
+        most: the limit of each time.
+    """
+    stages, size, _ = times.shape
+    after = np.full(size, np.inf)
+    after[-1] = 0.0
+    chosen = np.zeros((stages, size), np.int64)
+    for stage in range(stages - 1, -1, -1):
+        own = np.where(times[stage] <= most, times[stage], np.inf)
+        value = own + (np.where(np.arange(size) < size - 1, links, 0.0) + after)[None, :]
+        chosen[stage] = value.argmin(axis=1)
+        after = value.min(axis=1)
+    return LineCuts(float(after[0]), _ends(chosen))
+
+
+def _ends(chosen: Ints) -> tuple[int, ...]:
+    ends = [0]
+    for row in chosen:
+        ends.append(int(row[ends[-1]]))
+    return tuple(ends[1:])
