@@ -1,0 +1,146 @@
+"""The search for the least recompute and waiting within a budget, where saved values may wait on the host.
+
+Any plan of recompute becomes one within the budget if enough of its values are offloaded. So the candidates are the
+plans that `RecomputeSearch` meets for this budget and for larger ones, and those on the hull of saved bytes; what each
+offloads is chosen by `offload_choice`, and `OffloadTimeline` judges all by one rule. Groups of ops then change sides
+around the best, as in `descent`. The best plan without offload and the best that only offloads are among the
+candidates, so the result is never worse than either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from splitkit.search.recompute.descent import Descent
+from splitkit.search.recompute.offload_choice import offload
+from splitkit.search.recompute.pareto_cuts import Hull
+from splitkit.search.recompute.plan_pool import Pool, Seen
+from splitkit.search.recompute.recompute_search import RecomputeSearch
+from splitkit.training.choices import Bools
+from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
+
+_LARGER = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the way to the peak of saving everything: other budgets that are searched
+_STEPS = 120_000  # nodes that the search for changes simulates at most
+_MOST = 120  # changes that it tries
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadPlan:
+    """A choice with transfers, simulated.
+
+    Attributes:
+        seen: the choice.
+        timeline: its steps.
+        run: the transfers, and how long they are waited for.
+    """
+
+    seen: Seen
+    timeline: OffloadTimeline
+    run: OffloadRun
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of recompute and of waiting."""
+        return self.seen.seconds + self.run.exposed
+
+
+class OffloadSearch:
+    """Searches for plans that recompute and offload.
+
+    Attributes:
+        search: the search without offload, whose plans are candidates.
+        model: makes timelines.
+        host: bytes of the host.
+    """
+
+    def __init__(self, search: RecomputeSearch, model: OffloadModel, host: float = inf) -> None:
+        self.search, self.model, self.host = search, model, host
+        self.pool: Pool = search.pool
+        self.tried = 0
+
+    def best(self, budget: int, whole: Seen) -> OffloadPlan | None:
+        """Return the best plan found within a budget.
+
+        Args:
+            budget: bytes on the device.
+            whole: the plan that recomputes nothing, with its peak.
+        """
+        self.search.peak(budget)
+        for share in _LARGER if budget < whole.peak else ():
+            self.search.peak(budget + int(share * (whole.peak - budget)))
+        for choice in Hull.of(self.pool.savings).choices:
+            self.pool.see(choice.runs)
+        best: OffloadPlan | None = None
+        for seen in sorted(_front(self.pool), key=lambda seen: (seen.seconds, seen.peak)):
+            best = self._better(best, seen.runs, seen.seconds, budget)
+        if best is not None and best.seconds:
+            best = self._changed(self._refined(best, budget), budget)
+        return best
+
+    def plan(self, runs: Bools, budget: int, *, thorough: bool = False) -> OffloadPlan | None:
+        """Return the choice that recomputes these ops, with what it must offload; ``None`` if that is not enough."""
+        seen, trace = self.pool.trace(runs)
+        timeline = self.model.timeline(seen.choice, trace)
+        self.tried += 1
+        run = offload(timeline, budget, self.host, thorough)
+        return None if run is None else OffloadPlan(seen, timeline, run)
+
+    def _better(self, best: OffloadPlan | None, runs: Bools, seconds: float, budget: int) -> OffloadPlan | None:
+        if best is not None and seconds >= best.seconds:
+            return best
+        found = self.plan(runs, budget)
+        return found if found is not None and (best is None or found.seconds < best.seconds) else best
+
+    def _refined(self, best: OffloadPlan, budget: int) -> OffloadPlan:
+        found = self.plan(best.seen.runs, budget, thorough=True)
+        return found if found is not None and found.seconds < best.seconds else best
+
+    def _changed(self, best: OffloadPlan, budget: int) -> OffloadPlan:
+        """Let groups of ops and single ops change sides while that makes the plan better."""
+        left = min(_MOST, _STEPS // max(1, len(self.pool.peaks.nodes)))
+        descent, tried, improved = Descent(self.pool), {best.seen.runs.tobytes()}, True
+        while improved:
+            improved = False
+            for runs in _flips(best.seen.runs, descent):
+                choice = self.pool.savings.choose(runs)
+                if (key := choice.runs.tobytes()) in tried or choice.seconds >= best.seconds:
+                    continue
+                tried.add(key)
+                found, left = self._better(best, runs, choice.seconds, budget), left - 1
+                if found is not None and found is not best:
+                    best, improved = self._refined(found, budget), True
+                if not left or not best.seconds:
+                    return best
+        return best
+
+
+def _flips(runs: Bools, descent: Descent) -> Iterator[Bools]:
+    groups = sorted((g for g in descent.groups if len(g) > 1), key=lambda group: -len(group))
+    for move in (*groups, *descent.free[:, None]):
+        for wanted in (False, True):
+            if (runs[move] != wanted).any():
+                changed = runs.copy()
+                changed[move] = wanted
+                yield changed
+
+
+def _front(plans: Iterable[Seen]) -> list[Seen]:
+    """Return the plans that no other one beats in time and peak, and in time and saved bytes."""
+    known = list(plans)
+    found: dict[bytes, Seen] = {}
+    for rank in (lambda seen: (seen.seconds, seen.peak), lambda seen: (seen.seconds, seen.saved)):
+        least = inf
+        for seen in sorted(known, key=rank):
+            if rank(seen)[1] < least:
+                least = rank(seen)[1]
+                found[seen.runs.tobytes()] = seen
+    return list(found.values())
+
+
+def recomputes_nothing(pool: Pool) -> Bools:
+    """Return the choice that saves whatever it can."""
+    return np.zeros(len(pool.savings.ops), np.bool_)
