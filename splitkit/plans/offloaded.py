@@ -66,5 +66,5 @@ def offloaded_from_json(data: Sequence[Mapping[str, Any]] | None, nodes: Mapping
 
 
 def _damaged(entry: object) -> FileError:
-    wanted = "a list of distinct values, each with the names of the nodes after which it leaves and before which it returns"
+    wanted = "a list of distinct values with the nodes after which they leave and before which they return"
     return FileError("SK501", f"the plan is damaged: offloaded has {reprlib.repr(entry)}, not {wanted}", "Plan again.")

@@ -188,7 +188,8 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data, by node name; see `splitkit.plans.plan_file`."""
-        known = plan_file.PlanFields(self.places, self.parts, self.note, self.routing, self.claim, self.prices, self.offloaded)
+        own = (self.places, self.parts, self.note, self.routing, self.claim, self.prices, self.offloaded)
+        known = plan_file.PlanFields(*own)
         return plan_file.encode_plan(known)
 
     @staticmethod

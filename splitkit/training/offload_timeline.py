@@ -30,7 +30,7 @@ from splitkit.costs import Costs
 from splitkit.costs.links import HostLink
 from splitkit.graph.symbols import value_of
 from splitkit.plans.offloaded import Offloaded
-from splitkit.training.choices import Choice, Floats, Ints, Savings
+from splitkit.training.choices import Choice, Ints, Savings
 from splitkit.training.flow import JointFlow
 from splitkit.training.peaks import Peaks, PeakTrace
 
@@ -128,7 +128,8 @@ class OffloadTimeline:
         return OffloadRun(tuple(transfers), waits, int(timeline.max(initial=trace.baseline)), host)
 
     def _forward_waits(self, transfers: Sequence[Transfer]) -> float:
-        made, freed = _by_step((int(self.trace.born[t.item]), t) for t in transfers), _by_step((t.release, t) for t in transfers)
+        made = _by_step((int(self.trace.born[t.item]), t) for t in transfers)
+        freed = _by_step((t.release, t) for t in transfers)
         clock = engine = waited = 0.0
         done: dict[int, float] = {}
         for step, seconds in enumerate(self.seconds[: self.trace.forward]):
@@ -238,8 +239,8 @@ class OffloadModel:
 
     def __init__(self, savings: Savings, peaks: Peaks, costs: Costs, link: HostLink) -> None:
         self.savings, self.peaks, self.link = savings, peaks, link
-        computed = set(peaks.computed)
-        self.seconds = [costs.seconds(node) if node in computed else 0.0 for node in peaks.nodes]
+        priced = set(savings.flow.nodes)  # the members of a tuple cost nothing
+        self.seconds = [costs.seconds(node) if node in priced else 0.0 for node in peaks.nodes]
         self._value = movable_values(savings.flow, savings.values)
         self._storage = [savings.flow.storages.under(value) for value in savings.values]
 

@@ -1,7 +1,7 @@
 """What to offload of one choice of saved values: greedy orders, shortened, and exchanges of single values.
 
-For a fixed set the timeline is found by one rule (`OffloadTimeline.transfers`). Which set waits least is a knapsack with
-release times; the orders here are rules of thumb. Values made early wait longest for backward, so their copies
+For a fixed set the timeline is found by one rule (`OffloadTimeline.transfers`). Which set waits least is a knapsack
+with release times; the orders here are rules of thumb. Values made early wait longest for backward, so their copies
 have the most time; the largest first is the rule of torchtitan's memory policy.
 """
 

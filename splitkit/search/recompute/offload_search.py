@@ -9,21 +9,21 @@ candidates, so the result is never worse than either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-
-import numpy as np
 
 from splitkit.search.recompute.descent import Descent
 from splitkit.search.recompute.offload_choice import offload
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.search.recompute.recompute_search import RecomputeSearch
-from splitkit.training.choices import Bools
+from splitkit.training.choices import Bools, Choice
 from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
+from splitkit.training.peaks import PeakTrace
 
-_LARGER = (1 / 8, 1 / 4, 1 / 2, 3 / 4)  # of the way to the peak of saving everything: other budgets that are searched
+_LARGER = (1 / 6, 1 / 2)  # of the way to the peak of saving everything: other budgets that are searched
 _STEPS = 120_000  # nodes that the search for changes simulates at most
 _MOST = 120  # changes that it tries
 
@@ -69,17 +69,52 @@ class OffloadSearch:
             budget: bytes on the device.
             whole: the plan that recomputes nothing, with its peak.
         """
-        self.search.peak(budget)
-        for share in _LARGER if budget < whole.peak else ():
-            self.search.peak(budget + int(share * (whole.peak - budget)))
-        for choice in Hull.of(self.pool.savings).choices:
-            self.pool.see(choice.runs)
-        best: OffloadPlan | None = None
+        best = self.plan(whole.runs, budget)
+        for look in self._looks(budget, whole):
+            if best is not None and not best.seconds:
+                return best
+            look()
         for seen in sorted(_front(self.pool), key=lambda seen: (seen.seconds, seen.peak)):
             best = self._better(best, seen.runs, seen.seconds, budget)
-        if best is not None and best.seconds:
-            best = self._changed(self._refined(best, budget), budget)
-        return best
+        return None if best is None else self._changed(self._refined(best, budget), budget)
+
+    def _looks(self, budget: int, whole: Seen) -> Iterator[Callable[[], object]]:
+        """Yield searches for candidates: for this budget, for larger ones, and of the hull of saved bytes."""
+        yield lambda: self.search.peak(budget)
+        if self.pool.best(lambda seen: seen.peak <= budget) is None:
+            yield self._low
+        for share in _LARGER if budget < whole.peak else ():
+            yield partial(self.search.peak, budget + int(share * (whole.peak - budget)))
+        yield lambda: [self.pool.see(choice.runs) for choice in Hull.of(self.pool.savings).choices]
+
+    def _low(self) -> None:
+        other = self.search.anew()
+        other.low_peak()
+        self.pool.take(other.pool)
+
+    def lowest(self) -> OffloadPlan:
+        """Return the plan with the lowest peak of those seen, if all that the host has room for is offloaded."""
+        found: list[tuple[int, int, Seen]] = []
+        for number, seen in enumerate(_front(self.pool)):
+            timeline = self.model.timeline(*self._traced(seen.runs))
+            found.append((int((timeline.trace.timeline - timeline.absent(self._room(timeline))).max()), number, seen))
+        peak, _, seen = min(found)
+        timeline = self.model.timeline(*self._traced(seen.runs))
+        run = timeline.run(timeline.transfers(self._room(timeline), peak) or ())
+        return OffloadPlan(seen, timeline, run)
+
+    def _traced(self, runs: Bools) -> tuple[Choice, PeakTrace]:
+        seen, trace = self.pool.trace(runs)
+        return seen.choice, trace
+
+    def _room(self, timeline: OffloadTimeline) -> list[int]:
+        """Return the values that fit on the host, those made first before others."""
+        room, found = self.host, list[int]()
+        for item in sorted(timeline.values, key=lambda item: int(timeline.trace.born[item])):
+            if (nbytes := int(timeline.trace.nbytes[item])) <= room:
+                found.append(item)
+                room -= nbytes
+        return found
 
     def plan(self, runs: Bools, budget: int, *, thorough: bool = False) -> OffloadPlan | None:
         """Return the choice that recomputes these ops, with what it must offload; ``None`` if that is not enough."""
@@ -139,8 +174,3 @@ def _front(plans: Iterable[Seen]) -> list[Seen]:
                 least = rank(seen)[1]
                 found[seen.runs.tobytes()] = seen
     return list(found.values())
-
-
-def recomputes_nothing(pool: Pool) -> Bools:
-    """Return the choice that saves whatever it can."""
-    return np.zeros(len(pool.savings.ops), np.bool_)
