@@ -23,15 +23,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.costs.links import HostLink
-from splitkit.graph.symbols import value_of
 from splitkit.plans.offloaded import Offloaded
 from splitkit.training.choices import Choice, Ints, Savings
-from splitkit.training.flow import JointFlow
+from splitkit.training.host_copies import why_not_moved
 from splitkit.training.peaks import Peaks, PeakTrace
 
 
@@ -241,7 +239,7 @@ class OffloadModel:
         self.savings, self.peaks, self.link = savings, peaks, link
         priced = set(savings.flow.nodes)  # the members of a tuple cost nothing
         self.seconds = [costs.seconds(node) if node in priced else 0.0 for node in peaks.nodes]
-        self._value = movable_values(savings.flow, savings.values)
+        self._value = {value for value in savings.values if not why_not_moved(savings.flow, value)}
         self._storage = [savings.flow.storages.under(value) for value in savings.values]
 
     def timeline(self, choice: Choice, trace: PeakTrace) -> OffloadTimeline:
@@ -258,32 +256,3 @@ class OffloadModel:
             if root in alone and (value := taken[root]) in self._value and int(trace.nbytes[item]):
                 values[item] = value
         return OffloadTimeline(trace, [self.seconds[i] for i in trace.steps.tolist()], self.link, first, values)
-
-
-def movable_values(flow: JointFlow, values: Iterable[Node]) -> set[Node]:
-    """Return the values that may go to the host: dense tensors that fill their storage, which nobody writes to.
-
-    A value that is a view, a size or an object is not moved; the base of a view moves, and the view is made again.
-    """
-    storages = flow.storages
-    written = {root for effect in flow.effects.values() for node in effect.writes for root in storages.under(node)}
-    found = set[Node]()
-    for value in values:
-        roots, tensor = storages.under(value), value_of(value)
-        if len(roots) == 1 and isinstance(tensor, torch.Tensor) and is_dense(tensor):
-            fills = storages.nbytes[roots[0]] == tensor.numel() * tensor.element_size()
-            if fills and roots[0] not in written:
-                found.add(value)
-    return found
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has fixed sizes, and its elements fill its memory without gaps and overlaps."""
-    if tensor.layout is not torch.strided or not all(isinstance(size, int) for size in tensor.shape):
-        return False
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (dim[1], dim[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
