@@ -10,9 +10,10 @@ from torch.fx import Node
 
 from splitkit.errors import PlanError
 from splitkit.graph.symbols import value_of
+from splitkit.memory.kernels.host_copies import ARRIVED, TO_DEVICE, TO_HOST, host_value
 from splitkit.plans.offloaded import Offloaded
 from splitkit.training.flow import JointFlow, output_nodes
-from splitkit.training.host_copies import ARRIVED, TO_DEVICE, TO_HOST, host_value, why_not_moved
+from splitkit.training.movable_values import why_not_moved
 
 _Env = dict[Node, Node]
 

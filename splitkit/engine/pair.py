@@ -16,6 +16,7 @@ from splitkit.engine.complete import check_plan
 from splitkit.engine.offload_copies import HostCopies
 from splitkit.engine.split import with_prices
 from splitkit.errors import CycleError, PlanError
+from splitkit.graph.byte_sizes import storage_bytes
 from splitkit.graph.storages import storages_shown
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PartKey
@@ -75,6 +76,12 @@ class Pair(Shown):
         nodes = {node.name: node for node in self.forward.graph.nodes}
         held = storages_shown(self.forward.graph.find_nodes(op="placeholder"))
         return tuple(sorted((SavedValue.of(nodes[name], held) for name in self.saved), key=lambda value: -value.nbytes))
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes on the host when forward has ended, of the values that are offloaded."""
+        shown = {node.name: node for node in self.forward.graph.nodes}
+        return sum(storage_bytes(value_of(shown[name])) for name in self.offloaded)
 
     def view(
         self,

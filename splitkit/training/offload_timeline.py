@@ -29,7 +29,7 @@ from splitkit.costs import Costs
 from splitkit.costs.links import HostLink
 from splitkit.plans.offloaded import Offloaded
 from splitkit.training.choices import Choice, Ints, Savings
-from splitkit.training.host_copies import why_not_moved
+from splitkit.training.movable_values import why_not_moved
 from splitkit.training.peaks import Peaks, PeakTrace
 
 
@@ -104,7 +104,9 @@ class OffloadTimeline:
 
     def transfers(self, items: Iterable[int], budget: int) -> tuple[Transfer, ...] | None:
         """Return transfers within a budget that wait little, each at the earliest or the latest moment; or ``None``."""
-        trace, chosen, end = self.trace, list(items), len(self.seconds)
+        # Of values that are read first by the same node, the small ones come last, so that what is taken grows late.
+        trace, end = self.trace, len(self.seconds)
+        chosen = sorted(items, key=lambda item: (int(trace.nbytes[item]), item))
         early, excess = trace.forward, (trace.timeline - budget).tolist()
         sizes = {i: int(trace.nbytes[i]) for i in chosen}
         out = [(int(trace.born[i]), self._left(i), sizes[i], self._copies[i][0]) for i in chosen]

@@ -123,7 +123,7 @@ class OffloadBound:
         return [row.limit(len(self.savings.ops), z) for row in self._rows]
 
     def _looked_closer(self, z: float) -> bool:
-        """Add snapshots where the choice that the relaxation prefers is over the budget; return whether there are any."""
+        """Add snapshots where the relaxed choice is over the budget; return whether there are any."""
         saved, _ = self._program(z).relaxed(self._limits(z), inf)
         runs = np.ones(len(self.savings.ops), np.bool_)
         runs[self.savings.maker[saved[self.savings.storage] > 0.5]] = False

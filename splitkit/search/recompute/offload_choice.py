@@ -8,11 +8,13 @@ have the most time; the largest first is the rule of torchtitan's memory policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, combinations
 from math import inf
 
 from splitkit.training.offload_timeline import OffloadRun, OffloadTimeline
 
 _EXCHANGES = 40
+_FEW = 6  # values of which all sets are tried
 
 
 def offload(timeline: OffloadTimeline, budget: int, host: float = inf, thorough: bool = False) -> OffloadRun | None:
@@ -24,12 +26,18 @@ def offload(timeline: OffloadTimeline, budget: int, host: float = inf, thorough:
         host: bytes on the host.
         thorough: whether to exchange single values afterwards.
     """
-    if not timeline.fits([], budget):
-        runs = (_greedy(timeline, order, budget, host) for order in _orders(timeline))
-    else:
+    if timeline.fits([], budget):
         runs = iter([timeline.run(())])
+    elif len(timeline.values) <= _FEW:
+        runs = (_judged(timeline, chosen, budget, host) for chosen in _subsets(list(timeline.values)))
+    else:
+        runs = (_greedy(timeline, order, budget, host) for order in _orders(timeline))
     best = min(filter(None, runs), key=_rank, default=None)
     return _exchanged(timeline, best, budget, host) if thorough and best is not None and best.exposed else best
+
+
+def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return chain.from_iterable(combinations(items, count) for count in range(len(items) + 1))
 
 
 def largest_first(timeline: OffloadTimeline, budget: int, host: float = inf) -> OffloadRun | None:
@@ -80,7 +88,7 @@ def _needed(timeline: OffloadTimeline, chosen: Sequence[int], budget: int) -> li
 
 
 def _judged(timeline: OffloadTimeline, chosen: Sequence[int], budget: int, host: float) -> OffloadRun | None:
-    if sum(int(timeline.trace.nbytes[item]) for item in chosen) > host:
+    if sum(int(timeline.trace.nbytes[item]) for item in chosen) > host or not timeline.fits(chosen, budget):
         return None
     transfers = timeline.transfers(chosen, budget)
     return None if transfers is None else timeline.run(transfers)
@@ -93,19 +101,30 @@ def _exchanged(timeline: OffloadTimeline, best: OffloadRun, budget: int, host: f
     improved = True
     while improved:
         improved = False
-        chosen = [one.item for one in best.transfers]
-        for item in orders[0]:
-            for order in orders[:2]:
-                others = [i for i in order if i != item and i not in chosen]
-                moved = [i for i in chosen if i != item] if item in chosen else [item, *chosen]
-                found = _needed(timeline, [*moved, *(others if item in chosen else [])], budget)
-                if (key := frozenset(found)) in tried or not timeline.fits(found, budget):
-                    continue
-                tried.add(key)
-                left -= 1
-                run = _judged(timeline, found, budget, host)
-                if run is not None and _rank(run) < _rank(best):
-                    best, improved = run, True
-                if not left or not best.exposed:
-                    return best
+        for found in _neighbours(timeline, [one.item for one in best.transfers], orders[:2], budget):
+            if (key := frozenset(found)) in tried:
+                continue
+            tried.add(key)
+            left -= 1
+            run = _judged(timeline, found, budget, host)
+            if run is not None and _rank(run) < _rank(best):
+                best, improved = run, True
+            if not left or not best.exposed:
+                return best
     return best
+
+
+def _neighbours(
+    timeline: OffloadTimeline, chosen: Sequence[int], orders: Sequence[Sequence[int]], budget: int
+) -> Iterator[list[int]]:
+    """Yield sets with one value more, and with one value changed for others."""
+    for item in orders[0]:
+        if item not in chosen:
+            yield [item, *chosen]
+            yield _needed(timeline, [item, *chosen], budget)
+            continue
+        moved = [other for other in chosen if other != item]
+        for order in orders:
+            found = [*moved, *(other for other in order if other not in chosen)]
+            if timeline.fits(found, budget):
+                yield _needed(timeline, found, budget)

@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from math import inf
+
+import numpy as np
 
 from splitkit.search.recompute.descent import Descent
 from splitkit.search.recompute.offload_choice import offload
@@ -26,6 +29,8 @@ from splitkit.training.peaks import PeakTrace
 _LARGER = (1 / 6, 1 / 2)  # of the way to the peak of saving everything: other budgets that are searched
 _STEPS = 120_000  # nodes that the search for changes simulates at most
 _MOST = 120  # changes that it tries
+_STARTS = 3  # plans over the budget from which one goes down to it
+_FEW = 12  # ops of which all pairs change sides, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +79,19 @@ class OffloadSearch:
             if best is not None and not best.seconds:
                 return best
             look()
+        over: list[tuple[int, float, bytes]] = []
         for seen in sorted(_front(self.pool), key=lambda seen: (seen.seconds, seen.peak)):
-            best = self._better(best, seen.runs, seen.seconds, budget)
-        return None if best is None else self._changed(self._refined(best, budget), budget)
+            if best is None or seen.seconds < best.seconds:
+                found = self.plan(seen.runs, budget)
+                if found is None:
+                    over.append((self._excess(seen.runs, budget), seen.seconds, seen.runs.tobytes()))
+                elif best is None or found.seconds < best.seconds:
+                    best = found
+        if best is not None:
+            best = self._changed(self._refined(best, budget).seen.runs, budget, best)
+        for _, _, runs in sorted(over)[:_STARTS]:
+            best = self._changed(np.frombuffer(runs, np.bool_), budget, best)
+        return best
 
     def _looks(self, budget: int, whole: Seen) -> Iterator[Callable[[], object]]:
         """Yield searches for candidates: for this budget, for larger ones, and of the hull of saved bytes."""
@@ -124,39 +139,54 @@ class OffloadSearch:
         run = offload(timeline, budget, self.host, thorough)
         return None if run is None else OffloadPlan(seen, timeline, run)
 
-    def _better(self, best: OffloadPlan | None, runs: Bools, seconds: float, budget: int) -> OffloadPlan | None:
-        if best is not None and seconds >= best.seconds:
-            return best
-        found = self.plan(runs, budget)
-        return found if found is not None and (best is None or found.seconds < best.seconds) else best
-
     def _refined(self, best: OffloadPlan, budget: int) -> OffloadPlan:
         found = self.plan(best.seen.runs, budget, thorough=True)
         return found if found is not None and found.seconds < best.seconds else best
 
-    def _changed(self, best: OffloadPlan, budget: int) -> OffloadPlan:
-        """Let groups of ops and single ops change sides while that makes the plan better."""
+    def _excess(self, runs: Bools, budget: int) -> int:
+        """Return the bytes times steps above the budget that remain if all that can be is offloaded."""
+        timeline = self.model.timeline(*self._traced(runs))
+        left = timeline.trace.timeline - timeline.absent(self._room(timeline)) - budget
+        return int(np.maximum(left, 0).sum())
+
+    def _changed(self, start: Bools, budget: int, best: OffloadPlan | None) -> OffloadPlan | None:
+        """Let groups of ops and single ops change sides, from a start, while that makes it better.
+
+        A plan over the budget is better with less excess, one within it with fewer seconds. All are quicker than the
+        best one known.
+        """
         left = min(_MOST, _STEPS // max(1, len(self.pool.peaks.nodes)))
-        descent, tried, improved = Descent(self.pool), {best.seen.runs.tobytes()}, True
+        descent, tried, improved = Descent(self.pool), set[bytes](), True
+        here = self._height(start, budget)
         while improved:
             improved = False
-            for runs in _flips(best.seen.runs, descent):
+            for runs in _flips(start, descent):
                 choice = self.pool.savings.choose(runs)
-                if (key := choice.runs.tobytes()) in tried or choice.seconds >= best.seconds:
+                if (key := choice.runs.tobytes()) in tried or (best and choice.seconds >= best.seconds):
                     continue
                 tried.add(key)
-                found, left = self._better(best, runs, choice.seconds, budget), left - 1
-                if found is not None and found is not best:
-                    best, improved = self._refined(found, budget), True
-                if not left or not best.seconds:
+                left -= 1
+                found = self.plan(runs, budget)
+                height = (0, found.seconds) if found is not None else self._height(runs, budget)
+                if found is not None and (best is None or found.seconds < best.seconds):
+                    best = self._refined(found, budget)
+                if height < here:
+                    here, start, improved = height, choice.runs, True
+                if not left or (best is not None and not best.seconds):
                     return best
         return best
+
+    def _height(self, runs: Bools, budget: int) -> tuple[int, float]:
+        found = self.plan(runs, budget)
+        return (self._excess(runs, budget), 0.0) if found is None else (0, found.seconds)
 
 
 def _flips(runs: Bools, descent: Descent) -> Iterator[Bools]:
     groups = sorted((g for g in descent.groups if len(g) > 1), key=lambda group: -len(group))
-    for move in (*groups, *descent.free[:, None]):
-        for wanted in (False, True):
+    singles = descent.free.tolist()
+    pairs = combinations(singles, 2) if len(singles) <= _FEW else ()
+    for move in (*groups, *descent.free[:, None], *map(list, pairs)):
+        for wanted in (False, True, ~runs[move]):
             if (runs[move] != wanted).any():
                 changed = runs.copy()
                 changed[move] = wanted

@@ -1,4 +1,4 @@
-"""The ops that move a saved value to the host and back, beside the computation; and what cannot be moved.
+"""The ops that move a saved value to the host and back, beside the computation.
 
 ``to_host`` and ``to_device`` start a copy on the stream of their direction, and ``arrived`` lets the computation wait
 for it::
@@ -17,11 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
 
 from splitkit._torch import FakeTensor
-from splitkit.graph.symbols import value_of
-from splitkit.training.flow import JointFlow, is_size
 
 _PINNED = ("cuda", "xpu")  # devices that copy from and to page-locked memory beside their work
 _DONE = "splitkit_copy_done"
@@ -96,30 +93,3 @@ def host_value(value: Tensor) -> Tensor:
         with value.fake_mode:
             return _like(value, torch.device("cpu"))
     return _like(value, value.device if value.device.type == "meta" else torch.device("cpu"))
-
-
-def why_not_moved(flow: JointFlow, value: Node) -> str:
-    """Return why a value cannot go to the host, whatever the plan; an empty string if it can."""
-    tensor, roots = value_of(value), flow.storages.under(value)
-    if is_size(value) or not isinstance(tensor, Tensor):
-        return "it is no tensor"
-    if not roots:
-        return "it lies in the memory of an input or parameter, which the caller holds"
-    if tensor.layout is not torch.strided or not all(isinstance(size, int) for size in tensor.shape):
-        return "it is not strided, or has symbolic sizes"
-    if len(roots) > 1 or flow.storages.nbytes[roots[0]] != tensor.numel() * tensor.element_size():
-        return "it is a part of its memory: name the value that it is a view of"
-    if not _is_dense(tensor):
-        return "its elements overlap or have gaps between them"
-    if roots[0] in {root for e in flow.effects.values() for node in e.writes for root in flow.storages.under(node)}:
-        return "a node writes to its memory"
-    return ""
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (dim[1], dim[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
