@@ -64,6 +64,13 @@ class EveryWay:
             seen, trace = self.pool.trace(runs)
             self.timelines.append((seen, self.model.timeline(seen.choice, trace)))
 
+    @staticmethod
+    def of_plan(flow, costs, link):
+        """The timeline of saving everything."""
+        problem, peaks = savings(flow, costs), Peaks(flow)
+        seen, trace = Pool(problem, peaks).trace(np.zeros(len(problem.ops), np.bool_))
+        return OffloadModel(problem, peaks, costs, HostLink.of(link)).timeline(seen.choice, trace)
+
     def least(self, budget, host=float("inf"), recompute=True):
         """The least seconds of recompute and waiting within a budget; infinite if nothing fits."""
         best = float("inf")

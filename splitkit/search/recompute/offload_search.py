@@ -26,8 +26,8 @@ from splitkit.training.choices import Bools, Choice
 from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
 from splitkit.training.peaks import PeakTrace
 
-_LARGER = (1 / 6, 1 / 2)  # of the way to the peak of saving everything: other budgets that are searched
-_STEPS = 120_000  # nodes that the search for changes simulates at most
+_LARGER = (1 / 12, 1 / 6, 1 / 3, 2 / 3)  # of the way to the peak of saving everything: other budgets that are searched
+_STEPS = 60_000  # nodes that the search for changes simulates at most
 _MOST = 120  # changes that it tries
 _STARTS = 3  # plans over the budget from which one goes down to it
 _FEW = 12  # ops of which all pairs change sides, too
@@ -99,7 +99,8 @@ class OffloadSearch:
         if self.pool.best(lambda seen: seen.peak <= budget) is None:
             yield self._low
         for share in _LARGER if budget < whole.peak else ():
-            yield partial(self.search.peak, budget + int(share * (whole.peak - budget)))
+            # the plans of its programs are enough here: what they lack to the budget is offloaded
+            yield partial(self.search.bound, budget + int(share * (whole.peak - budget)))
         yield lambda: [self.pool.see(choice.runs) for choice in Hull.of(self.pool.savings).choices]
 
     def _low(self) -> None:
@@ -155,7 +156,7 @@ class OffloadSearch:
         A plan over the budget is better with less excess, one within it with fewer seconds. All are quicker than the
         best one known.
         """
-        left = min(_MOST, _STEPS // max(1, len(self.pool.peaks.nodes)))
+        left = max(1, min(_MOST, _STEPS // max(1, len(self.pool.peaks.nodes))))
         descent, tried, improved = Descent(self.pool), set[bytes](), True
         here = self._height(start, budget)
         while improved:
