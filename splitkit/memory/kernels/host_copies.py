@@ -45,7 +45,8 @@ def _copied(made: Tensor, source: Tensor, device: torch.device, back: bool) -> T
         return made.copy_(source)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
-        made.copy_(source, non_blocking=device.type in _PINNED or back)
+        # without page-locked memory, what the host holds could be written or freed before the copy ends
+        made.copy_(source, non_blocking=device.type in _PINNED)
     setattr(made, _DONE, stream.record_event())
     return made
 
