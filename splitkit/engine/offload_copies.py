@@ -107,10 +107,10 @@ class HostCopies:
         """Add what precedes a node of backward: the starts of copies, and the ends of those that it reads."""
         for value in self.fetch.get(node, ()):
             args = hosts[value], value_of(value).device
-            copies[value] = self._call(graph, f"{value.name}_back", TO_DEVICE, args, value, value_of(value))
+            copies[value] = self._call(graph, f"copy_of_{value.name}_back", TO_DEVICE, args, value, value_of(value))
         for value in self.read.get(node, ()):
             args = copies[value], hosts[value]
-            env[value] = self._call(graph, value.name, ARRIVED, args, value, value_of(value))
+            env[value] = self._call(graph, f"{value.name}_back", ARRIVED, args, value, value_of(value))
 
     def _call(
         self, graph: fx.Graph, name: str, target: object, args: tuple[object, ...], value: Node, val: object

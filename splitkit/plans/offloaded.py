@@ -35,7 +35,10 @@ class Offloaded:
 
 def offloaded_to_json(offloaded: Iterable[Offloaded]) -> list[dict[str, str | None]]:
     """Return the JSON form, by node name."""
-    return [{name: node and node.name for name, node in zip(_FIELDS, _nodes(one), strict=True)} for one in offloaded]
+    return [
+        {name: None if node is None else node.name for name, node in zip(_FIELDS, _nodes(one), strict=True)}
+        for one in offloaded
+    ]
 
 
 def _nodes(one: Offloaded) -> tuple[Node | None, ...]:

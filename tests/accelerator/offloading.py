@@ -53,9 +53,11 @@ def run(case: str) -> dict[str, Any]:
     plant(case)
     primals, tangents = joint.primals(x), joint.tangents()
     simgpu.races()
-    measured = measure_memory(
-        lambda *given: pair.run(list(given[: len(primals)]), given[len(primals) :]), *primals, *tangents
-    )
+
+    def step(*given: torch.Tensor) -> Any:
+        return pair.run(list(given[: len(primals)]), given[len(primals) :])
+
+    measured = measure_memory(step, *primals, *tangents)
     races = simgpu.races()
     found = pair.run(list(primals), tangents)
     apart = max(
@@ -66,9 +68,13 @@ def run(case: str) -> dict[str, Any]:
     )
     simulated = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     return {
-        "case": case, "apart": apart, "races": races, "moved": len(pair.offloaded),
-        "device": [measured.by_device["simgpu:0"], simulated.peak], "host": [measured.by_device.get("cpu", 0), pair.host_bytes],
-    }  # fmt: skip
+        "case": case,
+        "apart": apart,
+        "races": races,
+        "moved": len(pair.offloaded),
+        "device": [measured.by_device["simgpu:0"], simulated.peak],
+        "host": [measured.by_device.get("cpu", 0), pair.host_bytes],
+    }
 
 
 def plant(case: str) -> None:

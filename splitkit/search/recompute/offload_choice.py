@@ -26,6 +26,7 @@ def offload(timeline: OffloadTimeline, budget: int, host: float = inf, thorough:
         host: bytes on the host.
         thorough: whether to exchange single values afterwards.
     """
+    runs: Iterator[OffloadRun | None]
     if timeline.fits([], budget):
         runs = iter([timeline.run(())])
     elif len(timeline.values) <= _FEW:

@@ -197,11 +197,14 @@ def _flips(runs: Bools, descent: Descent) -> Iterator[Bools]:
 def _front(plans: Iterable[Seen]) -> list[Seen]:
     """Return the plans that no other one beats in time and peak, and in time and saved bytes."""
     known = list(plans)
-    found: dict[bytes, Seen] = {}
-    for rank in (lambda seen: (seen.seconds, seen.peak), lambda seen: (seen.seconds, seen.saved)):
-        least = inf
-        for seen in sorted(known, key=rank):
-            if rank(seen)[1] < least:
-                least = rank(seen)[1]
-                found[seen.runs.tobytes()] = seen
+    ranked = [
+        sorted((seen.seconds, nbytes, number) for number, (seen, nbytes) in enumerate(zip(known, taken, strict=True)))
+        for taken in ([seen.peak for seen in known], [seen.saved for seen in known])
+    ]
+    found: dict[int, Seen] = {}
+    for rank in ranked:
+        least: float = inf
+        for _, nbytes, number in rank:
+            if nbytes < least:
+                least, found[number] = nbytes, known[number]
     return list(found.values())
