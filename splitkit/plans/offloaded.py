@@ -35,14 +35,11 @@ class Offloaded:
 
 def offloaded_to_json(offloaded: Iterable[Offloaded]) -> list[dict[str, str | None]]:
     """Return the JSON form, by node name."""
-    return [
-        {name: None if node is None else node.name for name, node in zip(_FIELDS, _nodes(one), strict=True)}
-        for one in offloaded
-    ]
+    return [dict(zip(_FIELDS, _names(one), strict=True)) for one in offloaded]
 
 
-def _nodes(one: Offloaded) -> tuple[Node | None, ...]:
-    return one.value, one.release, one.fetch
+def _names(one: Offloaded) -> tuple[str | None, ...]:
+    return tuple(None if node is None else node.name for node in (one.value, one.release, one.fetch))
 
 
 def names_of_offloaded(data: object) -> Iterator[str]:

@@ -93,7 +93,8 @@ def eager_copy(made: torch.Tensor, source: torch.Tensor, device: torch.device, b
     return made
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the cases of the command line."""
     simgpu.register()
     for case in sys.argv[1:]:
         kept = copy.copy(vars(host_copies))

@@ -1,7 +1,7 @@
 """The least recompute of a stage whose link has some seconds to spare between its forward and its backward.
 
-A pipeline gives the stage s of n about n - s times of a stage between the two (PipeOffload, Wan et al., ICML 2025). What
-the link carries out and back in that time need not stay on the device: ``R(bytes, link seconds)``.
+A pipeline gives the stage s of n about n - s times of a stage between the two (PipeOffload, Wan et al., ICML 2025).
+What the link carries out and back in that time need not stay on the device: ``R(bytes, link seconds)``.
 """
 
 from __future__ import annotations
