@@ -34,7 +34,7 @@ from splitkit.training.peaks import Peaks, PeakTrace
 
 
 @dataclass(frozen=True)
-class Transfer:
+class HostTransfer:
     """A saved storage that goes to the host and back.
 
     Attributes:
@@ -59,7 +59,7 @@ class OffloadRun:
         host: the bytes that are on the host when forward ends.
     """
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[HostTransfer, ...]
     waits: tuple[float, float]
     peak: int
     host: int
@@ -102,7 +102,7 @@ class OffloadTimeline:
         """Return whether some transfers of these items keep to a budget."""
         return bool((self.trace.timeline - self.absent(items) <= budget).all())
 
-    def transfers(self, items: Iterable[int], budget: int) -> tuple[Transfer, ...] | None:
+    def transfers(self, items: Iterable[int], budget: int) -> tuple[HostTransfer, ...] | None:
         """Return transfers within a budget that wait little, each at the earliest or the latest moment; or ``None``."""
         # Of values that are read first by the same node, the small ones come last, so that what is taken grows late.
         trace, end = self.trace, len(self.seconds)
@@ -115,9 +115,9 @@ class OffloadTimeline:
         come = absent_from(excess[early:][::-1], self.seconds[early:][::-1], back) if gone is not None else None
         if gone is None or come is None:
             return None
-        return tuple(Transfer(i, g - 1, end - c) for i, g, c in zip(chosen, gone, come, strict=True))
+        return tuple(HostTransfer(i, g - 1, end - c) for i, g, c in zip(chosen, gone, come, strict=True))
 
-    def run(self, transfers: Sequence[Transfer]) -> OffloadRun:
+    def run(self, transfers: Sequence[HostTransfer]) -> OffloadRun:
         """Return the run with these transfers."""
         trace, early = self.trace, self.trace.forward
         spans = [(one.item, one.release, one.fetch) for one in transfers]
@@ -127,7 +127,7 @@ class OffloadTimeline:
         host = sum(int(trace.nbytes[one.item]) for one in transfers)
         return OffloadRun(tuple(transfers), waits, int(timeline.max(initial=trace.baseline)), host)
 
-    def _forward_waits(self, transfers: Sequence[Transfer]) -> float:
+    def _forward_waits(self, transfers: Sequence[HostTransfer]) -> float:
         made = _by_step((int(self.trace.born[t.item]), t) for t in transfers)
         freed = _by_step((t.release, t) for t in transfers)
         clock = engine = waited = 0.0
@@ -141,7 +141,7 @@ class OffloadTimeline:
                 clock, waited = clock + late, waited + late
         return waited
 
-    def _backward_waits(self, transfers: Sequence[Transfer]) -> float:
+    def _backward_waits(self, transfers: Sequence[HostTransfer]) -> float:
         asked = _by_step((t.fetch, t) for t in sorted(transfers, key=lambda t: (int(self.first[t.item]), t.item)))
         read = _by_step((int(self.first[t.item]), t) for t in transfers)
         clock = engine = waited = 0.0
@@ -158,15 +158,15 @@ class OffloadTimeline:
     def _left(self, item: int) -> int:
         return int(self.trace.left[item])
 
-    def described(self, nodes: Sequence[Node], transfers: Iterable[Transfer]) -> tuple[Offloaded, ...]:
+    def described(self, nodes: Sequence[Node], transfers: Iterable[HostTransfer]) -> tuple[Offloaded, ...]:
         """Return the transfers as a plan has them; ``nodes``: those of the graph, by position."""
         steps = [nodes[i] for i in self.trace.steps.tolist()]
         found = [Offloaded(self.values[t.item], steps[t.release], steps[t.fetch]) for t in transfers]
         return tuple(found)
 
 
-def _by_step(pairs: Iterable[tuple[int, Transfer]]) -> dict[int, list[Transfer]]:
-    found: dict[int, list[Transfer]] = {}
+def _by_step(pairs: Iterable[tuple[int, HostTransfer]]) -> dict[int, list[HostTransfer]]:
+    found: dict[int, list[HostTransfer]] = {}
     for step, one in pairs:
         found.setdefault(step, []).append(one)
     return found
