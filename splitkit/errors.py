@@ -36,6 +36,7 @@ CODES: dict[str, str] = {
     "SK217": "opaque code may change a region that several parts open",
     "SK218": "opaque code may rebind attributes of the graph module",
     "SK219": "an input of a call is not a tensor",
+    "SK220": "a value cannot be offloaded",
     "SK301": "not a policy",
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",

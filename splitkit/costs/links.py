@@ -265,6 +265,35 @@ class Links:
         return latency, bandwidth
 
 
+@dataclass(frozen=True)
+class HostLink:
+    """The link between a device and the memory of its host; both directions work at once.
+
+    Attributes:
+        out: from the device to the host.
+        back: from the host to the device.
+    """
+
+    out: Link
+    back: Link
+
+    @classmethod
+    def of(cls, given: object) -> HostLink:
+        """Return the link that is meant.
+
+        Args:
+            given: the name of a preset (``"pcie5"``), bytes per second, a `Link`, or `Links` with the links from
+                ``"device"`` to ``"host"`` and back.
+
+        Raises:
+            CostError: SK322 for an unknown name or impossible figures.
+        """
+        if isinstance(given, Links):
+            return cls(given.link("device", "host"), given.link("host", "device"))
+        link = Link(given) if is_number(given) else _link(given)
+        return cls(link, link)
+
+
 def _name(device: Hashable) -> Hashable:
     return str(device) if isinstance(device, torch.device) else device
 

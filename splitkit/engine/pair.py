@@ -13,8 +13,10 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.display import Shown
 from splitkit.engine.complete import check_plan
+from splitkit.engine.offload_copies import HostCopies
 from splitkit.engine.split import with_prices
 from splitkit.errors import CycleError, PlanError
+from splitkit.graph.byte_sizes import storage_bytes
 from splitkit.graph.storages import storages_shown
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import PartKey
@@ -51,6 +53,8 @@ class Pair(Shown):
         saved: the names of the saved tensors (and objects), in the order in which they are passed.
         sizes: the names of the saved symbolic sizes.
         plan: the complete plan; ``None`` if one of torch's partitioners made the pair.
+        offloaded: the names of the values that wait for backward on the host; what is passed has the name
+            ``x_on_host``.
     """
 
     forward: fx.GraphModule
@@ -59,6 +63,7 @@ class Pair(Shown):
     saved: tuple[str, ...]
     sizes: tuple[str, ...]
     plan: Plan | None = None
+    offloaded: tuple[str, ...] = ()
 
     __repr__ = brief
 
@@ -71,6 +76,12 @@ class Pair(Shown):
         nodes = {node.name: node for node in self.forward.graph.nodes}
         held = storages_shown(self.forward.graph.find_nodes(op="placeholder"))
         return tuple(sorted((SavedValue.of(nodes[name], held) for name in self.saved), key=lambda value: -value.nbytes))
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes on the host when forward has ended, of the values that are offloaded."""
+        shown = {node.name: node for node in self.forward.graph.nodes}
+        return sum(storage_bytes(value_of(shown[name])) for name in self.offloaded)
 
     def view(
         self,
@@ -187,7 +198,8 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
 
     Raises:
         PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts other than the two, SK208
-            for nodes that are needed but have no part, SK210 for an effect that is planned in the other half.
+            for nodes that are needed but have no part, SK210 for an effect that is planned in the other half, SK220 for
+            a value that cannot be offloaded.
         CycleError: SK203 if forward would need a value, or an effect, of backward.
     """
     decided = decide_joint(flow, policy, costs)
@@ -200,11 +212,12 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
     saved = sorted((n for n in taken if not is_size(n)), key=_rank)
     primals = [n for n in flow.graph.find_nodes(op="placeholder") if n not in flow.backward_inputs]
     order = EmissionOrder(flow)
-    forward = _emit(flow, order.forward(plan.members(FORWARD), taken), primals, [*flow.outputs, *saved, *sizes])
-    given = [*sizes, *saved, *flow.backward_inputs]
-    backward = _emit(flow, order.backward(plan.members(BACKWARD)), given, flow.gradients)
-    names, numbers = (tuple(n.name for n in group) for group in (saved, sizes))
-    return Pair(forward, backward, flow.forward_outputs, names, numbers, plan)
+    early, late = order.forward(plan.members(FORWARD), taken), order.backward(plan.members(BACKWARD))
+    copies = HostCopies.of(flow, plan.offloaded, saved, early, late)
+    forward = _forward(flow, early, primals, [*flow.outputs, *saved, *sizes], copies)
+    backward = _backward(flow, late, [*sizes, *saved, *flow.backward_inputs], copies)
+    moved, names = tuple(n.name for n in copies.values), tuple(map(copies.name, saved))
+    return Pair(forward, backward, flow.forward_outputs, names, tuple(n.name for n in sizes), plan, moved)
 
 
 def decide_joint(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Plan:
@@ -292,15 +305,29 @@ def _rank(node: Node) -> tuple[bool, bool]:
     return not isinstance(value_of(node), torch.Tensor), bool(node.meta.get("saved_tensor_with_no_vc_check"))
 
 
-def _emit(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object]) -> fx.GraphModule:
-    graph, env = fx.Graph(), dict[Node, Node]()
+def _forward(
+    flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object], copies: HostCopies
+) -> fx.GraphModule:
+    graph, env, hosts = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
     for node in inputs:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
     for node in nodes:
         if node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(_copied(value, env) for value in outputs))
+            copies.after(graph, node, env, hosts)
+    graph.output(tuple(_copied(value, env | hosts) for value in outputs))
+    return fx.GraphModule(flow.root, graph)
+
+
+def _backward(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], copies: HostCopies) -> fx.GraphModule:
+    graph, env = fx.Graph(), dict[Node, Node]()
+    hosts, back = {node: copies.given(graph, node, env) for node in inputs}, dict[Node, Node]()
+    for node in nodes:
+        if node not in env:
+            copies.before(graph, node, env, hosts, back)
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(_copied(value, env) for value in flow.gradients))
     return fx.GraphModule(flow.root, graph)
 
 

@@ -20,6 +20,7 @@ from splitkit import files
 from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError, PlanWarning
 from splitkit.plans import node_matching
+from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
 from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
 from splitkit.price_record import KINDS, MOST_LETTERS, PriceRecord
 from splitkit.prices import MOST_SECONDS
@@ -46,6 +47,7 @@ class PlanFields(NamedTuple):
     routing: Literal["direct", "relay"]
     claim: Claim | None
     prices: PriceRecord | None
+    offloaded: tuple[Offloaded, ...] = ()
 
 
 def encode_plan(plan: PlanFields) -> dict[str, Any]:
@@ -70,7 +72,8 @@ def encode_plan(plan: PlanFields) -> dict[str, Any]:
         "parts": [_part_to_json(plan.parts[k], name) for k, name in zip(keys, written, strict=True)],
         "places": {n.name: [number[k] for k in plan.places[n]] for n in nodes},
     }
-    return data if plan.prices is None else data | {"prices": _prices_to_json(plan.prices)}
+    data |= {} if plan.prices is None else {"prices": _prices_to_json(plan.prices)}
+    return data | ({"offloaded": offloaded_to_json(plan.offloaded)} if plan.offloaded else {})
 
 
 def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
@@ -88,7 +91,8 @@ def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
     _check_places(data["places"], len(parts))
     same = data["graph"] in (None, fingerprint(graph))
     known = node_matching.parse_nodes(data.get("nodes", []))
-    by_name = node_matching.match_nodes(graph, known, data["places"], same)
+    moved = tuple(names_of_offloaded(data.get("offloaded")))
+    by_name = node_matching.match_nodes(graph, known, (*data["places"], *moved), same)
     if other := node_matching.size_differences(known, by_name):
         warnings.warn(PlanWarning("SK509", f"the plan was made for other sizes: {other}"), stacklevel=3)
     places = {
@@ -100,7 +104,8 @@ def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
     if other:
         note, claim = f"{note} (for other sizes: {other})".lstrip(), None
         prices = None if prices is not None and prices.kind == "table" else prices  # a table is of the old sizes
-    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim, prices)
+    offloaded = offloaded_from_json(data.get("offloaded"), by_name)
+    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim, prices, offloaded)
 
 
 def parts_in_data(data: object) -> Mapping[PartKey, Part]:

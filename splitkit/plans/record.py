@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from splitkit.errors import PlanError, PolicyError
 from splitkit.plans import plan_file
+from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.parts import NAMING, PARENT, Claim, Part, PartKey, flaw_of_key
 from splitkit.plans.plan_display import ShownPlan
 from splitkit.price_record import PriceRecord
@@ -94,6 +95,8 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
         claim: the proven quality of the plan, if the policy optimises; any method that moves nodes drops it.
         prices: what the plan was priced with, if a policy made it. Pictures, reports and `splitkit.stage_costs` use
             these prices unless they are given others. Plans that differ in it only are equal.
+        offloaded: saved values of a training step that wait for backward in host memory. They are values that forward
+            computes and backward takes.
     """
 
     places: Mapping[Node, tuple[PartKey, ...]]
@@ -102,6 +105,7 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
     routing: Literal["direct", "relay"] = "direct"
     claim: Claim | None = None
     prices: PriceRecord | None = field(default=None, compare=False)
+    offloaded: tuple[Offloaded, ...] = ()
 
     __repr__ = brief
 
@@ -184,7 +188,8 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data, by node name; see `splitkit.plans.plan_file`."""
-        known = plan_file.PlanFields(self.places, self.parts, self.note, self.routing, self.claim, self.prices)
+        own = (self.places, self.parts, self.note, self.routing, self.claim, self.prices, self.offloaded)
+        known = plan_file.PlanFields(*own)
         return plan_file.encode_plan(known)
 
     @staticmethod

@@ -9,11 +9,14 @@ from typing import Literal
 
 from splitkit.checks import is_number, is_whole, is_word, nbytes, seconds, shown
 from splitkit.costs import Costs
+from splitkit.costs.links import HostLink, Link, Links
 from splitkit.costs.named import priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.policy import PolicyLike, as_plan, require_policy
 from splitkit.plans.record import Plan
+from splitkit.prices import checked
+from splitkit.search.recompute.offload_planner import OffloadPlanner
 from splitkit.search.recompute.plan_pool import PlanPool, Pool, Seen
 from splitkit.search.recompute.recompute_search import Proof, RecomputeSearch
 from splitkit.training.checkpoints import eager_plan
@@ -62,6 +65,11 @@ class Budget:
     not, so a larger budget may cost slightly more time than a smaller one. To prevent that, give all budgets one
     `PlanPool`, and plan the smallest first.
 
+    ``Budget("2GiB", offload="pcie5")`` may also move saved values to the host and back, over that link. Copies run
+    beside the computation, one in each direction at a time. The plan has the least recompute and waiting, in seconds,
+    that was found within the peak; it is never worse than the plan without offload, nor than offloading the largest
+    values first. The claim of the plan has a lower bound for all plans in graph order. Prices must be in seconds.
+
     Attributes:
         budget: the bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the share of what can be
             saved; or ``"least"``. ``None`` if a card is given.
@@ -80,6 +88,9 @@ class Budget:
             a loop accumulates them, or clears them only after forward. Pass False if every step begins without any.
         reserve: with a card: the bytes, or the share of the card, for memory that neither graph nor optimizer shows:
             the driver's context, workspaces of kernels, fragmentation.
+        offload: the link to the host: its name (``"pcie5"``), bytes per second, a `splitkit.costs.Link`, or
+            `splitkit.costs.Links` from ``"device"`` to ``"host"``; ``None`` offloads nothing.
+        host: with ``offload``: the bytes that the host has room for; ``None`` for any number.
     """
 
     budget: int | float | str | None = None
@@ -92,6 +103,8 @@ class Budget:
     optimizer: str | MakeOptimizer | None = None
     accumulate: bool = True
     reserve: int | float | str = 0.05
+    offload: str | float | Link | Links | None = None
+    host: int | str | None = None
 
     def __post_init__(self) -> None:
         if not is_word(self.of, "peak", "saved"):
@@ -112,6 +125,22 @@ class Budget:
             self._bytes(0)
         else:
             self._check_card()
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.offload is None:
+            if self.host is not None:
+                text = f"Budget has host={shown(self.host)}, and no link to it"
+                raise PolicyError("SK302", text, "Name the link: Budget('2GiB', offload='pcie5', host='8GiB').")
+            return
+        HostLink.of(self.offload)
+        if self.of != "peak" or self.budget == LEAST:
+            what = f"of={self.of!r}" if self.of != "peak" else f"budget={LEAST!r}"
+            remedy = "Offload trades time against the peak: give the bytes of the peak, a share, or a card."
+            raise PolicyError("SK302", f"Budget has offload={shown(self.offload)} and {what}", remedy)
+        if self.host is not None and not nbytes(self, "host", self.host):
+            remedy = "Give the bytes that it has room for, or leave host= or offload= out."
+            raise PolicyError("SK302", f"Budget offloads to a host without room: host={shown(self.host)}", remedy)
 
     def _check_card(self) -> None:
         if self.budget is not None or self.of != "peak":
@@ -192,6 +221,8 @@ class Budget:
         if self.budget == LEAST:
             return self._least(search)
         limit, proof = self._limit(joint, search, whole), Proof(0.0, 0, 0)
+        if self.offload is not None:
+            return self._with_offload(search, costs, limit, whole)
         best = pool.best(lambda seen: self._taken(seen) <= limit)
         if best is None or best.seconds:
             proof = search.peak(limit) if self.of == "peak" else search.saved(limit)
@@ -204,6 +235,14 @@ class Budget:
             if best is None:
                 raise self._infeasible(limit, lowest, other)
         return best.choice.plan(self._note(limit, best, proof, search))
+
+    def _with_offload(self, search: RecomputeSearch, costs: Costs, limit: int, whole: Seen) -> Plan:
+        host = inf if self.host is None else nbytes(self, "host", self.host)
+        planner = OffloadPlanner(search, checked(costs), HostLink.of(self.offload), host)
+        best = planner.best(limit, whole)
+        if best is None:
+            raise planner.infeasible(limit, f"offload={self.offload!r}" + (f", host={host}" if self.host else ""))
+        return planner.plan(best, limit)
 
     def _limit(self, flow: JointFlow, search: RecomputeSearch, whole: Seen) -> int:
         """Return the limit of the plan in bytes."""

@@ -182,6 +182,23 @@ class Peaks:
         timeline = baseline + np.cumsum(change)[: len(steps)] + self.transient[steps]
         return PeakTrace(baseline, timeline, steps, early, slot, nbytes, born, left, dies, saved)
 
+    def first_reads(self, trace: PeakTrace) -> Ints:
+        """Return for each allocation of forward the first step of backward that reads it.
+
+        It is the number of steps for an allocation that backward does not read.
+        """
+        steps = trace.steps.tolist()
+        run = self._forward(tuple(steps[: trace.forward]))
+        holder, first = list(run.holder), [len(steps)] * len(run.dies)
+        made, source = self.storages.made, self.storages.source
+        for step, i in enumerate(steps[trace.forward :], trace.forward):
+            for slot in self.touched[i]:
+                if 0 <= (at := holder[slot]) < len(first) and first[at] == len(steps):
+                    first[at] = step
+            for slot in made[i]:
+                holder[slot] = -1 if source[slot] == slot else holder[source[slot]]
+        return np.array(first, dtype=np.int64)
+
     def _forward(self, nodes: tuple[int, ...]) -> _Allocations:
         """Return what forward allocates; the last result is cached, since most plans differ only in backward."""
         if self._last is None or self._last[0] != nodes:

@@ -30,6 +30,7 @@ from splitkit.graph.fake_calls import value_in
 from splitkit.graph.ops import effects_of
 from splitkit.graph.storages import always_aliases, storage_key, tensors
 from splitkit.graph.symbols import value_of
+from splitkit.memory.kernels.host_copies import TO_HOST
 
 Bytes = int | torch.SymInt
 Lender = tuple[Node, Hashable]
@@ -226,6 +227,7 @@ _LARGER: Mapping[Any, Rule] = {
     _op("_embedding_bag"): _bags,
     _op("_embedding_bag_forward_only"): _bags,
     _op("_efficientzerotensor"): lambda given, tensor: 0,
+    TO_HOST: lambda given, tensor: 0,  # not on the device that is counted
     _aten.slice_scatter.default: _whole,
     _aten.select_scatter.default: _whole,
     _aten.diagonal_scatter.default: _whole,

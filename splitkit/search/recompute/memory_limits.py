@@ -168,6 +168,8 @@ class MemoryFloors:
         handed: storage -> bytes that it adds to them, if it is saved.
         own: backward's own nodes, by position, in the order in which they run.
         early: the moment of the first of them.
+        made: storage -> the moment of forward that makes it; -1 for what forward makes only to save it.
+        steps: moment -> the node that runs, by position.
         first, final: storage -> the first and the last moment at which one of them reads it, or backward's end, where
             it returns the storage; an empty range if none does.
     """
@@ -191,6 +193,9 @@ class MemoryFloors:
         made = moments.storage[trace.slot[forward]]
         made = made[made != STATIC]
         left[made] = spans.left[made]
+        self.made = np.full(len(savings.nbytes), -1, dtype=np.int64)
+        self.made[made] = spans.born[made]
+        self.steps = np.array([*trace.steps[:early], *own], dtype=np.int64)
         self.between = trace.baseline + int(trace.nbytes[forward][held].sum())
         self.handed = np.where(left < early, savings.nbytes, 0)
         self.since, self.until = left + 1, np.full(len(savings.nbytes), early - 1, dtype=np.int64)
@@ -198,7 +203,7 @@ class MemoryFloors:
         read = (first < end) & (left < early)
         self.until[read] = first[read] - 1
         _add(change, first[read], np.minimum(final[read], end), savings.nbytes[read])
-        transient = peaks.transient[np.array([*trace.steps[:early], *own])]
+        transient = peaks.transient[self.steps]
         self.least = trace.baseline + np.cumsum(change)[:end] + transient
         self.own, self.early, self.first, self.final = own, early, first, final
 

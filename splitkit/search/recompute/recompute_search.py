@@ -29,7 +29,7 @@ from splitkit.search.recompute.peak_floor import Bounds
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.search.recompute.snapshots import Snapshots
 from splitkit.solvers.recompute import GAP, Limit, Program, RecomputeProblem, RecomputeSolution, Snapshot
-from splitkit.training.choices import Bools
+from splitkit.training.choices import Bools, Savings
 
 _WINDOW = 1200  # ops that a program for saved bytes decides; about 24 layers of a transformer
 _ROUNDS = 12  # programs with limits of one budget
@@ -69,11 +69,7 @@ class RecomputeSearch:
     def __init__(self, pool: Pool, seconds: float = inf) -> None:
         self.pool, self.savings = pool, pool.savings
         self.until, self._share = monotonic() + seconds, seconds / 3
-        problem, fixed = self.savings, self.savings.fixed
-        savable = problem.savable | fixed[problem.maker]  # what is not computed again is saved, views and tuples too
-        self._problem = RecomputeProblem(
-            problem.price, problem.maker, problem.storage, savable, problem.needed, problem.nbytes, problem.reads
-        )
+        self._problem = recompute_problem(self.savings)
         self._program = Program(self._problem)
         self._programs = 0
 
@@ -282,3 +278,12 @@ class RecomputeSearch:
         self._programs += 1
         found = self._program.near(limits, self._left(), _GAP)
         return self._program.search(limits, self._left(), _GAP) if found.runs is None and found.bound < inf else found
+
+
+def recompute_problem(savings: Savings) -> RecomputeProblem:
+    """Return the choices as the solver has them."""
+    # what is not computed again is saved, views and tuples too
+    savable = savings.savable | savings.fixed[savings.maker]
+    return RecomputeProblem(
+        savings.price, savings.maker, savings.storage, savable, savings.needed, savings.nbytes, savings.reads
+    )

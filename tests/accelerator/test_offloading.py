@@ -1,0 +1,22 @@
+"""Offload between the simulated accelerator and the CPU: the numbers of the CPU, exact bytes on both, and no races."""
+
+from __future__ import annotations
+
+import pytest
+import simgpu
+from launch import launch
+
+pytestmark = pytest.mark.skipif(bool(simgpu.missing()), reason=simgpu.missing())
+
+PLANTED = "a copy does not wait for its kernel"
+
+
+def test_bytes_and_numbers_without_races():
+    found = {
+        line["case"]: line for line in launch("accelerator/offloading.py", 1, "as it is", PLANTED) if "case" in line
+    }
+    right = found["as it is"]
+    assert right["moved"] == 2 and right["apart"] < 1e-12 and not right["races"]
+    for measured, predicted in (right["device"], right["host"]):
+        assert measured == predicted > 0
+    assert any("has not finished writing" in race for race in found[PLANTED]["races"])
