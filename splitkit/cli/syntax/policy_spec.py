@@ -1,4 +1,7 @@
-"""Parses policies: ``Stages(4)``, ``ByName({'transformer.h.*': 1})``. Parameters are literals; nothing is evaluated."""
+"""Parses policies: ``Stages(4)``, ``ByName({'transformer.h.*': 1})``, ``SplitBackward(policy=MinCut())``.
+
+Parameters are literals or policies; nothing is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,15 @@ class PolicySpec:
         Raises:
             PolicyError: SK301 if it cannot be loaded, SK302 if it does not accept these parameters.
         """
+        return _Spelled(self.text, self._made())
+
+    def _made(self) -> Any:
+        """Make the policy, after those among its parameters."""
         make = _load(self.name)
+        args = [value._made() if isinstance(value, PolicySpec) else value for value in self.args]
+        kwargs = {k: value._made() if isinstance(value, PolicySpec) else value for k, value in self.kwargs.items()}
         try:
-            return _Spelled(self.text, make(*self.args, **self.kwargs))
+            return make(*args, **kwargs)
         except TypeError as error:
             raise _unfit(self.text, error) from error
 
@@ -76,18 +85,21 @@ def parse(text: str) -> PolicySpec:
     Raises:
         UsageError: SK601 if it is no call of a known policy with literals.
     """
-    call = _expression(text)
+    return _parsed(text, _expression(text))
+
+
+def _parsed(text: str, call: ast.expr) -> PolicySpec:
     if isinstance(call, ast.Name):  # Random is Random()
         call = ast.Call(call, [], [])
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise _unreadable(text, "it is not the name of a policy with its parameters")
     _require_known(call.func.id)
-    args = tuple(_literal(text, arg) for arg in call.args)
+    args = tuple(_value(text, arg) for arg in call.args)
     kwargs = {}
     for word in call.keywords:
         if word.arg is None:
             raise _unreadable(text, "** is not allowed")
-        kwargs[word.arg] = _literal(text, word.value)
+        kwargs[word.arg] = _value(text, word.value)
     return PolicySpec(text, call.func.id, args, kwargs)
 
 
@@ -96,6 +108,13 @@ def _expression(text: str) -> ast.expr:
         return ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise _unreadable(text, getattr(error, "msg", str(error)) or "it is nested too deeply") from error
+
+
+def _value(text: str, node: ast.expr) -> Any:
+    """Return a literal, or the policy that a parameter is: ``SplitBackward(policy=MinCut())``."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _parsed(ast.unparse(node), node)
+    return _literal(text, node)
 
 
 def _literal(text: str, node: ast.expr) -> Any:
