@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.costs import Links
-from splitkit.pipeline.order import FORWARD, PipelineOrder
+from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.model_blocks import model_blocks
@@ -26,11 +26,11 @@ from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
 from splitkit.search.pipelines.cut_times import CutTimes
 from splitkit.search.pipelines.joint_positions import bytes_across
 from splitkit.search.pipelines.rank_choice import RankChoice
-from splitkit.search.pipelines.rank_loads import rank_loads
+from splitkit.search.pipelines.rank_loads import rank_loads, warm_up
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.recompute.pareto_cuts import Hull
-from splitkit.solvers.line.path_bound import LineCuts, least_path, least_sum
+from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -327,9 +327,7 @@ class CutSearch:
         forward = self.problems.forward[self.cuts]
         own = np.maximum(0.0, forward[None, :] - forward[:, None])
         later = self._time[-1] - self._time
-        rank, _, kind, _ = self.order.columns
-        warm = [int(np.argmax(kind[rank == r] != FORWARD)) for r in range(self.stages)]
-        return np.array([np.maximum(0.0, later[None, :] - (count - 1) * own) for count in warm])
+        return np.array([first_wait(own, later[None, :], count) for count in warm_up(self.order)])
 
     def _average_bound(self) -> float:
         """Return a bound that holds for any placement.

@@ -65,6 +65,12 @@ def rank_loads(order: PipelineOrder) -> list[RankLoads]:
     return found
 
 
+def warm_up(order: PipelineOrder) -> list[int]:
+    """Return the number of forwards that each rank runs before its first backward."""
+    rank, _, kind, _ = order.columns
+    return [int(np.argmax(kind[rank == r] != FORWARD)) for r in range(len(order.ranks))]
+
+
 def _moments(order: PipelineOrder, rank: int, stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
     place = {stage: i for i, stage in enumerate(stages)}
     saved, waiting = [0] * len(stages), [0] * len(stages)

@@ -54,6 +54,20 @@ def least_path(times: Floats, links: Floats, microbatches: int, waits: Floats | 
     return LineCuts(float(after[0]), _ends(chosen))
 
 
+def first_wait(forward: Floats, later: Floats, warm_up: int) -> Floats:
+    """Return the seconds for which a stage is idle before its first backward, at least.
+
+    Its first gradient belongs to one of the microbatches of its warm-up, which must go through all later stages and
+    back. Until then the stage runs the other forwards of its warm-up, and nothing else.
+
+    Args:
+        forward: seconds of its forward.
+        later: seconds of forward and backward of all later stages.
+        warm_up: the forwards that it runs before its first backward.
+    """
+    return np.maximum(0.0, later - (warm_up - 1) * forward)
+
+
 def least_sum(times: Floats, links: Floats, most: float) -> LineCuts:
     """Return the cuts with the least sum of times and links, none of whose times is above ``most``.
 
