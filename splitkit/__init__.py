@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from splitkit import testing as testing
     from splitkit import view as view
     from splitkit.engine.inlining.inline import inline as inline
+    from splitkit.engine.joint_stages.staged_step import StagedStep as StagedStep
     from splitkit.engine.pair import Pair as Pair
     from splitkit.engine.split import Split as Split
     from splitkit.engine.split import plan as plan
@@ -93,6 +94,7 @@ _HOME = {
     "MeasuredStep": "pipeline.measured_step",
     "ScheduleRun": "pipeline.run",
     "Split": "engine.split",
+    "StagedStep": "engine.joint_stages.staged_step",
     "SynthesizedOrder": "pipeline.synthesized_order",
     "analyze": "graph.dataflow",
     "apply": "frontends.compile.compile",

@@ -26,8 +26,8 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
 from splitkit.pipeline.synthesized_order import OrderObjective, SynthesizedOrder
 from splitkit.pipeline.transport import LinkTimes
-from splitkit.solvers.actions.order_problem import F, I, OrderProblem, Rows, Use, W
-from splitkit.solvers.actions.order_search import one_by_one, search_order
+from splitkit.solvers.actions.order_problem import ActionBytes, F, I, OrderProblem, Rows, W
+from splitkit.solvers.actions.order_search import rows_one_by_one, search_order
 from splitkit.units import size
 
 OrderPlacement = Literal["loop", "V"]
@@ -181,7 +181,7 @@ class _Synthesis:
             own = [stage for stage, on in enumerate(rank_of) if on == rank]
             rows.append([(s, F) for s in own] + [(s, kind) for s in own[::-1] for kind in (I, W)])
         problem = _problem(self._simulated([row * self.microbatches for row in rows]), self.limits, self.objective)
-        return problem, self._simulated(one_by_one(problem))
+        return problem, self._simulated(rows_one_by_one(problem))
 
     def _rank_of(self, stage: int) -> int:
         back = self.placement == "V" and stage >= self.ranks
@@ -263,7 +263,7 @@ def _travel(run: ScheduleRun) -> tuple[tuple[float, float], ...]:
     return tuple((of[s, "F"], of[s, "I"]) for s in range(len(run.stages)))
 
 
-def _uses(run: ScheduleRun, stage: int) -> tuple[Use, Use, Use]:
+def _uses(run: ScheduleRun, stage: int) -> tuple[ActionBytes, ActionBytes, ActionBytes]:
     """Return the bytes of a stage's actions: those of `splitkit.pipeline.memory` that the order alone decides.
 
     A gradient from a stage of the same rank is held from when it is made to the end of the action that reads it, one
@@ -279,7 +279,7 @@ def _uses(run: ScheduleRun, stage: int) -> tuple[Use, Use, Use]:
     kept = share(bytes_on(run.stages, stage), costs.replicas) * (not (is_last or after) and run.static_buffers)
     arriving = read * (not (is_last or after or run.static_buffers))
     return (
-        Use(saved, costs.temporary_bytes),
-        Use(extra, costs.temporary_bytes + arriving, left - saved + made - read * after),
-        Use(0, costs.temporary_bytes, kept - left - extra),
+        ActionBytes(saved, costs.temporary_bytes),
+        ActionBytes(extra, costs.temporary_bytes + arriving, left - saved + made - read * after),
+        ActionBytes(0, costs.temporary_bytes, kept - left - extra),
     )

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from splitkit.solvers.actions.order_problem import OrderProblem, Row, Rows, Use, time_rows
+from splitkit.solvers.actions.order_problem import ActionBytes, OrderProblem, Row, Rows, time_rows
 
 SHAPES = (((0, 1), 1), ((0, 1), 2), ((0, 1), 3), ((0, 1, 2), 2), ((0, 1, 1, 0), 1), ((0, 1, 0, 1), 1))
 """(rank of each stage, microbatches) for which all orders can be enumerated."""
@@ -26,7 +26,13 @@ def random_problem(number: int, bytes_during: bool = True) -> OrderProblem:
         saved = rng.randint(0, 6)
         left, extra = rng.randint(0, saved), rng.choice((0, 0, 2))
         during = [rng.choice((0, 1)) * bytes_during for _ in range(3)]
-        uses.append((Use(saved, during[0]), Use(extra, during[1], left - saved), Use(0, during[2], -left - extra)))
+        uses.append(
+            (
+                ActionBytes(saved, during[0]),
+                ActionBytes(extra, during[1], left - saved),
+                ActionBytes(0, during[2], -left - extra),
+            )
+        )
     need = [max(1, sum(use[0].start for use, on in zip(uses, rank_of, strict=True) if on == r)) for r in range(ranks)]
     room = tuple(float(rng.choice((NO_LIMIT, one + rng.randint(1, 8)))) for one in need)
     late = tuple(float(rng.choice((0, 0, -1, 2))) for _ in range(ranks))

@@ -11,15 +11,15 @@ from orderproblems import NO_LIMIT, SHAPES, least_value, random_problem
 from splitkit.solvers.actions.critical_moves import improve_rows
 from splitkit.solvers.actions.exact_order import branch
 from splitkit.solvers.actions.list_scheduler import list_rules, schedule_by_rule
-from splitkit.solvers.actions.order_bounds import simple_bound
-from splitkit.solvers.actions.order_problem import OrderProblem, StepState, Use, time_rows
-from splitkit.solvers.actions.order_search import one_by_one, row_peak, search_order
+from splitkit.solvers.actions.order_bounds import work_or_path_bound
+from splitkit.solvers.actions.order_problem import ActionBytes, OrderProblem, StepState, time_rows
+from splitkit.solvers.actions.order_search import row_peak, rows_one_by_one, search_order
 from splitkit.solvers.actions.stage_windows import Windows, tighten
 from splitkit.solvers.actions.window_scheduler import DeadlineRule, schedule_in_windows
 
 
 def even(stages, microbatches, room=NO_LIMIT, saved=10, waiting=4):
-    uses = Use(saved), Use(0, 0, waiting - saved), Use(0, 0, -waiting)
+    uses = ActionBytes(saved), ActionBytes(0, 0, waiting - saved), ActionBytes(0, 0, -waiting)
     zeros = (0.0,) * stages
     ends = tuple(range(stages))
     travel = ((0.0, 0.0),) * stages
@@ -38,7 +38,7 @@ def test_the_search_and_branching_alone_find_the_best_of_all_orders(first):
         assert found.bound <= best + 1e-9, number
         if found.optimal:
             assert found.timed.value == pytest.approx(best), number
-        start = time_rows(problem, one_by_one(problem))
+        start = time_rows(problem, rows_one_by_one(problem))
         windows = Windows.within(problem, 2 * abs(start.value) + 5)
         assert tighten(problem, windows)
         alone = branch(problem, windows, 2 * abs(start.value) + 5, 10**6)
@@ -54,7 +54,7 @@ def test_no_bound_is_above_the_best_of_all_orders(first):
         best = least_value(problem)
         if best is None:
             continue
-        assert simple_bound(problem) <= best + 1e-9
+        assert work_or_path_bound(problem) <= best + 1e-9
         for above in (1e-9, 0.1, 3.0):
             assert tighten(problem, Windows.within(problem, best + above)), number
 
@@ -71,7 +71,7 @@ def test_the_search_proves_what_it_finds_on_small_problems():
 def test_windows_hold_the_actions_of_an_order_of_their_value():
     for number in range(0, 36, 2):
         problem = random_problem(number)
-        timed = time_rows(problem, one_by_one(problem))
+        timed = time_rows(problem, rows_one_by_one(problem))
         if timed is None:
             continue
         windows = Windows.within(problem, timed.value + 1e-6)
@@ -101,7 +101,7 @@ def test_memory_bounds_the_step_from_below():
     assert found.optimal and found.timed.value == 6 * 3 + 3 and found.how == "work"
     tight = search_order(even(4, 6, room=20), effort=0.2)
     assert found.timed.value < tight.bound <= tight.timed.value and tight.how in ("windows", "branching")
-    assert simple_bound(even(4, 6, room=20)) == 21
+    assert work_or_path_bound(even(4, 6, room=20)) == 21
 
 
 def test_each_rule_makes_an_order_or_says_that_it_cannot_go_on():
@@ -119,7 +119,7 @@ def test_each_rule_makes_an_order_or_says_that_it_cannot_go_on():
 
 def test_descent_never_makes_an_order_worse_and_leaves_a_better_one():
     problem = even(3, 4)
-    start = time_rows(problem, one_by_one(problem))
+    start = time_rows(problem, rows_one_by_one(problem))
     found, used = improve_rows(problem, start, 400, 0.0)
     assert found.value < start.value and 0 < used <= 400
     assert time_rows(problem, found.rows).value == found.value

@@ -12,7 +12,7 @@ from __future__ import annotations
 from splitkit.solvers.actions.order_problem import F, I, OrderProblem, W
 
 
-def simple_bound(problem: OrderProblem) -> float:
+def work_or_path_bound(problem: OrderProblem) -> float:
     """Return the larger of the work and the path bound."""
     ends = [first + work for first, work in zip(problem.first, problem.work, strict=True)]
     work = max(end + late for end, late in zip(ends, problem.late, strict=True))

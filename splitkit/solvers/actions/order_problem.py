@@ -20,7 +20,7 @@ Rows = list[Row]
 
 
 @dataclass(frozen=True)
-class Use:
+class ActionBytes:
     """The bytes that an action takes of its rank.
 
     Attributes:
@@ -62,7 +62,7 @@ class OrderProblem:
     rank_of: tuple[int, ...]
     seconds: tuple[tuple[float, float, float], ...]
     travel: tuple[tuple[float, float], ...]
-    uses: tuple[tuple[Use, Use, Use], ...]
+    uses: tuple[tuple[ActionBytes, ActionBytes, ActionBytes], ...]
     room: tuple[float, ...]
     late: tuple[float, ...]
 

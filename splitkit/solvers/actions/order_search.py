@@ -13,7 +13,7 @@ from itertools import product
 from splitkit.solvers.actions.critical_moves import improve_rows
 from splitkit.solvers.actions.exact_order import branch
 from splitkit.solvers.actions.list_scheduler import list_rules, schedule_by_rule
-from splitkit.solvers.actions.order_bounds import simple_bound
+from splitkit.solvers.actions.order_bounds import work_or_path_bound
 from splitkit.solvers.actions.order_problem import F, I, OrderProblem, Row, Rows, TimedRows, W, time_rows
 from splitkit.solvers.actions.stage_windows import Windows, tighten, window_cells
 from splitkit.solvers.actions.window_scheduler import DeadlineRule, schedule_in_windows
@@ -64,13 +64,13 @@ def search_order(problem: OrderProblem, known: Iterable[Rows] = (), effort: floa
         known: orders to start from; those that deadlock or take too much memory are passed over.
         effort: multiplies the work limits.
     """
-    start = [found for rows in (one_by_one(problem), *known) if (found := time_rows(problem, rows)) is not None]
+    start = [found for rows in (rows_one_by_one(problem), *known) if (found := time_rows(problem, rows)) is not None]
     if not start:
         return None
     return _OrderSearch(problem, min(start, key=_value), effort).run()
 
 
-def one_by_one(problem: OrderProblem) -> Rows:
+def rows_one_by_one(problem: OrderProblem) -> Rows:
     """Return an order that takes one microbatch after the other, so that ranks hold as little as they can."""
     return [_least(problem, stages) * problem.microbatches for stages in problem.of_rank]
 
@@ -114,7 +114,7 @@ def _value(timed: TimedRows) -> float:
 class _OrderSearch:
     def __init__(self, problem: OrderProblem, start: TimedRows, effort: float) -> None:
         self.problem, self.best, self.effort = problem, start, effort
-        self.bound, self.how = simple_bound(problem), "work"
+        self.bound, self.how = work_or_path_bound(problem), "work"
         self.actions = 3 * problem.stages * problem.microbatches
         self.limits: tuple[tuple[int, ...], ...] = ()
 
