@@ -139,7 +139,7 @@ JOINT_LAWS: dict[str, Policy] = {
     "Budget, peak": Lower(0.97, of="peak"),
     "Budget, saved": Lower(0.6, of="saved"),
     "Budget, tight": Budget(0.5, of="saved"),
-    "Budget, offload": Budget(0.5, offload=1e12),
+    "Budget, offload": Budget(0.6, offload=1e15),
 }
 
 STAGED_LAWS: dict[str, Policy] = {

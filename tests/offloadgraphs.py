@@ -18,8 +18,11 @@ LINK = HostLink(Link(1024.0, 0.25), Link(2048.0, 0.125))
 """A KiB in a second to the host, in half a second back."""
 
 
-def chained(seed):
-    """A chain of forward with skips and views, and a backward that reads what forward made; and prices."""
+def chained(seed, late=0.25):
+    """A chain of forward with skips and views, and a backward that reads what forward made; and prices.
+
+    ``late``: how often a node of backward reads one that forward could compute, too.
+    """
     random = np.random.default_rng(seed)
     h, count, prices = Hand().inputs(x=1).gradients(g=1), int(random.integers(3, 6)), {}
     names = ["x"]
@@ -35,7 +38,7 @@ def chained(seed):
     before = "g"
     for i in reversed(range(count)):
         reads = [n for n in (f"v{i}", f"v{i - 1}", f"w{i}") if n in h.nodes and random.random() < 0.7]
-        if random.random() < 0.25:
+        if random.random() < late:
             h.back(f"late{i}", int(random.integers(1, 4)), names[int(random.integers(1, len(names)))])
             prices[f"late{i}"] = float(random.integers(1, 4))
             reads.append(f"late{i}")

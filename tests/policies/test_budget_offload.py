@@ -37,7 +37,7 @@ def check(seed, share, host):
     least = every.least(budget, host)
     found, pool = searched(every, budget, host)
     assert (found.seconds if found else float("inf")) >= least - 1e-9
-    bound = OffloadBound(every.model, pool, budget, host).seconds(least) if found else least
+    bound = OffloadBound(every.model, pool, budget, host).seconds(2 * least + 1) if found else least
     assert bound <= least + 1e-9
     return every, budget, least, found
 
@@ -45,6 +45,17 @@ def check(seed, share, host):
 @few_of_many(6, 400, st.integers(0, 10**6), st.integers(0, 4), st.sampled_from(HOSTS))
 def test_no_way_is_better(seed, share, host):
     check(seed, share, host)
+
+
+@pytest.mark.parametrize("seed", [6, 8, 36])
+@pytest.mark.parametrize("share", [0, 1])
+def test_the_bound_counts_what_the_link_carries(seed, share):
+    """A bound with half of the time of the link is above the optimum of these."""
+    every = EveryWay(*chained(seed, late=0.0))
+    budget = every.budgets(4)[share]
+    least = every.least(budget)
+    bound = OffloadBound(every.model, every.pool, budget).seconds(2 * least + 1)
+    assert 0 <= bound <= least + 1e-9
 
 
 @pytest.mark.parametrize("seed", [10, 54])
