@@ -32,7 +32,12 @@ def launch(
         ``error`` for each rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = {"words": [str(HERE / script), str(ranks), *args], "folder": folder, "at": str(Path.cwd()), "at_once": at_once}
+        told = {
+            "words": [str(HERE / script), str(ranks), *args],
+            "folder": folder,
+            "at": str(Path.cwd()),
+            "at_once": at_once,
+        }
         code = _answer(told | {"environment": _environment()}, seconds)
         out, error = ((Path(folder) / kind).read_text() for kind in ("out", "err"))
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
