@@ -12,7 +12,6 @@ from torch import nn
 import splitkit as sk
 from splitkit.policies import MinCut, RecomputeAll, SaveAll
 
-
 WHERE = ["buffer", "input", "activation", "view", "statistics"]
 GREEDY = {"recompute": RecomputeAll(), "cut": MinCut(price=0.0)}
 """Policies that compute again what they may."""

@@ -68,7 +68,7 @@ GRAPHS = these_first([(Chain, 16), (Branches, 16), (Deep, 8), (Normed, 8)], [(Ch
 
 @pytest.mark.parametrize(("make", "width"), GRAPHS)
 def test_no_plan_that_saves_as_little_is_quicker(make, width):
-    joint, costs, problem, peaks = small(make, width)
+    joint, costs, problem, _ = small(make, width)
     plans = every(make, width)
     for limit in sorted({saved for _, saved, *_ in plans}):
         plan = Budget(limit, of="saved").assign(joint.flow, costs)
