@@ -1,0 +1,17 @@
+"""A plan whose parts backward runs again says so, and claims nothing."""
+
+from __future__ import annotations
+
+import splitkit as sk
+from splitkit.plans.checkpointed import NOTE, checkpointed
+
+
+def test_its_claim_goes_and_its_note_says_so_once(chain):
+    plan = sk.plan(chain, sk.policies.Stages(2))
+    again = checkpointed(plan)
+    assert plan.claim is not None and again.claim is None
+    assert again.note == f"{plan.note}; {NOTE}" and again.places == plan.places
+    assert [part.call for part in again.parts.values()] == ["checkpoint"] * 2
+    assert checkpointed(again) == again
+    unnoted = checkpointed(sk.plan(chain, lambda node: 0))
+    assert unnoted.note == "" and unnoted.parts[0].call == "checkpoint"
