@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 
 @pytest.fixture(scope="module")
 def view():
-    flow, plan, costs = planned("llama", 2, layers=24, width=32, heads=4, seq=16, vocab=100)
+    flow, plan, costs = planned("llama", 2, layers=48, width=64, heads=4, seq=16, vocab=100)
     return LadderView(flow, plan, costs)
 
 
