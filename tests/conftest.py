@@ -8,6 +8,7 @@ import os
 import pytest
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the package anew
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes that import torch start for few kernels
 gc.disable()  # until all is imported, which takes a third less time so
 
 

@@ -20,15 +20,24 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def launch(script: str, ranks: int | str, *args: str, seconds: float = 300, check: bool = True) -> list[dict[str, Any]]:
+def launch(
+    script: str, ranks: int | str, *args: str, seconds: float = 300, check: bool = True, at_once: bool = False
+) -> list[dict[str, Any]]:
     """Run a script of the tests on some ranks; on "2,4", on two and then on four.
+
+    Runs whose arguments are divided by "--" follow one another, or are all ``at_once``.
 
     Returns:
         The lines that the ranks printed, each with its ``rank``; with ``check=False`` also one with ``code`` and
         ``error`` for each rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = {"words": [str(HERE / script), str(ranks), *args], "folder": folder, "at": str(Path.cwd())}
+        told = {
+            "words": [str(HERE / script), str(ranks), *args],
+            "folder": folder,
+            "at": str(Path.cwd()),
+            "at_once": at_once,
+        }
         code = _answer(told | {"environment": _environment()}, seconds)
         out, error = ((Path(folder) / kind).read_text() for kind in ("out", "err"))
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]

@@ -2,8 +2,8 @@
 
 Each line of its input says as JSON what `launch` of ``launch.py`` is asked: ``words`` are ``SCRIPT RANKS ARGS...``. The
 script's ``prepare`` runs once, its ``main`` in the process of each rank. ``ARGS -- ARGS -- ...`` are several runs, one
-after another, each after a line that says ``{"next": its ARGS}``; as RANKS, ``2,4`` is each of them on two ranks and on
-four.
+after another, each after a line that says ``{"next": its ARGS}``, or all of them at once with ``at_once``; as RANKS,
+``2,4`` is each of them on two ranks and on four.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def serve() -> None:
             os.chdir(told["at"])
             sys.argv = ["ranks.py", *told["words"]]
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            ended(main, Path(told["folder"]) / "out", Path(told["folder"]) / "err")
+            ended(partial(main, told["at_once"]), Path(told["folder"]) / "out", Path(told["folder"]) / "err")
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
@@ -52,7 +53,7 @@ def imported() -> None:
     sk.split(sk.capture(nn.ReLU(), torch.ones(2)), sk.policies.Stages(1))
 
 
-def main() -> None:
+def main(at_once: bool) -> None:
     """The process of a script."""
     script, counts, words = sys.argv[1], [int(count) for count in sys.argv[2].split(",")], sys.argv[3:]
     starts = [0, *(number + 1 for number, word in enumerate(words) if word == "--"), len(words) + 1]
@@ -64,12 +65,36 @@ def main() -> None:
     sys.modules["script"] = module
     spec.loader.exec_module(module)
     getattr(module, "prepare", lambda: None)()  # what all ranks do alike
+    gc.collect()
+    gc.freeze()  # what no rank need look at, or copy because it did
+    if at_once:
+        together(module, runs, counts)
+        return
     for args in runs:
         if len(runs) > 1:
             print(json.dumps({"next": args}), flush=True)
-        sys.argv = sys.argv[:1] + args
-        for count in counts:
-            start(module, count)
+        several(module, args, counts)
+
+
+def several(module: object, args: list[str], counts: list[int]) -> None:
+    """A run on each number of ranks."""
+    sys.argv = sys.argv[:1] + args
+    for count in counts:
+        start(module, count)
+
+
+def together(module: object, runs: list[list[str]], counts: list[int]) -> None:
+    """All runs at the same time, for those that mostly wait; what each wrote is written in their order."""
+    with tempfile.TemporaryDirectory() as folder:
+        files, children = [Path(folder) / str(number) for number in range(len(runs))], []
+        for args, path in zip(runs, files, strict=True):
+            children.append(os.fork())
+            if not children[-1]:
+                ended(partial(several, module, args, counts), path)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        for args, path in zip(runs, files, strict=True):
+            print(json.dumps({"next": args}), path.read_text(), sep="\n", end="", flush=True)
+        assert not any(codes), codes
 
 
 def start(module: object, count: int) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(bool(simgpu.missing()), reason=simgpu.missing())
 def ended():
     """What failed -> the exit code and the messages of each rank."""
     found: dict[str, dict[int, tuple[int, str]]] = {}
-    for line in launch("accelerator/failing.py", 3, "raise", "--", "die", check=False, seconds=100):
+    for line in launch("accelerator/failing.py", 3, "raise", "--", "die", check=False, seconds=100, at_once=True):
         if "next" in line:
             last = found[line["next"][0]] = {}
         elif "code" in line:

@@ -55,6 +55,7 @@ def printed(name, *words):
     return json.loads(done.stdout)
 
 
+@pytest.mark.campaign
 def test_a_model_of_the_zoo_in_two_and_four_stages():
     found = printed("pipeline_models", "--zoo", "--only", "WordLM")
     (row,) = found["rows"]

@@ -156,7 +156,7 @@ def test_what_capture_burnt_in_is_named(tmp_path, monkeypatch):
     assert check["furthest"]["loss"] == "loss in step 2" and check["weight"] < 1e-6
 
 
-@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (0.9995, 4)])
+@pytest.mark.parametrize(("factor", "code"), these_first([(0.9995, 4)], [(1.0, 0)]))
 def test_gradients_that_are_scaled_a_little_fail(monkeypatch, factor, code):
     """They were within the tolerance, which had to be 1e-3 as differences were carried on from step to step."""
     monkeypatch.setenv("SPOIL_GRADIENTS", str(factor))

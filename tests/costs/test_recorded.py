@@ -102,8 +102,9 @@ def test_prices_survive_a_file_exactly(gpt2, name):
     found = costs_of(again.prices, gm)
     assert found is not wanted
     assert_same_prices(found, wanted, gm.graph)
-    flow = sk.analyze(gm)
-    assert sk.stage_costs(flow, again) == sk.stage_costs(flow, plan) == sk.stage_costs(flow, plan, wanted)
+    if name in ("flops", "training roofline", "training fused"):  # the stages of others cost what their nodes cost
+        flow = sk.analyze(gm)
+        assert sk.stage_costs(flow, again) == sk.stage_costs(flow, plan) == sk.stage_costs(flow, plan, wanted)
 
 
 @pytest.mark.parametrize("name", sorted(specimens()))
@@ -139,21 +140,21 @@ def test_the_record_says_what_people_read(gpt2):
 
 
 def test_another_process_prices_alike(gpt2, tmp_path):
-    gm, example = gpt2
-    for name in ("training roofline", "measured steps"):
+    (gm, example), names, wanted = gpt2, ("training roofline", "measured steps"), []
+    for number, name in enumerate(names):
         plan = sk.plan(gm, Stages(2), EVERY[name](gm, example))
-        plan.save(tmp_path / "plan.json")
-        wanted = [stage.forward.hex() for stage in sk.stage_costs(sk.analyze(gm), plan)]
-        code = f"""
+        plan.save(tmp_path / f"{number}.json")
+        wanted.append([stage.forward.hex() for stage in sk.stage_costs(sk.analyze(gm), plan)])
+    code = f"""
 import sys; sys.path[:0] = {sys.path!r}
 import splitkit as sk
 from test_recorded import small
 gm, _ = small()
-plan = sk.Plan.load({str(tmp_path / "plan.json")!r}, gm.graph)
-print([stage.forward.hex() for stage in sk.stage_costs(sk.analyze(gm), plan)])
+plans = [sk.Plan.load(f"{{number}}.json", gm.graph) for number in range({len(names)})]
+print([[stage.forward.hex() for stage in sk.stage_costs(sk.analyze(gm), plan)] for plan in plans])
 """
-        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-        assert found.stdout.strip() == repr(wanted), found.stderr
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert found.stdout.strip() == repr(wanted), found.stderr
 
 
 class Two(nn.Module):

@@ -129,6 +129,17 @@ def test_a_checkpointed_part_that_draws_from_a_generator_of_its_own_is_refused()
     assert len(split(gm, lambda node: 0).parts) == 1
 
 
+def test_a_checkpointed_part_that_draws_from_a_generator_that_it_is_given_is_refused():
+    def write(g):
+        x, generator = g.placeholder("x"), g.placeholder("generator")
+        x.meta["val"] = torch.ones(2)
+        g.output(g.call_function(torch.bernoulli, (x,), {"generator": generator}))
+
+    gm = graph_of(write, nn.Module())
+    with pytest.raises(PlanError, match="SK207.*bernoulli"):
+        split(gm, Plan(dict.fromkeys(analyze(gm).nodes, (0,)), {0: Part(0, call="checkpoint")}))
+
+
 def test_opaque_code_elsewhere_does_not_forbid_checkpoints():
     class Custom(nn.Module):
         def forward(self, x):

@@ -24,6 +24,15 @@ def test_keys_and_values_count_as_a_cache_holds_them(heads, dtype):
     assert list(found.values()) == [nbytes // ids.numel() for nbytes in held]
 
 
+def test_keys_without_a_batch_have_heads_before_their_tokens():
+    class Heads(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    gm = sk.capture(Heads(), *(torch.ones(4, 6, 8) for _ in range(3)))
+    assert list(cache_bytes(gm).values()) == [2 * 4 * 8 * 4]
+
+
 def test_gpt2_and_a_model_without_attention():
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=50)).eval()
     gm = sk.capture(model, input_ids=torch.zeros(1, 5, dtype=torch.long), use_cache=False)

@@ -37,6 +37,14 @@ def test_kinds_add_up_to_the_peak_of_a_rank(gm):
     assert all(one.weights and one.gradients and one.optimizer and one.activations for one in found)
 
 
+def test_a_device_holds_all_of_its_stages_and_what_one_of_them_takes_at_a_time(gm):
+    stages = sk.stage_costs(gm, sk.plan(gm, Expert(2)), optimizer="adam")
+    found = ByteBreakdown.of_visits(stages, cache=7)
+    assert found.total - 7 == peaks_of_visits(stages, "aa")["a"] and found.cache == 7
+    for kind, held in (("weights", "parameter"), ("gradients", "gradient"), ("optimizer", "optimizer")):
+        assert getattr(found, kind) == sum(getattr(stage, f"{held}_bytes") for stage in stages) > 0
+
+
 def test_text_leaves_out_what_is_zero():
     assert str(ByteBreakdown()) == "nothing"
     assert str(ByteBreakdown(weights=2048)) == "2.00 KiB of weights"

@@ -232,7 +232,7 @@ def test_windows_that_grow_are_known_to_stall():
 
 @pytest.fixture(scope="module")
 def gm():
-    example = models.build("gpt2", layers=4, width=32, heads=2, seq=8, vocab=50)
+    example = models.build("gpt2", layers=2, width=32, heads=2, seq=8, vocab=50)
     return sk.capture(example.model, *example.args, **example.kwargs)
 
 

@@ -104,8 +104,12 @@ def relayed(flow, plan):
     return found
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("name", these_first(["llama", "gpt2"], sorted({*MODELS} - {"llama", "gpt2"})))
+FIRST = [("llama", 3), ("gpt2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), these_first(FIRST, sorted({(name, parts) for name in MODELS for parts in (2, 3)} - {*FIRST}))
+)
 def test_parts_of_models(name, parts):
     example = build(name, **MODELS[name])
     found, own, rows = measured(LossOnly(example.model).train(), example.args, example.kwargs, parts)

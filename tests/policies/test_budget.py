@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -28,7 +29,9 @@ from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
 
+@cache
 def small(make, width):
+    """A graph so small that every plan can be tried; nobody may change it."""
     torch.manual_seed(0)
     joint = capture_joint(make(width), torch.randn(256, 8))
     costs = roofline(joint.graph_module)
@@ -36,8 +39,10 @@ def small(make, width):
     return joint, costs, problem, Peaks(joint.flow)
 
 
-def every(problem, peaks):
+@cache
+def every(make, width):
     """Return (seconds, saved bytes, peak, choice) of every possible choice."""
+    _, _, problem, peaks = small(make, width)
     found = {}
     free = sorted(set(problem.maker[problem.savable].tolist()) - set(np.flatnonzero(problem.fixed).tolist()))
     assert len(free) <= 12
@@ -63,8 +68,8 @@ GRAPHS = these_first([(Chain, 16), (Branches, 16), (Deep, 8), (Normed, 8)], [(Ch
 
 @pytest.mark.parametrize(("make", "width"), GRAPHS)
 def test_no_plan_that_saves_as_little_is_quicker(make, width):
-    joint, costs, problem, peaks = small(make, width)
-    plans = every(problem, peaks)
+    joint, costs, problem, _ = small(make, width)
+    plans = every(make, width)
     for limit in sorted({saved for _, saved, *_ in plans}):
         plan = Budget(limit, of="saved").assign(joint.flow, costs)
         best = min(seconds for seconds, saved, *_ in plans if saved <= limit)
@@ -86,7 +91,7 @@ def test_the_fewest_bytes_that_can_be_saved():
 def test_peaks_against_every_plan(make, width):
     """The plan is always within the budget and nearly always the best; the bound holds for every plan."""
     joint, costs, problem, peaks = small(make, width)
-    plans = every(problem, peaks)
+    plans = every(make, width)
     limits = sorted({peak for *_, peak, _ in plans})
     equal = 0
     for limit in limits:
@@ -104,7 +109,7 @@ def test_peaks_against_every_plan(make, width):
 def test_floors_are_below_every_plan(make, width):
     _, _, problem, peaks = small(make, width)
     floors = MemoryFloors(MomentLimits(problem, peaks))
-    for *_, peak, choice in every(problem, peaks):
+    for *_, peak, choice in every(make, width):
         saved = np.zeros(len(problem.nbytes))
         saved[problem.storage[choice.saved]] = 1.0
         assert not list(floors.over(saved, peak))
@@ -112,8 +117,8 @@ def test_floors_are_below_every_plan(make, width):
 
 def test_what_is_over_the_budget_is_over_the_limit():
     _, _, problem, peaks = small(Chain, 16)
-    moments, budget = MomentLimits(problem, peaks), min(peak for *_, peak, _ in every(problem, peaks))
-    for *_, peak, choice in every(problem, peaks):
+    moments, budget = MomentLimits(problem, peaks), min(peak for *_, peak, _ in every(Chain, 16))
+    for *_, peak, choice in every(Chain, 16):
         limits = list(moments.limits(choice, peaks.trace(choice.plan()), budget))
         saved = np.zeros(len(problem.nbytes), bool)
         saved[problem.storage[choice.saved]] = True

@@ -26,7 +26,7 @@ from splitkit.policies import AroundOps, AtMarkers, Buckets, ByParameterBytes, B
     ids=lambda p: type(p).__name__,
 )
 def test_plans_take_linear_time(policy):
-    assert calls(policy, 800) < 5 * calls(policy, 200)
+    assert calls(policy, 400) < 5 * calls(policy, 100)
 
 
 def calls(policy, layers):

@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 
-SHORT = cases()[::5]
+SHORT = cases()[::8]
 ALL = [pytest.param(*case, marks=() if case in SHORT else pytest.mark.campaign) for case in cases()]
 
 

@@ -131,7 +131,7 @@ def run(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, Any]:
         for tensor in pipe.parameters() if beside is None else [*pipe.parameters(), *beside.model.parameters()]:
             tensor.grad = None
     outputs = pipe.infer(**batch)
-    live = [stage for stage in gc.get_objects() if isinstance(stage, PipelineStage)]
+    live = [stage for stage in gc.get_objects() if issubclass(type(stage), PipelineStage)]
     gc.enable()
     return {"seen": seen, "live": len(live), "own": len(pipe.stages), "outputs": outputs and len(outputs)}
 

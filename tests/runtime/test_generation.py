@@ -20,7 +20,7 @@ def said() -> dict[str, list[dict[str, Any]]]:
     """What the ranks of each run said; one process captures for all."""
     runs = ("tokens", "family", "kill", "raise", "nan", "messages")
     found: dict[str, list[dict[str, Any]]] = {}
-    for line in launch("runtime/generating.py", RANKS, *" -- ".join(runs).split(), check=False):
+    for line in launch("runtime/generating.py", RANKS, *" -- ".join(runs).split(), check=False, at_once=True):
         if "next" in line:
             said = found[line["next"][0]] = []
         elif "said" in line:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import splitkit as sk
 from splitkit.policies import Stages
 from splitkit.testing import models
 from splitkit.view.page import page
 
 
+@cache
 def planned(name, count, **sizes):
-    """A graph's facts, a plan of it in stages, and the prices of its training on an A100."""
+    """A graph's facts, a plan of it in stages, and the prices of its training on an A100; nobody may change them."""
     example = models.build(name, **sizes)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
     flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))

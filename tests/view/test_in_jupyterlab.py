@@ -9,6 +9,7 @@ from browser import BINARY, Browser
 from lab import lab, wait_until
 
 pytestmark = [
+    pytest.mark.campaign,  # `test_in_browser.py` has what the page does for it: keys are its own, and the slider's
     pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium"),
     pytest.mark.skipif(importlib.util.find_spec("jupyterlab") is None, reason="pip install jupyterlab"),
 ]

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from browser import BINARY
+from campaigns import these_first
 from steeredpages import assert_quiet, planned, shown, side
 
 import splitkit as sk
@@ -15,7 +16,6 @@ from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
-ACTS = 150
 KEYS = ("ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight", "Enter", "Escape", "Home", "End", "Tab", "+", "-")
 
 
@@ -31,7 +31,7 @@ def of_a_step():
 
 
 def of_three_plans():
-    flow, plan, costs = planned("llama", 3, layers=4, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("llama", 3, layers=3, width=64, heads=2, vocab=100)
     others = tuple(sk.plan(flow.root, Stages(count), costs) for count in (2, 4))
     return LadderView(flow, plan, costs, beside=others)
 
@@ -90,10 +90,11 @@ PRESS = """(share => { const all = [...document.querySelectorAll('.sk button, .s
 all[Math.floor(share * all.length)].click(); })(%f)"""
 
 
+@pytest.mark.parametrize("acts", these_first([60], [150]))
 @pytest.mark.parametrize("make", [of_stages, of_a_step, of_three_plans, of_inference, of_forward_and_backward])
-def test_no_act_breaks_a_page(browser, tmp_path, make):
+def test_no_act_breaks_a_page(browser, tmp_path, make, acts):
     page, rng, done = shown(browser, tmp_path, make()), random.Random(make.__name__), []
-    for _ in range(ACTS):
+    for _ in range(acts):
         done.append(act(page, rng))
         assert page.faults() == [], done[-5:]
         sizes = "[splitkit.x, splitkit.y, splitkit.zoom, splitkit.height].every(Number.isFinite)"

@@ -23,3 +23,9 @@ LAYERS = [f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")]
 )
 def test_whole_modules_stand_for_their_children_and_neighbours_are_ranges(here, expected):
     assert collapse(here, [*LAYERS, "head", "head", ""]) == expected
+
+
+def test_layers_of_two_lists_are_no_range():
+    everywhere = [f"{side}.{i}.mlp" for side in ("encoder", "decoder") for i in range(3)]
+    assert collapse(everywhere[:1] + everywhere[4:], everywhere) == ["encoder.0", "decoder.1-2"]
+    assert collapse([everywhere[0], everywhere[2]], everywhere) == ["encoder.0", "encoder.2"]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from campaigns import some_of_all
 
 import splitkit as sk
 from splitkit.errors import CaptureError, PolicyError
@@ -53,8 +54,7 @@ def test_weights_are_those_of_the_real_model(family):
     assert held.weights == storages([*model.parameters(), *model.buffers()])
 
 
-@pytest.mark.parametrize("family", DECODERS)
-@pytest.mark.parametrize("tokens", [12, 40])
+@pytest.mark.parametrize(("family", "tokens"), some_of_all(DECODERS, [12, 40], ()))
 def test_the_cache_of_a_decoder_is_that_of_a_real_one(family, tokens):
     """Fed as `fit` says: all but the last chunk at once, then the chunk; 40 tokens are more than the windows of 16."""
     _, model = real(family)
@@ -154,6 +154,12 @@ def test_what_does_not_fit_comes_with_what_would():
         assert sk.fit(config, "2x560KiB", tokens=found.tokens, dtype="float32").fits
         assert changes["tokens"].value == found.tokens
     assert all(one.fullest <= 560 * 1024 * 0.95 for one in found.alternatives)
+
+
+def test_devices_that_are_added_are_like_the_largest():
+    found = sk.fit(config_of("llama"), "150KiB,300KiB", tokens=8, dtype="float32")
+    (more,) = [one for one in found.alternatives if one.change == "devices"]
+    assert not found.fits and "like 300KiB" in more.text
 
 
 def test_fewer_bits_take_their_bytes_and_scales():
