@@ -252,3 +252,16 @@ def test_the_blocks_that_run_first_come_first():
     blocks = blocks_of(subject.model)
     order = [blocks[n].name for n in inference_step(subject, blocks, 4, 1, 512).order]
     assert order.index("model.encoder.layers.1") < order.index("model.decoder.layers.0") < order.index("proj_out")
+
+
+def test_as_many_tokens_as_positions_are_no_limit():
+    """Mistral 7B has 32,768 of both, and no embedding of positions."""
+    import transformers
+
+    from splitkit.studies.fit.fit_model import fit_model
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    alike = transformers.MistralConfig(**sizes, vocab_size=64, max_position_embeddings=64)
+    assert fit_model(alike, None).longest is None and fit_model(alike, None).context == 64
+    learned = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=64)
+    assert fit_model(learned, None).longest == 64
