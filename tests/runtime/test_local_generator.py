@@ -300,6 +300,14 @@ def test_a_cache_that_two_parts_read_is_refused():
         kept_caches(split)
 
 
+@pytest.mark.parametrize("family", ["t5", "llava"])
+def test_what_runs_whole_needs_its_weights(family):
+    """`sk.load` reads the weights of the parts, and has told whoever called it to call it."""
+    model = copy.deepcopy(decoder(family)).to("meta")
+    with pytest.raises(PipelineError, match=r"SK807: .* and \d+ more are on meta: an encoder"):
+        sk.generator(model, split_of(family), CPUS)
+
+
 def test_what_is_no_decoder_is_refused():
     split = sk.split(sk.capture(torch.nn.Linear(2, 2), torch.ones(2, 2)), sk.policies.Stages(1))
     with pytest.raises(PipelineError, match="SK801: the split is not that of a decoder"):
