@@ -1,12 +1,12 @@
 """Generation with small random models of twelve families on two devices of one process: ``--json`` for machines.
 
-``equal``       the greedy tokens of a batch of prompts of different lengths, with a sequence that ends early, are those of
-                the unsplit model.
+``equal``       the greedy tokens of a batch of prompts of different lengths, with a sequence that ends early, are
+                those of the unsplit model.
 ``cache sent``  bytes of keys and values among the tensors that are copied from part to part, in all steps.
 ``predicted``   bytes of each part at the peak of the last step, by `splitkit.runtime.decoder_memory`, and as measured.
 ``steps/s``     decode steps a second: of the unsplit model, of `splitkit.generator`, and of the model after
                 ``accelerate.dispatch_model`` with a hook on every layer. All devices are this CPU, so nothing is copied
-                and nothing runs at the same time: the figures compare what the two ways to split cost beside the compute.
+                and nothing runs at the same time: the figures compare what the two ways to split cost beside compute.
 
 Figures of time are medians of the rounds, in which the three take turns. Beware of other load.
 """
@@ -116,44 +116,46 @@ def inputs_of(family: str) -> tuple[dict[str, Any], int]:
 def tokens_of(model: Any, given: Mapping[str, Any], new: int, **options: Any) -> torch.Tensor:
     """Return the greedy tokens of so many new ones; without an end token in the options, none ends earlier."""
     ends = {"min_new_tokens": new} if "eos_token_id" not in options else {}
-    made: torch.Tensor = model.generate(
-        **given, max_new_tokens=new, do_sample=False, pad_token_id=0, **ends, **options
-    )
+    made: torch.Tensor = model.generate(**given, max_new_tokens=new, do_sample=False, pad_token_id=0, **ends, **options)
     return made
 
 
 @contextmanager
-def watched(parts: int) -> Iterator[dict[str, Any]]:
-    """Count the bytes of caches that are copied between parts, and measure each part in each step."""
-    found: dict[str, Any] = {"sent": 0, "cache sent": 0, "peaks": [0] * parts}
-    sent: list[torch.Tensor] = []
+def counted() -> Iterator[dict[str, int]]:
+    """Count the bytes that are copied between parts, and those of caches among them."""
+    found, sent = {"sent": 0, "cache sent": 0}, list[torch.Tensor]()
     send, step = Send._moved, DecoderOnDevices.step
 
     def moved(self: Any, tensor: torch.Tensor) -> torch.Tensor:
         sent.append(tensor)
         return send(self, tensor)
 
-    def measured(self: Any, *given: Any) -> Any:
-        outputs: list[Any] = []
-        found["peaks"].append(sk.measure_memory(lambda: outputs.append(self.part(*given))).peak)
-        return outputs[0]
-
     def stepped(self: Any, inputs: Any, caches: list[torch.Tensor]) -> Any:
-        places = {tensor.untyped_storage().data_ptr() for tensor in caches if tensor.numel()}
+        # all are held to the end of the step, or another tensor could get the memory of an old cache
+        held = list(caches)
         sent.clear()
-        found["peaks"] = []
         made = step(self, inputs, caches)
-        places |= {tensor.untyped_storage().data_ptr() for tensor in made[1] if tensor.numel()}
+        places = {tensor.untyped_storage().data_ptr() for tensor in (*held, *made[1]) if tensor.numel()}
         found["sent"] += sum(tensor.nbytes for tensor in sent)
         found["cache sent"] += sum(t.nbytes for t in sent if t.untyped_storage().data_ptr() in places)
         return made
 
-    with (
-        mock.patch.object(Send, "_moved", moved),
-        mock.patch.object(PartOnDevice, "forward", measured),
-        mock.patch.object(DecoderOnDevices, "step", stepped),
-    ):
+    with mock.patch.object(Send, "_moved", moved), mock.patch.object(DecoderOnDevices, "step", stepped):
         yield found
+
+
+@contextmanager
+def measured() -> Iterator[list[int]]:
+    """Measure the peak of each part; the last ones are those of the last step."""
+    peaks: list[int] = []
+
+    def run(self: Any, *given: Any) -> Any:
+        outputs: list[Any] = []
+        peaks.append(sk.measure_memory(lambda: outputs.append(self.part(*given))).peak)
+        return outputs[0]
+
+    with mock.patch.object(PartOnDevice, "forward", run):
+        yield peaks
 
 
 def hooked(model: nn.Module) -> Any:
@@ -204,9 +206,10 @@ def measured_family(family: str, rounds: int) -> dict[str, Any]:
     predicted = sk.runtime.decoder_memory(split, sequences=SEQUENCES, tokens=TOKENS)
     # parts move the weights of the model that they are given, and accelerate hooks another one
     generator, plain, hooks = sk.generator(model, split, DEVICES), model_of(family), hooked(model_of(family))
-    with watched(len(split.parts)) as seen:
+    with measured() as peaks:
         equal = torch.equal(tokens_of(generator, given, new), whole)
-    equal = equal and torch.equal(tokens_of(generator, given, new, eos_token_id=ends), early)
+    with counted() as seen:
+        equal = equal and torch.equal(tokens_of(generator, given, new, eos_token_id=ends), early)
     ways = {"whole": plain, "splitkit": generator, "accelerate": hooks}
     for way in ways.values():
         tokens_of(way, given, 2)
@@ -218,10 +221,9 @@ def measured_family(family: str, rounds: int) -> dict[str, Any]:
         "family": family,
         "equal": equal,
         "different": len({*whole.flatten().tolist()}),
-        "sent": seen["sent"],
-        "cache sent": seen["cache sent"],
+        **seen,
         "predicted": [part.peak for part in predicted.values()],
-        "measured": seen["peaks"],
+        "measured": peaks[-len(split.parts) :],
         "cache": [part.cache for part in predicted.values()],
         "steps": {name: 1 / statistics.median(times) for name, times in taken.items()},
     }

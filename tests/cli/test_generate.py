@@ -37,7 +37,20 @@ def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, ca
     code, out, _ = call("plan", "llama", *TINY, "--how", "decoder", "--stages", "2", "-o", plan)
     assert code == 0 and f"next: splitkit generate {plan} --prompt-ids 1,2,3" in out
     assert call("split", plan, "-o", stages)[0] == 0
-    words = ["--tokenizer", tokenizer(tmp_path), "--prompt", "w5 w6 w7", "--prompt-ids", "5,6,7", "--requests", asked, "--max-new-tokens", "8", "--chunk", "2"]
+    words = [
+        "--tokenizer",
+        tokenizer(tmp_path),
+        "--prompt",
+        "w5 w6 w7",
+        "--prompt-ids",
+        "5,6,7",
+        "--requests",
+        asked,
+        "--max-new-tokens",
+        "8",
+        "--chunk",
+        "2",
+    ]
     for target in (plan, stages):
         done = command("generate", target, *words, "--json")
         data = json.loads(done.stdout)

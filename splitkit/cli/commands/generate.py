@@ -100,7 +100,9 @@ def _require_no_checkpoint(spec: str, stages: str) -> None:
     """
     if found := checkpoint_beside(spec):
         remedy = f"Write stages (splitkit split PLAN -o {stages}), and generate {stages} --weights {found}."
-        raise UsageError("SK601", f"the weights would be random: only a folder of stages reads those in {found}", remedy)
+        raise UsageError(
+            "SK601", f"the weights would be random: only a folder of stages reads those in {found}", remedy
+        )
 
 
 def _weights(args: Namespace, model: Any) -> str | None:

@@ -89,7 +89,7 @@ def _unread(model: nn.Module, split: Split) -> list[int]:
 
 
 def _require_weights(model: nn.Module, split: Split) -> None:
-    """Refuse a model on ``meta`` of which an encoder, or what images need, runs whole: `splitkit.load` reads parts only.
+    """Refuse a model on ``meta`` of which an encoder, or what images need, runs whole: `load` reads parts only.
 
     Raises:
         PipelineError: SK807.
