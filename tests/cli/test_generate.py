@@ -32,7 +32,8 @@ def expected():
 def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, call, expected):
     plan, stages, asked = (str(tmp_path / name) for name in ("plan.json", "stages", "asked.jsonl"))
     Path(asked).write_text(
-        '{"prompt": ["w9", "w4 w4 w8"], "max_new_tokens": 2}\n{"prompt": 5}\n{"input_ids": [9], "max_new_tokens": 3}\n\n{"input_ids": [99]}\n{"input_ids": [4], "cats": 3}\n{"input_ids": [4\n'
+        '{"prompt": ["w9", "w4 w4 w8"], "max_new_tokens": 2}\n{"prompt": 5}\n{"input_ids": [9], "max_new_tokens": 3}\n'
+        '\n{"input_ids": [99]}\n{"input_ids": [4], "cats": 3}\n{"input_ids": [4\n'
     )
     code, out, _ = call("plan", "llama", *TINY, "--how", "decoder", "--stages", "2", "-o", plan)
     assert code == 0 and f"next: splitkit generate {plan} --prompt-ids 1,2,3" in out

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DECODER = "decoder"
 """The way of capture of a model that generates."""
+_WRITE_STAGES = "Write one: splitkit split PLAN -o stages, and name it instead. "
 _SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
 
 
@@ -61,21 +62,21 @@ def _stages(args: Namespace) -> int:
 
         held = open_stages(args.target, args.weights)
         if args.weights is None:
-            _require_no_checkpoint(_spec(held.manifest.value.get("model")), args.target)
+            _require_no_checkpoint(_spec(held.manifest.value.get("model")), "")
         return len(held.names)
     _require_no_weights(args)
     file = plan_file(args)
     if file is None:
         require_policy_option(args)
         policy_of(args)
-        _require_no_checkpoint(args.target, "stages")
+        _require_no_checkpoint(args.target, _WRITE_STAGES)
         if args.stages is None and args.nproc is None:
             raise UsageError("SK601", "the number of stages follows from the policy", "Add --nproc N.")
         stages: int = args.stages or args.nproc
         return stages
     known = source.from_plan(args.target, file, args)
     if known.how == DECODER:
-        _require_no_checkpoint(known.spec, "stages")
+        _require_no_checkpoint(known.spec, _WRITE_STAGES)
     else:
         reason = f"{args.target} is a plan for another graph of the model than one step of generation"
         raise UsageError("SK601", reason, "Plan with: splitkit plan MODEL --how decoder --stages N -o FILE.")
@@ -92,17 +93,15 @@ def _spec(model: Any) -> str:
     return str(model.get("spec", "")) if isinstance(model, dict) else ""
 
 
-def _require_no_checkpoint(spec: str, stages: str) -> None:
+def _require_no_checkpoint(spec: str, before: str) -> None:
     """Refuse to generate with random weights where a configuration lies beside its checkpoint.
 
     Raises:
         UsageError: SK601.
     """
     if found := checkpoint_beside(spec):
-        remedy = f"Write stages (splitkit split PLAN -o {stages}), and generate {stages} --weights {found}."
-        raise UsageError(
-            "SK601", f"the weights would be random: only a folder of stages reads those in {found}", remedy
-        )
+        reason = f"the weights would be random: only a folder of stages with --weights reads those in {found}"
+        raise UsageError("SK601", reason, f"{before}Add --weights {found}.")
 
 
 def _weights(args: Namespace, model: Any) -> str | None:

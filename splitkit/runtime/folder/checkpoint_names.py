@@ -7,8 +7,9 @@
     transformer.h.0.ln_1.weight        h.0.ln_1.weight               saved from the base model
     layers.0.mlp.experts.down_proj     layers.0.block_sparse_moe.experts.{0..7}.w2.weight
 
-Which names differ is known to transformers (``conversion_mapping`` of 5.23; no other version was run), by the ``model_type``
-in the folder's ``config.json``. Experts that a file has one by one are read straight into their place in the fused tensor.
+Which names differ is known to transformers (``conversion_mapping`` of 5.23; no other version was run), by the
+``model_type`` in the folder's ``config.json``. Experts that a file has one by one are read straight into their place in
+the fused tensor.
 """
 
 from __future__ import annotations
