@@ -103,9 +103,12 @@ def config_at(path: str) -> Any:
         ) from error
     try:
         return type(AutoConfig.for_model(data["model_type"])).from_dict(data)
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CaptureError(
-            "SK401", f"transformers does not know the model of {path}: {error}", "Install a newer transformers."
+            # transformers goes on with a list of all that it knows
+            "SK401",
+            f"transformers does not know the model of {path}: {str(error).partition('. Should contain')[0]}",
+            "Install a newer transformers.",
         ) from error
 
 

@@ -91,6 +91,12 @@ def test_the_whole_road_from_a_configuration_to_tokens(capsys, tmp_path):
 def test_wrong_usage_ends_with_2_or_1(capsys):
     assert main(["fit", "config.json", "--train", "lion"]) == 2
     assert run(capsys, "fit", "config.json", "--devices", "2x24", code=2)["error"]["code"] == "SK302"
+    assert run(capsys, "fit", "config.json", "--devices", "1e400GiB", code=2)["error"]["code"] == "SK302"
+    assert run(capsys, "fit", "config.json", "--devices", "2x0GiB", code=2)["error"]["code"] == "SK302"
+    for wrong in ({"quantization_config": "gptq"}, {"model_type": "no such model"}):
+        Path("wrong.json").write_text(json.dumps(CONFIG | wrong))
+        error = run(capsys, "fit", "wrong.json", "--devices", "24GiB", code=1)["error"]
+        assert error["code"] == "SK401" and "of wrong.json: " in error["reason"] and len(error["reason"]) < 200
     assert run(capsys, "fit", "config.json", "--devices", "rtx-9", code=1)["error"]["code"] == "SK321"
     assert run(capsys, "fit", "none/config.json", code=1)["error"]["code"] == "SK504"
     assert run(capsys, "fit", "lama", code=2)["error"]["code"] == "SK402"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,25 +32,76 @@ def expected():
 def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, call, expected):
     plan, stages, asked = (str(tmp_path / name) for name in ("plan.json", "stages", "asked.jsonl"))
     Path(asked).write_text(
-        '{"input_ids": [9], "max_new_tokens": 3}\n\n{"input_ids": [99]}\n{"input_ids": [4], "cats": 3}\n'
+        '{"prompt": ["w9", "w4 w4 w8"], "max_new_tokens": 2}\n{"prompt": 5}\n{"input_ids": [9], "max_new_tokens": 3}\n'
+        '\n{"input_ids": [99]}\n{"input_ids": [4], "cats": 3}\n{"input_ids": [4\n'
     )
     code, out, _ = call("plan", "llama", *TINY, "--how", "decoder", "--stages", "2", "-o", plan)
     assert code == 0 and f"next: splitkit generate {plan} --prompt-ids 1,2,3" in out
     assert call("split", plan, "-o", stages)[0] == 0
-    words = ["--prompt-ids", "5,6,7", "--requests", asked, "--max-new-tokens", "8", "--chunk", "2"]
+    words = [
+        "--tokenizer",
+        tokenizer(tmp_path),
+        "--prompt",
+        "w5 w6 w7",
+        "--prompt-ids",
+        "5,6,7",
+        "--requests",
+        asked,
+        "--max-new-tokens",
+        "8",
+        "--chunk",
+        "2",
+    ]
     for target in (plan, stages):
         done = command("generate", target, *words, "--json")
         data = json.loads(done.stdout)
-        # two requests fail, and the others do not
+        # four requests fail, and the others do not
         assert done.returncode == 1
-        assert [result["tokens"] for result in data["results"]] == [expected([5, 6, 7], 8), expected([9], 3), [], []]
-        assert [result["error"] and result["error"]["code"] for result in data["results"]] == [
-            None,
-            None,
-            "SK802",
-            "SK802",
+        first, two = expected([5, 6, 7], 8), expected([9], 2) + expected([4, 4, 8], 2)
+        made = [result["tokens"] for result in data["results"]]
+        assert made == [first, first, two, [], expected([9], 3), [], [], []]
+        codes = [result["error"] and result["error"]["code"] for result in data["results"]]
+        assert codes == [None, None, None, "SK802", None, *["SK802"] * 3]
+        assert [result["text"] for result in data["results"]] == [
+            [" ".join(f"w{token}" for token in row) for row in rows] for rows in made
         ]
+        assert data["weights"] is None
         assert [rank["rank"] for rank in data["ranks"]] == [0, 1] and all(rank["weights"] for rank in data["ranks"])
+
+
+def tokenizer(folder):
+    """Write a tokenizer whose words are the ids of its tokens, and return its folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab"])}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0").save_pretrained(folder / "words")
+    return str(folder / "words")
+
+
+@pytest.mark.campaign
+def test_torchrun_reads_a_checkpoint_and_gives_the_tokens_of_the_model(tmp_path, call):
+    """As README says it, from the checkpoint of a model whose plan and stages know no weights of it."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    config = MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=64, num_local_experts=4, eos_token_id=None)
+    model = MixtralForCausalLM(config).eval()
+    model.save_pretrained(folder := str(tmp_path / "mixtral"), max_shard_size="20KB")
+    plan, stages, asked = (str(tmp_path / name) for name in ("plan.json", "stages", "asked.jsonl"))
+    assert call("plan", folder, "--how", "decoder", "--stages", "2", "-o", plan)[0] == 0
+    assert call("split", plan, "-o", stages)[0] == 0
+    Path(asked).write_text('{"input_ids": [5, 6, 7], "max_new_tokens": 8}\n{"input_ids": [99]}\n')
+    words = ["generate", stages, "--weights", folder, "--requests", asked, "--json"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "splitkit"]
+    run = subprocess.run([*start, *words], text=True, stdout=subprocess.PIPE, timeout=300)
+    data = json.loads(run.stdout)
+    made = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)[0, 3:].tolist()
+    # torchrun would end the other ranks if one ended with 1
+    assert run.returncode == 0 and [result["tokens"] for result in data["results"]] == [[made], []]
+    assert data["results"][1]["error"]["code"] == "SK802" and data["weights"] == folder
 
 
 def test_a_model_is_planned_and_generates_in_one_command(expected):
@@ -63,10 +116,14 @@ def test_what_no_rank_could_run_is_refused_before_there_are_ranks(tmp_path, call
     monkeypatch.setattr("splitkit.cli.launcher.ranks", lambda *given: pytest.fail("ranks were started"))
     plan = str(tmp_path / "plan.json")
     assert call("plan", "llama", *TINY, "--stages", "2", "-o", plan)[0] == 0
+    # a configuration beside its checkpoint
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
     for words, says in (
         ([plan, "--prompt-ids", "5"], "SK601: " + plan + " is a plan for another graph"),
         (["llama", "--stages", "2"], "SK601: there is nothing to continue"),
         (["llama", "--prompt-ids", "5"], "SK601: llama needs a policy"),
+        ([str(tmp_path), "--stages", "2", "--prompt-ids", "5"], "SK601: the weights would be random"),
         (["llama", "--stages", "2", "--prompt-ids", "5", "--weights", "x"], "SK601: --weights goes with a folder"),
     ):
         code, _, error = call("generate", *words)

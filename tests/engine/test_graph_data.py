@@ -108,6 +108,7 @@ def test_functions_are_found_by_the_names_that_they_have():
         assert function_names.function_of(function_names.name_of_function(function)) is function
     assert function_names.name_of_function(torch.ops.aten.from_file.default) is None
     for name in (
+        "op.transformers.no_such_op.default",
         "op.aten.add",
         "op.aten.add.Tensor.x",
         "op.nowhere.add.Tensor",
@@ -117,3 +118,17 @@ def test_functions_are_found_by_the_names_that_they_have():
         "op.",
     ):
         assert function_names.function_of(name) is None
+
+
+def test_ops_of_transformers_are_registered_where_a_graph_calls_them(monkeypatch):
+    """The experts of Mixtral call one, and a rank that reads its stage has imported nothing of transformers."""
+    imported = []
+    monkeypatch.setattr(function_names, "import_module", imported.append)
+    function_names.function_of("op.aten.add.Tensor")
+    function_names.function_of("op.os.system.default")
+    assert not imported
+    function_names.function_of("op.transformers.grouped_mm_fallback.default")
+    assert imported == ["transformers.integrations.moe"]
+    monkeypatch.undo()
+    pytest.importorskip("transformers")
+    assert function_names.function_of("op.transformers.grouped_mm_fallback.default") is not None

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from decoders import captured, decoder
 
 import splitkit as sk
+import splitkit.runtime.generation.generator as generator_module
 from splitkit.errors import SplitError
 from splitkit.runtime.generation.ring import BorderType, Message, Ring
 
@@ -33,6 +35,23 @@ REQUESTS: list[dict[str, Any]] = [
         "seed": 4,
     },
 ]
+UNLUCKY = 13
+"""The last rank fails to make the sampler of a request with this setting."""
+
+
+class Broken(Mapping[str, Any]):
+    """A request that fails while it is read."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("not a request")
+
+    def __len__(self) -> int:
+        return 1
+
+
 BAD: list[Any] = [
     {"input_ids": [5, 96]},
     {"input_ids": []},
@@ -40,6 +59,8 @@ BAD: list[Any] = [
     {"input_ids": [[5, 6]] * 20, "max_new_tokens": 30},
     {"input_ids": [5, 6], "num_beams": 4},
     {"input_ids": [5, 6], "temprature": 0.5},
+    Broken(),
+    {"input_ids": [5, 6], "no_repeat_ngram_size": UNLUCKY},
 ]
 
 
@@ -87,6 +108,14 @@ def tokens(size: int) -> dict[str, Any]:
     """Generate twice: whole prompts, and prompts in chunks with room for few requests."""
     split, rank = split_in(size), dist.get_rank()
     found: dict[str, Any] = {"most": [], "left": []}
+    make = generator_module.Sampler
+
+    def unlucky(request: Any, *rest: Any) -> Any:
+        if request.no_repeat_ngram_size == UNLUCKY:
+            raise KeyError("no such processor")
+        return make(request, *rest)
+
+    generator_module.Sampler = unlucky  # type: ignore[misc, assignment]
     for options in ({}, {"chunk": 4, "in_flight": 2, "cache_tokens": 110}):
         generator = sk.serve(
             split, eos_token_id=END, pad_token_id=PAD, positions=64, **{"cache_tokens": 200, **options}

@@ -59,8 +59,11 @@ def test_bad_requests_fail_alone_with_a_reason(said):
         "the cache would come to 620 tokens, and there is memory for 200",
         "num_beams is 4: beam search needs a cache that is reordered after each token",
         "a request has no field 'temprature'",
+        "the request cannot be read: RuntimeError: not a request",
+        "choosing a token failed: KeyError: 'no such processor'",
     ]
-    assert {result["error"]["code"] for result in first["made"][0] if result["error"]} == {"SK802"}
+    codes = [result["error"]["code"] for result in first["made"][0] if result["error"]]
+    assert codes == ["SK802"] * 7 + ["SK805"]
 
 
 def test_caches_are_there_for_those_underway_only(said):
@@ -118,6 +121,9 @@ def test_four_ranks_give_the_tokens_of_generate():
         ({"prompts": [5, 0.5]}, "0.5 is not a token id"),
         ({"prompts": "five"}, "the prompts are 'five'"),
         ({"max_new_tokens": 5}, "a request has no prompt"),
+        ({"prompts": [5], "seed": 2**63}, "seed is 9223372036854775808"),
+        ({"prompts": [5], "eos_token_id": 1.5}, "1.5 is not a list of token ids"),
+        ({"prompts": [5], "eos_token_id": [2**63]}, "9223372036854775808 is not a token id"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(data, says):

@@ -185,6 +185,25 @@ def test_dtypes_are_converted_on_the_way(llama, group, tmp_path):
         open_stages(tmp_path / "stages", weights=half, dtype=torch.float16)
 
 
+def test_ranks_refuse_the_weights_of_another_model(llama, tmp_path):
+    """A Qwen3 has all names and shapes of this Llama, and norms of its own."""
+    norm = "model.layers.1.self_attn.q_norm.weight"
+    other = changed(llama[1], tmp_path / "other", lambda state: state.update({norm: torch.ones(8)}))
+    save_stages(on_meta("llama"), tmp_path / "stages")
+    for stage in range(2):
+        with pytest.raises(FileError, match=f"SK507: .* has {norm}, which the model that was split does not have"):
+            open_stages(tmp_path / "stages", weights=other).load([stage])
+    manifest = tmp_path / "stages" / "manifest.json"
+    data = json.loads(manifest.read_text())
+    # what the model has and no stage reads is no reason to refuse
+    manifest.write_text(json.dumps(data | {"unread": [norm]}))
+    open_stages(tmp_path / "stages", weights=other).load([0])
+    # a folder of an older version
+    del data["unread"]
+    manifest.write_text(json.dumps(data))
+    open_stages(tmp_path / "stages", weights=other).load([0])
+
+
 NORM = "model.norm.weight"
 WRONG = {
     "missing": (lambda s: s.pop(NORM), f"has no {NORM}"),

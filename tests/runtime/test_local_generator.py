@@ -17,10 +17,12 @@ from splitkit.errors import PipelineError
 from splitkit.graph.caches import caches_of
 from splitkit.runtime.devices import device_copies
 from splitkit.runtime.devices.device_graphs import PartOnDevice
+from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
+from splitkit.runtime.ranks.stage_chain import chain_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,7 +118,7 @@ def test_keys_and_values_of_an_encoder_are_computed_once(monkeypatch):
 
 WAYS = {
     "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 30, "top_p": 0.9},
-    "beam search": {"num_beams": 3, "num_return_sequences": 2},
+    "beam search": {"num_beams": 4, "num_return_sequences": 2},
     "beam search with sampling": {"num_beams": 2, "do_sample": True},
     "chunks": {"prefill_chunk_size": 4},
     "no cache": {"use_cache": False},
@@ -302,10 +304,22 @@ def test_a_cache_that_two_parts_read_is_refused():
         kept_caches(split)
 
 
+@pytest.mark.parametrize("family", ["t5", "llava"])
+def test_what_runs_whole_needs_its_weights(family):
+    """`sk.load` reads the weights of the parts, and has told whoever called it to call it."""
+    model = copy.deepcopy(decoder(family)).to("meta")
+    with pytest.raises(PipelineError, match=r"SK807: .* and \d+ more are on meta: an encoder"):
+        sk.generator(model, split_of(family), CPUS)
+
+
 def test_what_is_no_decoder_is_refused():
     split = sk.split(sk.capture(torch.nn.Linear(2, 2), torch.ones(2, 2)), sk.policies.Stages(1))
     with pytest.raises(PipelineError, match="SK801: the split is not that of a decoder"):
         kept_caches(split)
+    with pytest.raises(PipelineError, match="SK801: the decoder reads .*, which ranks cannot make from a prompt"):
+        DecoderChain.of(chain_of(split_of("t5")))
+    with pytest.raises(PipelineError, match="SK801: the decoder reads inputs_embeds"):
+        DecoderChain.of(chain_of(split_of("llava")))
     with pytest.raises(PipelineError, match="SK801: Linear has no generate"):
         sk.generator(torch.nn.Linear(2, 2), split)
     with pytest.raises(PipelineError, match="SK802: tokens is -1"):

@@ -17,6 +17,7 @@ from splitkit.cli.commands.train import planned_together, words_for_ranks
 from splitkit.cli.common import plan_file, policy_of, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError
+from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.units import size
 from splitkit.view.console.tables import facts, table
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 DECODER = "decoder"
 """The way of capture of a model that generates."""
+_WRITE_STAGES = "Write one: splitkit split PLAN -o stages, and name it instead. "
 _SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
 
 
@@ -58,17 +60,24 @@ def _stages(args: Namespace) -> int:
     if stage_folders.is_folder(args.target):
         from splitkit.runtime import open_stages
 
-        return len(open_stages(args.target, args.weights).names)
+        held = open_stages(args.target, args.weights)
+        if args.weights is None:
+            _require_no_checkpoint(_spec(held.manifest.value.get("model")), "")
+        return len(held.names)
     _require_no_weights(args)
     file = plan_file(args)
     if file is None:
         require_policy_option(args)
         policy_of(args)
+        _require_no_checkpoint(args.target, _WRITE_STAGES)
         if args.stages is None and args.nproc is None:
             raise UsageError("SK601", "the number of stages follows from the policy", "Add --nproc N.")
         stages: int = args.stages or args.nproc
         return stages
-    if source.from_plan(args.target, file, args).how != DECODER:
+    known = source.from_plan(args.target, file, args)
+    if known.how == DECODER:
+        _require_no_checkpoint(known.spec, _WRITE_STAGES)
+    else:
         reason = f"{args.target} is a plan for another graph of the model than one step of generation"
         raise UsageError("SK601", reason, "Plan with: splitkit plan MODEL --how decoder --stages N -o FILE.")
     return len(file["parts"])
@@ -77,6 +86,27 @@ def _stages(args: Namespace) -> int:
 def _require_no_weights(args: Namespace) -> None:
     if args.weights is not None:
         raise UsageError("SK601", "--weights goes with a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+
+
+def _spec(model: Any) -> str:
+    """Return how a user named the model of a record."""
+    return str(model.get("spec", "")) if isinstance(model, dict) else ""
+
+
+def _require_no_checkpoint(spec: str, before: str) -> None:
+    """Refuse to generate with random weights where a configuration lies beside its checkpoint.
+
+    Raises:
+        UsageError: SK601.
+    """
+    if found := checkpoint_beside(spec):
+        reason = f"the weights would be random: only a folder of stages with --weights reads those in {found}"
+        raise UsageError("SK601", reason, f"{before}Add --weights {found}.")
+
+
+def _weights(args: Namespace, model: Any) -> str | None:
+    """Return where the weights come from, if not from the factory of the model."""
+    return args.weights or ("random, since a configuration has none" if is_config(_spec(model)) else None)
 
 
 def _rank(args: Namespace) -> Outcome:
@@ -122,6 +152,7 @@ def _generate(args: Namespace) -> dict[str, Any]:
         "rank": rank,
         "model": model,
         "note": split.plan.note,
+        "weights": _weights(args, model),
         "results": [_described(result, decode) for result in results],
         "seconds": seconds,
         "ranks": from_every({"rank": rank, "weights": generator.stage.weight_bytes()}, None),
@@ -179,20 +210,23 @@ def _lines(path: str) -> Iterable[Any]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise FileError("SK504", f"{path} cannot be read: {error}", "Name a file with a request per line.") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    for line in text.splitlines():
         if line.strip():
             try:
                 yield json.loads(line)
-            except ValueError as error:
-                reason = f"line {number} of {path} is no JSON: {error}"
-                raise FileError("SK504", reason, "Write one JSON object per line.") from error
+            except ValueError:
+                # a request that no rank can read, which fails alone
+                yield line
 
 
 def _with_ids(asked: dict[str, Any], encode: Callable[[str], list[int]] | None) -> dict[str, Any]:
-    text = asked.pop("prompt", None)
-    if encode is None or text is None:
+    if encode is None or "prompt" not in asked:
         return asked
-    return {**asked, "input_ids": [encode(one) for one in text] if isinstance(text, list) else encode(text)}
+    text = asked.pop("prompt")
+    if not all(isinstance(one, str) for one in (text if isinstance(text, list) else [text])):
+        # a request that no rank can read, which fails alone
+        return {**asked, "prompts": text}
+    return {**asked, "prompts": [encode(one) for one in text] if isinstance(text, list) else encode(text)}
 
 
 def _described(result: RequestResult, decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
@@ -211,5 +245,6 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
             shown = [f"{error['code']}: {error['reason']}. {error['remedy']}"]
         lines += [f"{result['number']}: {one}" for one in shown]
     rows = {"generated": f"{count} tokens for {len(results)} requests in {seconds_text(data['seconds'])}, {rate}"}
+    rows |= {"weights": data["weights"]} if data["weights"] else {}
     each = [(rank["rank"], size(rank["weights"])) for rank in data["ranks"]]
     return [*lines, "", facts(rows), "", table(("rank", "weights of its stage"), each, ("rank",))]

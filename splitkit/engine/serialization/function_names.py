@@ -1,7 +1,7 @@
 """Names for the functions that a graph file may call: ops of torch and a short list of others.
 
-A name is looked up; nothing is imported or run for it. Functions that are not listed, and ops that access files, are
-refused.
+A name is looked up; nothing is run for it, and nothing imported but the module that registers transformers' ops.
+Functions that are not listed, and ops that access files, are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +48,8 @@ _STATE: Mapping[str, Any] = MappingProxyType(
 )
 _FILES = "filename"  # the argument by which ops that read or write files are recognised
 _NO_NAMESPACES = ("debugprims",)  # one of its ops loads files
+_REGISTERED_BY = {"transformers": "transformers.integrations.moe"}
+"""Namespace of ops -> the module that registers them; ``import transformers`` alone does not."""
 
 
 @cache
@@ -90,6 +94,9 @@ def _op(name: str) -> OpOverload | None:
     if not re.fullmatch(r"[A-Za-z]\w*(\.\w+){2}", name):
         return None
     space, packet, overload = name.split(".")
+    if space in _REGISTERED_BY:
+        with suppress(ImportError):
+            import_module(_REGISTERED_BY[space])
     found = getattr(getattr(torch.ops, space), packet, None) if space not in _NO_NAMESPACES else None
     if not isinstance(found, OpOverloadPacket):
         return None

@@ -7,8 +7,9 @@
     transformer.h.0.ln_1.weight        h.0.ln_1.weight               saved from the base model
     layers.0.mlp.experts.down_proj     layers.0.block_sparse_moe.experts.{0..7}.w2.weight
 
-Which names differ is known to transformers (5.0 or newer, ``conversion_mapping``), by the ``model_type`` in the
-folder's ``config.json``. Experts that a file has one by one are read straight into their place in the fused tensor.
+Which names differ is known to transformers (``conversion_mapping`` of 5.23; no other version was run), by the
+``model_type`` in the folder's ``config.json``. Experts that a file has one by one are read straight into their place in
+the fused tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def is_ignored(name: str, place: Path) -> bool:
     transformers = _imported("transformers")
     kinds = (_config(place).get("architectures") or []) if transformers is not None else []
     for kind in kinds:
-        # Patterns that authors of models in transformers set (5.0 to 5.23).
+        # Patterns that authors of models in transformers set (as in 5.23, the only version that was run).
         patterns = getattr(getattr(transformers, str(kind), None), "_keys_to_ignore_on_load_unexpected", None)
         if any(re.search(pattern, name) for pattern in patterns or ()):
             return True

@@ -26,7 +26,7 @@ from torch import fx, nn
 from splitkit._torch import attributes_of, codegen_of, pytree
 from splitkit.engine.serialization import argument_data, graph_data
 from splitkit.engine.serialization.argument_data import dtype_of
-from splitkit.errors import FileError
+from splitkit.errors import FileError, listed
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.json_fields import WRITE_AGAIN, JsonField
 from splitkit.plans import plan_file
@@ -193,9 +193,30 @@ class StageFolder:
             names = [name.text() for name in row["names"].items()]
             (given if self.weights is not None and row["saved"].flag() else own).append((names, tensor))
         if self.weights is not None:
+            self._require_known(self.weights)
             self.weights.read(given)
         if own:
             Weights.at(self.path).read(own)
+
+    def _require_known(self, weights: Weights) -> None:
+        """Refuse weights with names that the model lacks: they are those of another model.
+
+        Raises:
+            FileError: SK507.
+        """
+        # folders that older versions wrote do not say what else the model has
+        if "unread" not in self.manifest.value:
+            return
+        rows = [row for row in self.manifest["tensors"].items() if row["saved"].flag()]
+        groups = [[name.text() for name in row["names"].items()] for row in rows]
+        known = {name for names in groups for name in names} | {n.text() for n in self.manifest["unread"].items()}
+        if over := weights.unexpected(groups, known):
+            raise FileError(
+                "SK507",
+                f"{weights.place} has {listed(over, 3)}, which the model that was split does not have",
+                "Name the weights of the model that was split, or leave these tensors out of the files.",
+                over,
+            )
 
     def _forget_unsaved(self, module: nn.Module, numbers: JsonField) -> None:
         """Mark buffers as non-persistent that the model's state dict lacks."""

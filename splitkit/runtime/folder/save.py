@@ -76,6 +76,7 @@ def save_stages(
         "qualified_names": dict(split.qualified_names),
         "shared": [list(group) for group in split.shared],
         "tensors": tensors.rows,
+        "unread": tensors.unread(),
         "example": None if example is None else _example(example),
     }
     place = Path(folder)
@@ -136,6 +137,10 @@ class _Tensors:
                 }
             )
         return self._numbers[id(tensor)]
+
+    def unread(self) -> list[str]:
+        """Return the names in the state dict of the model that no stage reads, which a checkpoint may have."""
+        return sorted(self._saved.difference(*(row["names"] for row in self.rows)))
 
     def require_apart(self, written: Sequence[str]) -> None:
         """Refuse tensors that share memory if one of them changes: read from a file, they would no longer share it."""

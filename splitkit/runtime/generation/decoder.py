@@ -20,6 +20,8 @@ from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain
 
 TOKENS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
+_OF_ONE_PROCESS = ("encoder_outputs", "decoder_input_ids", "inputs_embeds")
+"""What a decoder with an encoder or images reads."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,14 @@ class DecoderChain:
         inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
         held = [name for name in inputs if name.startswith(ARGUMENTS) and chain.facts.inputs[name] is not None]
         outputs = graph.output_node().all_input_nodes
+        foreign = [name for name in inputs if name.startswith(_OF_ONE_PROCESS) and chain.facts.inputs[name] is not None]
+        if held and foreign:
+            raise PipelineError(
+                "SK801",
+                f"the decoder reads {listed(foreign, 3)}, which ranks cannot make from a prompt",
+                "Generate in one process, with transformers' generate: sk.generator(model, split, devices).",
+                foreign,
+            )
         if not held or TOKENS not in inputs or len(outputs) != len(held) + 1:
             raise PipelineError(
                 "SK801",

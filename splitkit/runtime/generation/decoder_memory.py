@@ -28,8 +28,8 @@ class PartMemory:
     Attributes:
         weights: of its parameters and buffers; a tied weight counts in each part that reads it.
         cache: what its caches hold after the step.
-        peak: the most bytes alive at once: weights, caches, and what it receives and computes. An upper bound, since
-            all that it receives is counted to the end of the step.
+        peak: the most bytes alive at once: weights, caches, and what it receives and computes. All that it receives is
+            counted to the end of the step, so that it is rarely less than what is measured (T5: by 0.25 %).
     """
 
     weights: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -18,6 +18,8 @@ _REFUSED = {
     "assistant_model": "assisted generation takes back tokens",
 }
 """Ways of ``generate`` that ranks do not have, and why."""
+_LARGEST = 2**63 - 1
+"""The largest number that a tensor holds."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,8 @@ def _require_values(request: Request) -> None:
     for name, least in {"max_new_tokens": 1, "top_k": 0, "no_repeat_ngram_size": 0, "seed": 0}.items():
         if not is_whole(value := getattr(request, name), least):
             raise _bad(f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
+        if value > _LARGEST:
+            raise _bad(f"{name} is {shown(value)}", f"Give at most {_LARGEST}.")
     for name, (above, most) in {
         "temperature": (0.0, math.inf),
         "top_p": (0.0, 1.0),
@@ -200,7 +204,9 @@ def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _row(tokens: Any) -> tuple[int, ...]:
-    wrong = [token for token in tokens if not is_whole(token, -(2**63))]
+    if not isinstance(tokens, Iterable):
+        raise _bad(f"{shown(tokens)} is not a list of token ids", "Give whole numbers: [5, 6, 7].")
+    wrong = [token for token in tokens if not is_whole(token, -_LARGEST) or token > _LARGEST]
     if wrong:
         raise _bad(f"{shown(wrong[0])} is not a token id", "Give whole numbers.")
     return tuple(int(token) for token in tokens)

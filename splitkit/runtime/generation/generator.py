@@ -172,7 +172,7 @@ class Generator:
         before = decoder.border((self.rank - 1) % decoder.stages)
         self._ring = Ring(group, device, before, decoder.border(self.rank), in_flight)
         self._progress = ServingProgress(self.rank, decoder.stages, global_ranks(group), device, time_limit(group))
-        self._samplers: dict[int, Sampler] = {}
+        self._samplers: dict[int, Sampler | Exception] = {}
 
     __repr__ = brief
 
@@ -306,8 +306,12 @@ class Generator:
             return
         for gone in left:
             self._samplers.pop(gone, None)
-        if request is not None:
+        if request is None:
+            return
+        try:
             self._samplers[number] = Sampler(request, self._tokens.ends_of(request), self._tokens.pad, self.device)
+        except Exception as error:
+            self._samplers[number] = error
 
     def _chosen(self, number: int, logits: torch.Tensor, wanted: bool) -> Message:
         """Return the answer to the first rank: the next tokens, or none within a prompt, or why there are none."""
@@ -316,6 +320,8 @@ class Generator:
             return Message(RUN, number, values=(nothing,))
         sampler = self._samplers[number]
         try:
+            if isinstance(sampler, Exception):
+                raise sampler
             tokens = sampler.next(logits)
         except Exception as error:
             # it fails alone: the state of no other request has changed
@@ -351,7 +357,11 @@ class _Line:
                     break
                 try:
                     self._next = number, self._checked(given)
-                except SplitError as error:
+                except Exception as error:
+                    # whatever a request holds, it fails alone
+                    if not isinstance(error, SplitError):
+                        reason = f"the request cannot be read: {type(error).__name__}: {error}"
+                        error = PipelineError("SK802", reason, "Give the fields of splitkit.runtime.Request.")
                     refused.append(RequestResult(number, error=error))
                     continue
             room, wants = self._limits.cache_tokens, self._next[1].cache_tokens

@@ -13,7 +13,8 @@ from torch import nn
 
 from splitkit._torch import attributes_of
 from splitkit.engine.split import Split
-from splitkit.errors import PipelineError
+from splitkit.errors import PipelineError, listed
+from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.accelerators import same_device
 from splitkit.runtime.devices.device_map import Devices
@@ -43,7 +44,7 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
 
     Args:
         model: the model that was captured, for its configuration and its ``generate``; its weights may be on ``meta``
-            if the split has some.
+            if the split has some, but for an encoder and what images need.
         split: of the graph of `splitkit.capture_decoder`.
         devices: part -> device, or devices in the order of the parts, or one for all; by default the devices in the
             plan.
@@ -56,6 +57,7 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     kind = type(model)
     if not hasattr(model, "generate") or not hasattr(model, "prepare_inputs_for_generation"):
         raise PipelineError("SK801", f"{kind.__name__} has no generate", "Give a model of transformers that generates.")
+    _require_weights(model, split)
     rest, signature = _unread(model, split), inspect.signature(kind.forward)
     before = _tensors(split.flow.root)
     step = ModelStep(model, split, devices)
@@ -84,6 +86,30 @@ def _unread(model: nn.Module, split: Split) -> list[int]:
     nodes = [node for node in split.flow.graph.find_nodes(op="get_attr") if node.users]
     read = {id(attribute(root, str(node.target))) for node in nodes}
     return [id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in read and not t.is_meta]
+
+
+def _require_weights(model: nn.Module, split: Split) -> None:
+    """Refuse a model on ``meta`` of which an encoder, or what images need, runs whole: `load` reads parts only.
+
+    Raises:
+        PipelineError: SK807.
+    """
+    graph = split.flow.graph
+    whole = ENCODER_CACHES in split.flow.root.meta or graph.find_nodes(op="placeholder", target="inputs_embeds")
+    if not whole:
+        return
+    read = {str(node.target) for node in graph.find_nodes(op="get_attr") if node.users}
+    named: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        named.setdefault(id(tensor), []).extend([name] if tensor.is_meta else [])
+    lacking = [names[0] for names in named.values() if names and read.isdisjoint(names)]
+    if lacking:
+        raise PipelineError(
+            "SK807",
+            f"{listed(lacking, 2)} are on meta: an encoder, or what images need, runs whole and is in no part",
+            "Make the model with its weights, for example by from_pretrained; splitkit.load reads those of parts.",
+            lacking,
+        )
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -252,7 +252,7 @@ def _own(progress: RankProgress, cause: BaseException) -> SplitError:
         failed = PipelineError(
             "SK805",
             f"rank {rank} failed in {where}: {type(cause).__name__}: {cause}",
-            "Run the unsplit model on that microbatch: splitkit run PLAN --check.",
+            "Run the unsplit model on the same input.",
         )
     report_cause(failed.reason if failed.code == "SK805" else f"{failed.code} on rank {rank}: {failed.reason}")
     return failed

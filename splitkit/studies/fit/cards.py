@@ -16,6 +16,7 @@ from splitkit.units import read_size
 
 MOST_CARDS = 1024
 """The most devices that a model is fitted to."""
+_MOST_BYTES = 2**60
 _KEPT_FREE = 20
 """One part in so many of a device stays free: for the context of the driver, workspaces and fragmentation."""
 _ITEM = re.compile(r"(?:(\d{1,6})x)?(.+)", re.ASCII)
@@ -74,6 +75,8 @@ def _cards(item: str | int | Device) -> tuple[Card, ...]:
     if match is None or not 1 <= count <= MOST_CARDS:
         raise PolicyError("SK302", f"fit: {shown(item)} names no device", "Write 2x24GiB, or rtx-3090,rtx-4090.")
     nbytes = read_size(match[2])
+    if nbytes is not None and not 0 < nbytes <= _MOST_BYTES:
+        raise PolicyError("SK302", f"fit: {shown(match[2])} is no memory of a device", "Write 2x24GiB.")
     if nbytes is None:
         known = find_device(match[2])
         return (Card(known.name, known.memory),) * count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +60,21 @@ class FitModel:
     def longest(self) -> int | None:
         """The most tokens that the model runs with: its context if it has an embedding of each position."""
         context = self.context
-        tables = [module for module in self.model.modules() if isinstance(module, nn.Embedding)]
+        tokens = {id(table.weight) for table in _token_tables(self.model)}
+        tables = [one for one in self.model.modules() if isinstance(one, nn.Embedding) and id(one.weight) not in tokens]
         if context is not None and any(context <= table.num_embeddings <= context + 2 for table in tables):
             return context
         return None
+
+
+def _token_tables(model: nn.Module) -> list[Any]:
+    """Return the embeddings of tokens, of which there may be as many as positions (Mistral 7B: 32,768 of both)."""
+    found = []
+    for module in model.modules():
+        with suppress(AttributeError, NotImplementedError):
+            table = getattr(module, "get_input_embeddings", lambda: None)()
+            found += [table] if isinstance(table, nn.Embedding) else []
+    return found
 
 
 def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None = None) -> FitModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from splitkit.studies.fit.fit_result import FittedDevice
@@ -13,9 +14,18 @@ from splitkit.testing.config_files import is_config
 
 
 def is_decoder(given: object, model: Any) -> bool:
-    """Whether a model was given as a configuration, and generates."""
+    """Whether a model was given as a configuration, and `splitkit.capture_decoder` takes it: one of keys and values."""
     named = isinstance(given, str | os.PathLike) and is_config(os.fspath(given))
-    return named and bool(getattr(model, "can_generate", lambda: False)())
+    if not named or not getattr(model, "can_generate", lambda: False)():
+        return False
+    layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    # Mamba has cache_params, and hybrid models say which of their layers have other states
+    return "past_key_values" in signature(model.forward).parameters and all(map(_is_attention, layers))
+
+
+def _is_attention(layer: object) -> bool:
+    name = str(layer)
+    return name.endswith("attention") and not name.startswith("linear")
 
 
 def decoder_command(model: object, devices: Sequence[FittedDevice], as_stored: bool) -> str:

@@ -15,6 +15,7 @@ from splitkit.studies.fit.cards import cards_of
 from splitkit.studies.fit.fit_model import fit_model
 from splitkit.studies.fit.inference_fit import InferenceFit, weight_bytes
 from splitkit.studies.fit.inference_runs import inference_step
+from splitkit.studies.fit.next_step import is_decoder
 from splitkit.testing.config_models import config_model, main_input
 
 from small_configs import DECODERS, ENCODER_DECODERS, config_of  # isort: skip
@@ -258,3 +259,28 @@ def test_the_blocks_that_run_first_come_first():
     blocks = blocks_of(subject.model)
     order = [blocks[n].name for n in inference_step(subject, blocks, 4, 1, 512).order]
     assert order.index("model.encoder.layers.1") < order.index("model.decoder.layers.0") < order.index("proj_out")
+
+
+SMALLEST = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+
+
+def test_as_many_tokens_as_positions_are_no_limit():
+    """Mistral 7B has 32,768 of both, and no embedding of positions."""
+    import transformers
+
+    alike = transformers.MistralConfig(**SMALLEST, num_attention_heads=2, max_position_embeddings=64)
+    assert fit_model(alike, None).longest is None and fit_model(alike, None).context == 64
+    learned = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=64)
+    assert fit_model(learned, None).longest == 64
+
+
+def test_the_next_command_generates_only_where_the_decoder_can_be_captured(tmp_path):
+    import transformers
+
+    alike = transformers.MistralConfig(**SMALLEST, num_attention_heads=2)
+    assert not is_decoder(str(tmp_path), fit_model(alike, None).model)
+    alike.save_pretrained(tmp_path)
+    assert is_decoder(str(tmp_path), fit_model(alike, None).model)
+    hybrid = transformers.Qwen3NextConfig(**SMALLEST, layer_types=["linear_attention"])
+    for other in (transformers.MambaConfig(**SMALLEST, state_size=4), hybrid):
+        assert not is_decoder(str(tmp_path), fit_model(other, None).model)
