@@ -47,6 +47,16 @@ def test_the_search_and_branching_alone_find_the_best_of_all_orders(first):
         assert below.whole and below.best is None, number
 
 
+@pytest.mark.parametrize("number", [2019, 2036, 2048, 2072, 2113, 2311, 2331])
+def test_branching_finds_orders_in_which_a_rank_waits_and_keeps_states_that_are_hardly_worse(number):
+    """Problems on which branching is wrong without waiting, or if it drops states that are better by up to 0.6."""
+    problem = random_problem(number)
+    start = time_rows(problem, rows_one_by_one(problem))
+    limit = 2 * abs(start.value) + 5
+    found = branch(problem, Windows.within(problem, limit), limit, 10**6)
+    assert found.whole and found.best.value == pytest.approx(least_value(problem))
+
+
 @pytest.mark.parametrize("first", these_first([1000], range(1012, 1600, 12)))
 def test_no_bound_is_above_the_best_of_all_orders(first):
     for number in range(first, first + 12):
