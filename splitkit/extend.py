@@ -37,6 +37,7 @@ from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, merge, prune, refine, relay, rematerialize
 from splitkit.prices import Costs
+from splitkit.training.stage_plan import stage_plan
 from splitkit.units import size
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ __all__ = [
     "rematerialize",
     "rule_of",
     "size",
+    "stage_plan",
     "start_of",
     "storage_bytes",
     "storage_key",

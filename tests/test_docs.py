@@ -152,7 +152,17 @@ def test_its_policies_do_what_it_says_of_them(step):
 def test_it_has_every_policy_for_joint_graphs_and_every_command_is_understood():
     table = STEP.split("## The policies")[1].split("\n\n")[1]
     rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
-    assert {*rows} == {"SaveAll", "RecomputeAll", "Remat", "MinCut", "Budget", "Frontier", "Precompute"}
+    assert {*rows} == {
+        "SaveAll",
+        "RecomputeAll",
+        "Remat",
+        "MinCut",
+        "Budget",
+        "Frontier",
+        "Precompute",
+        "SplitBackward",
+        "Pipeline",
+    }
     assert {*rows} <= {*policies.__all__, "Frontier"}
     commands = re.findall(r"^splitkit (.*)$", STEP, re.M)
     assert len(commands) == 3
@@ -164,6 +174,22 @@ def test_its_table_names_each_test_beside_torchs_partitioner_once():
     source = (ROOT / "tests" / "frontends" / "test_against_torchs_partitioner.py").read_text()
     section = STEP.split("## What torch's partitioner gets wrong")[1].split("\n## ")[0]
     assert sorted(re.findall(r"`(test_\w+)`", section)) == sorted(re.findall(r"^def (test_\w+)", source, re.M))
+
+
+# ---- docs/joint_pipelines.md, docs/schedules.md
+
+
+@pytest.mark.parametrize(("page", "least"), [("joint_pipelines", 4), ("schedules", 2)])
+def test_the_python_blocks_of_pipelines_run_one_after_another(page, least, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) >= least
+    scope = {}
+    for block in blocks:
+        exec(block, scope)
+    for command in re.findall(r"^splitkit (.*)$", text, re.M):
+        make_parser().parse_args(shlex.split(command))
 
 
 # ---- docs/runtime.md

@@ -146,7 +146,8 @@ class StageFrontiers:
 
     def _key(self, problem: StageProblem) -> Hashable:
         """Return a key that only isomorphic stages share."""
-        return problem.held, problem_key(problem.savings), self.problems.peaks.key(problem)
+        own = problem.start, problem.end, problem.savings, problem.held_storages
+        return problem.held, problem_key(problem.savings), self.problems.peaks.key(*own)
 
     def choice(self, start: int, end: int, point: FrontierPoint) -> Choice:
         """Return the choice of a stage at a point of its frontier."""
