@@ -163,6 +163,8 @@ FIELDS = {
     "Budget, card": (halved(Budget), {"card": "1GiB"}, {
         "card": (*SIZE, 1.5), "optimizer": (*NEVER, 5, "lots"), "accumulate": (*NEVER[:7], None, 0, 1, "yes"),
         "reserve": (*NEVER, None, 1.5, INF, HUGE, "-1GiB"), "budget": (0, 0.5, "least"), "of": ("saved",)}),
+    "Budget, offload": (halved(Budget), {"budget": "least", "of": "peak"}, {"offload": (*WORD, 0, -1.0)}),
+    "Budget, host": (halved(Budget), {"budget": 10**9, "offload": 1e9}, {"host": LIMIT}),
     "Pipeline": (halved(Pipeline), {"n": 2}, {
         "n": (*COUNT, None), "schedule": (*WORD, None), "microbatches": COUNT, "memory": LIMIT, "links": WORD,
         "recompute": (*NEVER[:7], None, 0, 1, "yes"), "optimizer": WORD}),

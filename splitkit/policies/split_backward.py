@@ -14,7 +14,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies.save_all import SaveAll
 from splitkit.search.deferral.deferral_cuts import DeferralNetwork
 from splitkit.search.deferral.deferral_problem import deferrals
-from splitkit.search.deferral.divided_backward import backward_parts, divided, staged_plan
+from splitkit.search.deferral.divided_backward import backward_parts, divided, plan_in_stages
 from splitkit.training.flow import as_joint
 from splitkit.units import duration, size
 
@@ -85,7 +85,7 @@ class SplitBackward:
                 backward of each stage.
         """
         joint = as_joint(self, flow)
-        plan = staged_plan(joint, as_plan(self.policy, joint, costs))
+        plan = plan_in_stages(joint, as_plan(self.policy, joint, costs))
         chosen, value, bound = {}, 0.0, 0.0
         for stage, backward in backward_parts(plan).items():
             network = DeferralNetwork.of(deferrals(joint, plan, backward, costs), products=self.price is None)

@@ -16,7 +16,7 @@ from splitkit.policies.save_all import SaveAll
 from splitkit.prices import require_costs
 from splitkit.search.deferral.deferral_cuts import DeferralNetwork
 from splitkit.search.deferral.deferral_problem import Deferral, deferrals
-from splitkit.search.deferral.divided_backward import backward_parts, divided, staged_plan
+from splitkit.search.deferral.divided_backward import backward_parts, divided, plan_in_stages
 from splitkit.short_repr import brief
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import size
@@ -104,7 +104,7 @@ class DeferralFrontier:
         """The points by rising bytes: at the first nothing waits, at the last everything is deferred that can be."""
         flow = self.joint.flow if isinstance(self.joint, Joint) else as_joint(self, self.joint)
         costs = self.costs or default(flow)
-        plan = staged_plan(flow, as_plan(self.policy, flow, costs))
+        plan = plan_in_stages(flow, as_plan(self.policy, flow, costs))
         parts = backward_parts(plan)
         if self.stage not in parts:
             raise PolicyError(

@@ -17,7 +17,7 @@ from jointmodels import assert_steps_alike, captured
 from splitkit import costs
 from splitkit.search.deferral.deferral_cuts import DeferralNetwork
 from splitkit.search.deferral.deferral_problem import deferrals
-from splitkit.search.deferral.divided_backward import divided, staged_plan
+from splitkit.search.deferral.divided_backward import divided, plan_in_stages
 from splitkit.training.flow import BACKWARD, recompute, save_all_plan
 from splitkit.training.waiting_values import waiting_bytes, waiting_values
 
@@ -26,7 +26,7 @@ DIVIDED = ("backward", 0)
 
 
 def problem_of(flow, plan, prices):
-    return deferrals(flow, staged_plan(flow, plan), DIVIDED, prices)
+    return deferrals(flow, plan_in_stages(flow, plan), DIVIDED, prices)
 
 
 @few_of_many(25, 1500, small_backwards(), st.booleans(), st.sampled_from([0.0, 0.3, 1.0, 700.0, 3000.0, 1e9]))
@@ -40,7 +40,7 @@ def test_the_cut_is_the_least_of_all_divisions(made, again, price):
     found = choice.nbytes + price * choice.moved
     least = min(nbytes + price * spent for nbytes, spent, _ in legal_divisions(flow, plan, prices.seconds))
     assert found == pytest.approx(least) and bound <= found + 1e-6 * abs(found) and bound == pytest.approx(found, abs=1)
-    whole = divided(staged_plan(flow, plan), {0: choice})
+    whole = divided(plan_in_stages(flow, plan), {0: choice})
     assert waiting_bytes(flow, whole, 0) == choice.nbytes
 
 
@@ -95,7 +95,7 @@ def names(flow, plan):
 def test_by_hand():
     flow, _ = linear()
     prices = Prices(gw=2.0, wide=1.0, gn=1.0, dy=5.0, gu=7.0)
-    plan = staged_plan(flow, save_all_plan(flow))
+    plan = plan_in_stages(flow, save_all_plan(flow))
     problem = deferrals(flow, plan, DIVIDED, prices)
     assert [op.name for op in problem.ops] == ["dy", "dv", "gu", "gw", "wide", "gn"]
     pinned = {op.name for op, there in zip(problem.ops, problem.pinned, strict=True) if there}
@@ -119,7 +119,7 @@ def test_by_hand():
 def test_what_is_recomputed_waits_or_is_computed_again():
     """x is recomputed from u, which the caller holds: 4 KiB that wait, or 3 seconds."""
     flow, h = linear()
-    plan = staged_plan(flow, recompute(flow, save_all_plan(flow), ()))
+    plan = plan_in_stages(flow, recompute(flow, save_all_plan(flow), ()))
     assert plan[h["x"]] == (("forward", 0), DIVIDED)
     prices = Prices(x=3.0, y=1.0, gw=1e6, wide=1.0, gn=1.0)
     network = DeferralNetwork.of(deferrals(flow, plan, DIVIDED, prices), products=False)
@@ -149,7 +149,7 @@ def test_any_division_waits_with_the_bytes_it_says_and_runs_like_eager(name):
     flow, prices = joint.flow, costs.roofline(joint.graph_module, "a100")
     random = np.random.default_rng(0)
     for number, inner in enumerate((save_all_plan(flow), recompute(flow, save_all_plan(flow), ()))):
-        plan = staged_plan(flow, inner)
+        plan = plan_in_stages(flow, inner)
         problem = deferrals(flow, plan, DIVIDED, prices)
         for share in (0.0, 0.2, 0.6, 1.0):
             early = problem.closed(np.flatnonzero(problem.pinned | (random.random(len(problem.ops)) < share)).tolist())

@@ -17,7 +17,7 @@ from splitkit.training.gradient_terms import gradient_terms
 from splitkit.training.stage_parts import stage_part
 
 
-def staged_plan(flow: JointFlow, plan: Plan) -> Plan:
+def plan_in_stages(flow: JointFlow, plan: Plan) -> Plan:
     """Return the plan with stages: ``"forward"`` and ``"backward"`` become those of stage 0.
 
     A plan of these two is completed first: with eager's places for nodes that it leaves out, and by checkpoint tags.

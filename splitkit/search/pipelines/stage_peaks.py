@@ -13,7 +13,7 @@ from splitkit.training.flow import output_nodes
 from splitkit.training.peaks import Peaks
 
 
-class StagePeaks:
+class IntervalPeaks:
     """The temporary bytes of all stages of a joint graph; storages and ops go by the numbers of `EmissionOrder`."""
 
     def __init__(self, positions: JointPositions) -> None:

@@ -25,7 +25,7 @@ from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Optimizer, unit_of
 from splitkit.search.pipelines.joint_positions import JointPositions, bytes_across, trained_inputs
 from splitkit.search.pipelines.stage_backward import StageBackward
-from splitkit.search.pipelines.stage_peaks import StagePeaks
+from splitkit.search.pipelines.stage_peaks import IntervalPeaks
 from splitkit.training.choices import Choice, Savings, savings
 
 Bools = NDArray[np.bool_]
@@ -83,7 +83,7 @@ class StageProblems:
         self.sent_on = bytes_across(positions.activations, everywhere)
         self.sent_back = bytes_across(positions.gradients, everywhere)
         self._index_crossings()
-        self.peaks = StagePeaks(positions)
+        self.peaks = IntervalPeaks(positions)
         self.halves = StageBackward(positions, costs)
 
     def _index_savings(self) -> None:
