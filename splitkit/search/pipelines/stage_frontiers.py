@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.stage_hull import StageHull
-from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
+from splitkit.search.pipelines.stage_problem import StageProblem
+from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
 from splitkit.training.choices import Choice, Savings
 

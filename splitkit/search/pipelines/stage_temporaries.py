@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.stage_problem import StageProblem
 from splitkit.training.choices import Choice
 from splitkit.training.flow import output_nodes
 from splitkit.training.peaks import Peaks
 
-if TYPE_CHECKING:
-    from splitkit.search.pipelines.stage_problems import StageProblem
 
-
-class StagePeaks:
+class StageTemporaries:
     """The temporary bytes of all stages of a joint graph; storages and ops go by the numbers of `EmissionOrder`."""
 
     def __init__(self, positions: JointPositions) -> None:
