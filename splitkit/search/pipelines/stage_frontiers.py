@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.stage_hull import StageHull
-from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
+from splitkit.search.pipelines.stage_problem import StageProblem
+from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
 from splitkit.training.choices import Choice, Savings
 
@@ -146,8 +147,7 @@ class StageFrontiers:
 
     def _key(self, problem: StageProblem) -> Hashable:
         """Return a key that only isomorphic stages share."""
-        own = problem.start, problem.end, problem.savings, problem.held_storages
-        return problem.held, problem_key(problem.savings), self.problems.peaks.key(*own)
+        return problem.held, problem_key(problem.savings), self.problems.peaks.key(problem)
 
     def choice(self, start: int, end: int, point: FrontierPoint) -> Choice:
         """Return the choice of a stage at a point of its frontier."""

@@ -11,7 +11,7 @@ restricted to an interval of positions::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -25,34 +25,14 @@ from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Optimizer, unit_of
 from splitkit.search.pipelines.joint_positions import JointPositions, bytes_across, trained_inputs
 from splitkit.search.pipelines.stage_backward import StageBackward
-from splitkit.search.pipelines.stage_peaks import IntervalPeaks
+from splitkit.search.pipelines.stage_problem import StageProblem
+from splitkit.search.pipelines.stage_temporaries import StageTemporaries
 from splitkit.training.choices import Choice, Savings, savings
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _NEVER = np.iinfo(np.int64).max // 2
-
-
-@dataclass(frozen=True, eq=False)
-class StageProblem:
-    """What one stage may save or compute again.
-
-    Attributes:
-        start: its first position.
-        end: the position behind its last.
-        savings: the problem; storages that are held in any case have 0 bytes.
-        ops: (n,) the numbers of its ops in the problem of the whole graph.
-        held: bytes that are held in any case: received and sent values.
-        held_storages: the storages of sent values.
-    """
-
-    start: int
-    end: int
-    savings: Savings
-    ops: Ints
-    held: int
-    held_storages: frozenset[int]
 
 
 class StageProblems:
@@ -83,7 +63,7 @@ class StageProblems:
         self.sent_on = bytes_across(positions.activations, everywhere)
         self.sent_back = bytes_across(positions.gradients, everywhere)
         self._index_crossings()
-        self.peaks = IntervalPeaks(positions)
+        self.peaks = StageTemporaries(positions)
         self.halves = StageBackward(positions, costs)
 
     def _index_savings(self) -> None:

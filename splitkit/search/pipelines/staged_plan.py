@@ -61,6 +61,6 @@ def _with_inputs(
     while stack:
         node = stack.pop()
         for read in positions.flow.inputs(node):
-            if all(isinstance(key, StagePart) and key.half != "forward" for key in places[read]):
+            if StagePart("forward", stage_of[read]) not in places[read]:
                 places[read] = (StagePart("forward", stage_of[read]), *places[read])
                 stack.append(read)

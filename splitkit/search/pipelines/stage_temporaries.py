@@ -8,12 +8,13 @@ from collections.abc import Collection, Hashable, Sequence
 import numpy as np
 
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.training.choices import Choice, Savings
+from splitkit.search.pipelines.stage_problem import StageProblem
+from splitkit.training.choices import Choice
 from splitkit.training.flow import output_nodes
 from splitkit.training.peaks import Peaks
 
 
-class IntervalPeaks:
+class StageTemporaries:
     """The temporary bytes of all stages of a joint graph; storages and ops go by the numbers of `EmissionOrder`."""
 
     def __init__(self, positions: JointPositions) -> None:
@@ -54,15 +55,9 @@ class IntervalPeaks:
         backward = sorted({*np.flatnonzero(inside & ~self._forward).tolist(), *again} - stays)
         return forward, backward
 
-    def key(self, start: int, end: int, savings: Savings, held: Collection[int]) -> Hashable:
-        """Return a key of what decides the temporary bytes of a stage, equal for isomorphic stages.
-
-        Args:
-            start: its first position.
-            end: the position behind its last.
-            savings: its recompute problem.
-            held: the storages of the values that it sends.
-        """
+    def key(self, problem: StageProblem) -> Hashable:
+        """Return a key of what decides the temporary bytes of a stage, equal for isomorphic stages."""
+        start, end = problem.start, problem.end
         inside = np.flatnonzero((self._at >= start) & (self._at < end)).tolist()
         number = {op: i for i, op in enumerate(inside)}
         storages = {s: i for i, s in enumerate(dict.fromkeys(s for op in inside for s in self.order.held[op]))}
@@ -77,8 +72,8 @@ class IntervalPeaks:
             for op in inside
         ]
         kept = self._returned | self._up(start, end)
-        facts = [(at, self.order.nbytes[s], s in kept, s in held) for s, at in first.items()]
-        ops = tuple(number[self.order.number[op]] for op in savings.ops)
+        facts = [(at, self.order.nbytes[s], s in kept, s in problem.held_storages) for s, at in first.items()]
+        ops = tuple(number[self.order.number[op]] for op in problem.savings.ops)
         text = repr((lines, facts, ops))
         return hashlib.sha256(text.encode()).digest()
 
