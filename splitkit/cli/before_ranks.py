@@ -38,8 +38,7 @@ def require_target(args: Namespace) -> None:
         if args.stages is not None:
             _require_order(args, [1] * args.stages)
         return
-    stages = stages_of_file(file)
-    if file.get("what") == TRAINING and stages:
+    if stages := stages_of_file(file):
         require_options(args)
         _require_factory(source.from_plan(args.target, file, args))
         _require_order(args, [1] * stages)

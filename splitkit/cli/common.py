@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import factories, source
 from splitkit.cli.source import Source
+from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
@@ -282,7 +283,7 @@ def read_plan(path: str) -> dict[str, Any]:
 
 
 def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Plan, Costs]:
-    if data.get("what") == TRAINING:
+    if data.get("what") == TRAINING or stages_of_file(data):
         raise UsageError(
             "SK601",
             f"{args.target} divides a training step into forward and backward, and this command splits a forward graph",

@@ -8,9 +8,10 @@ gradients of parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from splitkit.plans.parts import PartKey
+if TYPE_CHECKING:
+    from splitkit.plans.parts import PartKey
 
 Half = Literal["forward", "backward", "input", "weight"]
 HALVES: tuple[Half, ...] = ("forward", "backward", "input", "weight")

@@ -23,6 +23,7 @@ from splitkit.cli.outcome import Outcome
 from splitkit.cli.outputs import write_outputs
 from splitkit.cli.pages import wrote
 from splitkit.cli.part_flags import with_recompute
+from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def run(args: Namespace) -> Outcome:
     optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
     file = plan_file(args, takes=("costs", "training"))
-    if file is not None and file.get("what") == TRAINING:
+    if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
         return _halves(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
         args.training = True  # plan by forward and backward, as the page draws both
