@@ -1,0 +1,89 @@
+"""Plans of training steps in stages on the command line: planned, run in one process, and trained on two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import command
+
+import splitkit as sk
+from splitkit.cli import main
+from splitkit.cli.syntax import policy_spec
+from splitkit.errors import UsageError
+from splitkit.policies import MinCut, Pipeline, SplitBackward
+
+NET = f"{Path(__file__).parent / 'tinynet.py'}:net"
+POLICY = "SplitBackward(policy=Pipeline(4, 'zbv', microbatches=4))"
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A plan of four stages, and what the command said."""
+    file = str(tmp_path_factory.mktemp("plans") / "plan.json")
+    words = ["plan", NET, "--size", "layers=2,width=16", "--what", "fwd-bwd", "--policy", POLICY, "-o", file, "--json"]
+    done = command(*words)
+    assert done.returncode == 0
+    return file, json.loads(done.stdout)
+
+
+def test_a_plan_of_stages_says_what_each_stage_does(planned):
+    file, data = planned
+    assert [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
+    assert "wait" in data["note"] and "ZBVZeroBubble, 4 microbatches" in data["note"]
+    assert all(row["saved"] >= 0 and row["waiting"] is not None for row in data["stages"])
+    assert sum(row["sent"] for row in data["stages"][:3]) > 0 == data["stages"][3]["sent"]
+    held = json.loads(Path(file).read_text())
+    assert held["what"] == "fwd-bwd" and ["weight", 0] in [part["key"] for part in held["parts"]]
+
+
+def test_it_runs_in_one_process_like_the_unsplit_model(planned, capsys):
+    assert main(["run", planned[0], "--model", NET, "--check", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["check"]["same"] and [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
+    assert main(["run", planned[0], "--model", NET]) == 0
+    assert "waits for weight" in capsys.readouterr().out
+
+
+def test_it_trains_on_two_processes_like_the_unsplit_model(planned):
+    words = ["--nproc", "2", "--schedule", "zbv", "--microbatches", "4", "--steps", "2", "--check"]
+    done = command("train", planned[0], "--model", NET, *words, "--json")
+    data = json.loads(done.stdout)
+    assert done.returncode == 0 and data["check"]["same"] and data["check"]["gradient"] < 1e-6
+    assert [rank["stages"] for rank in data["ranks"]] == [[0, 3], [1, 2]] and len(data["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--nproc", "2", "--schedule", "zbv", "--trace", "t.json"], "--trace does not go with"),
+        (["train", "--nproc", "2", "--schedule", "zbv", "--checkpoint", "here"], "--checkpoint does not go with"),
+        (["train", "--nproc", "3", "--schedule", "zbv"], "SK330"),
+        (["view", "-o", "page.html"], "no page draws yet"),
+    ],
+)
+def test_what_such_plans_do_not_have_is_refused(planned, words, message, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main([words[0], planned[0], "--model", NET, *words[1:]]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_python_wrote_is_known_by_its_parts(tmp_path, planned, capsys):
+    data = {name: value for name, value in json.loads(Path(planned[0]).read_text()).items() if name != "what"}
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(data))
+    assert main(["run", str(file), "--model", NET, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["stages"]) == 4
+
+
+def test_a_policy_may_be_a_parameter_of_another():
+    made = policy_spec.parse(POLICY).build().policy
+    assert made == SplitBackward(policy=Pipeline(4, "zbv", microbatches=4))
+    assert policy_spec.parse("SplitBackward(policy=MinCut())").build().policy == SplitBackward(policy=MinCut())
+    with pytest.raises(UsageError, match="there is no policy 'MinCute'"):
+        policy_spec.parse("SplitBackward(policy=MinCute())")
+    with pytest.raises(UsageError, match="no literal"):
+        policy_spec.parse("SplitBackward(policy=open.x('a'))")
+    with pytest.raises(sk.PolicyError, match="SK302"):
+        policy_spec.parse("SplitBackward(policy=MinCut(nothing=1))").build()
