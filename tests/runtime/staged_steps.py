@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import splitkit as sk
 from splitkit.runtime import joint_pipeline
@@ -28,11 +29,36 @@ SIZES = {
 CAPTURED = {}
 
 
+class Odd(nn.Module):
+    """Statistics that are updated, dropout, a frozen layer, a weight that is used twice, and a mask of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)
+        self.frozen, self.last = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        keep = (x.sum(1, keepdim=True) > 0).long()
+        y = self.drop(self.norm(self.first(x)).relu())
+        y = self.frozen(y).tanh() + y
+        y = self.drop(self.last(y)) @ self.first.weight.t()
+        self.seen += 1
+        return (y.square() * keep).mean()
+
+
+def build(name):
+    """A model with named inputs, the same each time."""
+    torch.manual_seed(0)
+    if name == "odd":
+        return models.Example(Odd(), (), {"x": torch.randn(4, 8)})
+    return models.build(name, **SIZES[name])
+
+
 def made(name):
     """A model, and its joint graph for one microbatch."""
     if name not in CAPTURED:
-        torch.manual_seed(0)
-        example = models.build(name, **SIZES[name])
+        example = build(name)
         CAPTURED[name] = example, sk.capture_joint(example.model, *example.args, **example.kwargs, loss=loss_or_sum)
     return CAPTURED[name]
 
@@ -111,7 +137,7 @@ def main():
     for name in names.split(","):
         example, joint = made(name)
         step = joint.split(plan_of(joint.flow, how, int(stages)))
-        twin = models.build(name, **SIZES[name])
+        twin = build(name)
         twin.model.load_state_dict(example.model.state_dict())
         twin.model.train(example.model.training)
         pipe = joint_pipeline(joint, step, schedule, count, compiled="compiled" in rest)
@@ -137,6 +163,9 @@ def main():
         for key, p in twin.model.named_parameters():
             if key in own:
                 found["weight"] = max(found["weight"], float((p - own[key]).detach().abs().max()))
+        found["buffer"] = max(
+            (float((b - dict(twin.model.named_buffers())[key]).abs().max()) for key, b in written(pipe)), default=0.0
+        )
         print(
             json.dumps(
                 {
@@ -147,6 +176,12 @@ def main():
             ),
             flush=True,
         )  # fmt: skip
+
+
+def written(pipe):
+    """The buffers that the stages of this rank write, by name."""
+    own = {id(b) for module in pipe.modules for b in module.outputs.updates.values()}
+    return [(key, b) for key, b in pipe.model.named_buffers() if id(b) in own]
 
 
 def watch(waiting, expected):

@@ -189,10 +189,18 @@ class JointPipeline:
         losses = torch.stack([self._batch.losses[i] for i in range(self.microbatches)])
         return PipelineStep(losses.mean(), losses)
 
+    @property
+    def model(self) -> nn.Module:
+        """The model, which each rank holds as a whole."""
+        return self._joint.model
+
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the stages of this rank read and that have gradients, each once."""
+        """Return the parameters that the stages of this rank read and that have gradients, each once.
+
+        On a rank without any it is an empty parameter, since torch's optimizers refuse an empty list.
+        """
         found = {id(p): p for module in self.modules for p in module.outputs.gradients.values()}
-        return list(found.values())
+        return list(found.values()) or [self.modules[0].anchor]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of `parameters` by their names in the model."""
@@ -209,10 +217,12 @@ class JointPipeline:
         likes = {n.name: n.meta["val"] for n in self._joint.graph_module.graph.find_nodes(op="placeholder")}
         leaves = signature.leaves(tuple(args), kwargs)
         found: list[dict[str, Any]] = [{} for _ in range(self.microbatches)]
+        words = _names_of_leaves(signature.structure)
         for name, leaf in signature.inputs.items():
-            for own, piece in zip(found, self._pieces(name, leaves[leaf], likes[name]), strict=True):
+            pieces = self._pieces(words.get(leaf, name), leaves[leaf], likes[name])
+            for own, piece in zip(found, pieces, strict=True):
                 own[name] = piece
-        given = {name: leaves[leaf] for name, leaf in signature.inputs.items()}
+        given = {words.get(leaf, name): leaves[leaf] for name, leaf in signature.inputs.items()}
         return PipelineCall("step", self.steps, given), found
 
     def _pieces(self, name: str, given: Any, like: Any) -> list[Any]:
@@ -345,6 +355,13 @@ class JointPipeline:
             if self._groups[position] is not None:
                 dist.all_reduce(total, group=self._groups[position])
             parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+
+def _names_of_leaves(structure: Any) -> dict[int, str]:
+    """Return number of a leaf of the inputs -> its name in messages, ``input 0`` or ``labels``; not if it is nested."""
+    args, kwargs = pytree.tree_unflatten(list(range(structure.num_leaves)), structure)
+    named = {**{f"input {i}": leaf for i, leaf in enumerate(args)}, **kwargs}
+    return {leaf: name for name, leaf in named.items() if isinstance(leaf, int)}
 
 
 def _loss_as_it_is(loss: torch.Tensor, target: object) -> torch.Tensor:

@@ -91,6 +91,11 @@ class JointStage(nn.Module):
         self.terms: dict[int, torch.Tensor] = {}
 
     @property
+    def has_backward(self) -> bool:
+        """Whether a gradient comes back to this stage. Torch runs no backward of a stage to which none does."""
+        return self.after is None or bool(self.after.slot_of)
+
+    @property
     def input_tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors on ``meta`` that torch is told to receive."""
         state = [self.rng.like] if self.rng.receives else []
@@ -126,6 +131,8 @@ class JointStage(nn.Module):
         sent = made[len(outputs) : len(outputs) + len(self.graphs.sent)]
         self.held[number] = dict(zip(self.graphs.held, made[len(outputs) + len(sent) :], strict=True))
         self._keep_old_values(number)
+        if not self.has_backward:
+            del self.held[number]
         for position, buffer in self.outputs.updates.items():
             buffer.copy_(outputs[position])
         if self.after is None:
@@ -166,6 +173,8 @@ class JointStage(nn.Module):
 
     def weight_runner(self) -> Callable[..., None]:
         """Return what runs the weight part of the microbatch whose backward ran last: torch's ``dw_builder``."""
+        if not self.has_backward:
+            return lambda: None
         number, given = self.waiting[-1]
 
         def run() -> None:
