@@ -69,10 +69,25 @@ class Row:
     planning: float
 
 
+@dataclass(frozen=True)
+class Way:
+    """What another way decides.
+
+    Attributes:
+        ends: the position behind each stage.
+        choices: what each stage saves.
+        run: its simulated step.
+    """
+
+    ends: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    run: ScheduleRun
+
+
 class Rivals:
     """The other ways, for one graph and schedule."""
 
-    def __init__(self, frontiers: StageFrontiers, order: PipelineOrder, links: Links) -> None:
+    def __init__(self, frontiers: StageFrontiers, order: PipelineOrder, links: Links | None) -> None:
         self.frontiers, self.problems, self.order, self.links = frontiers, frontiers.problems, order, links
         self.stages = len(order.rank_of)
         positions = self.problems.positions
@@ -82,15 +97,15 @@ class Rivals:
         self.borders = [_nearest(positions.legal, start) for start in starts]
         self._chosen: dict[tuple[int, int, int], tuple[StageProblem, Choice]] = {}
 
-    def block(self, memory: int) -> float | None:
-        """Return the step of equal layers with block recompute."""
+    def block(self, memory: int) -> Way | None:
+        """Return equal layers with block recompute."""
         layers = len(self.borders)
         firsts = [self.borders[layers * s // self.stages] for s in range(1, self.stages)]
         spans = list(pairwise([0, *firsts, len(self.problems.positions.forward)]))
         for count in range(layers // self.stages + 2):
-            run = self._run([(span, self._recomputed(span, count)) for span in spans])
-            if max(run.peaks) <= memory:
-                return run.seconds
+            way = self._way([(span, self._recomputed(span, count)) for span in spans])
+            if max(way.run.peaks) <= memory:
+                return way
         return None
 
     def _recomputed(self, span: tuple[int, int], count: int) -> Choice:
@@ -108,21 +123,22 @@ class Rivals:
         ]
         return problem.savings.choose(np.array(again, np.bool_) | problem.savings.forced | (problem.savings.late))
 
-    def once(self, ends: Sequence[int], memory: int) -> float | None:
-        """Return the step of given cuts with one min-cut price for all stages."""
+    def once(self, ends: Sequence[int], memory: int) -> Way | None:
+        """Return given cuts with one min-cut price for all stages."""
         spans = list(pairwise([0, *ends]))
         hulls = [self.frontiers.of(*span).priced_corners() for span in spans]
         prices = sorted({price for hull in hulls for price, _ in hull})
         for price in prices:
             chosen = [max((c for c in hull if c[0] <= price), key=lambda c: c[0])[1] for hull in hulls]
-            run = self._run(list(zip(spans, chosen, strict=True)))
-            if max(run.peaks) <= memory:
-                return run.seconds
+            way = self._way(list(zip(spans, chosen, strict=True)))
+            if max(way.run.peaks) <= memory:
+                return way
         return None
 
-    def _run(self, stages: Sequence[tuple[tuple[int, int], Choice]]) -> ScheduleRun:
+    def _way(self, stages: Sequence[tuple[tuple[int, int], Choice]]) -> Way:
         costs = [self.problems.costs_of(self.problems.problem(*span), choice) for span, choice in stages]
-        return simulate_schedule(costs, self.order, links=self.links)
+        run = simulate_schedule(costs, self.order, links=self.links)
+        return Way(tuple(span[1] for span, _ in stages), tuple(choice for _, choice in stages), run)
 
 
 def _nearest(legal: np.ndarray, position: int) -> int:
@@ -178,11 +194,15 @@ def of_schedule(name, args, positions, costs, order, links, divided) -> Iterator
             memory,
             step,
             0.0 if step is None else 1 - min(found.bound, step) / step,
-            rivals.block(memory),
-            rivals.once(cuts, memory),
+            _seconds(rivals.block(memory)),
+            _seconds(rivals.once(cuts, memory)),
             None if each is None else each.seconds,
             planning,
         )
+
+
+def _seconds(way: Way | None) -> float | None:
+    return None if way is None else way.run.seconds
 
 
 def main() -> None:
