@@ -38,7 +38,7 @@ from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RecomputeAll, SaveAll, SplitBackward
 from splitkit.search.deferral.deferral_problem import deferrals
-from splitkit.search.deferral.divided_backward import divided, staged_plan
+from splitkit.search.deferral.divided_backward import divided, plan_in_stages
 from splitkit.training.flow import JointFlow
 from splitkit.training.waiting_values import waiting_bytes, waiting_values
 
@@ -195,7 +195,7 @@ def row(case: Case, size: Size) -> dict[str, Any]:
     saved = flow.save_all
     late = {n for n in flow.scope if "backward" in saved.places.get(flow.producer(n), ())}
     read = {r for n in late for r in n.all_input_nodes if r not in late and r not in flow.backward_inputs}
-    plan = staged_plan(flow, saved)
+    plan = plan_in_stages(flow, saved)
     problem = deferrals(flow, plan, ("backward", 0), costs)
     closure = problem.choose(problem.pinned, ~problem.pinned)
     after = divided(plan, {0: closure})

@@ -100,6 +100,7 @@ def test_the_same_seed_draws_the_same_bugs(tmp_path):
     assert {function for function, *_ in first[:3]} == {"Shop.prices", "Shop.pay", "visits"}  # each before any again
 
 
+@pytest.mark.campaign  # only people run such campaigns
 def test_a_campaign_plants_bugs_in_a_copy_and_says_which_the_tests_catch():
     here = Path(__file__).parents[1]
     words = ["tests/mutation.py", "--package", "solvers", "--count", "2", "--only", "balanced_blocks", "--tests"]

@@ -29,6 +29,7 @@ def expected():
     return tokens
 
 
+@pytest.mark.campaign  # the whole road of test_fit goes through both
 def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, call, expected):
     plan, stages, asked = (str(tmp_path / name) for name in ("plan.json", "stages", "asked.jsonl"))
     Path(asked).write_text(
