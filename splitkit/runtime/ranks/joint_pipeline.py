@@ -353,6 +353,7 @@ class JointPipeline:
             for term in terms[1:]:
                 total = total + term
             if self._groups[position] is not None:
+                total = total.contiguous()  # the ranks' terms may be transposed differently
                 dist.all_reduce(total, group=self._groups[position])
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
