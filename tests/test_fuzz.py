@@ -10,6 +10,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from campaigns import these_first
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,14 @@ BUGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+SLOW_TO_FIND = ("an exit closes the innermost region", "an exit restores no region")
+
+
+@pytest.mark.parametrize(
+    "bug",
+    these_first([b for b in BUGS if b.name not in SLOW_TO_FIND], [b for b in BUGS if b.name in SLOW_TO_FIND]),
+    ids=lambda bug: bug.name,
+)
 def test_the_fuzzer_finds_a_planted_bug(bug, monkeypatch):
     bug.plant(monkeypatch)
     with pytest.raises((CheckError, RuntimeError, LookupError)) as caught:

@@ -51,6 +51,7 @@ def test_what_does_not_fit_ends_with_3(capsys):
     assert "does not fit" in text and "too much" in text and "more device" in text
 
 
+@pytest.mark.campaign  # the whole road runs the command that it is told
 @pytest.mark.parametrize(
     "options",
     these_first(

@@ -44,6 +44,7 @@ def test_the_note_says_that_the_clock_cut_a_search_short():
     assert "cut short" not in Budget(0.85).assign(joint.flow, prices).note
 
 
+@pytest.mark.campaign  # how long a refusal takes, not what it says
 def test_a_refusal_of_a_budget_simulates_at_most_twice_as_many_plans_as_a_plan():
     joint, prices, _, planned = planned_deep()
     with simulated() as seen, pytest.raises(NoPlanError) as raised:

@@ -118,6 +118,7 @@ def test_a_step_of_other_actions_is_refused(made):
         plan.view(costs=costs, run=run, measured={})
 
 
+@pytest.mark.campaign  # test_view draws a measured plan, too
 def test_the_command_draws_a_trace_and_takes_its_schedule(tmp_path, made, capsys):
     words = ["--size", "layers=4,width=64,heads=4", "--size", "seq=16,vocab=100"]
     plan, trace, page = (str(tmp_path / name) for name in ("plan.json", "trace.json", "page.html"))
