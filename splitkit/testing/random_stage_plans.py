@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from splitkit.graph.dataflow import readers_of
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, output_nodes, save_all_plan, unrepeatable
-from splitkit.training.stage_parts import StagePart, stage_part
+from splitkit.training.stage_parts import StagePart, known_part
 from splitkit.training.stage_plan import stage_plan
 
 
@@ -44,26 +45,17 @@ def _deferred(flow: JointFlow, plan: Plan, stage: int, dice: random.Random) -> P
     """Return the plan in which a random part of a stage's backward that nothing else waits for runs later."""
     backward, late, share = StagePart("backward", stage), StagePart("weight", stage), dice.choice([0.5, 1.0])
     places: dict[Node, tuple[PartKey, ...]] = {}
-    returned = set(output_nodes(flow.gradients))
+    returned, readers = set(output_nodes(flow.gradients)), readers_of(flow)
     for node in reversed(flow.nodes):
         keys = places.get(node, plan[node])
         if backward not in keys:
             continue
-        users = {flow.producer(u): None for n in [node, *_followers(flow, node)] for u in n.users if u.op != "output"}
-        readers = {k for user in users for k in places.get(user, plan[user]) if _half(k) != FORWARD}
-        free = readers <= {late} and (bool(readers) or node in returned) and node not in flow.once
+        keys_of_users = (k for user in readers[node] for k in places.get(user, plan[user]))
+        others = {key for key in keys_of_users if known_part(key).half != FORWARD}
+        free = others <= {late} and (bool(others) or node in returned) and node not in flow.once
         moved = late if free and dice.random() < share else StagePart("input", stage)
         places[node] = tuple(moved if key == backward else key for key in keys)
     parts = dict(plan.parts)
     del parts[backward]
     parts |= {key: Part(key) for key in (StagePart("input", stage), late)}
     return replace(plan, places={n: places.get(n, keys) for n, keys in plan.items()}, parts=parts)
-
-
-def _followers(flow: JointFlow, node: Node) -> list[Node]:
-    return [n for n, producer in flow.followers.items() if producer is node]
-
-
-def _half(key: PartKey) -> str:
-    part = stage_part(key)
-    return part.half if part is not None else ""

@@ -36,6 +36,13 @@ def stage_part(key: PartKey) -> StagePart | None:
     return StagePart(half, stage)
 
 
+def known_part(key: PartKey) -> StagePart:
+    """Return the key of a plan whose keys have been checked as a `StagePart`."""
+    part = stage_part(key)
+    assert part is not None
+    return part
+
+
 def is_staged(keys: Iterable[PartKey]) -> bool:
     """Return whether any of the parts of a plan is of a pipeline stage."""
     return any(stage_part(key) is not None for key in keys)

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import PlanError
+from splitkit.graph.dataflow import readers_of
 from splitkit.graph.joint_marks import forward_owners
 from splitkit.graph.symbols import value_of
 from splitkit.plans.parts import Part, PartKey
@@ -41,28 +42,29 @@ def stage_plan(flow: JointFlow, stages: Mapping[Node, int], base: Plan | None = 
     forward = [n for n in flow.nodes if FORWARD in base[n]]
     if missing := [n for n in forward if n not in stages]:
         raise PlanError("SK208", f"{missing[0].name} runs in forward and has no stage", "Give it a stage.", missing[:1])
-    of_forward = _adjusted(flow, {n: stages[n] for n in forward})
+    readers = readers_of(flow)
+    of_forward = _adjusted(flow, {n: stages[n] for n in forward}, readers)
     last = max(of_forward.values(), default=0)
-    of_backward = _backward_stages(flow, of_forward, last)
+    of_backward = _backward_stages(flow, of_forward, last, readers)
     places: Places = {}
     for node in reversed(flow.nodes):
-        readers = [key for user in _readers(flow, node) for key in places[user]]
+        wanted = [key for user in readers[node] for key in places[user]]
         if _is_view_of_input(flow, node):
             unread = StagePart("forward", of_forward.get(node, last))
-            places[node] = tuple(dict.fromkeys(reversed(readers))) or (unread,)
+            places[node] = tuple(dict.fromkeys(reversed(wanted))) or (unread,)
             continue
         keys: list[PartKey] = [StagePart("forward", of_forward[node])] if FORWARD in base[node] else []
         if base[node] == (BACKWARD,):
             keys.append(StagePart("backward", of_backward[node]))
         elif BACKWARD in base[node]:
-            keys += [k for k in dict.fromkeys(readers) if isinstance(k, StagePart) and k.half == "backward"]
+            keys += [k for k in dict.fromkeys(wanted) if isinstance(k, StagePart) and k.half == "backward"]
         places[node] = tuple(keys)
     parts = [*(StagePart("forward", s) for s in range(last + 1))]
     parts += [StagePart("backward", s) for s in reversed(range(last + 1))]
     return replace(base, places={n: places[n] for n in flow.nodes}, parts={key: Part(key) for key in parts}, claim=None)
 
 
-def _adjusted(flow: JointFlow, stages: dict[Node, int]) -> dict[Node, int]:
+def _adjusted(flow: JointFlow, stages: dict[Node, int], readers: Mapping[Node, list[Node]]) -> dict[Node, int]:
     """Return the stages, changed for nodes that cost nothing: they run where their value need not be sent.
 
     What forward computes for backward alone (the aliases that autograd saves of a result) runs where its result is
@@ -74,7 +76,7 @@ def _adjusted(flow: JointFlow, stages: dict[Node, int]) -> dict[Node, int]:
             stages[node] = max((stages[r] for r in flow.inputs(node) if r in stages), default=stages[node])
     for node in reversed(flow.nodes):
         if node in stages and node in needed and _is_view_of_input(flow, node):
-            stages[node] = min((stages[u] for u in _readers(flow, node) if u in stages), default=stages[node])
+            stages[node] = min((stages[u] for u in readers[node] if u in stages), default=stages[node])
     return stages
 
 
@@ -83,13 +85,9 @@ def _is_view_of_input(flow: JointFlow, node: Node) -> bool:
     return isinstance(value_of(node), torch.Tensor) and not flow.storages.under(node) and node not in flow.once
 
 
-def _readers(flow: JointFlow, node: Node) -> list[Node]:
-    """Return the placeable nodes that read a node, or a member of its tuple."""
-    found = [flow.producer(u) for n in _members(flow, node) for u in n.users]
-    return [u for u in dict.fromkeys(found) if u is not node and flow.is_placeable(u)]
-
-
-def _backward_stages(flow: JointFlow, stages: Mapping[Node, int], last: int) -> dict[Node, int]:
+def _backward_stages(
+    flow: JointFlow, stages: Mapping[Node, int], last: int, readers: Mapping[Node, list[Node]]
+) -> dict[Node, int]:
     """Return the stage of every placeable node if it runs in backward."""
     owners = forward_owners(flow.graph)
     found: dict[Node, int] = dict.fromkeys(flow.backward_inputs, last)
@@ -105,18 +103,8 @@ def _backward_stages(flow: JointFlow, stages: Mapping[Node, int], last: int) -> 
             settled.add(node)
     # A node that reads no gradient runs in the latest stage that reads it, from where its value can reach the others.
     for node in reversed(flow.nodes):
-        users = [u for u in _readers(flow, node) if u in settled]
+        users = [u for u in readers[node] if u in settled]
         if node not in settled and node not in stages and users:
             found[node] = max(found[u] for u in users)
             settled.add(node)
-    return found
-
-
-def _members(flow: JointFlow, node: Node) -> list[Node]:
-    """Return the node, and what unpacks its tuple."""
-    found, stack = [node], [node]
-    while stack:
-        inner = [u for u in stack.pop().users if u in flow.followers]
-        found += inner
-        stack += inner
     return found

@@ -24,7 +24,7 @@ from splitkit.plans.record import Plan
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import JointFlow
 from splitkit.training.gradient_terms import GradientTerm, gradient_terms, tied_parameters
-from splitkit.training.stage_parts import StagePart, is_staged, stage_part
+from splitkit.training.stage_parts import StagePart, is_staged, known_part, stage_part
 
 Places = dict[Node, tuple[PartKey, ...]]
 
@@ -89,7 +89,7 @@ class _Division:
         for node in self.flow.scope:
             if node.op not in ("placeholder", "get_attr", "output"):
                 for key in self.places.get(node, ()):
-                    found[_known(key)].append(node)
+                    found[known_part(key)].append(node)
         return found
 
     @cached_property
@@ -168,22 +168,24 @@ class _Division:
         primals = [
             n for n in self.flow.graph.find_nodes(op="placeholder") if n in reads and n not in self.flow.backward_inputs
         ]
-        emit = _Emission(self.flow, self.order)
         return StageGraphs(
-            forward=emit.graph(
+            forward=_emit(
+                self.flow,
                 self.order.forward(self.members[forward], [*sent, *held]),
                 [*primals, *received],
                 [*outputs, *sent, *held],
             ),
-            backward=emit.graph(
+            backward=_emit(
+                self.flow,
                 self.order.backward(self.members[backward]),
                 [*saved, *tangents, *grads_in],
-                [*grads_out, *emit.sums(self.returned.get(backward, [])), *waiting],
+                [*grads_out, *_sums(self.returned.get(backward, [])), *waiting],
             ),
-            weight=emit.graph(
+            weight=_emit(
+                self.flow,
                 self.order.backward(self.members[weight]),
                 [*deferred, *waiting],
-                emit.sums(self.returned.get(weight, [])),
+                _sums(self.returned.get(weight, [])),
             ) if line.split[stage] else None,
             primals=_names(primals),
             received=_names(received),
@@ -209,58 +211,55 @@ class _Division:
         return sorted(self.traffic.between(source, target), key=self.flow.index.__getitem__)
 
 
-def _known(key: PartKey) -> StagePart:
-    part = stage_part(key)
-    assert part is not None  # `stage_line` has checked all keys
-    return part
-
-
 def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
     return tuple(n.name for n in nodes)
 
 
-Value = Node | Callable[[fx.Graph, dict[Node, Node]], Node]
+_WrittenValue = Callable[[fx.Graph, dict[Node, Node]], Node]
+"""Adds nodes of its own to a graph, given node of the joint graph -> its copy, and returns the last."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Emission:
-    """Writes the graphs of parts."""
+def _sums(terms: Sequence[GradientTerm]) -> list[Node | _WrittenValue]:
+    """Return the values of some terms of gradients, as outputs of a graph."""
+    return [term.nodes[0] if len(term.nodes) == 1 else _sum(term) for term in terms]
 
-    flow: JointFlow
-    order: EmissionOrder
 
-    def sums(self, terms: Sequence[GradientTerm]) -> list[Value]:
-        """Return the values of some terms, for `graph`."""
-        return [term.nodes[0] if len(term.nodes) == 1 else self._sum(term) for term in terms]
+def _sum(term: GradientTerm) -> _WrittenValue:
+    def write(graph: fx.Graph, env: dict[Node, Node]) -> Node:
+        total = env[term.nodes[0]]
+        for node in term.nodes[1:]:
+            total = graph.call_function(torch.ops.aten.add.Tensor, (total, env[node]))
+            total.meta["val"] = node.meta["val"]
+        return total
 
-    def _sum(self, term: GradientTerm) -> Value:
-        def write(graph: fx.Graph, env: dict[Node, Node]) -> Node:
-            total = env[term.nodes[0]]
-            for node in term.nodes[1:]:
-                total = graph.call_function(torch.ops.aten.add.Tensor, (total, env[node]))
-                total.meta["val"] = node.meta["val"]
-            return total
+    return write
 
-        return write
 
-    def graph(self, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object]) -> fx.GraphModule:
-        """Return the graph that takes ``inputs`` and returns ``outputs``."""
-        graph, env = fx.Graph(), dict[Node, Node]()
-        for node in inputs:
-            env[node] = graph.placeholder(node.name)
-            env[node].meta = dict(node.meta)
+def _emit(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object]) -> fx.GraphModule:
+    """Return the graph that computes ``nodes`` in their order, with the attributes that they read.
 
-        def copied(node: Node) -> Node:
-            if node not in env and node.op == "get_attr":
-                env[node] = graph.node_copy(node)
-            return env[node]
+    Args:
+        flow: facts about the joint graph.
+        nodes: what it computes; inputs among them are taken as inputs.
+        inputs: its placeholders, in order.
+        outputs: what it returns: nodes, constants, or a `_WrittenValue`.
+    """
+    graph, env = fx.Graph(), dict[Node, Node]()
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
 
-        for node in nodes:
-            if node not in env:
-                env[node] = graph.node_copy(node, copied)
-        made: list[Any] = [
-            copied(value) if isinstance(value, Node) else value(graph, env) if callable(value) else value
-            for value in outputs
-        ]
-        graph.output(tuple(made))
-        return fx.GraphModule(self.flow.root, graph)
+    def copied(node: Node) -> Node:
+        if node not in env and node.op == "get_attr":
+            env[node] = graph.node_copy(node)
+        return env[node]
+
+    for node in nodes:
+        if node not in env:
+            env[node] = graph.node_copy(node, copied)
+    made: list[Any] = [
+        copied(value) if isinstance(value, Node) else value(graph, env) if callable(value) else value
+        for value in outputs
+    ]
+    graph.output(tuple(made))
+    return fx.GraphModule(flow.root, graph)

@@ -11,7 +11,7 @@ from splitkit.errors import CycleError, PlanError
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
-from splitkit.training.stage_parts import FULL_BACKWARD, SPLIT_BACKWARD, StagePart, stage_part
+from splitkit.training.stage_parts import FULL_BACKWARD, SPLIT_BACKWARD, known_part, stage_part
 
 _REMEDY = "Use a policy that divides a training step into stages, such as splitkit.extend.stage_plan makes."
 
@@ -60,7 +60,7 @@ def check_effects(flow: JointFlow, plan: Plan, line: StageLine) -> None:
         producer = flow.producer(node)
         if producer not in home or not plan[producer]:
             continue
-        part = _part(plan[producer][0])
+        part = known_part(plan[producer][0])
         expected = home.home(producer)
         half = FORWARD if part.half == "forward" else BACKWARD
         if half != expected or part.half == "weight":
@@ -81,18 +81,12 @@ def _check_after(node: Node, before: Node, plan: Plan, when: Mapping[PartKey, in
     # A copy that backward recomputes follows the whole of forward, so only effects of its own half can come too late.
     for key in plan[node]:
         for earlier in plan.get(before, ()):
-            same_half = (_part(key).half == "forward") == (home.get(before) == (FORWARD,))
+            same_half = (known_part(key).half == "forward") == (home.get(before) == (FORWARD,))
             if when[earlier] > when[key] and same_half:
                 raise CycleError(
                     "SK203",
                     f"{node.name} must run after {before.name}, an effect or a read, but is planned in "
-                    f"{tuple(_part(key))!r}, which runs before {tuple(_part(earlier))!r}",
+                    f"{tuple(known_part(key))!r}, which runs before {tuple(known_part(earlier))!r}",
                     f"Place {before.name} in the part of {node.name}, or earlier.",
                     [node, before],
                 )
-
-
-def _part(key: PartKey) -> StagePart:
-    part = stage_part(key)
-    assert part is not None  # `stage_line` has checked all keys
-    return part
