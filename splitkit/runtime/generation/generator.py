@@ -32,7 +32,7 @@ from splitkit.runtime.generation.ring import END, RUN, Message, Ring
 from splitkit.runtime.generation.sampling import Sampler, processors
 from splitkit.runtime.generation.serving_progress import ServingProgress
 from splitkit.runtime.ranks.faults import global_ranks, naming_failures, time_limit
-from splitkit.runtime.ranks.rank_agreement import require_same
+from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.weight_agreement import require_same_model
@@ -77,10 +77,7 @@ def serve(
         PipelineError: SK801 for a split that is no decoder, or has not one stage for each rank; SK802 for arguments
             that make no sense; SK804 without a process group, or if the ranks do not run the same.
     """
-    if not dist.is_initialized():
-        raise PipelineError(
-            "SK804", "there is no process group", "Start with torchrun and torch.distributed.init_process_group."
-        )
+    require_process_group()
     for name, value in {
         "positions": positions,
         "in_flight": in_flight,

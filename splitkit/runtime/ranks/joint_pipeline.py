@@ -20,15 +20,17 @@ from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.plan_file import fingerprint
+from splitkit.runtime.ranks.digests import digest_of_tensors
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, time_limit
 from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
 from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
 from splitkit.runtime.ranks.pipeline import PipelineStep
-from splitkit.runtime.ranks.rank_agreement import differs, from_every
+from splitkit.runtime.ranks.rank_agreement import differs, from_every, require_process_group
 from splitkit.runtime.ranks.rank_device import device_of_rank
+from splitkit.runtime.ranks.rank_stages import handed_loss
 from splitkit.runtime.ranks.replicas import replicas, row_of_rank
-from splitkit.runtime.ranks.rng_state import RngHandover
+from splitkit.runtime.ranks.rng_state import RngHandover, microbatch_seed
 from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement
 
 
@@ -119,10 +121,7 @@ class JointPipeline:
         seed: int,
         compiled: bool,
     ) -> None:
-        if not dist.is_initialized():
-            raise PipelineError(
-                "SK804", "there is no process group", "Start with torchrun and torch.distributed.init_process_group."
-            )
+        require_process_group()
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
         self._joint, self._step, self._seed, self.steps = joint, step, int(seed), 0
@@ -159,7 +158,7 @@ class JointPipeline:
             )
             for module in self.modules
         ]
-        self._schedule = torch_schedule(self.order, own, _loss_as_it_is)
+        self._schedule = torch_schedule(self.order, own, handed_loss)
 
     def step(self, *args: Any, **kwargs: Any) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate in the parameters, as with ``backward()``.
@@ -209,7 +208,7 @@ class JointPipeline:
 
     def seed_of(self, step: int, microbatch: int) -> int:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
-        return (self._seed * 1_000_003 + step * self.microbatches + microbatch) % 2**63
+        return microbatch_seed(self._seed, step, self.microbatches, microbatch)
 
     def _prepared(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PipelineCall, list[dict[str, Any]]]:
         """Return a call for the other ranks to compare, and the inputs of each microbatch by placeholder."""
@@ -365,11 +364,6 @@ def _names_of_leaves(structure: Any) -> dict[int, str]:
     return {leaf: name for name, leaf in named.items() if isinstance(leaf, int)}
 
 
-def _loss_as_it_is(loss: torch.Tensor, target: object) -> torch.Tensor:
-    """Return the loss, which the last stage has computed already, as torch's ``loss_fn``."""
-    return loss
-
-
 def _look(value: torch.Tensor) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
@@ -413,7 +407,5 @@ def _require_same(
 
 
 def _digest_of(model: nn.Module) -> str:
-    from splitkit.runtime.ranks.digests import digest_of_tensors
-
     tensors = pytree.tree_leaves([dict(model.named_parameters()), dict(model.named_buffers())])
     return str(digest_of_tensors(tensors))

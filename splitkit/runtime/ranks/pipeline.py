@@ -26,11 +26,12 @@ from splitkit.runtime.ranks.gradient_norm import clip_gradients
 from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, loss_without_grad, own_loss
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
-from splitkit.runtime.ranks.rank_agreement import require_same
+from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.rank_stages import RankStages
 from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of_rank
 from splitkit.runtime.ranks.rng_channel import rng_channel
+from splitkit.runtime.ranks.rng_state import microbatch_seed
 from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
@@ -130,10 +131,7 @@ class Pipeline(StageTensors):
         device: torch.device | str | None,
         seed: int,
     ) -> None:
-        if not dist.is_initialized():
-            raise PipelineError(
-                "SK804", "there is no process group", "Start with torchrun and torch.distributed.init_process_group."
-            )
+        require_process_group()
         self.split = split
         self._chain = chain_of(split) if isinstance(split, Split) else split.chain
         self.group, self.rank = group, dist.get_rank(group)
@@ -373,7 +371,7 @@ class Pipeline(StageTensors):
 
     def seed_of(self, step: int, microbatch: int) -> int:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
-        return (self._seed * 1_000_003 + step * self.microbatches + microbatch) % 2**63
+        return microbatch_seed(self._seed, step, self.microbatches, microbatch)
 
     def microbatch_of(self, chunk: int) -> int:
         """Return the number in the step of this replica's ``chunk``-th microbatch."""

@@ -21,6 +21,14 @@ from splitkit.runtime.ranks.stage_chain import Chain
 _REMEDY = "Start every rank with the same files, packages and arguments; plan once: splitkit.runtime.planned_once."
 
 
+def require_process_group() -> None:
+    """Raise SK804 if this process is not one of several that were started together."""
+    if not dist.is_initialized():
+        raise PipelineError(
+            "SK804", "there is no process group", "Start with torchrun and torch.distributed.init_process_group."
+        )
+
+
 def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.ProcessGroup | None = None) -> Plan:
     """Make or load a plan on rank 0 and return it on every rank.
 

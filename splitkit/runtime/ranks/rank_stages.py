@@ -44,7 +44,7 @@ class RankStages:
         self.stages: tuple[PartStage, ...]
         modules = [ChainStage(chain, s, last_stage, batch, device, shapes) for s in stages]
         require_support(order, tuple(modules))
-        handed = _handed if last_stage.loss is not None else None
+        handed = handed_loss if last_stage.loss is not None else None
         if replicas.are_even:
             group = replicas.pipeline_group
             self.stages = tuple(PartStage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
@@ -60,7 +60,7 @@ class RankStages:
         self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
 
 
-def _handed(loss: torch.Tensor, target: object) -> torch.Tensor:
+def handed_loss(loss: torch.Tensor, target: object) -> torch.Tensor:
     """Return the loss, which the last stage has computed already, as torch's ``loss_fn``."""
     return loss
 

@@ -20,6 +20,11 @@ from splitkit.runtime.ranks.rng_channel import RngChannel
 from splitkit.runtime.ranks.stage_chain import Chain
 
 
+def microbatch_seed(seed: int, step: int, microbatches: int, microbatch: int) -> int:
+    """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
+    return (seed * 1_000_003 + step * microbatches + microbatch) % 2**63
+
+
 class RngHandover:
     """The RNG hand-over of one stage.
 
