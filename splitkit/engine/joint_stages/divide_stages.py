@@ -44,10 +44,18 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
 
     Raises:
         PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are no stages, SK208
-            for a node that is needed but has no part, SK210 for an effect in a part where it may run too late.
+            for a node that is needed but has no part, SK210 for an effect in a part where it may run too late, SK220 for a value
+            that is to wait on the host.
         CycleError: SK203 for a value, or an effect, that is needed before it is there.
     """
     line = stage_line(plan)
+    if plan.offloaded:
+        raise PlanError(
+            "SK220",
+            f"{plan.offloaded[0].value} is to wait on the host, which stages cannot do yet",
+            "Plan stages without offload=, or divide the step into forward and backward only.",
+            [plan.offloaded[0].value],
+        )
     if missing := [n for n in flow.nodes if n not in plan.places]:
         raise PlanError(
             "SK208",
