@@ -44,8 +44,8 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
 
     Raises:
         PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are no stages, SK208
-            for a node that is needed but has no part, SK210 for an effect in a part where it may run too late, SK220 for a value
-            that is to wait on the host.
+            for a node that is needed but has no part, SK210 for an effect in a part where it may run too late,
+            SK220 for a value that is to wait on the host.
         CycleError: SK203 for a value, or an effect, that is needed before it is there.
     """
     line = stage_line(plan)
