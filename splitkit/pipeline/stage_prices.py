@@ -230,14 +230,15 @@ class StagePrices:
             for i, nodes in enumerate(plan):
                 for node in _nodes_of(self.flow, nodes):
                     placed[node] = (*placed.get(node, ()), i)
-        self._check(placed)
+        self.require_all(placed)
         parts: list[list[Node]] = [[] for _ in keys]
         for node in self.flow.nodes:
             for i in placed[node]:
                 parts[i].append(node)
         return keys, parts, {node: where[0] for node, where in placed.items() if len(where) > 1}
 
-    def _check(self, placed: Mapping[Node, tuple[int, ...]]) -> None:
+    def require_all(self, placed: Collection[Node]) -> None:
+        """Raise SK208 if a node is not among those that are in a part."""
         left = [node for node in self.flow.nodes if node not in placed]
         if left:
             raise PlanError(

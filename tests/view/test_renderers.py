@@ -242,6 +242,15 @@ def test_a_plan_that_leaves_nodes_to_the_parent_is_shown_as_bars():
     assert "share of the FLOPs" in html and "No picture" in html
 
 
+def test_a_plan_whose_parent_computes_between_parts_is_refused_before_anything_is_priced(tmp_path):
+    gm = sk.capture(nn.Sequential(*[nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)] * 3), torch.ones(2, 4))
+    plan = sk.plan(gm, sk.policies.BySupport(["aten.linear"]))
+    for draw in (plan.view, lambda: plan.to_svg(tmp_path / "plan.svg")):
+        with pytest.raises(SplitError, match="SK208"):
+            draw()
+    assert "No picture" in plan._repr_mimebundle_()["text/html"]
+
+
 def test_a_plan_of_forward_and_backward_is_drawn_like_its_pair(pair, tmp_path):
     cut, plan = pair[0], pair[0].plan
     assert svg(plan) == svg(cut) and "No picture" not in plan._repr_mimebundle_()["text/html"]

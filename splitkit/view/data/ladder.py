@@ -85,6 +85,7 @@ class LadderView(LadderModel):
         """Node -> the numbers of its parts in the plan and in the plans beside it."""
         others = [_numbers(self.flow, plan) for plan in self.beside]
         own = _numbers(self.flow, self.plan)
+        self._prices.require_all(own)
         return {node: (part, *(other.get(node, 0) for other in others)) for node, part in own.items()}
 
     @cached_property
