@@ -50,7 +50,9 @@ def test_every_page_is_in_the_index_and_says_for_whom_it_is():
 def test_the_table_of_policies_has_all_of_them():
     text = (DOCS / "policies.md").read_text()
     missing = {name for name in policies.__all__ if f"`{name}(" not in text and f"`{name}`" not in text}
-    assert missing == {"Random", "RoundRobin", "ByDevice", "ByParameterBytes", "Precompute"}, "which are for tests, or rare"
+    assert missing == {"Random", "RoundRobin", "ByDevice", "ByParameterBytes", "Precompute"}, (
+        "which are for tests, or rare"
+    )
 
 
 def test_the_gallery_is_what_the_policies_draw(tmp_path):

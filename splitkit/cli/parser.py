@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from splitkit import __version__
+from splitkit.cli.completions import SHELLS
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
 from splitkit.cli.syntax.fit_options import add_fit
@@ -30,6 +31,8 @@ from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules, wor
 
 EPILOG = """exit codes:
   0 success   1 error   2 wrong usage   3 no plan fits   4 the split differs from the unsplit model   130 interrupted
+
+defaults of options: splitkit.toml (links = "nvlink4"), or the environment (SPLITKIT_LINKS=nvlink4)
 
 example:
   splitkit plan gpt2 --stages 4 -o plan.json && splitkit run plan.json --check"""
@@ -58,6 +61,7 @@ def make_parser() -> Parser:
     _sweep(commands)
     add_synthesize(commands)
     _devices(commands)
+    _completion(commands)
     command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
     command(commands, "doctor", "check the installation, and test it on a tiny model", "splitkit doctor")
     return parser
@@ -341,6 +345,16 @@ def _devices(commands: Commands[Parser]) -> None:
         "  launch = 4e-6               # seconds to start a kernel"
     )
     command(commands, "devices", "list the devices and links that --devices, --costs and --links know", example)
+
+
+def _completion(commands: Commands[Parser]) -> None:
+    example = (
+        "splitkit completion bash > ~/.local/share/bash-completion/completions/splitkit\n"
+        "splitkit completion zsh > ~/.zfunc/_splitkit    # with fpath+=~/.zfunc before compinit in ~/.zshrc\n"
+        "splitkit completion fish > ~/.config/fish/completions/splitkit.fish"
+    )
+    parser = command(commands, "completion", "print a script that completes commands and options in a shell", example)
+    parser.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS), help="the shell")
 
 
 def _profile(commands: Commands[Parser]) -> None:

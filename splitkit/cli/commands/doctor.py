@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import distribution
+from splitkit.cli.settings import settings_file
 from splitkit.cli.outcome import Outcome
 from splitkit.units import size
 from splitkit.view.console.tables import table
@@ -52,7 +53,7 @@ class Check:
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit doctor``."""
     python = Check("python", platform.python_version(), remedy="splitkit needs 3.11")
-    checks = [python, Check("splitkit", sk.__version__), *_name_clash(), *map(_package, NEEDED)]
+    checks = [python, Check("splitkit", sk.__version__), *_name_clash(), *_settings(), *map(_package, NEEDED)]
     checks += [_package(name, needed=False) for name in OPTIONAL]
     checks += [*_machine(), _self_test(args.debug)]
     healthy = all(c.ok for c in checks if c.needed)
@@ -66,6 +67,11 @@ def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
     if find_spec("rich"):
         return [table(("what", "found", "verdict"), rows), "", verdict]
     return [*map("  ".join, rows), verdict]
+
+
+def _settings() -> list[Check]:
+    path = settings_file()
+    return [] if path is None else [Check("defaults of options", str(path))]
 
 
 def _name_clash() -> list[Check]:
