@@ -1,18 +1,16 @@
 """Sphinx's settings: the pages of this folder and the notebooks as one site.
 
-``sphinx-build -W -c docs . build/site`` builds it from the root of the repository, so that the links between pages, notebooks
-and README are those that work on a code host as well.
+``sphinx-build -W -c docs . build/site`` builds it from the root of the repository, so that links between pages and
+notebooks work on a code host as well.
 """
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import splitkit
 
 project = "splitkit"
 author = "the splitkit authors"
-copyright = "the splitkit authors"  # noqa: A001 - Sphinx's name
+copyright = "the splitkit authors"
 release = version = splitkit.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]

@@ -161,7 +161,7 @@ def _text(path: Path, name: str, value: object) -> str | bool:
 
 
 def _from_environment(commands: Mapping[str, Parser]) -> Iterator[Setting]:
-    """Yield what ``SPLITKIT_LINKS`` says, and ``SPLITKIT_PLAN_COSTS`` for one command; others may use the prefix too."""
+    """Yield ``SPLITKIT_LINKS``, and ``SPLITKIT_PLAN_COSTS`` for one command; other programs may use the prefix too."""
     for name, value in sorted(os.environ.items()):
         if not name.startswith(PREFIX):
             continue

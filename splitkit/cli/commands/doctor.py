@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import distribution
-from splitkit.cli.settings import settings_file
 from splitkit.cli.outcome import Outcome
+from splitkit.cli.settings import settings_file
 from splitkit.units import size
 from splitkit.view.console.tables import table
 

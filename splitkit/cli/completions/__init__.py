@@ -1,4 +1,4 @@
-"""Completion scripts for shells, which shtab makes from the parser: ``python tests/storedcompletions.py`` stores them."""
+"""Completion scripts for shells, made from the parser by shtab (``python tests/storedcompletions.py``)."""
 
 from __future__ import annotations
 
