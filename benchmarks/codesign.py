@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -157,7 +158,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     for name in args.models:
         start = time.perf_counter()
         joint = captured(name, args.layers, args.batch, args.seq)
-        print(f"{name}: captured in {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"{name}: captured in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         costs = sk.costs.roofline(joint.graph_module, "h100")
         positions = JointPositions.of(joint.flow)
         for schedule in args.schedules:
@@ -218,10 +219,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("model layers stages schedule memory        step   gap | block  once  each | planning")
+    found = []
+    if not args.json:
+        print("model layers stages schedule memory        step   gap | block  once  each | planning")
     for row in rows(args):
+        found.append(row)
         if args.json:
-            print(json.dumps(asdict(row)), flush=True)
             continue
         ratios = [
             "    -" if other is None or row.step is None else f"{other / row.step:5.3f}"
@@ -233,6 +236,20 @@ def main() -> None:
             f"{row.memory / 2**30:6.2f} GiB {step} {row.gap:6.2%} | {' '.join(ratios)} | {row.planning:5.1f} s",
             flush=True,
         )
+    data = {"rows": [asdict(row) for row in found], "summary": summary_of(found)}
+    print(json.dumps(data) if args.json else data["summary"])
+
+
+def summary_of(found: Sequence[Row]) -> dict[str, list[float]]:
+    """Return the least and the greatest gap, and ratio of each way, by schedule."""
+    ranges = {}
+    for schedule in sorted({row.schedule for row in found}):
+        planned = [row for row in found if row.schedule == schedule and row.step is not None]
+        ranges[f"{schedule} gap"] = [row.gap for row in planned]
+        for way in ("block", "once", "each"):
+            times = [(getattr(row, way), row.step) for row in planned]
+            ranges[f"{schedule} {way}"] = [time / step for time, step in times if time is not None and step is not None]
+    return {name: [min(values), max(values)] for name, values in ranges.items() if values}
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def main() -> None:
     as_json = parser.parse_args().json
     rows = [measured(*case) for case in CASES]
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps({"rows": rows}, indent=1))
         return
     titles = (
         "model",

@@ -173,7 +173,7 @@ def main() -> None:
         if not (name == "DualPipeV" and microbatches < 2 * ranks)
         for links in ("nvlink", "nodes")
     ]
-    print(json.dumps(rows)) if args.json else Console(width=160).print(table_of(rows))
+    print(json.dumps({"rows": rows})) if args.json else Console(width=160).print(table_of(rows))
 
 
 if __name__ == "__main__":

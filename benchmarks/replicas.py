@@ -90,7 +90,7 @@ def main() -> None:
             one, more = (row(gm, args.devices, links, replicas) for replicas in ((1,), degrees))
             rows.append({"model": name, "links": links, "one": one, "more": more, "ratio": one["step"] / more["step"]})
     if args.json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps({"rows": rows}, indent=1))
         return
     console = Console()
     titles = ("model", "links", "step", "with replicas", "ratio", "replicas", "slowest", "bound", "peak", "CPU s")

@@ -251,7 +251,7 @@ def main() -> None:
     args = parser.parse_args()
     found = list(rows(SMALL if args.small else Size()))
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps({"rows": found}))
         return
     shown = Table(title=f"{BLOCKS} blocks, in units of sequence * width * bytes of an element")
     for name in found[0]:

@@ -30,7 +30,7 @@ _NEVER = ("help", "version", "debug", "json")
 
 
 @dataclass(frozen=True)
-class Setting:
+class OptionDefault:
     """The default of an option.
 
     Attributes:
@@ -54,7 +54,7 @@ def apply_settings(parser: Parser, words: Sequence[str]) -> list[str]:
     Raises:
         UsageError: SK604 if the file is no TOML, or a setting names no option or has a value that it does not take.
     """
-    commands = _commands(parser)
+    commands = parser.commands()
     found = list(_from_file(commands))
     for setting in found:
         _require_known(setting, commands)
@@ -62,17 +62,15 @@ def apply_settings(parser: Parser, words: Sequence[str]) -> list[str]:
     name = next((word for word in words if word in commands), None)
     if name is None:
         return []
-    own = {setting.option: setting for setting in found if setting.command is None} | {
-        setting.option: setting for setting in found if setting.command == name
-    }
+    own = {setting.option: setting for setting in found if setting.command in (None, name)}  # the last one counts
     return list(_set_defaults(commands[name], own, words))
 
 
-def _set_defaults(command: Parser, own: Mapping[str, Setting], words: Sequence[str]) -> Iterator[str]:
+def _set_defaults(command: Parser, own: Mapping[str, OptionDefault], words: Sequence[str]) -> Iterator[str]:
     given = {word.partition("=")[0] for word in words}
     for option, setting in own.items():
-        action = command._option_string_actions.get(f"--{option}")
-        if action is None or setting.value == "" or _is_excluded(command, action, given):
+        action = command.long_options().get(option)
+        if action is None or setting.value == "" or given & command.excluding(action):
             continue
         action.default = _converted(command, action, setting)
         command.set_defaults(**{action.dest: action.default})
@@ -81,15 +79,7 @@ def _set_defaults(command: Parser, own: Mapping[str, Setting], words: Sequence[s
             yield f"{option} = {setting.value} ({setting.origin})"
 
 
-def _is_excluded(command: Parser, action: argparse.Action, given: set[str]) -> bool:
-    """Return whether another option of a group of which only one may be given is on the command line."""
-    for group in command._mutually_exclusive_groups:
-        if action in group._group_actions:
-            return any(given & {*other.option_strings} for other in group._group_actions if other is not action)
-    return False
-
-
-def _converted(command: Parser, action: argparse.Action, setting: Setting) -> Any:
+def _converted(command: Parser, action: argparse.Action, setting: OptionDefault) -> Any:
     """Return the value that the option would have if the setting were written on the command line."""
     if action.nargs == 0:
         if isinstance(setting.value, bool):
@@ -98,30 +88,23 @@ def _converted(command: Parser, action: argparse.Action, setting: Setting) -> An
             return action.const if setting.value in ("1", "true") else action.default
         raise _wrong(setting, "Write true or false.")
     try:
-        value = command._get_value(action, str(setting.value))
-        command._check_value(action, value)
+        return command.value_of(action, str(setting.value))
     except argparse.ArgumentError as error:
         reason, _, instead = error.message.partition(INSTEAD)
         raise _wrong(setting, f"Write {instead or reason}.") from error
-    return [value] if isinstance(action, argparse._AppendAction) else value
 
 
-def _wrong(setting: Setting, remedy: str) -> UsageError:
+def _wrong(setting: OptionDefault, remedy: str) -> UsageError:
     return UsageError("SK604", f"{setting.origin}: {setting.option} = {setting.value!r}", remedy)
 
 
-def _commands(parser: Parser) -> dict[str, Parser]:
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(commands.choices)
-
-
-def _known(setting: Setting, commands: Mapping[str, Parser]) -> set[str]:
+def _known(setting: OptionDefault, commands: Mapping[str, Parser]) -> set[str]:
     """Return the options of the command that a setting is for, or of all commands."""
     of = [commands[setting.command]] if setting.command else list(commands.values())
-    return {o[2:] for c in of for o in c._option_string_actions if o.startswith("--")} - {*_NEVER}
+    return {name for command in of for name in command.long_options()} - {*_NEVER}
 
 
-def _require_known(setting: Setting, commands: Mapping[str, Parser]) -> None:
+def _require_known(setting: OptionDefault, commands: Mapping[str, Parser]) -> None:
     known = _known(setting, commands)
     if setting.option in known:
         return
@@ -130,7 +113,7 @@ def _require_known(setting: Setting, commands: Mapping[str, Parser]) -> None:
     raise UsageError("SK604", f"{setting.origin}: {setting.option} is no option of {where}", remedy)
 
 
-def _from_file(commands: Mapping[str, Parser]) -> Iterator[Setting]:
+def _from_file(commands: Mapping[str, Parser]) -> Iterator[OptionDefault]:
     path = settings_file()
     if path is None:
         return
@@ -140,13 +123,13 @@ def _from_file(commands: Mapping[str, Parser]) -> Iterator[Setting]:
         raise UsageError("SK604", f"{path} cannot be read: {error}", "Correct it, or remove the file.") from error
     for name, value in data.items():
         if not isinstance(value, dict):
-            yield Setting(name, _text(path, name, value), str(path))
+            yield OptionDefault(name, _text(path, name, value), str(path))
         elif name not in commands:
             remedy = nearest(name, sorted(commands), "Name a command.")
             raise UsageError("SK604", f"{path}: [{name}] is no command of splitkit", remedy)
         else:
             for option, own in value.items():
-                yield Setting(option, _text(path, option, own), f"{path} [{name}]", name)
+                yield OptionDefault(option, _text(path, option, own), f"{path} [{name}]", name)
 
 
 def _text(path: Path, name: str, value: object) -> str | bool:
@@ -160,14 +143,16 @@ def _text(path: Path, name: str, value: object) -> str | bool:
     raise UsageError("SK604", f"{path}: {name} = {value!r}", "Write a text, a number, true, false, or a list of texts.")
 
 
-def _from_environment(commands: Mapping[str, Parser]) -> Iterator[Setting]:
+def _from_environment(commands: Mapping[str, Parser]) -> Iterator[OptionDefault]:
     """Yield ``SPLITKIT_LINKS``, and ``SPLITKIT_PLAN_COSTS`` for one command; other programs may use the prefix too."""
-    for name, value in sorted(os.environ.items()):
-        if not name.startswith(PREFIX):
-            continue
-        option = name.removeprefix(PREFIX).lower().replace("_", "-")
-        command, _, rest = option.partition("-")
-        yield Setting(rest, value, name, command) if rest and command in commands else Setting(option, value, name)
+    found = []
+    for name, value in os.environ.items():
+        if name.startswith(PREFIX):
+            option = name.removeprefix(PREFIX).lower().replace("_", "-")
+            command, _, rest = option.partition("-")
+            own = bool(rest) and command in commands
+            found.append(OptionDefault(rest, value, name, command) if own else OptionDefault(option, value, name))
+    yield from sorted(found, key=lambda setting: setting.command is not None)
 
 
 def settings_file() -> Path | None:

@@ -35,11 +35,14 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(read)
     args, used = read("plan gpt2", toml)
     assert (args.links, args.microbatches, args.stages, args.costs) == ("nvlink4", 4, 3, "roofline:h100")
     assert len(used) == 4 and all("splitkit.toml" in text for text in used)
+    args, _ = read("view plan.json -o page.html", toml)
+    assert args.links == "pcie5", "what is said of one command counts more"
     args, used = read("plan gpt2 --links pcie4", toml, SPLITKIT_LINKS="nvlink3", SPLITKIT_PLAN_STAGES="5")
     assert (args.links, args.microbatches, args.stages) == ("pcie4", 4, 5)
     assert "stages = 5 (SPLITKIT_PLAN_STAGES)" in used and not any("links" in text for text in used)
     args, _ = read("view plan.json -o page.html", toml)
-    assert args.links == "pcie5", "what is said of one command counts more"
+    assert args.links == "nvlink3", "the variable wins over the file, also over its table"
+    assert read("view plan.json -o page.html", toml, SPLITKIT_VIEW_LINKS="none")[0].links == "none"
     assert read("run plan.json", toml)[0].stages is None, "[plan] is for plan only"
 
 
