@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 
-import nbformat
+from storednotebooks import the_format
 
 
 @contextmanager
@@ -17,6 +17,7 @@ def lab(folder, *cells):
     """Serve a notebook of these cells; yield its address, and the server's log for when it does not answer."""
     # without a kernel's name JupyterLab asks which one to take
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    nbformat = the_format()
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=kernel)
     nbformat.write(book, folder / "book.ipynb")
     with socket.socket() as free:

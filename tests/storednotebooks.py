@@ -7,14 +7,16 @@ after a change of a notebook, or of what it shows. A cell whose output differs f
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import nbformat
-from nbclient import NotebookClient
-from nbformat import NotebookNode
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 PACKAGES = ("torch", "transformers")
@@ -24,17 +26,41 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 _KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
-def read(path: Path) -> NotebookNode:
-    """A notebook."""
-    return nbformat.read(path, as_version=4)
+class Fields(dict[str, Any]):
+    """What stands in a notebook, by name; as `nbformat.NotebookNode`, which takes seconds to import."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
-def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+def read(path: Path) -> Fields:
+    """A notebook as it is stored; `the_format` reads and checks it for a kernel."""
+
+    def joined(pairs: list[tuple[str, Any]]) -> Fields:
+        """Text that stands there line by line, as one."""
+        lines = {"source", "text", *(name for name, _ in pairs if "/" in name)}
+        return Fields((k, "".join(v) if k in lines and isinstance(v, list) else v) for k, v in pairs)
+
+    return json.loads(path.read_text(), object_pairs_hook=joined)
+
+
+def the_format() -> ModuleType:
+    """The package `nbformat`, without the grammar of addresses, which takes 5 s to build and which no notebook has."""
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+    import nbformat
+
+    return nbformat
+
+
+def code_cells(notebook: Fields | NotebookNode) -> list[Any]:
     """Its cells that run."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def varies(cell: NotebookNode) -> bool:
+def varies(cell: Fields | NotebookNode) -> bool:
     """Whether the output differs from machine to machine."""
     return "varies" in cell.metadata.get("tags", ())
 
@@ -46,7 +72,9 @@ def versions() -> dict[str, str]:
 
 def executed(path: Path) -> NotebookNode:
     """A notebook with all that it gives in a kernel of its own."""
-    notebook = read(path)
+    notebook = the_format().read(path, as_version=4)
+    from nbclient import NotebookClient  # behind the format, which it imports
+
     resources = {"metadata": {"path": path.parent}}
     NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources=resources, record_timing=False, store_widget_state=False
@@ -54,7 +82,7 @@ def executed(path: Path) -> NotebookNode:
     return notebook
 
 
-def given(outputs: list[NotebookNode]) -> dict[str, str]:
+def given(outputs: list[Any]) -> dict[str, str]:
     """What a cell prints, and its value by form; a frame and a widget only as text, as both hold code of the page."""
     found = {name: "".join(o.text for o in outputs if o.get("name") == name) for name in ("stdout", "stderr")}
     for output in outputs:
@@ -66,7 +94,9 @@ def given(outputs: list[NotebookNode]) -> dict[str, str]:
 
 def stored(notebook: NotebookNode) -> NotebookNode:
     """A notebook as it is kept: nothing in it tells of the time, the place or the process of its execution."""
-    notebook.metadata = NotebookNode(kernelspec=_KERNEL, language_info={"name": "python"}, splitkit=versions())
+    notebook.metadata = the_format().NotebookNode(
+        kernelspec=_KERNEL, language_info={"name": "python"}, splitkit=versions()
+    )
     for number, cell in enumerate(code_cells(notebook), 1):
         cell.execution_count = number
         cell.metadata.pop("execution", None)
@@ -92,7 +122,7 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
 def main(numbers: list[str]) -> None:
     for path in NOTEBOOKS:
         if not numbers or path.stem.partition("-")[0] in numbers:
-            nbformat.write(stored(executed(path)), path)
+            the_format().write(stored(executed(path)), path)
             print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB")
 
 

@@ -16,8 +16,7 @@ import torch
 from campaigns import these_first
 from IPython.core.formatters import DisplayFormatter
 from launch import command
-from nbformat import NotebookNode
-from storednotebooks import NOTEBOOKS, PACKAGES, WIDGET, code_cells, executed, given, read, varies, versions
+from storednotebooks import NOTEBOOKS, PACKAGES, WIDGET, Fields, code_cells, executed, given, read, varies, versions
 
 PRINTED = {
     "1": ("same: True", "SK203"),
@@ -94,7 +93,7 @@ def test_every_cell_gives_what_is_stored(path, monkeypatch, capsys):
         text = capsys.readouterr().out
         printed += text
         if notebook.metadata.get("splitkit") == versions() and not varies(cell):
-            made = given([NotebookNode(name="stdout", text=text), NotebookNode(data=found)])
+            made = given([Fields(name="stdout", text=text), Fields(data=found)])
             assert made == given(cell.outputs), ANEW
     assert_printed(path, printed)
 

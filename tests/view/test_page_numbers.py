@@ -6,6 +6,7 @@ import json
 
 import pytest
 from browser import BINARY
+from campaigns import these_first
 from steeredpages import planned, shown
 
 import splitkit as sk
@@ -43,16 +44,20 @@ def areas(memory, end):
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [
-        ("1f1b", {}),
-        ("1f1b", {"links": "nvlink4"}),
-        ("1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
-        ("eager-1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5)}),
-        ("eager-1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
-        ("eager-1f1b", {"static_buffers": True}),
-        ("gpipe", {"links": sk.costs.Links.uniform(1e7, 1e-5), "overlap": False}),
-        ("interleaved-1f1b", {"links": sk.costs.Links.matrix([[0, 1e7], [3e7, 0]]), "ranks": 2}),
-    ],
+    these_first(
+        [
+            ("1f1b", {}),
+            ("1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
+            ("eager-1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
+            ("gpipe", {"links": sk.costs.Links.uniform(1e7, 1e-5), "overlap": False}),
+            ("interleaved-1f1b", {"links": sk.costs.Links.matrix([[0, 1e7], [3e7, 0]]), "ranks": 2}),
+        ],
+        [
+            ("1f1b", {"links": "nvlink4"}),
+            ("eager-1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5)}),
+            ("eager-1f1b", {"static_buffers": True}),
+        ],
+    ),
 )
 def test_the_step_of_a_plan_that_was_moved_is_that_of_python(opened, ladder, schedule, options):
     flow, costs = ladder.flow, ladder.costs

@@ -90,7 +90,7 @@ PRESS = """(share => { const all = [...document.querySelectorAll('.sk button, .s
 all[Math.floor(share * all.length)].click(); })(%f)"""
 
 
-@pytest.mark.parametrize("acts", these_first([60], [150]))
+@pytest.mark.parametrize("acts", these_first([25], [150]))
 @pytest.mark.parametrize("make", [of_stages, of_a_step, of_three_plans, of_inference, of_forward_and_backward])
 def test_no_act_breaks_a_page(browser, tmp_path, make, acts):
     page, rng, done = shown(browser, tmp_path, make()), random.Random(make.__name__), []
