@@ -78,6 +78,7 @@ def test_the_next_command_plans_the_model(capsys, options):
     assert main(["split", "plan.json", "-o", "stages"]) == 0
 
 
+@pytest.mark.campaign  # its commands are above, in test_generate, and one after another in the eighth notebook
 def test_the_whole_road_from_a_configuration_to_tokens(capsys, tmp_path):
     words = shlex.split(run(capsys, "fit", str(tmp_path), "--devices", "2x600KiB", "--tokens", "64")["next"])
     run(capsys, *words[1:-1], str(tmp_path / "plan.json"))
