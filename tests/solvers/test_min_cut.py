@@ -43,7 +43,7 @@ def networks(draw, most=12):
     return network(size, draw(st.lists(st.tuples(vertex, vertex, capacity), max_size=40)))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(networks())
 def test_the_value_of_networkx(net):
     expected = oracle(net)

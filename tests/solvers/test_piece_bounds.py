@@ -45,7 +45,7 @@ def corners_of_all_cuts(net):
     return corners
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(two_costs())
 def test_the_corners_are_those_of_all_cuts(net):
     corners = corners_of_all_cuts(net)
@@ -69,7 +69,7 @@ def test_corners_that_are_not_nested_are_those_of_all_cuts(net):
     corners_of_all_cuts(net)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(two_costs())
 def test_cuts_between_corners_lie_on_the_hull(net):
     points = all_costs(net)
