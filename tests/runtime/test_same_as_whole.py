@@ -30,6 +30,7 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 2, "schedule": "gpipe", "microbatches": 3},
     {"model": "odd", "stages": 2, "schedule": "1f1b", "microbatches": 4, "steps": 10},
     {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4},
+    {"model": "odd", "stages": 4, "schedule": "loopedbfs", "microbatches": 4},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 2, "call": "checkpoint"},
     {"model": "filled", "stages": 2, "schedule": "1f1b", "microbatches": 2},
     {"model": "t5", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # a bias for two layers
@@ -52,7 +53,6 @@ IN_ORDER: list[dict[str, Any]] = [
     for name in ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev", "v-half")
 ]
 LATER_ON_TWO: list[dict[str, Any]] = [
-    {"model": "odd", "stages": 4, "schedule": "loopedbfs", "microbatches": 4},
     {"model": "odd", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4},
