@@ -75,7 +75,7 @@ def modes(model):
     return {module: module.training for module in model.modules()}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def once():
     return Once()
 
