@@ -30,7 +30,7 @@ CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}
 """What has no docstring that Python could show."""
 
 
-NAMED = re.compile(r"(?<![\w.])splitkit(?:\.[A-Za-z]\w*)+")
+NAMED = re.compile(r"(?<![\w.])splitkit(?!\.(?:toml|fish)\b)(?:\.[A-Za-z]\w*)+")
 """A name of the package with its path, in a text."""
 
 
