@@ -12,6 +12,7 @@ from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.timing.measured import measured
 from splitkit.costs.timing.measuring_run import Measured
 from splitkit.costs.timing.step_prices import MeasuredSteps
+from splitkit.costs.timing.traced import Traced, TracedSteps, traced
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
 from splitkit.graph.byte_sizes import nodes_without_values
@@ -28,6 +29,8 @@ __all__ = [
     "Measured",
     "MeasuredSteps",
     "Roofline",
+    "Traced",
+    "TracedSteps",
     "Unit",
     "default",
     "devices",
@@ -36,6 +39,7 @@ __all__ = [
     "load_devices",
     "measured",
     "roofline",
+    "traced",
     "training",
     "unit",
     "unit_of",

@@ -130,6 +130,7 @@ def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
     group.add_argument(
         "--costs",
         metavar="KIND",
-        help=f"what a node costs (default: {default}): flops, unit, measured, measured:DEVICE, roofline:DEVICE or "
-        "fused:DEVICE (as Inductor fuses); DEVICE as `splitkit devices` lists them, or FILE.toml:NAME",
+        help=f"what a node costs (default: {default}): flops, unit, measured, measured:DEVICE, roofline:DEVICE, "
+        "fused:DEVICE (as Inductor fuses), or trace:FILE of torch's profiler; DEVICE as `splitkit devices` lists them, "
+        "or FILE.toml:NAME",
     )
