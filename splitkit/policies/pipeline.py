@@ -10,7 +10,8 @@ from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.links import as_links
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_schedule
+from splitkit.pipeline.defaults import microbatches_of
+from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.stage_prices import check_stage_optimizer
@@ -20,6 +21,7 @@ from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
 from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.planned_pipeline import PlannedPipeline
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.pipelines.staged_plan import staged_plan
@@ -61,6 +63,8 @@ class Pipeline:
         links: the links between the ranks ``0, 1 ...``, or the name of a preset (``"nvlink4"``).
         recompute: whether stages may recompute.
         optimizer: the optimizer whose state counts: ``"adam"`` by default, ``"momentum"``, ``"sgd"``.
+        ranks: the number of ranks, for schedules that put any number of stages on each; by default as many as the
+            schedule usually has (`splitkit.simulate_schedule`).
     """
 
     n: int
@@ -70,20 +74,25 @@ class Pipeline:
     links: str | Links | None = None
     recompute: bool = True
     optimizer: Optimizer = None
+    ranks: int | None = None
 
     def __post_init__(self) -> None:
         settle(self, "n", count)
+        settle(self, "ranks", count, optional=True)
         schedule_named(self.schedule)
-        require_schedule(self, self.schedule, self.microbatches, self.n)
-        memory_of(self, self.memory, self._ranks)
+        memory_of(self, self.memory, len(self._order.ranks))
         as_links(self.links)
         check_stage_optimizer(self.optimizer)
         if not isinstance(self.recompute, bool):
             raise PolicyError("SK302", f"Pipeline has recompute={shown(self.recompute)}", "Use True or False.")
 
     @property
-    def _ranks(self) -> int:
-        return max(ranks_of(self.schedule, self.microbatches, self.n)) + 1
+    def _order(self) -> PipelineOrder:
+        return pipeline_order(self.schedule, self.n, microbatches_of(self.microbatches, self.n), self.ranks)
+
+    @property
+    def _limits(self) -> tuple[int | None, ...]:
+        return memory_of(self, self.memory, len(self._order.ranks))
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan with the parts ``("forward", s)`` and ``("backward", s)``.
@@ -94,25 +103,34 @@ class Pipeline:
                 what would fit.
         """
         joint = as_joint(self, flow)
-        enough_nodes(joint, self.n)
-        frontiers = self._frontiers(joint, checked(costs))
-        search = self._search(frontiers, memory_of(self, self.memory, self._ranks))
+        return self.found(self.problems(joint, costs)).plan
+
+    def problems(self, flow: JointFlow, costs: Costs) -> StageProblems:
+        """Return the problems of all stages of a joint graph, for `found`."""
+        optimizer = counted_optimizer(self.optimizer, self.schedule, checked(costs))
+        divided = schedule_named(self.schedule).divided
+        return StageProblems(JointPositions.of(flow), costs, optimizer, divided, recompute=self.recompute)
+
+    def found(self, problems: StageProblems) -> PlannedPipeline:
+        """Return the plan with its simulated step. Errors as in `assign`.
+
+        Args:
+            problems: those of the graph, by a policy with the same optimizer, recompute and kind of schedule.
+        """
+        enough_nodes(problems.flow, self.n)
+        frontiers = StageFrontiers(problems)
+        search = self._search(frontiers, self._limits)
         if len(search.cuts) - 1 < self.n:
             raise _too_few(self.n, len(search.cuts) - 1)
         found = search.run()
         if found.best is None:
             raise self._infeasible(frontiers, found)
-        return self._plan(frontiers, found, found.best)
-
-    def _frontiers(self, flow: JointFlow, costs: Costs) -> StageFrontiers:
-        optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
-        divided = schedule_named(self.schedule).divided
-        positions = JointPositions.of(flow)
-        return StageFrontiers(StageProblems(positions, costs, optimizer, divided, recompute=self.recompute))
+        best = found.best
+        again = tuple(point.seconds for point in best.points)
+        return PlannedPipeline(self._plan(frontiers, found, best), best.run, self._limits, again)
 
     def _search(self, frontiers: StageFrontiers, limits: Sequence[int | None]) -> CutSearch:
-        order = pipeline_order(self.schedule, self.n, microbatches_of(self.microbatches, self.n))
-        return CutSearch(frontiers, order, as_links(self.links), limits)
+        return CutSearch(frontiers, self._order, as_links(self.links), limits)
 
     def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]
@@ -126,7 +144,7 @@ class Pipeline:
 
     def _note(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> str:
         run, unit = best.run, unit_of(frontiers.problems.costs)
-        limits = memory_of(self, self.memory, self._ranks)
+        limits = self._limits
         tight = max(range(run.ranks), key=lambda r: run.peaks[r] / (limits[r] or max(run.peaks)))
         held = run.memory[tight]
         kinds = {
@@ -152,7 +170,7 @@ class Pipeline:
 
     def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts) -> NoPlanError:
         """Return the refusal; the memory that it names was tried."""
-        limits = memory_of(self, self.memory, self._ranks)
+        limits = self._limits
         least = min(limit for limit in limits if limit is not None)
         enough = self._search(frontiers, limits).smallest()
         remedy = "Use more stages, a smaller microbatch, or an optimizer with less state."
