@@ -298,6 +298,7 @@ def _sweep(commands: Commands[Parser]) -> None:
         "splitkit sweep gpt2 --size layers=4 --of peak\n"
         "splitkit sweep gpt2 --stages 2,4,8 --devices h200 --memory 80GiB\n"
         "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev\n"
+        "splitkit sweep gpt2 --stages 4 --what fwd-bwd --chunks 1,2 --memory 4GiB --costs roofline:h100\n"
         "splitkit sweep plan.json --devices h200"
     )
     what = "show what training in less memory costs; or, with --stages, find the fastest and smallest pipelines"
@@ -312,7 +313,15 @@ def _sweep(commands: Commands[Parser]) -> None:
         "pipelines: every combination of stages, microbatches and schedules is planned and simulated"
     )
     group.add_argument("--stages", type=numbers, metavar="N,N", help="numbers of stages, such as 2,4,8")
+    group.add_argument(
+        "--what",
+        choices=("parts", "fwd-bwd"),
+        help="stages of the forward (parts, the default), or of the training step, which recompute what memory requires",
+    )
     group.add_argument("--microbatches", type=numbers, metavar="N,N", help="numbers of microbatches (default 4,8,16)")
+    group.add_argument(
+        "--chunks", type=numbers, metavar="N,N", help="with --what fwd-bwd: numbers of stages on each rank, such as 1,2"
+    )
     group.add_argument(
         "--schedules",
         type=words,

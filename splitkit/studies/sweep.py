@@ -89,15 +89,16 @@ def sweep(
         PolicyError: SK302 for numbers that make no sense.
         CostError: SK322 for unknown links.
     """
-    for name, given in {"recompute": recompute}.items():
-        if given not in (None, True, False) or isinstance(given, int) and not isinstance(given, bool):
-            raise PolicyError("SK302", f"sweep: {name}={shown(given)}", "Use True or False.")
+    if recompute is not None and not isinstance(recompute, bool):
+        raise PolicyError("SK302", f"sweep: recompute={shown(recompute)}", "Use True or False.")
     if isinstance(gm, Joint):
         trainer = TrainingSweeper(gm, costs, memory, links, optimizer, recompute is not False)
         rows = training_combinations(stages, microbatches, schedules, chunks)
         return trainer.sweep([trainer.row(*each) for each in rows])
     if chunks is not None:
-        raise PolicyError("SK302", f"sweep: chunks={shown(chunks)} of a forward graph", "Give a joint graph.")
+        raise PolicyError(
+            "SK302", f"sweep: chunks={shown(chunks)} of a forward graph", "Give what splitkit.capture_joint returns."
+        )
     sweeper = Sweeper(gm, costs, memory, links, optimizer, bool(recompute))
     return sweeper.sweep([sweeper.row(*each) for each in combinations(stages, microbatches, schedules)])
 

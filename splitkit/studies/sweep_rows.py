@@ -37,11 +37,12 @@ class SweepRow:
         schedule: the name of the schedule, as it was given.
         plan: the stages; ``None`` if there is no such pipeline.
         run: the simulated step; ``None`` if there is no such pipeline.
-        fits: whether the peak of every rank is within the memory; ``None`` without a limit, or without a run.
+        fits: whether the peak of every rank is within the memory; ``None`` without a limit, or without a pipeline.
         why: the reason against the combination: the schedule, the graph or the memory.
         chunks: the number of stages on each rank, if it was asked for.
         policy: of a training step in stages, the `Pipeline` that makes the plan.
         decides: of a training step in stages, the rank that paces the step, and the memory that makes it recompute.
+        needs: of a training step in stages that does not fit: bytes of each rank for which a plan was found.
     """
 
     stages: int
@@ -54,6 +55,7 @@ class SweepRow:
     chunks: int | None = None
     policy: Pipeline | None = None
     decides: str = ""
+    needs: int | None = None
 
     __repr__ = brief
 
@@ -94,7 +96,7 @@ class SweepRow:
     def _proven(self) -> dict[str, Any]:
         claim = self.plan.claim if self.policy is not None and self.plan is not None else None
         if claim is None:
-            return {} if self.chunks is None else {"chunks": self.chunks}
+            return {"chunks": self.chunks, "needs": self.needs} if self.chunks or self.needs else {}
         return {"chunks": self.chunks, "bound": claim.bound, "gap": claim.gap, "decides": self.decides}
 
 
@@ -149,17 +151,17 @@ class Sweep(Shown):
     @property
     def trains(self) -> bool:
         """Whether the rows are of a training step in stages."""
-        return any(row.policy is not None for row in self.rows)
+        return any(row.policy is not None or row.needs is not None for row in self.rows)
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         best = set(self.pareto)
         for row in self.rows:
             head = (str(row.stages), "-", row.schedule, str(row.microbatches))
             if row.run is None:
-                yield (*head, *["-"] * (6 if self.trains else 4), "")
+                yield (*head, *["-"] * (5 if self.trains else 3), "-" if row.fits is None else "no", "")
                 continue
             each, peak, ranks = row.numbers
-            times = (duration(each, row.run.unit), f"{row.run.bubble:.1%}", size(peak))
+            times: tuple[str, ...] = (duration(each, row.run.unit), f"{row.run.bubble:.1%}", size(peak))
             if self.trains:
                 times = (*times, "-" if row.gap is None else f"{row.gap:.1%}", row.decides)
             fits = "" if row.fits is None else "yes" if row.fits else "no"

@@ -88,7 +88,10 @@ class TrainingSweeper:
             policy = self._policy(stages, schedule, microbatches, chunks)
             found = policy.found(self._problems_of(policy))
         except (ScheduleError, NoPlanError) as error:
-            return SweepRow(stages, microbatches, schedule, why=f"{error.reason}. {error.remedy}", chunks=chunks)
+            excess = getattr(error, "excess", 0)
+            needs = None if not excess or self._limit is None else self._limit + excess
+            why, fits = f"{error.reason}. {error.remedy}", None if needs is None else False
+            return SweepRow(stages, microbatches, schedule, None, None, fits, why, chunks, needs=needs)
         plan = replace(found.plan, prices=record_of(self.costs, self.joint.flow, self.links))
         fits = None if self._limit is None else True
         return SweepRow(stages, microbatches, schedule, plan, found.run, fits, "", chunks, policy, _decides(found))

@@ -24,7 +24,7 @@ from splitkit.view.console.tables import facts, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer", "recompute")
+PIPELINES = ("what", "microbatches", "schedules", "chunks", "devices", "memory", "links", "optimizer", "recompute")
 """The options that need ``--stages``."""
 POINTS = 10
 """The default number of points."""
@@ -35,9 +35,9 @@ def run(args: Namespace) -> Outcome:
     wanted = _model(args)
     _check(args)
     if args.stages is not None:
-        from splitkit.cli.commands import sweep_pipelines as pipelines
+        from splitkit.cli.commands import sweep_joint, sweep_pipelines
 
-        return pipelines.run(args, wanted)
+        return sweep_joint.run(args, wanted) if args.what == TRAINING else sweep_pipelines.run(args, wanted)
     return _frontier(args, wanted)
 
 
@@ -62,6 +62,11 @@ def _check(args: Namespace) -> None:
     for name in ("points", "of"):
         if getattr(args, name) is not None:
             raise UsageError("SK601", f"--{name} does not go with --stages", "Leave one of them out.")
+    if args.what == TRAINING and args.recompute:
+        remedy = "Leave it out: stages of a training step recompute what the memory requires."
+        raise UsageError("SK601", f"--recompute does not go with --what {TRAINING}", remedy)
+    if args.what != TRAINING and args.chunks is not None:
+        raise UsageError("SK601", "--chunks is for stages of a training step", f"Add --what {TRAINING}.")
     if args.devices is not None:
         device_list.check_device_list(args.devices)
     placement.check_memory(args, least=False)
