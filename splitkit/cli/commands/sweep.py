@@ -18,7 +18,7 @@ from splitkit.errors import UsageError
 from splitkit.plans.plan_file import parts_in_data
 from splitkit.prices import price_name
 from splitkit.studies.frontier import Point
-from splitkit.units import duration, size
+from splitkit.units import duration, read_size, size
 from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def _model(args: Namespace) -> Source:
 
 def _check(args: Namespace) -> None:
     """Refuse options of one kind of sweep with the other, and bad values, before torch is imported."""
+    _check_offload(args)
     if args.stages is None:
         for name in PIPELINES:
             if getattr(args, name) is not None:
@@ -72,12 +73,26 @@ def _check(args: Namespace) -> None:
     placement.check_memory(args, least=False)
 
 
+def _check_offload(args: Namespace) -> None:
+    if args.offload is None:
+        if args.host is not None:
+            raise UsageError("SK601", "--host without --offload", "Name the link: --offload pcie5.")
+        return
+    if args.stages is None and args.of != "peak":
+        raise UsageError("SK601", "--offload limits the peak", "Add --of peak.")
+    if args.stages is not None:
+        raise UsageError("SK601", "--offload does not go with --stages", "Leave one of them out.")
+    if args.host is not None and not read_size(args.host):
+        raise UsageError("SK601", f"--host {args.host} is no size", "Write --host 64GiB.")
+
+
 def _frontier(args: Namespace, wanted: Source) -> Outcome:
     """Compute the frontier of saved bytes, or of the peak, against recompute time."""
     work, costs = trainplan.priced_step(args, wanted)
     with work.clock.step("frontier", "finding the frontier"):
         count = args.points or POINTS
-        frontier = sk.Frontier(work.joint, costs, of=args.of or "saved", budgets=count)
+        of = args.of or "saved"
+        frontier = sk.Frontier(work.joint, costs, of=of, budgets=count, offload=args.offload, host=args.host)
         points = list(_spread(frontier, count))
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
@@ -87,6 +102,7 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
         "prices": price_name(costs),
         "step": frontier.step_seconds,
         "of": frontier.of,
+        "offload": args.offload,
         "corners": len(frontier.points),
         "points": rows,
         "seconds": work.clock.seconds,
@@ -101,6 +117,8 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
     )
     of, other = ("peak", "saved") if frontier.of == "peak" else ("saved", "peak")
     titles = (of, "of all", "recompute", "of the step", other)
+    if args.offload is not None:
+        titles = (of, "of all", "recompute and waiting", "of the step", other, "on the host")
     files, written = {}, []
     if args.view:
         from splitkit.view.renderers import html
@@ -127,4 +145,5 @@ def _cells(rows: list[dict[str, Any]], frontier: sk.Frontier, of: str, other: st
     most = max(row[of] for row in rows)
     for row in rows:
         share, again = row[of] / most if most else 1.0, row["seconds"] / step if step else 0.0
-        yield [size(row[of]), f"{share:.0%}", duration(row["seconds"], unit), f"{again:.1%}", size(row[other])]
+        cells = [size(row[of]), f"{share:.0%}", duration(row["seconds"], unit), f"{again:.1%}", size(row[other])]
+        yield [*cells, size(row["host"])] if "host" in row else cells

@@ -61,7 +61,7 @@ class OffloadPlanner:
             f"{duration(found.seen.seconds)} computed again, {duration(found.run.exposed)} waited for copies; "
             f"at least {duration(bound)}{of}, gap {claim.gap:.2%}"
         )
-        return replace(self._bare(found, note), claim=claim)
+        return replace(self.described(found, note), claim=claim)
 
     def infeasible(self, budget: int, how: str) -> NoPlanError:
         """Return the refusal of a budget, with the lowest peak that was found.
@@ -79,9 +79,10 @@ class OffloadPlanner:
             f"Budget({peak}, {how}) takes that plan or a better one; a smaller batch or shorter sequence needs less.",
         )
         note = f"peak as near as was found to {size(budget)}: {size(peak)}, {size(lowest.run.host)} on the host"
-        error.nearest, error.excess = self._bare(lowest, note), peak - budget
+        error.nearest, error.excess = self.described(lowest, note), peak - budget
         return error
 
-    def _bare(self, found: OffloadPlan, note: str) -> Plan:
+    def described(self, found: OffloadPlan, note: str) -> Plan:
+        """Return the plan of what was found with a note, without a claim."""
         moved = found.timeline.described(self.search.pool.peaks.nodes, found.run.transfers)
         return replace(found.seen.choice.plan(note), offloaded=moved)
