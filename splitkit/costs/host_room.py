@@ -7,6 +7,8 @@ from math import inf
 from splitkit.checks import nbytes, shown
 from splitkit.costs.links import HostLink, Link, Links
 from splitkit.errors import PolicyError
+from splitkit.prices import Costs, unit_of
+from splitkit.units import measure
 
 Offload = str | float | Link | Links | None
 """A link to the host as users give it; ``None`` for no offload."""
@@ -40,3 +42,17 @@ def require_offload(owner: object, offload: Offload, host: int | str | None, exa
 def room_of_host(owner: object, host: int | str | None) -> float:
     """Return the bytes that the host has room for, infinite for ``None``."""
     return inf if host is None else nbytes(owner, "host", host)
+
+
+def require_seconds(costs: Costs) -> None:
+    """Refuse prices that are no seconds: copies take time.
+
+    Raises:
+        PolicyError: SK302.
+    """
+    if (unit := unit_of(costs)) != "s":
+        raise PolicyError(
+            "SK302",
+            f"offload= weighs copies against computation, but the prices are {measure(unit)}",
+            "Give prices in seconds: costs=splitkit.costs.roofline(gm, 'h100').",
+        )

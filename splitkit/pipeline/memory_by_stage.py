@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splitkit.pipeline.memory import MESSAGES, Changes, accumulated, host_changes, message_changes, static_bytes, units_of
+from splitkit.pipeline.memory import (
+    MESSAGES,
+    Changes,
+    accumulated,
+    host_changes,
+    message_changes,
+    static_bytes,
+    units_of,
+)
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
 from splitkit.pipeline.trace import Floats, StepTrace
 

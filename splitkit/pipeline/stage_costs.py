@@ -103,7 +103,7 @@ def _require_copies(value: object, saved: int) -> None:
     from splitkit.pipeline.host_copies_of_stage import StageCopies
 
     if not isinstance(value, StageCopies):
-        raise ScheduleError("SK332", f"copies is {shown(value)}", "Give what a stage of splitkit.policies.Pipeline has.")
+        raise ScheduleError("SK332", f"copies is {shown(value)}", "Give StageCopies or None.")
     if value.nbytes > saved:
         raise ScheduleError("SK332", f"{value.nbytes} bytes go to the host, and {saved} are saved", "Give no more.")
 

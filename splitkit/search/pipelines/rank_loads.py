@@ -49,7 +49,8 @@ class RankLoads:
         given = [stage.deferred_bytes for stage in costs]
         waits = np.array([s if w is None else w for s, w in zip(saved.tolist(), given, strict=True)], np.int64)
         temporary = np.array([stage.temporary_bytes for stage in costs], np.int64)
-        live = self.saved @ saved + self.waiting @ waits + temporary[self.runs]
+        moved = np.array([0 if stage.copies is None else stage.copies.nbytes for stage in costs], np.int64)
+        live = self.saved @ saved + self.waiting @ waits - self.away @ moved + temporary[self.runs]
         return fixed + int(live.max(initial=0))
 
     def surely(self) -> Ints:
