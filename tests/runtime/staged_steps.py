@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -12,6 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
+from splitkit.engine.joint_stages.divide_stages import divide_stages
+from splitkit.errors import PlanError
+from splitkit.pipeline.host_windows import host_windows, most_on_host
+from splitkit.plans.offloaded import Offloaded
 from splitkit.runtime import joint_pipeline
 from splitkit.runtime.ranks.joint_stage import JointStage
 from splitkit.testing import models
@@ -93,8 +99,32 @@ def deferred(flow, plan):
     return sk.Plan(places)
 
 
+def offloaded(flow, plan):
+    """The plan with all saved values on the host that can be there."""
+    names = {n.name: n for n in flow.scope}
+    held = [names[name] for stage in divide_stages(flow, plan).stages for name in stage.held]
+    found = []
+    for value in dict.fromkeys(held):
+        with suppress(PlanError):
+            divide_stages(flow, replace(plan, offloaded=(*found, Offloaded(value))))
+            found.append(Offloaded(value))
+    return replace(plan, offloaded=tuple(found))
+
+
+def moved_bytes(pipe, step):
+    """The most bytes that the rank should have on the host, and of moved values on the device, at once."""
+    row, moved = pipe.order.ranks[pipe.rank], {s: step.stages[s].host_bytes for s in pipe.stages}
+    here = [0] * len(row)
+    for (stage, _), w in host_windows(row).items():
+        for at in {*range(w.made, w.released + 1), *range(w.asked, w.read + 1)}:
+            here[at] += moved[stage]
+    return [most_on_host(row, moved), max(here)]
+
+
 def plan_of(flow, how, stages):
     plan = stage_plan(flow, between_layers(flow, stages))
+    if how in ("offload", "offload-deferred"):
+        return offloaded(flow, deferred(flow, plan) if how == "offload-deferred" else plan)
     if how == "whole":
         return plan
     if how == "deferred":
@@ -171,7 +201,8 @@ def main():
                 {
                     "rank": dist.get_rank(), "model": name, "stages": list(pipe.stages), "trained": sorted(own),
                     "left": [len(m.held) + len(m.waiting) for m in pipe.modules], **found,
-                    "waiting": waiting, "expected": expected,
+                    "waiting": waiting, "expected": expected, "moved": moved_bytes(pipe, step),
+                    "measured": [pipe.host_bytes, pipe._batch.queue.device_most],
                 }
             ),
             flush=True,

@@ -17,9 +17,12 @@ import numpy as np
 
 from splitkit.search.pipelines.rank_choice import Points, RankChoice, Span, freed_rate
 from splitkit.search.pipelines.rank_loads import RankLoads
-from splitkit.search.pipelines.stage_frontiers import FrontierPoint
+from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontier
 from splitkit.search.pipelines.stage_transfers import StageTransfers
 from splitkit.training.choices import Ints
+
+
+_ROUNDS = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,39 @@ class OffloadChoice:
             reserve: bytes that are left free, for messages.
         """
         found = [self.ranks.frontiers.of(*span) for span in spans]
+        now = self._one(rank, spans, found, share, reserve) if len(spans) == 1 else None
+        now = self._several(rank, spans, found, share, reserve) if len(spans) > 1 else now
+        if now is None:
+            return None
+        counts = self.loads[rank].surely().tolist()
+        for stage in sorted(range(len(spans)), key=lambda s: -now.points[s].seconds):
+            left = -now.lacks / max(1, counts[stage])
+            more = found[stage].within(now.points[stage].saved + left)
+            if more is not None and more.seconds < now.points[stage].seconds:
+                points = (*now.points[:stage], more, *now.points[stage + 1 :])
+                changed = self._with(rank, spans, points, share, reserve)
+                now = changed if changed.lacks <= 0 else now
+        return now.chosen()
+
+    def _one(
+        self, rank: int, spans: Sequence[Span], found: Sequence[StageFrontier], share: float | None, reserve: int
+    ) -> _Order | None:
+        """Return the point of the only stage: less is saved as long as the link cannot take enough."""
+        count, allowed = max(1, int(self.loads[rank].surely()[0])), inf
+        for _ in range(_ROUNDS):
+            point = found[0].within(allowed)
+            if point is None:
+                return None
+            now = self._with(rank, spans, (point,), share, reserve)
+            if now.lacks <= 0 or share is None:
+                return now if now.lacks <= 0 else None
+            allowed = min(point.saved - 1.0, point.saved - now.lacks / count)
+        return None
+
+    def _several(
+        self, rank: int, spans: Sequence[Span], found: Sequence[StageFrontier], share: float | None, reserve: int
+    ) -> _Order | None:
+        """Return points of several stages: recompute where a second frees the most, until the link takes the rest."""
         corners = [frontier.corners() for frontier in found]
         at, counts = [0] * len(spans), self.loads[rank].surely().tolist()
         now = self._with(rank, spans, tuple(own[0] for own in corners), share, reserve)
@@ -73,14 +109,7 @@ class OffloadChoice:
             at[step] += 1
             points = tuple(own[i] for own, i in zip(corners, at, strict=True))
             now = self._with(rank, spans, points, share, reserve)
-        for stage in sorted(range(len(spans)), key=lambda s: -now.points[s].seconds):
-            left = -now.lacks / max(1, counts[stage])
-            more = found[stage].within(now.points[stage].saved + left)
-            if more is not None and more.seconds < now.points[stage].seconds:
-                points = (*now.points[:stage], more, *now.points[stage + 1 :])
-                changed = self._with(rank, spans, points, share, reserve)
-                now = changed if changed.lacks <= 0 else now
-        return now.chosen()
+        return now
 
     def _with(self, rank: int, spans: Sequence[Span], points: Points, share: float | None, reserve: int) -> _Order:
         """Return the values of some points in the order in which they are offloaded, as far as the link takes them."""
