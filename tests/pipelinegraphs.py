@@ -126,8 +126,10 @@ def brute_force_offload(flow, costs, stages, schedule, microbatches, memory, lin
                 base = problems.costs_of(problem, choice)
                 movable = sorted(transfers.movable(problem, choice))
                 for count in range(len(movable) + 1):
-                    for some in itertools.combinations(movable, count):
-                        own.append(replace(base, copies=transfers.copies(problem, choice, some)))
+                    own += [
+                        replace(base, copies=transfers.copies(problem, choice, some))
+                        for some in itertools.combinations(movable, count)
+                    ]
             options.append(_undominated(own))
         for costs_of in itertools.product(*options):
             busy = max(s.forward + s.backward for s in costs_of) * microbatches

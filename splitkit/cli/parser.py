@@ -298,7 +298,7 @@ def _sweep(commands: Commands[Parser]) -> None:
         "splitkit sweep gpt2 --size layers=4 --of peak --offload pcie5\n"
         "splitkit sweep gpt2 --stages 2,4,8 --devices h200 --memory 80GiB\n"
         "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev\n"
-        "splitkit sweep gpt2 --stages 4 --what fwd-bwd --chunks 1,2 --memory 4GiB --costs roofline:h100\n"
+        "splitkit sweep gpt2 --stages 4 --what fwd-bwd --chunks 1,2 --memory 4GiB --offload pcie5\n"
         "splitkit sweep plan.json --devices h200"
     )
     what = "show what training in less memory costs; or, with --stages, find the fastest and smallest pipelines"
@@ -309,7 +309,9 @@ def _sweep(commands: Commands[Parser]) -> None:
     parser.add_argument("--points", type=positive, metavar="N", help="without --stages: number of rows (default 10)")
     parser.add_argument("--of", choices=("saved", "peak"), help="without --stages: the memory to limit (default saved)")
     parser.add_argument(
-        "--offload", metavar="LINK", help="with --of peak: move saved values to the host over this link, such as pcie5"
+        "--offload",
+        metavar="LINK",
+        help="with --of peak or --what fwd-bwd: move saved values to the host and back over this link, such as pcie5",
     )
     parser.add_argument("--host", metavar="SIZE", help="with --offload: the room on the host (default: no limit)")
     add_view(parser, "the picture and the table of the results")

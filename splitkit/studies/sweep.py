@@ -12,6 +12,7 @@ from torch import fx
 
 from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
+from splitkit.costs.host_room import Offload
 from splitkit.costs.links import as_links
 from splitkit.costs.recorded import record_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
@@ -47,6 +48,8 @@ def sweep(
     optimizer: Literal["adam", "momentum", "sgd"] = "adam",
     recompute: bool | None = None,
     chunks: Sequence[int] | None = None,
+    offload: Offload = None,
+    host: int | str | None = None,
 ) -> Sweep:
     """Plan and simulate a training step of every combination.
 
@@ -82,6 +85,9 @@ def sweep(
             the memory requires, which is the default.
         chunks: of a joint graph, the numbers of stages on each rank. A schedule tries those that it takes; ``None``:
             one or two, as it usually has.
+        offload: of a joint graph, the link of each rank to its host, over which stages may move saved values
+            (``"pcie5"``); ``None`` offloads nothing.
+        host: with ``offload``: the bytes that each rank may have on the host; ``None`` for any number.
 
     Raises:
         ScheduleError: SK330 for an unknown schedule.
@@ -92,13 +98,13 @@ def sweep(
     if recompute is not None and not isinstance(recompute, bool):
         raise PolicyError("SK302", f"sweep: recompute={shown(recompute)}", "Use True or False.")
     if isinstance(gm, Joint):
-        trainer = TrainingSweeper(gm, costs, memory, links, optimizer, recompute is not False)
+        trainer = TrainingSweeper(gm, costs, memory, links, optimizer, recompute is not False, offload, host)
         rows = training_combinations(stages, microbatches, schedules, chunks)
         return trainer.sweep([trainer.row(*each) for each in rows])
-    if chunks is not None:
-        raise PolicyError(
-            "SK302", f"sweep: chunks={shown(chunks)} of a forward graph", "Give what splitkit.capture_joint returns."
-        )
+    for name, given in {"chunks": chunks, "offload": offload, "host": host}.items():
+        if given is not None:
+            remedy = "Give the joint graph that splitkit.capture_joint returns."
+            raise PolicyError("SK302", f"sweep: {name}={shown(given)} of a forward graph", remedy)
     sweeper = Sweeper(gm, costs, memory, links, optimizer, bool(recompute))
     return sweeper.sweep([sweeper.row(*each) for each in combinations(stages, microbatches, schedules)])
 

@@ -97,7 +97,9 @@ class SweepRow:
         claim = self.plan.claim if self.policy is not None and self.plan is not None else None
         if claim is None:
             return {"chunks": self.chunks, "needs": self.needs} if self.chunks or self.needs else {}
-        return {"chunks": self.chunks, "bound": claim.bound, "gap": claim.gap, "decides": self.decides}
+        on_host = max(self.run.host_peaks) if self.run is not None else 0
+        told = {"chunks": self.chunks, "bound": claim.bound, "gap": claim.gap, "decides": self.decides}
+        return told | ({"host": on_host} if self.policy is not None and self.policy.offload is not None else {})
 
 
 @dataclass(frozen=True, eq=False)

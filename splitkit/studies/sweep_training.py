@@ -8,6 +8,7 @@ from functools import cached_property
 
 from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
+from splitkit.costs.host_room import Offload, require_offload, require_seconds
 from splitkit.costs.links import as_links
 from splitkit.costs.recorded import record_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
@@ -53,6 +54,8 @@ class TrainingSweeper:
         links: the links between ranks.
         optimizer: the optimizer whose state counts.
         recompute: whether stages may recompute.
+        offload: the link of each rank to its host; ``None`` offloads nothing.
+        host: the bytes that each rank may have there.
     """
 
     joint: Joint
@@ -61,6 +64,8 @@ class TrainingSweeper:
     links: str | Links | None = None
     optimizer: Optimizer = "adam"
     recompute: bool = True
+    offload: Offload = None
+    host: int | str | None = None
     _problems: dict[bool, StageProblems] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +74,9 @@ class TrainingSweeper:
         check_stage_optimizer(self.optimizer)
         if self.optimizer is None:
             raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
+        require_offload("sweep", self.offload, self.host, "sweep(joint, costs, ")
+        if self.offload is not None:
+            require_seconds(self.costs)
         _ = self._limit  # raises if the memory makes no sense
 
     @cached_property
@@ -107,7 +115,7 @@ class TrainingSweeper:
             text = f"{stages} stages are not {chunks} on each rank"
             raise ScheduleError("SK330", text, f"Use a multiple of {chunks} stages.")
         given = self.memory, self.links, self.recompute, self.optimizer
-        return Pipeline(stages, schedule, microbatches, *given, ranks)
+        return Pipeline(stages, schedule, microbatches, *given, ranks, self.offload, self.host)
 
     def _problems_of(self, policy: Pipeline) -> StageProblems:
         """Return the problems of all stages, which rows share; they depend on how backward is divided alone."""
@@ -118,10 +126,10 @@ class TrainingSweeper:
 
 
 def _decides(found: PlannedPipeline) -> str:
-    """Return which rank paces the step, and whose memory makes stages recompute, if any does."""
+    """Return which rank paces the step, and whose memory makes stages recompute or offload, if any does."""
     run, limits = found.run, found.limits
     text = f"rank {run.busiest_rank}"
-    if not any(found.recompute):
+    if not any(found.recompute) and not found.plan.offloaded:
         return text
     full = max(range(run.ranks), key=lambda rank: run.peaks[rank] / (limits[rank] or max(run.peaks) * 2))
     limit = limits[full]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -14,14 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
-from splitkit.engine.joint_stages.divide_stages import divide_stages
-from splitkit.errors import PlanError
 from splitkit.pipeline.host_windows import host_windows, most_on_host
-from splitkit.plans.offloaded import Offloaded
 from splitkit.runtime import joint_pipeline
 from splitkit.runtime.ranks.joint_stage import JointStage
 from splitkit.testing import models
-from splitkit.testing.random_stage_plans import random_stage_plan
+from splitkit.testing.random_stage_plans import all_on_host, random_stage_plan
 from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_parts import StagePart
@@ -99,18 +94,6 @@ def deferred(flow, plan):
     return sk.Plan(places)
 
 
-def offloaded(flow, plan):
-    """The plan with all saved values on the host that can be there."""
-    names = {n.name: n for n in flow.scope}
-    held = [names[name] for stage in divide_stages(flow, plan).stages for name in stage.held]
-    found = []
-    for value in dict.fromkeys(held):
-        with suppress(PlanError):
-            divide_stages(flow, replace(plan, offloaded=(*found, Offloaded(value))))
-            found.append(Offloaded(value))
-    return replace(plan, offloaded=tuple(found))
-
-
 def moved_bytes(pipe, step):
     """The most bytes that the rank should have on the host, and of moved values on the device, at once."""
     row, moved = pipe.order.ranks[pipe.rank], {s: step.stages[s].host_bytes for s in pipe.stages}
@@ -124,7 +107,7 @@ def moved_bytes(pipe, step):
 def plan_of(flow, how, stages):
     plan = stage_plan(flow, between_layers(flow, stages))
     if how in ("offload", "offload-deferred"):
-        return offloaded(flow, deferred(flow, plan) if how == "offload-deferred" else plan)
+        return all_on_host(flow, deferred(flow, plan) if how == "offload-deferred" else plan)
     if how == "whole":
         return plan
     if how == "deferred":

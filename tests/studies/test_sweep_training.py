@@ -89,7 +89,21 @@ def test_numbers_that_do_not_go_together_are_rows(joint, costs):
     assert alone.run is None and "SK" not in alone.why and alone.why
 
 
-@pytest.mark.parametrize("words", [{"chunks": ()}, {"chunks": (0,)}, {"recompute": "yes"}, {"optimizer": None}])
+def test_stages_may_offload(joint, costs):
+    numbers = {"stages": (2,), "microbatches": (6,), "schedules": ("gpipe",)}
+    (small,) = sk.sweep(joint, costs, **numbers, memory=1000).rows
+    memory = small.needs * 21 // 20
+    alone, moved = (sk.sweep(joint, costs, **numbers, memory=memory, **k).rows[0] for k in ({}, {"offload": 1e12}))
+    assert moved.plan.offloaded and moved.run.seconds < alone.run.seconds
+    assert moved.to_dict()["host"] == max(moved.run.host_peaks) > 0 and "host" not in alone.to_dict()
+    step = joint.split(moved.plan)
+    copies = [0 if stage.copies is None else stage.copies.nbytes for stage in moved.run.stages]
+    assert [stage.host_bytes for stage in step.stages] == copies
+
+
+@pytest.mark.parametrize(
+    "words", [{"host": "1GiB"}, {"chunks": ()}, {"chunks": (0,)}, {"recompute": "yes"}, {"optimizer": None}]
+)
 def test_bad_arguments(joint, costs, words):
     with pytest.raises(PolicyError, match="SK302"):
         sk.sweep(joint, costs, stages=(2,), microbatches=(2,), **words)
@@ -97,8 +111,9 @@ def test_bad_arguments(joint, costs, words):
 
 def test_chunks_are_for_training_steps():
     gm = sk.capture(Chain(), torch.randn(32, 16))
-    with pytest.raises(PolicyError, match="chunks"):
-        sk.sweep(gm, sk.costs.unit(gm), chunks=(1,))
+    for name, given in {"chunks": (1,), "offload": "pcie5"}.items():
+        with pytest.raises(PolicyError, match=f"{name}.*of a forward graph"):
+            sk.sweep(gm, sk.costs.unit(gm), **{name: given})
 
 
 def test_the_command_prints_one_that_plans_the_best_row(tmp_path, monkeypatch, capsys):
@@ -117,6 +132,10 @@ def test_the_command_prints_one_that_plans_the_best_row(tmp_path, monkeypatch, c
     [
         (["--chunks", "2"], "--what fwd-bwd"),
         (["--what", "fwd-bwd", "--recompute"], "--recompute does not go with"),
+        (["--offload", "pcie5"], "--what fwd-bwd"),
+        (["--what", "fwd-bwd", "--offload", "pcie5"], "--memory 80GiB"),
+        (["--what", "fwd-bwd", "--offload", "pcie5", "--memory", "1GiB", "--host", "x"], "is no size"),
+        (["--what", "fwd-bwd", "--host", "1GiB"], "--host without --offload"),
     ],
 )
 def test_options_that_do_not_go_together(words, message, capsys):

@@ -80,8 +80,10 @@ def _check_offload(args: Namespace) -> None:
         return
     if args.stages is None and args.of != "peak":
         raise UsageError("SK601", "--offload limits the peak", "Add --of peak.")
-    if args.stages is not None:
-        raise UsageError("SK601", "--offload does not go with --stages", "Leave one of them out.")
+    if args.stages is not None and args.what != TRAINING:
+        raise UsageError("SK601", "--offload is for stages of a training step", f"Add --what {TRAINING}.")
+    if args.stages is not None and args.memory is None and args.devices is None:
+        raise UsageError("SK601", "--offload without a memory to keep to", "Add --memory 80GiB.")
     if args.host is not None and not read_size(args.host):
         raise UsageError("SK601", f"--host {args.host} is no size", "Write --host 64GiB.")
 

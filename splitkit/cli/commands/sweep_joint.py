@@ -52,7 +52,8 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     else:
         work = prepare_step(wanted)
         costs = sk.costs.roofline(work.joint.graph_module, devices.devices[0])
-    sweeper = TrainingSweeper(work.joint, costs, memory, links, args.optimizer or "adam")
+    given = memory, links, args.optimizer or "adam", True, args.offload, args.host
+    sweeper = TrainingSweeper(work.joint, costs, *given)
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
     following = next_plan(work.source, _costs_word(args, devices), found)
@@ -63,6 +64,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         "device": None if devices is None else devices.devices[0].name,
         "links": links,
         "optimizer": sweeper.optimizer,
+        "offload": args.offload,
         **found.to_dict(),
         "next": following,
         "seconds": work.clock.seconds,
@@ -120,7 +122,7 @@ def _quoted(value: object) -> str:
 
 def _given(policy: Pipeline) -> Iterator[tuple[str, Any]]:
     defaults = Pipeline(policy.n, policy.schedule)
-    for name in ("microbatches", "memory", "links", "recompute", "optimizer", "ranks"):
+    for name in ("microbatches", "memory", "links", "recompute", "optimizer", "ranks", "offload", "host"):
         value = getattr(policy, name)
         if name == "microbatches" or (value != getattr(defaults, name) and (name, value) != ("optimizer", "adam")):
             yield name, value

@@ -281,7 +281,13 @@ def _emit(
             if node in leaving:
                 hosts[node] = start_copy(graph, node, env[node])
     made: list[Any] = [
-        hosts[value] if isinstance(value, Node) and value in hosts else copied(value) if isinstance(value, Node) else value(graph, env) if callable(value) else value
+        hosts[value]
+        if isinstance(value, Node) and value in hosts
+        else copied(value)
+        if isinstance(value, Node)
+        else value(graph, env)
+        if callable(value)
+        else value
         for value in outputs
     ]
     graph.output((*made, *(env[value] for value in leaving)))

@@ -128,7 +128,9 @@ class StageOffload:
             if value not in held:
                 raise _refused(value, f"backward of stage {stage} does not take it from forward")
             if others := [n.name for n in crossing if root in self.flow.storages.under(n)]:
-                raise _refused(value, f"its memory crosses the border of stage {stage} as {others[0]}, and is held there")
+                raise _refused(
+                    value, f"its memory crosses the border of stage {stage} as {others[0]}, and is held there"
+                )
             if others := [n.name for n in held if n is not value and root in self.flow.storages.under(n)]:
                 raise _refused(value, f"{others[0]}, which is saved too, lies in the same memory")
         return tuple(sorted(moved, key=self.flow.index.__getitem__))
@@ -152,4 +154,3 @@ def _call(graph: fx.Graph, name: str, target: Any, args: tuple[Node, ...], value
 
 def _refused(value: Node, reason: str, remedy: str = "Leave it out of Plan.offloaded, or plan again.") -> PlanError:
     return PlanError("SK220", f"{value.name} cannot be offloaded: {reason}", remedy, [value])
-

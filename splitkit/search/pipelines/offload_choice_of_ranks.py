@@ -21,7 +21,6 @@ from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFronti
 from splitkit.search.pipelines.stage_transfers import StageTransfers
 from splitkit.training.choices import Ints
 
-
 _ROUNDS = 20
 
 
