@@ -93,8 +93,8 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
     work, costs = trainplan.priced_step(args, wanted)
     with work.clock.step("frontier", "finding the frontier"):
         count = args.points or POINTS
-        of = args.of or "saved"
-        frontier = sk.Frontier(work.joint, costs, of=of, budgets=count, offload=args.offload, host=args.host)
+        room: dict[str, Any] = {"of": args.of or "saved", "offload": args.offload, "host": args.host}
+        frontier = sk.Frontier(work.joint, costs, budgets=count, **room)
         points = list(_spread(frontier, count))
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
@@ -118,7 +118,7 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
         }
     )
     of, other = ("peak", "saved") if frontier.of == "peak" else ("saved", "peak")
-    titles = (of, "of all", "recompute", "of the step", other)
+    titles: tuple[str, ...] = (of, "of all", "recompute", "of the step", other)
     if args.offload is not None:
         titles = (of, "of all", "recompute and waiting", "of the step", other, "on the host")
     files, written = {}, []

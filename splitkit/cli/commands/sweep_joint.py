@@ -52,8 +52,8 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     else:
         work = prepare_step(wanted)
         costs = sk.costs.roofline(work.joint.graph_module, devices.devices[0])
-    given = memory, links, args.optimizer or "adam", True, args.offload, args.host
-    sweeper = TrainingSweeper(work.joint, costs, *given)
+    room: dict[str, Any] = {"memory": memory, "links": links, "offload": args.offload, "host": args.host}
+    sweeper = TrainingSweeper(work.joint, costs, **room, optimizer=args.optimizer or "adam")
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
     following = next_plan(work.source, _costs_word(args, devices), found)

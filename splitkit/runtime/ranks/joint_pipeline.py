@@ -47,11 +47,6 @@ class JointSource(Protocol):
         """The meaning of its inputs and outputs."""
 
     @property
-    def host_bytes(self) -> int:
-        """The most bytes that saved values of this rank took on the host at once in the last step."""
-        return self._batch.queue.host_most
-
-    @property
     def model(self) -> nn.Module:
         """The model, which has the parameters and buffers."""
 

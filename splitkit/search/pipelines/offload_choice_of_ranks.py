@@ -64,12 +64,12 @@ class OffloadChoice:
             reserve: bytes that are left free, for messages.
         """
         found = [self.ranks.frontiers.of(*span) for span in spans]
-        now = self._one(rank, spans, found, share, reserve) if len(spans) == 1 else None
-        now = self._several(rank, spans, found, share, reserve) if len(spans) > 1 else now
-        if now is None:
+        fitted = (self._one if len(spans) == 1 else self._several)(rank, spans, found, share, reserve)
+        if fitted is None:
             return None
+        now = fitted
         counts = self.loads[rank].surely().tolist()
-        for stage in sorted(range(len(spans)), key=lambda s: -now.points[s].seconds):
+        for stage in sorted(range(len(spans)), key=lambda s: -fitted.points[s].seconds):
             left = -now.lacks / max(1, counts[stage])
             more = found[stage].within(now.points[stage].saved + left)
             if more is not None and more.seconds < now.points[stage].seconds:
