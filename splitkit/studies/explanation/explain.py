@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.costs.recorded import costs_of
-from splitkit.errors import PolicyError
-from splitkit.graph.dataflow import analyze
+from splitkit.errors import PlanError, PolicyError, nearest
+from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.graph.joint_marks import is_joint
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan, plan_of
+from splitkit.prices import require_costs
+from splitkit.studies.explanation.node_explanation import explain_node
+from splitkit.studies.explanation.part_explanation import explain_part
 from splitkit.studies.explanation.recorded_policy import policy_of
-from splitkit.studies.explanation.stage_explanation import explain_stages
+from splitkit.studies.explanation.stage_explanation import explain_stages, moves_of
 from splitkit.studies.explanation.stage_figures import StagePricing
 from splitkit.studies.explanation.told import Told
+from splitkit.view.data.report import part_title
 
 
 def explain(
@@ -26,10 +33,75 @@ def explain(
     costs: Costs | None = None,
     again: bool = True,
 ) -> Told:
+    """Explain why a plan is as it is: what limits it, how far it may be from the best, and what a change would bring.
+
+    Every number is computed as `splitkit.plan` and `splitkit.report` compute it. The explanation prints as text, has
+    `to_dict`, and is shown as HTML in a notebook.
+
+    Args:
+        plan: a plan, or an object that has one, such as a split.
+        where: a node or its name, or a part or its name, to explain instead of the whole plan.
+        policy: the policy whose limits hold (memory, schedule, links); by default the one that the plan has recorded.
+        costs: the prices; by default those that the plan was made with.
+        again: whether to plan again with one more device, one fewer and more memory, which takes as long as planning.
+
+    Raises:
+        PlanError: SK314 if the plan has no such part or node, or places no node at all.
+        PolicyError: SK301 if ``plan`` is no plan, or ``policy`` no policy.
+        CycleError: SK203 if parts wait for each other in a cycle.
+    """
     plan = plan_of(plan)
-    root = next(iter(plan.places)).graph.owning_module
-    flow = analyze(root)
-    costs = costs_of(plan.prices, flow) if costs is None else costs
+    flow = _flow(plan)
+    if policy is not None and not isinstance(policy, Policy):
+        raise PolicyError("SK301", f"{policy!r:.200} is not a policy", "Pass a policy such as Stages(4, memory='80GiB').")
+    costs = costs_of(plan.prices, flow) if costs is None else require_costs(costs)
     policy = policy_of(plan) if policy is None else policy
+    if is_joint(flow.graph):
+        raise NotImplementedError
     pricing = StagePricing.of(flow, plan, costs, policy)
-    return explain_stages(pricing, plan, policy, costs, again=again)
+    if where is None:
+        return explain_stages(pricing, plan, policy, costs, again=again)
+    figures = pricing.figures(plan)
+    moves = moves_of(pricing, plan, figures)
+    found = _found(flow, plan, where)
+    if isinstance(found, Node):
+        return explain_node(pricing, moves, found)
+    part = explain_part(pricing, moves, plan, figures, found, costs)
+    if part is None:
+        raise _nothing(flow, plan, where)
+    return part
+
+
+def _flow(plan: Plan) -> Dataflow:
+    """Return the facts of the graph that a plan is for."""
+    root: Any = next(iter(plan.places)).graph.owning_module if plan.places else None
+    if not isinstance(root, fx.GraphModule):
+        remedy = "Make a plan with splitkit.plan(gm, policy), and keep gm."
+        raise PlanError("SK314", "the plan places no node of a graph module that still exists", remedy)
+    return analyze(root)
+
+
+def _found(flow: Dataflow, plan: Plan, where: Any) -> Node | str:
+    """Return the node, or the name of the part, that a question is about."""
+    if isinstance(where, Node):
+        if where not in flow.index:
+            raise _nothing(flow, plan, where)
+        return where
+    titles = {part_title(key): key for key in plan.parts}
+    try:
+        if where in plan.parts:
+            return part_title(where)
+    except TypeError as error:
+        raise _nothing(flow, plan, where) from error
+    if isinstance(where, str) and where not in titles:
+        found = next((node for node in flow.graph.nodes if node.name == where), None)
+        if found is not None:
+            return found
+    return str(where)
+
+
+def _nothing(flow: Dataflow, plan: Plan, where: object) -> PlanError:
+    names = [*(part_title(key) for key in plan.parts), *(node.name for node in flow.graph.nodes)]
+    parts = ", ".join(part_title(key) for key in list(plan.parts)[:8])
+    remedy = nearest(str(where), names, f"Its parts are {parts}; nodes have the names of [n.name for n in gm.graph.nodes].")
+    return PlanError("SK314", f"the plan has no part and no node {str(where)!r:.100}", remedy)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.purpose import purpose
-from splitkit.plans.parts import Claim, PartKey
+from splitkit.plans.parts import PARENT, Claim
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs
 from splitkit.short_repr import brief
@@ -37,6 +36,17 @@ _PROOFS = {
     "counting": "the number of values that must cross",
     "sums": "sums of weights, cache and activations",
 }
+_OBJECTIVES = {
+    "bottleneck": "the slowest stage takes",
+    "makespan": "a sample takes",
+    "tokens": "the tokens that fit are",
+    "parts": "the number of parts is",
+    "traffic": "the bytes that cross are",
+}
+_THINGS = {"traffic": "cross"}
+_MANY = 4  # times as many stages as the plan has: an op that limits only such plans is told in short
+_MOST_ROWS = 16
+_MOST_LETTERS = 100
 _FULL = 0.9  # of a memory limit: from here on a device is called nearly full
 
 
@@ -60,6 +70,8 @@ class StageExplanation(Told):
         variants: what other devices and more memory bring; empty if nothing was planned again.
         other: how the plan differs from `Stages` of as many parts, for a plan that was not optimised.
         unit: the unit of the times.
+        parent: whether the parent runs some nodes itself.
+        replicated: whether some stages run on several devices.
     """
 
     note: str
@@ -76,6 +88,8 @@ class StageExplanation(Told):
     variants: tuple[PlanVariant, ...]
     other: str
     unit: str
+    parent: bool = False
+    replicated: bool = False
 
     __repr__ = brief
 
@@ -110,41 +124,44 @@ class StageExplanation(Told):
         return duration(seconds, self.unit)
 
     def _slowest(self) -> str:
-        loads = self.figures.loads
+        value, ranks, loads = self.figures.value, self.figures.rank_loads, self.figures.loads
+        step = "" if self.figures.step is None else f" A step takes {self._time(self.figures.step)}."
+        each = "microbatch on each of its devices" if self.replicated else "microbatch"
         if len(loads) < 2:
-            return f"All {self._time(self.figures.value)} of work are on one device."
-        value, ranks = self.figures.value, self.figures.rank_loads
-        mean = sum(ranks) / len(ranks)
+            return f"One stage does all the work: {self._time(value)} for a {each}.{step}"
         place = part_title(self.figures.limiting)
-        others = sorted(ranks)[:-1]
-        what = f"Stage {place} is the slowest" if len(ranks) == len(loads) else f"The rank of stage {place} has most to do"
-        close = f"{_more(value, mean)} than the mean of all {len(ranks)} and {_more(value, others[-1])} than the next"
-        step = ""
-        if self.figures.step is not None:
-            step = f" A step takes {self._time(self.figures.step)}."
+        whole = len(ranks) == len(loads)
+        what = f"Stage {place} is the slowest" if whole else f"The rank of stage {place} has most to do"
+        mean, following = sum(ranks) / len(ranks), sorted(ranks)[-2]
+        above = f"{_more(value, mean)} than the mean of all {len(ranks)} and {_more(value, following)} than the next"
+        above = above.replace("as much than", "as much as")
         sent = value - self.figures.work.get(self.figures.limiting, value)
-        transfers = f", of which {self._time(sent)} are transfers" if sent > 0 and len(ranks) == len(loads) else ""
-        return f"{what}: {self._time(value)} for a microbatch{transfers}, {close}.{step}"
+        transfers = f", of which {self._time(sent)} are transfers" if sent > 0 and whole else ""
+        return f"{what}: {self._time(value)} for a {each}{transfers}. That is {above}.{step}"
 
     def _longest(self) -> str:
         op, count = self.longest, len(self.figures.rank_loads)
-        if op is None:
+        if op is None or self.replicated:
             return ""
         where = f"{op.op} of {op.module} ({op.node})" if op.module else f"{op.op} ({op.node})"
-        named = f"{where} is one op" if op.nodes == 1 else f"{op.nodes} ops around {where} must be in one stage"
-        takes = f"{named}, takes {op.share:.0%} of all work".replace(" is one op, takes", ", one op, takes")
-        bound = f"{takes} ({self._time(op.seconds)}), and no cut divides it: no plan has a faster slowest stage than that."
+        several = "" if op.nodes == 1 else f" with {op.nodes - 1} others that must be in its stage"
+        time = f"{self._time(op.seconds)}, {op.share:.0%} of all work"
+        if op.least > _MANY * count:
+            return f"No single op limits this plan: the longest, {where}{several}, takes {time}."
+        bound = f"The longest op is {where}{several}: {time}. No cut divides it, so no slowest stage is ever faster."
+        if self.figures.value <= op.seconds * (1 + 1e-9):
+            bound = f"{bound} It limits this plan."
         if op.enough is None:
-            return f"{bound} With fewer than {op.least} stages, every plan is slower."
+            return f"{bound} With fewer than {op.least} stages every plan is slower."
         if op.enough == op.least:
-            useless = f"More than {op.enough} stages are useless."
-        else:
-            useless = f"{op.enough} stages reach that, more are useless; with fewer than {op.least} every plan is slower."
-        now = " That limits this plan." if self.figures.value <= op.seconds * (1 + 1e-9) and count > 1 else ""
-        return f"{bound} {useless}{now}"
+            return f"{bound} {_stages(op.enough)} reach that time; more than {op.enough} are useless."
+        between = f"with fewer than {op.least} every plan is slower; {op.enough} reach that time, and more are useless"
+        return f"{bound} In stages: {between}."
 
     def _quality(self) -> str:
         claim = self.claim
+        if claim is None and self.parent:
+            return "This plan was not optimised, and the parent runs some nodes itself, so it is no pipeline of stages."
         if claim is None:
             gap = 1 - self.least / self.figures.value if self.figures.value else 0.0
             return (
@@ -154,12 +171,11 @@ class StageExplanation(Told):
         value, bound = self._objective(claim.value), self._objective(claim.bound)
         proof = claim.solver.rpartition(", ")[2]
         source = f"The bound comes from {_PROOFS.get(proof, proof)}."
-        what = {"bottleneck": "slowest stage", "makespan": "time of a sample", "tokens": "room for tokens"}
-        name = what.get(claim.objective, claim.objective)
+        name = _OBJECTIVES.get(claim.objective, claim.objective)
         if claim.gap < 1e-5:
-            return f"No plan is better: the {name} is {value}, which is proven to be the best. {source}"
+            return f"No plan is better: {name} {value}, and that is proven. {source}"
         side = "more than" if claim.objective == "tokens" else "less than"
-        return f"How far from the best: {name} {value}, and no plan has {side} {bound} ({claim.gap:.2%} away). {source}"
+        return f"How far from the best: {name} {value}; no plan has {side} {bound}, which is {claim.gap:.2%} away. {source}"
 
     def _objective(self, value: float) -> str:
         assert self.claim is not None
@@ -172,7 +188,8 @@ class StageExplanation(Told):
         if not held:
             return "Memory is not known: some nodes are in no part."
         used = [one.total / limit if limit else 0.0 for one, limit in zip(held, self.limits, strict=True)]
-        full = max(range(len(held)), key=lambda i: (used[i], held[i].total))
+        tight = max(used) > 0.5
+        full = max(range(len(held)), key=lambda i: (used[i] if tight else 0.0, held[i].total))
         name = f"rank {full}" if len(held) != len(self.devices) else f"stage {self.devices[full]}"
         limit = self.limits[full]
         told = f"Memory, for {self.purpose}: {name} is the fullest with {size(held[full].total)}: {held[full]}."
@@ -181,8 +198,8 @@ class StageExplanation(Told):
         left = limit - held[full].total
         if left < 0:
             return f"{told} That is {size(-left)} more than its {size(limit)}: this plan does not fit."
-        tight = "so memory is tight" if used[full] >= _FULL else "so there is room"
-        return f"{told} That is {used[full]:.1%} of its {size(limit)}, {tight}."
+        room = "so memory is tight" if used[full] >= _FULL else "so there is room"
+        return f"{told} That is {used[full]:.1%} of its {size(limit)}, {room}."
 
     def _next(self) -> str:
         if not self.moves:
@@ -200,19 +217,25 @@ class StageExplanation(Told):
             load = loads.get(row.part)
             share = "" if load is None or not figures.value else f"{load / figures.value:.0%}"
             time = "" if load is None else self._time(load)
-            cells = [row.part, row.modules, time, share, size(row.bytes_in), size(row.bytes_out)]
+            name = row.part if row.replicas == 1 else f"{row.part} x{row.replicas}"
+            cells = [name, row.modules, time, share, size(row.bytes_in), size(row.bytes_out)]
             rows.append([*cells, *_held_cells(held.get(row.part))] if held else cells)
         numbers = ("time", "of slowest", "in", "out", "memory")
-        return table(titles, rows, numbers, least={"modules": 24}, spare=("most of it", "out", "in"))
+        more = len(rows) - _MOST_ROWS
+        title = f"the first {_MOST_ROWS} of {len(rows)} parts" if more > 0 else ""
+        shown = rows[:_MOST_ROWS]
+        return table(titles, shown, numbers, title, least={"modules": 24}, spare=("most of it", "out", "in"))
 
     def _variants(self) -> Section:
-        titles = ("planned again with", "slowest stage", "step", "fullest", "which is")
+        titles = ["planned again with", "slowest stage", "step", "fullest device", "what it brings"]
         rows = [self._variant_cells(variant) for variant in self.variants]
-        return table(titles, rows, ("slowest stage", "step", "fullest"))
+        if self.figures.step is None:
+            titles, rows = [*titles[:2], *titles[3:]], [[*row[:2], *row[3:]] for row in rows]
+        return table(titles, rows, ("slowest stage", "step", "fullest device"))
 
     def _variant_cells(self, variant: PlanVariant) -> list[str]:
         if variant.figures is None:
-            return [variant.change, "-", "-", "-", f"refused: {variant.refusal}"]
+            return [variant.change, "-", "-", "-", f"no plan: {_short(variant.refusal)}"]
         figures, own = variant.figures, self.figures
         step = "" if figures.step is None else self._time(figures.step)
         peak = size(max(figures.peaks, default=0))
@@ -223,7 +246,8 @@ class StageExplanation(Told):
                 now, before = figures.step, own.step
             return [variant.change, self._time(figures.value), step, peak, changed(now, before)]
         assert self.claim is not None and variant.value is not None
-        result = f"{self._objective(variant.value)} {objective} instead of {self._objective(self.claim.value)}"
+        result = f"{self._objective(variant.value)} {_THINGS.get(objective, objective)} instead of {self._objective(self.claim.value)}"
+        result = "nothing" if variant.value == self.claim.value else result
         return [variant.change, self._time(figures.value), step, peak, result]
 
     def _others(self) -> list[str]:
@@ -242,7 +266,18 @@ def _more(value: float, other: float) -> str:
     if not other:
         return "more"
     above = value / other - 1
+    if above >= 2:
+        return f"{value / other:.1f} times as much"
     return f"{above:.0%} more" if above >= 0.005 else "hardly more"
+
+
+def _short(reason: str) -> str:
+    """Return the beginning of a refusal; the data have all of it."""
+    return reason if len(reason) <= _MOST_LETTERS else f"{reason[: _MOST_LETTERS - 3].rstrip()}..."
+
+
+def _stages(count: int) -> str:
+    return f"{count} stages" if count > 1 else "1 stage"
 
 
 def changed(now: float, before: float) -> str:
@@ -286,6 +321,8 @@ def explain_stages(
         plan_variants(pricing, plan, policy, costs) if again else (),
         other,
         pricing.unit,
+        any(PARENT in (plan.places.get(node) or (PARENT,)) for node in pricing.flow.nodes),
+        pricing.replicated,
     )
 
 
@@ -303,7 +340,3 @@ def _least(pricing: StagePricing, figures: StageFigures, longest: LongestOp | No
     work = pricing.model.seconds.min(axis=0)
     return max(float(work.sum()) / ranks * (1 - 1e-12), 0.0 if longest is None else float(work.max(initial=0.0)))
 
-
-def named(keys: Sequence[PartKey]) -> Iterator[str]:
-    """Yield the names of parts."""
-    return map(part_title, keys)

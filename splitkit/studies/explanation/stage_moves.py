@@ -20,6 +20,7 @@ from splitkit.graph.dataflow import crossing_values, waits_for
 from splitkit.pipeline.inseparable_nodes import together_because
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
+from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
@@ -129,10 +130,11 @@ class StageMoves:
     def is_movable(self, node: Node) -> bool:
         """Whether one part computes a node; copies follow the nodes that read them."""
         places = self.plan.places.get(node, ())
-        return len(places) == 1 and places[0] is not PARENT and node not in self._shared
+        return len(places) == 1 and places[0] is not PARENT and node not in self.shared
 
     @cached_property
-    def _shared(self) -> frozenset[Node]:
+    def shared(self) -> frozenset[Node]:
+        """The nodes that each part computes for itself where it reads them."""
         return frozenset(() if self._model is None else self._model.shared)
 
     @cached_property
@@ -169,7 +171,8 @@ class StageMoves:
         return found
 
     @cached_property
-    def _readers(self) -> dict[Node, list[Node]]:
+    def readers(self) -> dict[Node, list[Node]]:
+        """Node -> the placeable nodes that must run after it."""
         found: dict[Node, list[Node]] = {node: [] for node in self.pricing.flow.nodes}
         for node in self.pricing.flow.nodes:
             for read in waits_for(self.pricing.flow, node):
@@ -187,12 +190,27 @@ class StageMoves:
         found, stack = dict.fromkeys(nodes), list(nodes)
         while stack:
             node = stack.pop()
-            beside = self._readers[node] if step > 0 else waits_for(flow, node)
+            beside = self.readers[node] if step > 0 else waits_for(flow, node)
             for other in (*beside, *(n for group, _ in self.together.get(node, ()) for n in group)):
                 if other not in found and self.plan.home(other) == own and self.is_movable(other):
                     found[other] = None
                     stack.append(other)
         return sorted(found, key=flow.index.__getitem__)
+
+    def reach(self, node: Node, step: int) -> set[Node]:
+        """Return a node with all that must run after it (1), or before it (-1), in whatever part."""
+        found, stack = {node}, [node]
+        while stack:
+            last = stack.pop()
+            new = [n for n in (self.readers[last] if step > 0 else waits_for(self.pricing.flow, last)) if n not in found]
+            found.update(new)
+            stack += new
+        return found
+
+    @property
+    def orders_stages(self) -> bool:
+        """Whether the stages have a fixed order on devices that are alike."""
+        return not isinstance(self.pricing.request, DeviceRequest)
 
     def moved(self, nodes: Sequence[Node], target: PartKey) -> Plan:
         """Return the plan with the nodes in another part; copies of shared nodes follow their readers."""
