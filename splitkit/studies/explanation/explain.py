@@ -10,8 +10,9 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.costs.recorded import costs_of
 from splitkit.errors import PlanError, PolicyError, nearest
+from splitkit.frontends.aot import joint_flow
 from splitkit.graph.dataflow import Dataflow, analyze
-from splitkit.graph.joint_marks import is_joint
+from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan, plan_of
@@ -19,9 +20,11 @@ from splitkit.prices import require_costs
 from splitkit.studies.explanation.node_explanation import explain_node
 from splitkit.studies.explanation.part_explanation import explain_part
 from splitkit.studies.explanation.recorded_policy import policy_of
+from splitkit.studies.explanation.recompute_explanation import explain_recompute, explain_value
 from splitkit.studies.explanation.stage_explanation import explain_stages, moves_of
 from splitkit.studies.explanation.stage_figures import StagePricing
 from splitkit.studies.explanation.told import Told
+from splitkit.training.flow import JointFlow
 from splitkit.view.data.report import part_title
 
 
@@ -57,7 +60,8 @@ def explain(
     costs = costs_of(plan.prices, flow) if costs is None else require_costs(costs)
     policy = policy_of(plan) if policy is None else policy
     if is_joint(flow.graph):
-        raise NotImplementedError
+        joint = joint_flow(flow.root, forward_outputs(flow.graph))
+        return _of_step(joint, plan, where, policy, costs, again)
     pricing = StagePricing.of(flow, plan, costs, policy)
     if where is None:
         return explain_stages(pricing, plan, policy, costs, again=again)
@@ -70,6 +74,19 @@ def explain(
     if part is None:
         raise _nothing(flow, plan, where)
     return part
+
+
+def _of_step(flow: JointFlow, plan: Plan, where: Any, policy: object, costs: Costs, again: bool) -> Told:
+    """Explain a plan of forward and backward, or one of its nodes."""
+    if where is None:
+        return explain_recompute(flow, plan, policy, costs, again=again)
+    found = _found(flow, plan, where)
+    if isinstance(found, Node):
+        return explain_value(flow, plan, policy, costs, found)
+    if found in map(part_title, plan.parts):
+        remedy = "Ask about the whole plan, or about a node: a training step is explained by its values."
+        raise PlanError("SK315", f"{found} is a part of a training step, which is not explained by parts", remedy)
+    raise _nothing(flow, plan, where)
 
 
 def _flow(plan: Plan) -> Dataflow:

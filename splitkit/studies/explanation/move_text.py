@@ -29,12 +29,9 @@ def price_text(move: StageMove, unit: str) -> str:
         words.append(_time("step", after.step, before.step, unit))
     crossing = after.traffic - before.traffic
     words.append(f"{size(abs(crossing))} {'more' if crossing > 0 else 'fewer'} cross" if crossing else "as many bytes cross")
-    held = [now - then for now, then in zip(after.peaks, before.peaks, strict=False)]
     if len(after.peaks) == len(before.peaks) and before.peaks:
         peak = max(after.peaks) - max(before.peaks)
         words.append(f"the fullest device holds {size(abs(peak))} {'more' if peak > 0 else 'less'}" if peak else "")
-        if not peak and any(held):
-            words.append("the fullest device holds as much")
     if move.excess:
         words.append(f"and a device lacks {size(move.excess)}: it does not fit")
     return ", ".join(filter(None, words)) + "."

@@ -177,7 +177,7 @@ def _allowed(flow: Dataflow, moves: StageMoves, node: Node) -> tuple[tuple[PartK
         return allowed, []
     if low == high:
         why = " and ".join(says) if says else "there is no other stage"
-        return allowed, [f"The order forces it: {why}."]
+        return allowed, [f"With all else where it is, the order forces it: {why}."]
     why = f" ({'; '.join(says)})" if says else ""
     span = f"stages {part_title(keys[low])} to {part_title(keys[high])}"
     return allowed, [f"The order allows {span} if all else stays where it is{why}."]

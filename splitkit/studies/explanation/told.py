@@ -29,7 +29,11 @@ class Told:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n\n".join(_text(section) for section in self.sections())
+        told = ""
+        for section in self.sections():
+            is_item = isinstance(section, str) and section.startswith("- ")
+            told += f"{chr(10) if is_item else chr(10) * 2}{_text(section)}"
+        return told.strip("\n")
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """Return text, and HTML in which everything that comes from the model is escaped."""
