@@ -8,7 +8,7 @@ from typing import Any
 
 from splitkit.graph.dataflow import module_path
 from splitkit.search.placement_model import PlacementModel
-from splitkit.studies.explanation.stage_figures import StagePricing
+from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
 from splitkit.training.saved_values import op_of
 
 _ROUNDING = 1e-9
@@ -44,8 +44,13 @@ class LongestOp:
         return asdict(self)
 
 
-def longest_op(pricing: StagePricing) -> LongestOp | None:
-    """Return the longest unit of a graph; ``None`` if nothing takes time."""
+def longest_op(pricing: StagePricing, figures: StageFigures) -> LongestOp | None:
+    """Return the longest unit of a graph; ``None`` if nothing takes time.
+
+    Args:
+        pricing: the prices.
+        figures: those of a plan, which may reach the time of that unit with fewer stages than an order of the graph.
+    """
     request = pricing.request
     model = PlacementModel(request.flow, request.prices, [request.seconds], together=request.inseparable)
     work = model.seconds[0].tolist()
@@ -54,7 +59,12 @@ def longest_op(pricing: StagePricing) -> LongestOp | None:
         return None
     unit = work.index(most)
     node = max(model.members[unit], key=lambda node: request.seconds[node])
-    free = request.links is None and not pricing.replicated
+    enough = None
+    if request.links is None and not pricing.replicated:
+        enough = _stages_along(work, most)
+        ranks = len(figures.rank_loads)
+        if ranks == len(figures.loads) and figures.value <= most * (1 + _ROUNDING):
+            enough = min(enough, ranks)
     return LongestOp(
         node.name,
         op_of(node),
@@ -63,7 +73,7 @@ def longest_op(pricing: StagePricing) -> LongestOp | None:
         most,
         most / total,
         max(1, math.ceil(total / most - _ROUNDING)),
-        _stages_along(work, most) if free else None,
+        enough,
     )
 
 

@@ -11,7 +11,8 @@ _NAMED = 3
 
 def move_text(move: StageMove, unit: str) -> str:
     """Return ``move add_7 (h.3) from stage 0 to stage 1: slowest stage +2.1 us (+0.4 %), 3 MiB more cross``."""
-    return f"move {moved_nodes(move)} from stage {part_title(move.source)} to {part_title(move.target)}: {price_text(move, unit)}"
+    way = f"from stage {part_title(move.source)} to {part_title(move.target)}"
+    return f"move {moved_nodes(move)} {way}: {price_text(move, unit)}"
 
 
 def moved_nodes(move: StageMove) -> str:
@@ -28,7 +29,9 @@ def price_text(move: StageMove, unit: str) -> str:
     if after.step is not None and before.step is not None:
         words.append(_time("step", after.step, before.step, unit))
     crossing = after.traffic - before.traffic
-    words.append(f"{size(abs(crossing))} {'more' if crossing > 0 else 'fewer'} cross" if crossing else "as many bytes cross")
+    words.append(
+        f"{size(abs(crossing))} {'more' if crossing > 0 else 'fewer'} cross" if crossing else "as many bytes cross"
+    )
     if len(after.peaks) == len(before.peaks) and before.peaks:
         peak = max(after.peaks) - max(before.peaks)
         words.append(f"the fullest device holds {size(abs(peak))} {'more' if peak > 0 else 'less'}" if peak else "")

@@ -117,7 +117,7 @@ def explain_node(pricing: StagePricing, moves: StageMoves | None, node: Node) ->
         request.costs.nbytes(asked),
         allowed,
         fast,
-        tuple([*reasons, *_stuck(moves, node, own)]),
+        (*reasons, *_stuck(moves, node, own)),
         tuple(own),
         pricing.unit,
     )

@@ -1,12 +1,10 @@
-"""What is in one part: its modules, its time, what goes in and out, what fills its memory, and which borders could move."""
+"""What is in one part: modules, time, what goes in and out, what fills its memory, and which borders could move."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
-
-from torch.fx import Node
 
 from splitkit.engine.complete import complete_plan
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
@@ -191,5 +189,3 @@ def _best(moves: Iterable[StageMove], key: PartKey) -> list[StageMove]:
         if key in (move.source, move.target):
             found.setdefault((move.source, move.target), move)
     return list(found.values())
-
-

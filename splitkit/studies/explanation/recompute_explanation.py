@@ -1,4 +1,4 @@
-"""What a training step saves and recomputes, and why: a table, what fills the peak, and what other budgets would cost."""
+"""What a training step saves and recomputes, and why; what fills the peak, and what other budgets would cost."""
 
 from __future__ import annotations
 
@@ -184,7 +184,9 @@ class RecomputeExplanation(Told):
             says.append(f"The dearest recompute of the plan costs {self._rate(self.dearest)} that need not be saved.")
         if self.cheapest is not None:
             lower = " that would lower the peak" if self.of == "peak" else ""
-            says.append(f"The cheapest recompute{lower} that the plan leaves out would cost {self._rate(self.cheapest)}.")
+            says.append(
+                f"The cheapest recompute{lower} that the plan leaves out would cost {self._rate(self.cheapest)}."
+            )
         if not says:
             return "No choice has a price: everything is forced, or costs no time."
         return " ".join(says)
@@ -194,7 +196,16 @@ class RecomputeExplanation(Told):
 
     def _table(self) -> Section:
         staged = any(row.stages for row in self.rows)
-        titles = ["what forward makes", *(["stage"] if staged else []), "", "each", "in all", "recompute", "per MiB", "why"]
+        titles = [
+            "what forward makes",
+            *(["stage"] if staged else []),
+            "",
+            "each",
+            "in all",
+            "recompute",
+            "per MiB",
+            "why",
+        ]
         cells = [self._cells(row, staged) for row in self.rows[:_SHOWN]]
         left = self.rows[_SHOWN:]
         more = sum(row.nbytes * len(row.nodes) for row in left)
@@ -245,19 +256,25 @@ def why(row: RecomputeRow, paid: float | None) -> str:
             return "it costs no time"
         if row.peak_change is not None and row.peak_change <= 0:
             return "saving it would not raise the peak: its time is spent for nothing at the peak"
-        return "cheap for its bytes" if row.peak_change is None else f"saving it would add {size(row.peak_change)} to the peak"
+        return (
+            "cheap for its bytes"
+            if row.peak_change is None
+            else f"saving it would add {size(row.peak_change)} to the peak"
+        )
     if row.rate is None:
         return "what it is computed from would have to be saved in its place"
     if paid is not None:
         return "dearer than the price" if row.rate > paid else "as a part of the whole it is dearer than the price"
     if row.peak_change is None:
-        return "dear for its bytes"
+        return "its stage has room for it"
     if row.peak_change >= 0:
         return "recomputing it would not lower the peak"
     return f"recomputing it would take {size(-row.peak_change)} from the peak"
 
 
-def explain_recompute(flow: JointFlow, plan: Plan, policy: object, costs: Costs, *, again: bool) -> RecomputeExplanation:
+def explain_recompute(
+    flow: JointFlow, plan: Plan, policy: object, costs: Costs, *, again: bool
+) -> RecomputeExplanation:
     """Explain a plan of forward and backward, also one in stages.
 
     Args:
@@ -442,7 +459,11 @@ class ValueExplanation(Told):
         row = self.row
         if row is None:
             return ["Backward reads nothing of it that forward makes, so nothing is saved or recomputed."]
-        says = [f"Its {size(row.nbytes)} are saved for backward." if row.decision == SAVED else "Backward computes it again."]
+        says = [
+            f"Its {size(row.nbytes)} are saved for backward."
+            if row.decision == SAVED
+            else "Backward computes it again."
+        ]
         if row.forced:
             return [f"{says[0]} There is no choice: {row.forced}."]
         if row.seconds is None or row.saved_change is None:

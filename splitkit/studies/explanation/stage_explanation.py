@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
@@ -11,6 +12,7 @@ from splitkit.plans.parts import PARENT, Claim
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs
 from splitkit.short_repr import brief
+from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.longest_op import LongestOp, longest_op
 from splitkit.studies.explanation.move_text import move_text
 from splitkit.studies.explanation.plan_variants import PlanVariant, plan_variants
@@ -148,15 +150,14 @@ class StageExplanation(Told):
         time = f"{self._time(op.seconds)}, {op.share:.0%} of all work"
         if op.least > _MANY * count:
             return f"No single op limits this plan: the longest, {where}{several}, takes {time}."
-        bound = f"The longest op is {where}{several}: {time}. No cut divides it, so no slowest stage is ever faster."
+        bound = f"The longest op is {where}{several}: {time}. No cut divides it, so no plan has a faster slowest stage."
         if self.figures.value <= op.seconds * (1 + 1e-9):
             bound = f"{bound} It limits this plan."
         if op.enough is None:
             return f"{bound} With fewer than {op.least} stages every plan is slower."
         if op.enough == op.least:
             return f"{bound} {_stages(op.enough)} reach that time; more than {op.enough} are useless."
-        between = f"with fewer than {op.least} every plan is slower; {op.enough} reach that time, and more are useless"
-        return f"{bound} In stages: {between}."
+        return f"{bound} With fewer than {op.least} stages every plan is slower; more than {op.enough} are useless."
 
     def _quality(self) -> str:
         claim = self.claim
@@ -175,7 +176,8 @@ class StageExplanation(Told):
         if claim.gap < 1e-5:
             return f"No plan is better: {name} {value}, and that is proven. {source}"
         side = "more than" if claim.objective == "tokens" else "less than"
-        return f"How far from the best: {name} {value}; no plan has {side} {bound}, which is {claim.gap:.2%} away. {source}"
+        far = f"{name} {value}; no plan has {side} {bound}, which is {claim.gap:.2%} away"
+        return f"How far from the best: {far}. {source}"
 
     def _objective(self, value: float) -> str:
         assert self.claim is not None
@@ -246,7 +248,8 @@ class StageExplanation(Told):
                 now, before = figures.step, own.step
             return [variant.change, self._time(figures.value), step, peak, changed(now, before)]
         assert self.claim is not None and variant.value is not None
-        result = f"{self._objective(variant.value)} {_THINGS.get(objective, objective)} instead of {self._objective(self.claim.value)}"
+        now, then = self._objective(variant.value), self._objective(self.claim.value)
+        result = f"{now} {_THINGS.get(objective, objective)} instead of {then}"
         result = "nothing" if variant.value == self.claim.value else result
         return [variant.change, self._time(figures.value), step, peak, result]
 
@@ -302,10 +305,12 @@ def explain_stages(
     """
     figures = pricing.figures(plan)
     moves = moves_of(pricing, plan, figures)
-    rows = {row.part: row for row in report(pricing.flow.root, plan, costs).parts}
-    order = [part_title(key) for key in pricing.parts_of(plan)]
+    rows = {row.part: row for row in _rows(pricing, plan, costs)}
+    order = [part_title(key) for key in figures.loads if pricing.visits] or list(
+        map(part_title, pricing.parts_of(plan))
+    )
     limits = pricing.limits(len(figures.held))
-    longest = longest_op(pricing)
+    longest = longest_op(pricing, figures)
     return StageExplanation(
         plan.note,
         plan.policy,
@@ -326,6 +331,32 @@ def explain_stages(
     )
 
 
+def _rows(pricing: StagePricing, plan: Plan, costs: Costs) -> Iterable[PartReport]:
+    """Return the rows of the report; one for each device where devices are visited several times."""
+    found = report(pricing.flow.root, plan, costs).parts
+    if not pricing.visits:
+        return found
+    key_of = {part_title(key): pricing.device_of(key) for key in plan.parts}
+    groups: dict[str, list[PartReport]] = {}
+    for row in found:
+        groups.setdefault(part_title(key_of[row.part]) if row.part in key_of else row.part, []).append(row)
+    return [_joined(pricing, plan, title, rows) for title, rows in groups.items()]
+
+
+def _joined(pricing: StagePricing, plan: Plan, title: str, rows: Sequence[PartReport]) -> PartReport:
+    flow = pricing.flow
+    nodes = [
+        n
+        for n in flow.nodes
+        if any(part_title(pricing.device_of(k)) == title for k in plan.places.get(n, ()) if k is not PARENT)
+    ]
+    sums = {
+        name: sum(getattr(row, name) for row in rows) for name in ("ops", "flops", "bytes_in", "bytes_out", "share")
+    }
+    modules = f"{len(rows)} visits: {folded_modules(nodes, flow)}" if nodes else rows[0].modules
+    return replace(rows[0], part=title, modules=modules, **sums)
+
+
 def moves_of(pricing: StagePricing, plan: Plan, figures: StageFigures) -> StageMoves | None:
     """Return the moves of a plan; ``None`` where its objective is not priced for a moved plan."""
     objective = "bottleneck" if plan.claim is None else plan.claim.objective
@@ -339,4 +370,3 @@ def _least(pricing: StagePricing, figures: StageFigures, longest: LongestOp | No
     ranks = max(1, len(figures.rank_loads))
     work = pricing.model.seconds.min(axis=0)
     return max(float(work.sum()) / ranks * (1 - 1e-12), 0.0 if longest is None else float(work.max(initial=0.0)))
-

@@ -78,7 +78,8 @@ class StagePricing:
     Attributes:
         request: the graph, its prices, and what was asked for.
         replicated: whether some part runs on several devices, so that loads are those of one of them.
-        visits: whether parts ``(key, 0), (key, 3) ...`` are visits of one device, as `splitkit.extend.refine` makes them.
+        visits: whether parts ``(key, 0), (key, 3) ...`` are visits of one device, as `splitkit.extend.refine` makes
+            them.
     """
 
     request: StageRequest
@@ -265,4 +266,3 @@ def _cache(flow: Dataflow, plan: Plan, policy: object) -> Mapping[Node, int]:
     except SplitError:
         return {}
     return {node: tokens * nbytes for node, nbytes in known.items()}
-

@@ -202,7 +202,9 @@ class StageMoves:
         found, stack = {node}, [node]
         while stack:
             last = stack.pop()
-            new = [n for n in (self.readers[last] if step > 0 else waits_for(self.pricing.flow, last)) if n not in found]
+            new = [
+                n for n in (self.readers[last] if step > 0 else waits_for(self.pricing.flow, last)) if n not in found
+            ]
             found.update(new)
             stack += new
         return found
@@ -214,7 +216,7 @@ class StageMoves:
 
     def moved(self, nodes: Sequence[Node], target: PartKey) -> Plan:
         """Return the plan with the nodes in another part; copies of shared nodes follow their readers."""
-        plan = self.plan.place({node: (target,) for node in nodes})
+        plan = self.plan.place(dict.fromkeys(nodes, (target,)))
         return plan if self._model is None else replace(plan, places=self._labels(self._model, plan))
 
     def move(self, node: Node, step: int) -> StageMove | None:

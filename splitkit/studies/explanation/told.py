@@ -28,12 +28,17 @@ class Told:
         """Return plain data."""
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        told = ""
+    def lines(self) -> list[Section]:
+        """Return paragraphs in lines of bounded length and tables, with empty lines between, for a terminal."""
+        found: list[Section] = []
         for section in self.sections():
             is_item = isinstance(section, str) and section.startswith("- ")
-            told += f"{chr(10) if is_item else chr(10) * 2}{_text(section)}"
-        return told.strip("\n")
+            found += [] if is_item or not found else [""]
+            found.append(wrapped(section) if isinstance(section, str) else section)
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(line if isinstance(line, str) else to_text(line) for line in self.lines())
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """Return text, and HTML in which everything that comes from the model is escaped."""
@@ -44,10 +49,6 @@ class Told:
 def wrapped(text: str) -> str:
     """Return a paragraph in lines of bounded length; words that are longer stay whole."""
     return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _text(section: Section) -> str:
-    return wrapped(section) if isinstance(section, str) else to_text(section)
 
 
 def _html(section: Section) -> str:
