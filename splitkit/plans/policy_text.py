@@ -28,7 +28,7 @@ def _call(policy: object) -> str | None:
     """Return the call of a policy's class; ``None`` if it cannot be written."""
     if not is_dataclass(policy) or isinstance(policy, type) or not hasattr(policy, "assign"):
         return None
-    words = []
+    words: list[str] = []
     for number, field in enumerate(fields(policy)):
         value = getattr(policy, field.name)
         if not field.init or _is_default(field, value):

@@ -24,7 +24,7 @@ from splitkit.short_repr import brief
 from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.plan_graph import graph_of_plan
 from splitkit.studies.explanation.recompute_explanation import choices_of
-from splitkit.studies.explanation.recorded_policy import policy_of
+from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.units import duration, size
@@ -187,7 +187,7 @@ def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Cost
     if other.graph is not flow.graph:
         second = Plan.from_dict(flow.graph, second.to_dict())
     costs = costs_of(first.prices, flow) if costs is None else require_costs(costs)
-    policy = policy_of(first) if policy is None else policy
+    policy = recorded_policy(first) if policy is None else policy
     renamed = _matched(flow, first, second)
     if is_joint(flow.graph):
         figures, places = _of_steps(flow, first, second, policy, costs)
@@ -292,8 +292,8 @@ def _memories(one: StageFigures, two: StageFigures, renamed: Mapping[PartKey, Pa
     """Yield the peak of each part of the first plan, and of the others; by rank where ranks have several parts."""
     if len(one.held) != len(one.loads) or len(two.held) != len(two.loads):
         for rank in range(max(len(one.held), len(two.held))):
-            pair = [figures.peaks[rank] if rank < len(figures.held) else None for figures in (one, two)]
-            yield ComparedFigure(f"memory of rank {rank}", *pair, "bytes")
+            first, second = (figures.peaks[rank] if rank < len(figures.held) else None for figures in (one, two))
+            yield ComparedFigure(f"memory of rank {rank}", first, second, "bytes")
         return
     before = dict(zip(one.loads, one.peaks, strict=True))
     after = {renamed.get(key, key): peak for key, peak in zip(two.loads, two.peaks, strict=True)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -22,11 +22,12 @@ from splitkit.prices import require_costs
 from splitkit.studies.explanation.node_explanation import explain_node
 from splitkit.studies.explanation.part_explanation import explain_part
 from splitkit.studies.explanation.plan_graph import graph_of_plan
-from splitkit.studies.explanation.recompute_explanation import explain_recompute, explain_value
-from splitkit.studies.explanation.recorded_policy import policy_of
+from splitkit.studies.explanation.recompute_explanation import explain_recompute
+from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.studies.explanation.stage_explanation import explain_stages, moves_of
 from splitkit.studies.explanation.stage_figures import StagePricing
 from splitkit.studies.explanation.told import Told
+from splitkit.studies.explanation.value_explanation import explain_value
 from splitkit.training.flow import JointFlow
 from splitkit.units import duration, size
 from splitkit.view.data.report import part_title
@@ -67,7 +68,7 @@ def explain(
             "SK301", f"{policy!r:.200} is not a policy", "Pass a policy such as Stages(4, memory='80GiB')."
         )
     costs = costs_of(plan.prices, flow) if costs is None else require_costs(costs)
-    policy = policy_of(plan) if policy is None else policy
+    policy = recorded_policy(plan) if policy is None else policy
     if is_joint(flow.graph):
         joint = joint_flow(flow.root, forward_outputs(flow.graph))
         return _of_step(joint, plan, where, policy, costs, again)
@@ -147,9 +148,9 @@ def _found(flow: Dataflow, plan: Plan, where: Any) -> Node | str:
     except TypeError as error:
         raise _nothing(flow, plan, where) from error
     if isinstance(where, str) and where not in titles:
-        found = next((node for node in flow.graph.nodes if node.name == where), None)
-        if found is not None:
-            return found
+        for node in flow.graph.nodes:
+            if node.name == where:
+                return cast(Node, node)
     return str(where)
 
 

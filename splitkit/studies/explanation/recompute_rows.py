@@ -27,7 +27,7 @@ from splitkit.training.flow import BACKWARD, FORWARD, is_size, output_nodes
 from splitkit.training.saved_values import op_of
 
 _MOST = 150
-"""How many rows are priced, those with the most bytes first. Each takes a simulation; so time is linear in the graph."""
+"""How many rows are priced, those with the most bytes first; each takes a simulation."""
 
 SAVED, AGAIN = "saved", "recomputed"
 

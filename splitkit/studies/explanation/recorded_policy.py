@@ -11,7 +11,7 @@ from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan
 
 
-def policy_of(plan: Plan) -> Policy | None:
+def recorded_policy(plan: Plan) -> Policy | None:
     """Return the policy that made a plan; ``None`` if the plan does not say, or names a policy of another package."""
     try:
         call = ast.parse(plan.policy.strip(), mode="eval").body

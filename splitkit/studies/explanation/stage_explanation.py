@@ -248,8 +248,8 @@ class StageExplanation(Told):
                 now, before = figures.step, own.step
             return [variant.change, self._time(figures.value), step, peak, changed(now, before)]
         assert self.claim is not None and variant.value is not None
-        now, then = self._objective(variant.value), self._objective(self.claim.value)
-        result = f"{now} {_THINGS.get(objective, objective)} instead of {then}"
+        texts = self._objective(variant.value), self._objective(self.claim.value)
+        result = f"{texts[0]} {_THINGS.get(objective, objective)} instead of {texts[1]}"
         result = "nothing" if variant.value == self.claim.value else result
         return [variant.change, self._time(figures.value), step, peak, result]
 

@@ -85,14 +85,14 @@ class _Shift(NamedTuple):
     Attributes:
         seconds: about the bottleneck that results, without the change of transfers.
         nbytes: the bytes that cross the border then.
-        count: how many nodes leave their part.
+        leaving: how many nodes leave their part.
         at: the place of that part in the line of parts.
         step: 1 if the last nodes go to the next part, -1 if the first go to the part before.
     """
 
     seconds: float
     nbytes: float
-    count: int
+    leaving: int
     at: int
     step: int
 
@@ -255,7 +255,7 @@ class StageMoves:
             if counts.get((source, target), 0) == _EACH or len(taken) == _PRICED:
                 continue
             own = self.members[source]
-            whole = self.closure(own[-shift.count :] if shift.step > 0 else own[: shift.count], shift.step)
+            whole = self.closure(own[-shift.leaving :] if shift.step > 0 else own[: shift.leaving], shift.step)
             if (source, target, *whole) not in taken and len(whole) < len(own):
                 counts[source, target] = counts.get((source, target), 0) + 1
                 taken[source, target, *whole] = whole
