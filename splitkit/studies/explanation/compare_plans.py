@@ -123,7 +123,7 @@ class PlanComparison(Told):
             same = "The plans are equal" + (": only the names of parts differ." if renamed else ".")
             return [same, *filter(None, (names,)), *self._differences()]
         count = sum(len(moved.nodes) for moved in self.moved)
-        head = f"{count} nodes are elsewhere in {second}."
+        head = f"{count} node{' is' if count == 1 else 's are'} elsewhere in {second}."
         return [head, *filter(None, (names,)), self._moved(), self._table(), self._verdict(), self.note]
 
     def _differences(self) -> list[Section]:
