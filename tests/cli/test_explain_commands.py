@@ -9,7 +9,7 @@ import pytest
 
 from splitkit.cli import main
 
-TINY = [f"{Path(__file__).parent / 'tinynet.py'}:make", "--size", "layers=2"]
+TINY = [f"{Path(__file__).parent / 'tinynet.py'}:net", "--size", "layers=2,width=8,vocab=32"]
 MODEL = ["--model", TINY[0]]
 
 

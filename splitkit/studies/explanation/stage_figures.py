@@ -166,7 +166,8 @@ class StagePricing:
             CycleError: SK203 if parts wait for each other in a cycle.
         """
         devices = self.devices_of(plan)
-        joined = Plan.of({n: list(dict.fromkeys(map(self._place, keys))) for n, keys in plan.items() if keys})
+        nodes = [n for n in self.flow.nodes if plan.places.get(n)]  # also of a complete plan, which places all others
+        joined = Plan.of({n: list(dict.fromkeys(map(self._place, plan.places[n]))) for n in nodes})
         stages = self.stages(plan)
         ranks = self._ranks(len(devices))
         work, loads = self._loads(joined, devices, ranks, stages)

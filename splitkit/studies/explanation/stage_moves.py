@@ -141,7 +141,7 @@ class StageMoves:
     def _model(self) -> PlacementModel | None:
         """The model whose labels the plan is, in which shared nodes follow their readers; ``None`` if it is not."""
         request = self.pricing.request
-        if all(len(places) == 1 for places in self.plan.places.values()):
+        if all(len(self.plan.places.get(node, ())) == 1 for node in request.flow.nodes):
             return None
         model = PlacementModel(
             request.flow, request.prices, [request.seconds], repeat=True, together=request.inseparable
