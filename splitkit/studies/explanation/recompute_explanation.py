@@ -187,6 +187,8 @@ class RecomputeExplanation(Told):
             says.append(
                 f"The cheapest recompute{lower} that the plan leaves out would cost {self._rate(self.cheapest)}."
             )
+        if not says and self.of == "peak":
+            return "No single choice that the plan leaves out would lower the peak."
         if not says:
             return "No choice has a price: everything is forced, or costs no time."
         return " ".join(says)
