@@ -22,6 +22,7 @@ from splitkit.units import duration, size
 from splitkit.view.data.report import part_title
 
 _NAMED = 4
+_KINDS = {"placeholder": "an input", "get_attr": "an attribute", "output": "the output"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def explain_node(pricing: StagePricing, moves: StageMoves | None, node: Node) ->
     own = [] if moves is None or not moves.are_stages or not placeable else _moves(moves, node)
     return NodeExplanation(
         asked.name,
-        op_of(asked) if asked.op not in ("placeholder", "get_attr") else asked.op,
+        _KINDS.get(asked.op) or op_of(asked),
         module_path(asked),
         parts,
         request.seconds.get(node, 0.0),

@@ -27,17 +27,20 @@ class PlanVariant:
         value: the objective of its plan; ``None`` if there is none.
         figures: what it costs; ``None`` likewise.
         refusal: why there is no plan.
+        unit: the unit of its times; devices of one kind may have other prices than devices that differ.
     """
 
     change: str
     value: float | None
     figures: StageFigures | None
     refusal: str = ""
+    unit: str = "s"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         figures = None if self.figures is None else self.figures.to_dict()
-        return {"change": self.change, "value": self.value, "figures": figures, "refusal": self.refusal or None}
+        known = {"change": self.change, "value": self.value, "figures": figures}
+        return {**known, "refusal": self.refusal or None, "unit": self.unit}
 
 
 def plan_variants(pricing: StagePricing, plan: Plan, policy: object, costs: Costs) -> tuple[PlanVariant, ...]:
@@ -54,7 +57,7 @@ def _planned(change: str, pricing: StagePricing, policy: Any, costs: Costs) -> P
         figures = own.figures(plan)
     except SplitError as error:
         return PlanVariant(change, None, None, error.reason)
-    return PlanVariant(change, figures.value if plan.claim is None else plan.claim.value, figures)
+    return PlanVariant(change, figures.value if plan.claim is None else plan.claim.value, figures, unit=own.unit)
 
 
 def _others(pricing: StagePricing, policy: object, parts: int) -> Iterator[tuple[str, Any]]:

@@ -268,7 +268,7 @@ def why(row: RecomputeRow, paid: float | None) -> str:
     if paid is not None:
         return "dearer than the price" if row.rate > paid else "as a part of the whole it is dearer than the price"
     if row.peak_change is None:
-        return "its stage has room for it"
+        return "its stage has room for it" if row.stages else "dear for its bytes"
     if row.peak_change >= 0:
         return "recomputing it would not lower the peak"
     return f"recomputing it would take {size(-row.peak_change)} from the peak"

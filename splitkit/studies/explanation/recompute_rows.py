@@ -30,6 +30,8 @@ _MOST = 150
 """How many rows are priced, those with the most bytes first; each takes a simulation."""
 
 SAVED, AGAIN = "saved", "recomputed"
+HELD = "the caller holds it anyway"
+"""Why an input or a parameter costs nothing to save."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class RecomputeChoices:
     def problem(self) -> Savings:
         """The problem that the plan solves."""
         return self.pool.savings
+
+    @property
+    def has_peak(self) -> bool:
+        """Whether there is one peak, which the pool knows: not in stages, nor with values that wait on the host."""
+        return not self.stage_of and not self.plan.offloaded
 
     @cached_property
     def runs(self) -> Bools:
@@ -164,7 +171,7 @@ class RecomputeChoices:
         """Return why a saved value, or an op that runs again, has no other choice; empty if it has one."""
         problem, op = self.problem, self._op.get(self.problem.flow.producer(node))
         if node.op in ("placeholder", "get_attr") or (op is None and node in self.saved):
-            return "the caller holds it anyway"
+            return HELD
         if op is None:
             return "it takes no memory of its own"
         if self.runs[op]:
@@ -241,7 +248,7 @@ class RecomputeChoices:
         values = asdict(row) | {
             "seconds": max(0.0, more if row.decision == SAVED else -more),
             "saved_change": other.saved - self.seen.saved,
-            "peak_change": None if self.stage_of else other.peak - self.seen.peak,
+            "peak_change": other.peak - self.seen.peak if self.has_peak else None,
         }
         return RecomputeRow(**values)
 

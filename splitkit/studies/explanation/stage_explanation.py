@@ -188,7 +188,8 @@ class StageExplanation(Told):
     def _memory(self) -> str:
         held = self.figures.held
         if not held:
-            return "Memory is not known: some nodes are in no part."
+            why = "some nodes are in no part" if self.parent else "the graph has no sizes"
+            return f"Memory is not known: {why}."
         used = [one.total / limit if limit else 0.0 for one, limit in zip(held, self.limits, strict=True)]
         tight = max(used) > 0.5
         full = max(range(len(held)), key=lambda i: (used[i] if tight else 0.0, held[i].total))
@@ -239,11 +240,15 @@ class StageExplanation(Told):
         if variant.figures is None:
             return [variant.change, "-", "-", "-", f"no plan: {_short(variant.refusal)}"]
         figures, own = variant.figures, self.figures
+        if variant.unit != self.unit:
+            return [variant.change, duration(figures.value, variant.unit), "", "", "no comparison: it has other prices"]
         step = "" if figures.step is None else self._time(figures.step)
         peak = size(max(figures.peaks, default=0))
         objective = "" if self.claim is None else self.claim.objective
         if objective in ("", "bottleneck", "makespan"):
             now, before = figures.value, own.value
+            if self.claim is not None and objective == "makespan" and variant.value is not None:
+                now, before = variant.value, self.claim.value
             if own.step is not None and figures.step is not None:
                 now, before = figures.step, own.step
             return [variant.change, self._time(figures.value), step, peak, changed(now, before)]

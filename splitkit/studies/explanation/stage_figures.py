@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.costs.links import as_links
-from splitkit.errors import PlanError, SplitError
+from splitkit.errors import GraphError, PlanError, SplitError
 from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
@@ -42,7 +42,7 @@ class StageFigures:
         limiting: the device with that load; the most loaded of its rank.
         step: seconds of the simulated step; ``None`` without a schedule.
         traffic: bytes that cross, each value once for each part that reads it from its home.
-        held: the bytes of each rank or device at its peak; empty if some node is in no part.
+        held: the bytes of each rank or device at its peak; empty if some node is in no part, or the graph has no sizes.
     """
 
     loads: Mapping[PartKey, float]
@@ -120,8 +120,9 @@ class StagePricing:
 
     @property
     def unit(self) -> str:
-        """The unit of the times."""
-        return unit_of(self.request.costs)
+        """The unit of the times: seconds where devices differ, as each has the prices of its roofline."""
+        request = self.request
+        return unit_of(request.kind_prices[0] if isinstance(request, DeviceRequest) else request.costs)
 
     @cached_property
     def model(self) -> PlacementModel:
@@ -206,11 +207,14 @@ class StagePricing:
         return alone, alone if travel is None else model.loads(plan, devices, [0] * len(devices), travel)
 
     def stages(self, plan: Plan) -> tuple[StageCosts, ...] | None:
-        """Return the costs of the parts as stages, in run order; ``None`` if some node is in no part."""
+        """Return the costs of the parts as stages, in run order.
+
+        ``None`` if some node is in no part, or the graph has no sizes.
+        """
         try:
             return self.request.stage_prices.of(plan)
-        except PlanError as error:
-            if error.code != "SK208":
+        except (PlanError, GraphError) as error:
+            if error.code not in ("SK102", "SK208"):
                 raise
             return None
 

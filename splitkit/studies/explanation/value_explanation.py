@@ -13,7 +13,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Costs, unit_of
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.recompute_explanation import MIB, choices_of
-from splitkit.studies.explanation.recompute_rows import SAVED, RecomputeRow
+from splitkit.studies.explanation.recompute_rows import HELD, SAVED, RecomputeRow
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.training.flow import BACKWARD, JointFlow
 from splitkit.training.saved_values import op_of
@@ -68,6 +68,8 @@ class ValueExplanation(Told):
             if row.decision == SAVED
             else "Backward computes it again."
         ]
+        if row.forced == HELD:
+            return [f"Backward reads it, and {HELD}."]
         if row.forced:
             return [f"{says[0]} There is no choice: {row.forced}."]
         if row.seconds is None or row.saved_change is None:

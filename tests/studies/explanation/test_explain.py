@@ -86,6 +86,21 @@ def test_a_bound_is_given_that_holds_for_stages(gm):
     assert len(told.parts) == 2 and told.explain(costs=costs).least <= sk.plan(gm, StagesPolicy(2), costs).claim.value
 
 
+def test_devices_that_differ_are_told_in_seconds(gm):
+    plan = sk.plan(gm, Devices(["h200", "a100"], objective="latency", links="nvlink4"))
+    told = plan.explain()
+    assert told.unit == "s" and not told.moves
+    fewer = next(variant for variant in told.variants if variant.change == "one device fewer")
+    assert fewer.unit == "TFLOP" and "no comparison" in str(told)  # the default costs price devices that are alike
+    assert "a sample takes" in str(told)
+
+
+def test_a_graph_without_sizes_is_explained_without_memory():
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    told = sk.plan(traced, StagesPolicy(2)).explain()
+    assert not told.figures.held and "Memory is not known: the graph has no sizes" in str(told)
+
+
 def test_replicas_and_tokens_are_explained_without_moves(gm):
     several = sk.plan(gm, StagesPolicy(2, replicas=(1, 2)))
     assert not several.explain(again=False).moves and "planned again" in str(several.explain())
