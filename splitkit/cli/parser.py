@@ -8,6 +8,7 @@ from splitkit import __version__
 from splitkit.cli.completions import SHELLS
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
+from splitkit.cli.syntax.explain_options import add_compare, add_explain
 from splitkit.cli.syntax.fit_options import add_fit
 from splitkit.cli.syntax.generate_options import add_generate
 from splitkit.cli.syntax.options import (
@@ -58,6 +59,8 @@ def make_parser() -> Parser:
     add_generate(commands)
     _profile(commands)
     _view(commands)
+    add_explain(commands)
+    add_compare(commands)
     _sweep(commands)
     add_synthesize(commands)
     _devices(commands)

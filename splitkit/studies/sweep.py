@@ -24,6 +24,7 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, check_stage_optimizer
 from splitkit.plans.checkpointed import checkpointed
+from splitkit.plans.policy_text import policy_text
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
@@ -240,7 +241,7 @@ class Sweeper:
     def _plan(self, stages: int, schedule: str, microbatches: int, memory: int | None) -> Plan:
         policy = Stages(stages, schedule, microbatches, memory, self.links, self.optimizer)
         found = policy.assign(self._flow, self.costs)
-        return replace(found, prices=record_of(self.costs, self._flow, self.links))
+        return replace(found, prices=record_of(self.costs, self._flow, self.links), policy=policy_text(policy))
 
     def _run(self, costs: Sequence[StageCosts], schedule: str, microbatches: int) -> ScheduleRun:
         return simulate_schedule(costs, schedule, microbatches, links=as_links(self.links))
