@@ -50,7 +50,7 @@ function _shtab_splitkit_using
   test "$_shtab_splitkit_cmdpath" = "$argv"
 end
 
-set -g _shtab_splitkit_commands capture plan fit split run train generate profile view sweep synthesize devices completion policies doctor
+set -g _shtab_splitkit_commands capture plan fit split run train generate profile view explain compare sweep synthesize devices completion policies doctor
 set -g _shtab_splitkit_opts_with_value --beside --cache-tokens --checkpoint --chunk --chunks --compile --costs --devices --dp --dtype --effort --every --host --how --in-flight --keep --links --lr --max-new-tokens --max-restarts --measured --memory --microbatches --model --nproc --objective --of --offload --on-cycle --optimizer --order --output --placement --points --policy --prompt --prompt-ids --ranks --repeat --replicas --requests --schedule --schedules --seed --size --stages --steps --temperature --timeout --tokenizer --tokens --tolerance --top --top-k --top-p --trace --train --view --weights --what -o
 
 complete -c splitkit -e
@@ -270,6 +270,29 @@ complete -c splitkit -n '_shtab_splitkit_using view' -l links -x -d 'links betwe
 complete -c splitkit -n '_shtab_splitkit_using view' -l memory -x -d 'memory limit of each device, such as 80GiB: what exceeds it is red'
 complete -c splitkit -n '_shtab_splitkit_using view' -l optimizer -xka "adam momentum sgd none" -d 'optimizer whose state takes memory; none means inference (default adam)'
 complete -c splitkit -n '_shtab_splitkit_using view; and test $_shtab_splitkit_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module:factory, or path.py:factory'
+complete -c splitkit -n '_shtab_splitkit_using; and test $_shtab_splitkit_npos -eq 0' -a explain -d 'Say why a plan is as it is: what limits it, what forces a node, what a change would bring.'
+complete -c splitkit -n '_shtab_splitkit_using explain' -s h -l help -d 'show this help message and exit'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l json -d 'print one JSON object and nothing else'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l debug -d 'show tracebacks and warnings'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l model -x -d 'the model of the plan; required if it is your own, as the plan file alone may not run code'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l size -x -d 'sizes of the model: layers=4,width=256'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l how -xka "export symbolic_trace decoder" -d 'way of capture (default export); decoder: one step of generation, with its caches'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l dynamic -d 'let the sizes of the inputs vary'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l seed -x -d 'random seed of weights and inputs (default 0)'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l policy -x -d 'the policy whose memory, schedule and links hold (default: the one that made the plan)'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l fast -d 'leave out what is found by planning again: more devices, more memory'
+complete -c splitkit -n '_shtab_splitkit_using explain; and test $_shtab_splitkit_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a plan file'
+complete -c splitkit -n '_shtab_splitkit_using; and test $_shtab_splitkit_npos -eq 0' -a compare -d 'Say what two plans of one model put elsewhere, and what that costs.'
+complete -c splitkit -n '_shtab_splitkit_using compare' -s h -l help -d 'show this help message and exit'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l json -d 'print one JSON object and nothing else'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l debug -d 'show tracebacks and warnings'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l model -x -d 'the model of the plan; required if it is your own, as the plan file alone may not run code'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l size -x -d 'sizes of the model: layers=4,width=256'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l how -xka "export symbolic_trace decoder" -d 'way of capture (default export); decoder: one step of generation, with its caches'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l dynamic -d 'let the sizes of the inputs vary'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using; and test $_shtab_splitkit_npos -eq 0' -a sweep -d 'Show what training in less memory costs; or, with --stages, find the fastest and smallest pipelines.'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -s h -l help -d 'show this help message and exit'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l json -d 'print one JSON object and nothing else'

@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/splitkit
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_splitkit_subparsers=(capture plan fit split run train generate profile view sweep synthesize devices completion policies doctor)
+_shtab_splitkit_subparsers=(capture plan fit split run train generate profile view explain compare sweep synthesize devices completion policies doctor)
 
 _shtab_splitkit_capture_option_strings=(-h --help --json --debug --size --how --dynamic --eval --seed --code -o --output)
 _shtab_splitkit_plan_option_strings=(-h --help --json --debug --stages --devices --policy --what --on-cycle --memory --links --objective --tokens --schedule --microbatches --replicas --optimizer --recompute --costs --training --size --how --dynamic --eval --seed -o --output --view --trace --order)
@@ -16,6 +16,8 @@ _shtab_splitkit_train_option_strings=(-h --help --json --debug --model --size --
 _shtab_splitkit_generate_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --seed --stages --policy --costs --training --on-cycle --prompt --prompt-ids --requests --tokenizer --max-new-tokens --do-sample --temperature --top-k --top-p --nproc --weights --in-flight --cache-tokens --chunk --timeout)
 _shtab_splitkit_profile_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --seed --stages --policy --costs --training --on-cycle --predict --forward-only --top --view --ranks --schedules --microbatches --repeat --recompute --trace)
 _shtab_splitkit_view_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --seed --stages --policy --costs --training --on-cycle -o --output --beside --schedule --microbatches --measured --recompute --links --memory --optimizer)
+_shtab_splitkit_explain_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --seed --policy --fast)
+_shtab_splitkit_compare_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --seed)
 _shtab_splitkit_sweep_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --seed --costs --points --of --offload --host --view --stages --what --microbatches --chunks --schedules --devices --memory --links --recompute --optimizer)
 _shtab_splitkit_synthesize_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --seed --stages --policy --costs --training --on-cycle --microbatches --ranks --placement --memory --links --optimizer --recompute --objective --effort -o --output)
 _shtab_splitkit_devices_option_strings=(-h --help --json --debug)
@@ -55,6 +57,7 @@ _shtab_splitkit_view__o_COMPGEN=_shtab_compgen_files
 _shtab_splitkit_view___output_COMPGEN=_shtab_compgen_files
 _shtab_splitkit_view___beside_COMPGEN=_shtab_compgen_files
 _shtab_splitkit_view___measured_COMPGEN=_shtab_compgen_files
+_shtab_splitkit_explain_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_splitkit_sweep_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_splitkit_sweep___view_COMPGEN=_shtab_compgen_files
 _shtab_splitkit_synthesize_pos_0_COMPGEN=_shtab_compgen_files
@@ -83,6 +86,8 @@ _shtab_splitkit_profile___on_cycle_choices=(error refine merge)
 _shtab_splitkit_view___how_choices=(export symbolic_trace decoder)
 _shtab_splitkit_view___on_cycle_choices=(error refine merge)
 _shtab_splitkit_view___optimizer_choices=(adam momentum sgd none)
+_shtab_splitkit_explain___how_choices=(export symbolic_trace decoder)
+_shtab_splitkit_compare___how_choices=(export symbolic_trace decoder)
 _shtab_splitkit_sweep___how_choices=(export symbolic_trace decoder)
 _shtab_splitkit_sweep___of_choices=(saved peak)
 _shtab_splitkit_sweep___what_choices=(parts fwd-bwd)
@@ -93,7 +98,7 @@ _shtab_splitkit_synthesize___placement_choices=(loop V)
 _shtab_splitkit_synthesize___optimizer_choices=(adam momentum sgd)
 _shtab_splitkit_synthesize___objective_choices=(step span)
 _shtab_splitkit_completion_pos_0_choices=(bash zsh fish)
-_shtab_splitkit_pos_0_choices=(capture plan fit split run train generate profile view sweep synthesize devices completion policies doctor)
+_shtab_splitkit_pos_0_choices=(capture plan fit split run train generate profile view explain compare sweep synthesize devices completion policies doctor)
 
 _shtab_splitkit_capture__h_nargs=0
 _shtab_splitkit_capture___help_nargs=0
@@ -170,6 +175,19 @@ _shtab_splitkit_view___dynamic_nargs=0
 _shtab_splitkit_view___eval_nargs=0
 _shtab_splitkit_view___training_nargs=0
 _shtab_splitkit_view___recompute_nargs=0
+_shtab_splitkit_explain__h_nargs=0
+_shtab_splitkit_explain___help_nargs=0
+_shtab_splitkit_explain___json_nargs=0
+_shtab_splitkit_explain___debug_nargs=0
+_shtab_splitkit_explain___dynamic_nargs=0
+_shtab_splitkit_explain___eval_nargs=0
+_shtab_splitkit_explain___fast_nargs=0
+_shtab_splitkit_compare__h_nargs=0
+_shtab_splitkit_compare___help_nargs=0
+_shtab_splitkit_compare___json_nargs=0
+_shtab_splitkit_compare___debug_nargs=0
+_shtab_splitkit_compare___dynamic_nargs=0
+_shtab_splitkit_compare___eval_nargs=0
 _shtab_splitkit_sweep__h_nargs=0
 _shtab_splitkit_sweep___help_nargs=0
 _shtab_splitkit_sweep___json_nargs=0

@@ -11,9 +11,11 @@
 _shtab_splitkit_commands() {
   local _commands=(
     capture:'Capture a model as a graph and describe it.'
+    compare:'Say what two plans of one model put elsewhere, and what that costs.'
     completion:'Print a script that completes commands and options in a shell.'
     devices:'List the devices and links that --devices, --costs and --links know.'
     doctor:'Check the installation, and test it on a tiny model.'
+    explain:'Say why a plan is as it is: what limits it, what forces a node, what a change would bring.'
     fit:'Say whether a model fits devices, and what would fit instead.'
     generate:'Generate text with a split decoder, one stage on each of several processes.'
     plan:'Decide which part computes which node.'
@@ -54,6 +56,23 @@ _shtab_splitkit_capture_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_splitkit_capture_defaults_added=0
 
+_shtab_splitkit_compare_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON object and nothing else]"
+  "--debug[show tracebacks and warnings]"
+  "--model[the model of the plan\; required if it is your own, as the plan file alone may not run code]:SPEC:"
+  "*--size[sizes of the model\: layers\=4,width\=256]:NAME=N:"
+  "--how[way of capture (default export)\; decoder\: one step of generation, with its caches]:how:(export symbolic_trace decoder)"
+  "--dynamic[let the sizes of the inputs vary]"
+  "--eval[use evaluation mode\: no dropout]"
+  "--seed[random seed of weights and inputs (default 0)]:N:"
+  ":a plan file\; its prices and limits hold for both:"
+  ":another plan file of the same model:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_splitkit_compare_defaults_added=0
+
 _shtab_splitkit_completion_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print one JSON object and nothing else]"
@@ -81,6 +100,25 @@ _shtab_splitkit_doctor_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_splitkit_doctor_defaults_added=0
+
+_shtab_splitkit_explain_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON object and nothing else]"
+  "--debug[show tracebacks and warnings]"
+  "--model[the model of the plan\; required if it is your own, as the plan file alone may not run code]:SPEC:"
+  "*--size[sizes of the model\: layers\=4,width\=256]:NAME=N:"
+  "--how[way of capture (default export)\; decoder\: one step of generation, with its caches]:how:(export symbolic_trace decoder)"
+  "--dynamic[let the sizes of the inputs vary]"
+  "--eval[use evaluation mode\: no dropout]"
+  "--seed[random seed of weights and inputs (default 0)]:N:"
+  "--policy[the policy whose memory, schedule and links hold (default\: the one that made the plan)]:EXPR:"
+  "--fast[leave out what is found by planning again\: more devices, more memory]"
+  ":a plan file:_files"
+  ":a node or a part of it (default\: the whole plan):"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_splitkit_explain_defaults_added=0
 
 _shtab_splitkit_fit_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -414,9 +452,11 @@ _shtab_splitkit() {
       curcontext="${curcontext%:*:*}:_shtab_splitkit-$line[1]:"
       case $line[1] in
         capture) _arguments -C -s $_shtab_splitkit_capture_options ;;
+        compare) _arguments -C -s $_shtab_splitkit_compare_options ;;
         completion) _arguments -C -s $_shtab_splitkit_completion_options ;;
         devices) _arguments -C -s $_shtab_splitkit_devices_options ;;
         doctor) _arguments -C -s $_shtab_splitkit_doctor_options ;;
+        explain) _arguments -C -s $_shtab_splitkit_explain_options ;;
         fit) _arguments -C -s $_shtab_splitkit_fit_options ;;
         generate) _arguments -C -s $_shtab_splitkit_generate_options ;;
         plan) _arguments -C -s $_shtab_splitkit_plan_options ;;

@@ -157,7 +157,9 @@ class StageExplanation(Told):
             return f"{bound} With fewer than {op.least} stages every plan is slower."
         if op.enough == op.least:
             return f"{bound} {_stages(op.enough)} reach that time; more than {op.enough} are useless."
-        return f"{bound} With fewer than {op.least} stages every plan is slower; more than {op.enough} are useless."
+        return (
+            f"{bound} Fewer than {op.least} stages are always slower; {op.enough} reach that time, so more are useless."
+        )
 
     def _quality(self) -> str:
         claim = self.claim
@@ -255,7 +257,7 @@ class StageExplanation(Told):
         assert self.claim is not None and variant.value is not None
         texts = self._objective(variant.value), self._objective(self.claim.value)
         result = f"{texts[0]} {_THINGS.get(objective, objective)} instead of {texts[1]}"
-        result = "nothing" if variant.value == self.claim.value else result
+        result = "no change" if variant.value == self.claim.value else result
         return [variant.change, self._time(figures.value), step, peak, result]
 
     def _others(self) -> list[str]:
@@ -289,9 +291,9 @@ def _stages(count: int) -> str:
 
 
 def changed(now: float, before: float) -> str:
-    """Return what a change is worth: ``nothing``, ``12.3 % faster``."""
+    """Return what a change is worth: ``no change``, ``12.3% faster``."""
     if not before or abs(now / before - 1) < 5e-4:
-        return "nothing"
+        return "no change"
     return f"{1 - now / before:.1%} faster" if now < before else f"{now / before - 1:.1%} slower"
 
 
