@@ -6,7 +6,7 @@ import networkx as nx
 import numpy as np
 import pytest
 from allcuts import finite_cuts
-from campaigns import few_of_many
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.cuts.min_cut import INFINITE, ROOM, Network, NoCutError, min_cut
@@ -43,7 +43,8 @@ def networks(draw, most=12):
     return network(size, draw(st.lists(st.tuples(vertex, vertex, capacity), max_size=40)))
 
 
-@few_of_many(50, 150, networks())
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(networks())
 def test_the_value_of_networkx(net):
     expected = oracle(net)
     if expected is None:
@@ -53,7 +54,8 @@ def test_the_value_of_networkx(net):
         assert min_cut(net).value == expected
 
 
-@few_of_many(50, 150, networks(most=7))
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(networks(most=7))
 def test_all_minimum_cuts_lie_between_smallest_and_largest_and_no_residual_edge_leaves_them(net):
     cuts = list(finite_cuts(net))
     if not cuts:
