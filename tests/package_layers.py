@@ -53,20 +53,35 @@ class SourceTree:
         self.root = root
         self.files = sorted(str(path.relative_to(root)) for path in root.rglob("*.py"))
         self._of_module = {self._module(file): file for file in self.files}
+        self._trees: dict[str, tuple[ast.Module, list[ast.AST]]] = {}
 
     def _module(self, file: str) -> str:
         parts = Path(file).with_suffix("").parts
         return ".".join([self.root.name, *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
     def tree(self, file: str) -> ast.Module:
-        return ast.parse((self.root / file).read_text())
+        return self._parsed(file)[0]
+
+    def nodes(self, file: str) -> list[ast.AST]:
+        """Return all nodes of the tree of a file."""
+        return self._parsed(file)[1]
+
+    def _parsed(self, file: str) -> tuple[ast.Module, list[ast.AST]]:
+        if file not in self._trees:
+            tree = ast.parse((self.root / file).read_text())
+            self._trees[file] = tree, [*ast.walk(tree)]
+        return self._trees[file]
+
+    def forget(self) -> None:
+        """Free the trees, which hold some hundred MB."""
+        self._trees.clear()
 
     def lines(self, file: str) -> int:
         return (self.root / file).read_text().count("\n")
 
     def imports(self, file: str) -> Iterator[tuple[str, int]]:
         """Yield (imported file, line), also inside functions and under TYPE_CHECKING."""
-        for node in ast.walk(self.tree(file)):
+        for node in self.nodes(file):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
                     found = self._of_module.get(f"{node.module}.{alias.name}") or self._of_module.get(node.module)

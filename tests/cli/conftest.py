@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from keptfacts import kept_facts  # noqa: F401
 from userfolder import FACTORIES
 
 import splitkit as sk

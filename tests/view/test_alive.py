@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from browser import BINARY
+from capturedmodels import joint_graph
 from steeredpages import assert_quiet, shown, side
 
 import splitkit as sk
 from splitkit.costs import unit_of
 from splitkit.policies import RecomputeAll, SaveAll
-from splitkit.testing import models
 from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import TINY, HalvesView
 
@@ -19,10 +19,9 @@ LISTED = "[...document.querySelectorAll('.alive tbody tr')].map(r => [...r.cells
 
 @pytest.fixture(scope="module")
 def view():
-    example = models.build("llama", layers=3, width=64, heads=2, vocab=100)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = joint_graph("llama", layers=3, width=64, heads=2, vocab=100)
     costs = sk.costs.roofline(joint.graph_module, "a100")
-    return example.model, HalvesView(joint.flow, [joint.split(p, costs) for p in (SaveAll(), RecomputeAll())], costs)
+    return joint.model, HalvesView(joint.flow, [joint.split(p, costs) for p in (SaveAll(), RecomputeAll())], costs)
 
 
 @pytest.fixture

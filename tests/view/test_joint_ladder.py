@@ -8,13 +8,13 @@ from itertools import accumulate
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import joint_graph
 from jointmodels import wide
 from torch import nn
 
 import splitkit as sk
 from splitkit.graph.joint_marks import backward_nodes, forward_outputs
 from splitkit.policies import RecomputeAll, SaveAll
-from splitkit.testing import models
 from splitkit.testing.small_nets import UNet, loss_or_sum
 from splitkit.units import size
 from splitkit.view.data.joint_ladder import HalvesView
@@ -93,8 +93,7 @@ def test_time_is_that_of_the_prices(view, data):
 
 def test_the_still_picture_is_the_ladder_of_the_page():
     """What is saved, what is computed again and what each row takes are those of the page's chosen plan."""
-    example = models.build("gpt2", layers=3, width=64, heads=2, vocab=100)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = joint_graph("gpt2", layers=3, width=64, heads=2, vocab=100)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     for policy in (sk.policies.SaveAll(), sk.policies.RecomputeAll(), sk.policies.Budget(0.5)):
         pair = joint.split(policy, costs)
@@ -123,8 +122,7 @@ def test_the_still_picture_is_the_ladder_of_the_page():
 
 
 def test_edges_are_the_values_that_forward_ops_read():
-    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=100)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = joint_graph("gpt2", layers=2, width=64, heads=2, vocab=100)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     view = HalvesView(joint.flow, [joint.split(sk.policies.SaveAll(), costs)], costs)
     data, found = view.to_dict(), {}

@@ -7,11 +7,11 @@ import random
 import pytest
 from browser import BINARY
 from campaigns import these_first
+from capturedmodels import joint_graph
 from steeredpages import assert_quiet, planned, shown, side
 
 import splitkit as sk
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, Stages
-from splitkit.testing import models
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
@@ -42,8 +42,7 @@ def of_inference():
 
 
 def of_forward_and_backward():
-    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=100)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = joint_graph("gpt2", layers=2, width=64, heads=2, vocab=100)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     pairs = [joint.split(policy, costs) for policy in (SaveAll(), MinCut(), RecomputeAll())]
     return HalvesView(joint.flow, pairs, costs)

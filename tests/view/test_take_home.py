@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from browser import BINARY
+from capturedmodels import joint_graph
 from steeredpages import assert_quiet, border, borders, planned, shown, side
 
 import splitkit as sk
 from splitkit.cli import main
 from splitkit.plans.parts import Part
 from splitkit.policies import MinCut, SaveAll, Stages
-from splitkit.testing import models
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
@@ -91,8 +91,7 @@ def test_the_address_shows_the_same_again(browser, page, tmp_path):
 
 
 def test_the_address_of_forward_and_backward_names_the_plan(browser, tmp_path):
-    example = models.build("gpt2", **SMALL)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = joint_graph("gpt2", **SMALL)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(p, costs) for p in (SaveAll(), MinCut())], costs))
     browser.value("splitkit.setChoice(1)")
@@ -207,8 +206,7 @@ def test_the_svg_is_the_whole_picture_as_the_canvas_draws_it(browser, tmp_path):
 
 
 def test_the_svg_of_forward_and_backward_is_as_the_canvas_draws_it(browser, tmp_path):
-    example = models.build("gpt2", **SMALL)
-    joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+    joint = joint_graph("gpt2", **SMALL)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     page = shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(MinCut(), costs)], costs))
     page.value("splitkit.toggle(2)")
