@@ -103,6 +103,13 @@ LAWS: dict[str, Policy] = {
     "Half": Half(),
 }
 
+LIKE_ANOTHER = [
+    *(f"RoundRobin({n})" for n in (1, 2, 5)),
+    *(f"Stages({n})" for n in (1, 2, 4)),
+    *(f"Random(seed={s})" for s in (0, 2, 3, 4, 5)),
+]
+"""Those of `LAWS` that are another one with another number: each graph has one of them in turn."""
+
 
 class Lower(Budget):
     """A budget, or the smallest that there is if that is larger."""

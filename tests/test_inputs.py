@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from campaigns import some_of_all
 from torch import nn
 
 import splitkit as sk
@@ -328,9 +327,8 @@ OF_BYTES = ("Stages", "Stages with links", "Devices", "Devices, latency", "Acycl
 """Doors that ask for the bytes of values."""
 
 
-@pytest.mark.parametrize(
-    ("door", "everywhere"), some_of_all([*FORWARD, *(f"joint {name}" for name in JOINT)], [False, True], ())
-)
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("door", [*FORWARD, *(f"joint {name}" for name in JOINT)])
 def test_prices_that_are_none_are_refused_by_the_name_of_the_node(case, door, everywhere):
     joint = door.startswith("joint ")
     through = JOINT[door.removeprefix("joint ")] if joint else FORWARD[door]

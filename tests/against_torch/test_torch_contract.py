@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 import torch
-from campaigns import some_of_all
 from torch import fx, nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.passes.split_module import split_module as torch_split_module
@@ -53,18 +52,6 @@ if not TUPLE_RETURN:
 
 X = torch.ones(2, 2)
 each_graph = pytest.mark.parametrize("graph", GRAPHS)
-
-
-def with_each_flag(cuts: list[Any]) -> Any:
-    """Each graph and cut with two of the flags in turn, each flag with each cut; the others as a campaign."""
-    rows = [(graph, cut) for cut in cuts for graph in GRAPHS]
-    pairs = some_of_all(rows, FLAGS, (), turns=2)
-    cases = [pytest.param(*pair.values[0], pair.values[1], marks=pair.marks) for pair in pairs]
-    return pytest.mark.parametrize(
-        ("graph", "cut", "flags"), cases, ids=lambda value: getattr(value, "__name__", str(value))
-    )
-
-
 each_cut = pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.__name__)
 each_flag = pytest.mark.parametrize("flags", FLAGS)
 
@@ -81,7 +68,9 @@ def split_both(graph: str, cut: Callable[[fx.GraphModule], Label], flags: str, *
     return both(gm, cut(gm), **FLAGS[flags], **more)
 
 
-@with_each_flag(CUTS)
+@each_graph
+@each_cut
+@each_flag
 def test_every_part_has_torchs_code(graph, cut, flags):
     """Its inputs in the order of first use, its nodes, its outputs as they are first needed; all their names."""
     torchs, ours = split_both(graph, cut, flags)
@@ -90,13 +79,16 @@ def test_every_part_has_torchs_code(graph, cut, flags):
         assert ours.get_submodule(part).code == torchs.get_submodule(part).code
 
 
-@with_each_flag(CUTS)
+@each_graph
+@each_cut
+@each_flag
 def test_the_parent_is_torchs_in_the_original_order(graph, cut, flags):
     torchs, ours = split_both(graph, cut, flags, keep_original_order=True)
     assert written(ours) == written(torchs)
 
 
-@pytest.mark.parametrize(("graph", "flags"), some_of_all(GRAPHS, FLAGS, (), turns=2))
+@each_graph
+@each_flag
 def test_the_parent_is_torchs_where_one_order_is_possible(graph, flags):
     torchs, ours = split_both(graph, three_runs, flags)
     assert called(torchs) == sorted(called(torchs)), "not a chain"

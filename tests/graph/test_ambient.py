@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from campaigns import these_first
 from handgraphs import graph_of
 from torch import fx, nn
 
@@ -21,11 +20,6 @@ from splitkit.testing import assert_emitted_as_planned, assert_same
 from splitkit.testing.visible_state import Divided, observe
 
 FACTOR = [1.0]
-EACH_THREE_IN_ALL_WAYS = [
-    [labels for labels in itertools.product((0, 1, None), repeat=4) if sum(map((0, 1, None).index, labels)) % 3 == turn]
-    for turn in range(3)
-]
-"""Labels of four nodes, in three lists: in each, any three of the nodes have all 27 combinations of labels."""
 
 
 def enter_factor(factor, *, also=0.0):
@@ -88,10 +82,7 @@ def factors():
     return module(graph)
 
 
-@pytest.mark.parametrize(
-    "labels",
-    these_first(EACH_THREE_IN_ALL_WAYS[0], [(labels,) for turn in (1, 2) for labels in EACH_THREE_IN_ALL_WAYS[turn]]),
-)
+@pytest.mark.parametrize("labels", itertools.product((0, 1, None), repeat=4))
 def test_a_users_region_is_opened_in_each_part(labels):
     gm = factors()
     x = torch.ones(2, requires_grad=True)
@@ -227,14 +218,8 @@ def hooked():
     return fx.GraphModule({"a.halved": Divided(2), "thirds": Divided(3), "same": nn.Identity()}, graph)
 
 
-@pytest.mark.parametrize(
-    ("labels", "parameters"),
-    these_first(
-        [(labels, way) for turn, way in enumerate(["own", "hoist"]) for labels in EACH_THREE_IN_ALL_WAYS[turn]],
-        [(labels, way) for turn, way in enumerate(["hoist", "own"]) for labels in EACH_THREE_IN_ALL_WAYS[turn]]
-        + [(labels, way) for labels in EACH_THREE_IN_ALL_WAYS[2] for way in ("own", "hoist")],
-    ),
-)
+@pytest.mark.parametrize("labels", itertools.product((0, 1, None), repeat=4))
+@pytest.mark.parametrize("parameters", ["own", "hoist"])
 def test_saved_tensors_hooks(labels, parameters):
     gm = hooked()
     flow = sk.analyze(gm)

@@ -59,7 +59,7 @@ def rows_of(lists):
     return [[str(a) for a in lists[rank] if a is not None] for rank in sorted(lists)]
 
 
-@few_of_many(5, 400, orders())
+@few_of_many(15, 400, orders())
 def test_what_is_written_torch_reads_and_writes_again(order):
     import tempfile
     from pathlib import Path

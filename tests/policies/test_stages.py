@@ -19,7 +19,7 @@ from splitkit.policies import Stages
 from splitkit.testing import assert_legal, assert_same
 
 
-@few_of_many(20, 150, dags(), st.integers(1, 3), st.sampled_from([None, 0.25, 1.5]))
+@few_of_many(60, 150, dags(), st.integers(1, 3), st.sampled_from([None, 0.25, 1.5]))
 def test_no_stages_are_better(case, count, latency):
     gm, seconds = case
     flow, costs = sk.analyze(gm), Prices(seconds)

@@ -31,7 +31,7 @@ def fallen(total, share):
     return int(total * share)
 
 
-@few_of_many(20, 400, peaks(), st.data())
+@few_of_many(60, 400, peaks(), st.data())
 def test_the_cheapest_start_is_that_of_trying_all(given, data):
     length, peak, falls = given
     first = data.draw(st.integers(1, length))

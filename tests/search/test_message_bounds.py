@@ -29,7 +29,7 @@ def placing_of(flow, costs):
     return PlacementModel(flow, costs, [{n: costs.seconds(n) for n in flow.nodes}], repeat=True)
 
 
-@few_of_many(9, 400, cases(least=1, most=3), one_link(), st.integers(2, 3))
+@few_of_many(25, 400, cases(least=1, most=3), one_link(), st.integers(2, 3))
 def test_no_plan_is_below_what_is_counted(case, links, stages):
     gm, costs = case
     flow = sk.analyze(gm)
@@ -43,7 +43,7 @@ def test_no_plan_is_below_what_is_counted(case, links, stages):
     assert without_units(placing, travel, stages) <= best[False] * NEAR
 
 
-@few_of_many(9, 400, cases(least=1, most=3), one_link(), st.integers(2, 3))
+@few_of_many(25, 400, cases(least=1, most=3), one_link(), st.integers(2, 3))
 def test_nets_of_copies_cost_no_stage_more_than_it_pays(case, links, stages):
     gm, costs = case
     flow = sk.analyze(gm)

@@ -20,7 +20,7 @@ from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
 
-@few_of_many(20, 150, steps(), st.integers(0, 2**32 - 1))
+@few_of_many(60, 150, steps(), st.integers(0, 2**32 - 1))
 def test_no_plan_is_below_what_any_other_plan_proves(made, seed):
     flow, costs = made
     problem, random = savings(flow, costs), np.random.default_rng(seed)

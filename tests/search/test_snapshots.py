@@ -38,7 +38,7 @@ def every_plan(pool):
     return list(found.values())
 
 
-@few_of_many(20, 600, steps(), st.floats(0.0, 1.0))
+@few_of_many(60, 600, steps(), st.floats(0.0, 1.0))
 def test_no_plan_within_a_budget_beats_the_bound(made, share):
     flow, costs = made
     pool = Pool(savings(flow, costs), Peaks(flow))

@@ -70,7 +70,7 @@ def goes_back(flow, places):
     return any(places[n] == (0,) and places[read] == (1,) for n in flow.nodes for read in flow.inputs(n))
 
 
-@few_of_many(4, 300, cases(), two_links())
+@few_of_many(10, 300, cases(), two_links())
 def test_no_stages_are_below_the_bound(case, links):
     gm, costs = case
     flow = sk.analyze(gm)
@@ -80,7 +80,7 @@ def test_no_stages_are_below_the_bound(case, links):
     assert claim.bound <= best_of_all(flow, costs, links, copied, stages=True) * (1 + 1e-9)
 
 
-@few_of_many(4, 300, cases(), two_links())
+@few_of_many(10, 300, cases(), two_links())
 def test_no_parts_of_devices_are_below_the_bound(case, links):
     gm, costs = case
     flow = sk.analyze(gm)

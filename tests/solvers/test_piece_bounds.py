@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 from allcuts import finite_cuts
-from campaigns import few_of_many
 from hulls import lower_hull
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.cuts.min_cut import INFINITE, Network, NoCutError
@@ -45,7 +45,8 @@ def corners_of_all_cuts(net):
     return corners
 
 
-@few_of_many(34, 100, two_costs())
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(two_costs())
 def test_the_corners_are_those_of_all_cuts(net):
     corners = corners_of_all_cuts(net)
     for start, end in pairwise(corners):
@@ -62,12 +63,14 @@ def two_costs_anywhere(draw):
     return TwoCosts(size, *np.array(rows, np.int64).T, nested=False)
 
 
-@few_of_many(50, 150, two_costs_anywhere())
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(two_costs_anywhere())
 def test_corners_that_are_not_nested_are_those_of_all_cuts(net):
     corners_of_all_cuts(net)
 
 
-@few_of_many(34, 100, two_costs())
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(two_costs())
 def test_cuts_between_corners_lie_on_the_hull(net):
     points = all_costs(net)
     corners = net.corners() if points else []

@@ -7,7 +7,7 @@ from itertools import permutations, product
 import numpy as np
 import placementcases as cases
 import pytest
-from campaigns import few_of_many
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
@@ -25,7 +25,8 @@ from splitkit.solvers.placement.stages.stage_loads import stage_loads
 from splitkit.solvers.placement.stages.unit_annealing import UnitAnnealing
 
 
-@few_of_many(34, 100, cases.problems(units=5), st.booleans())
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases.problems(units=5), st.booleans())
 def test_no_stages_are_better_than_what_crosses_the_borders_allows(problem, back):
     core = core_of(problem, acyclic_groups(problem))
     best = cases.best_stages(problem)
@@ -39,7 +40,8 @@ def test_no_stages_are_better_than_what_crosses_the_borders_allows(problem, back
     assert relaxed <= (best * core.scale + core.slack) * (1 + 1e-6) + 1
 
 
-@few_of_many(34, 100, cases.problems(units=5), st.sampled_from([0, 1]))
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases.problems(units=5), st.sampled_from([0, 1]))
 def test_windows_hold_all_stages_below_the_limit(problem, more):
     """Each chain of ideals whose loads are below the limit lies in the windows; without one there need be none."""
     core = core_of(problem, acyclic_groups(problem))
@@ -122,7 +124,8 @@ def test_a_cpu_is_free_to_hold_everything():
     assert border_bound(core, 1, 100) == 1
 
 
-@few_of_many(20, 60, cases.problems(units=6, plain=True))
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases.problems(units=6, plain=True))
 def test_a_walk_keeps_to_everything_and_is_never_worse(problem):
     """Its value is that of its placement by definition, no edge goes back, memory holds, no stage to fill is empty."""
     if problem.ordered or problem.in_flight:

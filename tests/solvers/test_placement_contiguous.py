@@ -53,10 +53,10 @@ def equals_brute_force(problem):
     assert value_of(problem) == pytest.approx(cases.best_stages(problem), rel=1e-12)
 
 
-test_equals_brute_force, test_equals_brute_force_on_many = few_and_many(67, 3000, cases.problems())(equals_brute_force)
+test_equals_brute_force, test_equals_brute_force_on_many = few_and_many(200, 3000, cases.problems())(equals_brute_force)
 
 
-@few_of_many(20, 150, cases.problems(units=5))
+@few_of_many(60, 150, cases.problems(units=5))
 def test_each_solver_alone_equals_brute_force(problem):
     core = (
         contracted_core(core_of(problem, acyclic_groups(problem)))
@@ -75,7 +75,7 @@ def test_each_solver_alone_equals_brute_force(problem):
         assert search.bound / core.scale <= best * (1 + 1e-9) + 1e-9 or best == cases.INF
 
 
-@few_of_many(17, 200, cases.problems(plain=True), st.randoms(use_true_random=False))
+@few_of_many(50, 200, cases.problems(plain=True), st.randoms(use_true_random=False))
 def test_laws(problem, random):
     value = value_of(problem)
     order = list(range(problem.units))
@@ -110,7 +110,7 @@ def test_bounds_hold_with_links_between_pairs(problem, factors):
     assert found.bound * (1 - 1e-9) <= best <= found.value * (1 + 1e-9)
 
 
-@few_of_many(17, 100, cases.problems(units=4), st.booleans())
+@few_of_many(50, 100, cases.problems(units=4), st.booleans())
 def test_no_stages_are_better_than_what_must_be_joined_allows(problem, fill):
     problem = replace(problem, fill=fill and len(problem.devices) <= problem.units)
     core = core_of(problem, acyclic_groups(problem))
@@ -220,7 +220,7 @@ def test_ties_are_broken_by_the_key():
     assert np.count_nonzero(found.device == found.order[0]) == 1
 
 
-@few_of_many(14, 100, cases.problems(units=5, devices=2))
+@few_of_many(40, 100, cases.problems(units=5, devices=2))
 def test_the_smallest_memory_that_would_fit(problem):
     problem = replace(problem, devices=tuple(replace(d, capacity=3) for d in problem.devices))
     try:

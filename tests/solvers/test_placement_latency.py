@@ -41,7 +41,7 @@ def found_for(problem, **options):
     return found
 
 
-@few_of_many(50, 400, cases.problems(units=5))
+@few_of_many(150, 400, cases.problems(units=5))
 def test_equals_brute_force(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -53,7 +53,7 @@ def test_equals_brute_force(problem):
     assert found.optimal and found.value == pytest.approx(best)
 
 
-@few_of_many(5, 60, cases.problems(units=5))
+@few_of_many(15, 60, cases.problems(units=5))
 def test_search_and_bound_alone_hold_the_best_between_them(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -71,7 +71,7 @@ def ways_of(problem, pieces):
     return Timing.of(problem, pieces), colour_groups(problem), order
 
 
-@few_of_many(67, 500, cases.problems(units=5))
+@few_of_many(200, 500, cases.problems(units=5))
 def test_no_makespan_is_less_than_the_bound_of_a_way(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -80,7 +80,7 @@ def test_no_makespan_is_less_than_the_bound_of_a_way(problem):
             assert chain_bound(problem, *ways_of(problem, 1), value) <= best * (1 + 1e-12)
 
 
-@few_of_many(20, 150, cases.problems(units=4, devices=2))
+@few_of_many(60, 150, cases.problems(units=4, devices=2))
 def test_no_makespan_of_several_pieces_is_less_than_the_bound_of_a_way(problem):
     problem = simple(problem)
     try:
@@ -109,7 +109,7 @@ def best_of_pieces(problem, pieces):
     return best
 
 
-@few_of_many(27, 400, cases.problems(units=4, devices=2))
+@few_of_many(80, 400, cases.problems(units=4, devices=2))
 def test_several_pieces_equal_brute_force(problem):
     """Nothing that is worse is called optimal, nothing that can be placed is refused, no bound is above the optimum."""
     problem = simple(problem)

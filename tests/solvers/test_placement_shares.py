@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import placementcases as cases
 import pytest
-from campaigns import few_of_many
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
@@ -35,7 +35,8 @@ def crossing(core, cost, ideal):
     return sum(c for c, inside in zip(cost, pins, strict=True) if inside.any() and not inside.all())
 
 
-@few_of_many(27, 80, cases.problems(units=5, plain=True), st.booleans(), st.data())
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(cases.problems(units=5, plain=True), st.booleans(), st.data())
 def test_no_border_costs_less_than_priced_work_tells(problem, back, data):
     """Nor more, once all that is open has been divided."""
     core = core_of(problem, acyclic_groups(problem))
@@ -66,7 +67,8 @@ def test_no_border_costs_less_than_priced_work_tells(problem, back, data):
             assert known is not None and ideal[known.inside].all() and not ideal[known.outside].any()
 
 
-@few_of_many(34, 100, cases.problems(units=6), st.booleans(), st.data())
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(cases.problems(units=6), st.booleans(), st.data())
 def test_no_stages_are_better_than_shares_tell(problem, back, data):
     best = cases.best_stages(problem)
     if best < cases.INF and not core_of(problem, acyclic_groups(problem)).barred.all(axis=0).any():
@@ -106,7 +108,8 @@ def test_on_graphs_whose_borders_cost_something_shares_tell_much_and_never_too_m
     assert max(parts) <= 1 and max(parts) > 0.999 and np.median(parts) > 0.9
 
 
-@few_of_many(14, 40, cases.problems(units=4, plain=True), st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(cases.problems(units=4, plain=True), st.data())
 def test_shares_of_a_net_are_together_no_more_than_it_costs(problem, data):
     core = core_of(problem, acyclic_groups(problem))
     if not borders_apply(core) or not core.costs.any() or len(problem.devices) < 2:

@@ -32,7 +32,7 @@ from splitkit.testing.small_nets import loss_or_sum
 from splitkit.view.renderers import svg
 
 
-@few_of_many(7, 40, steps())
+@few_of_many(20, 40, steps())
 def test_the_points_are_the_hull_of_all_plans(step):
     flow, prices = step
     points = Frontier(flow, prices).points

@@ -25,7 +25,7 @@ def assert_alike(problem, peaks, runs):
     assert one.saved.tolist() == other.saved.tolist() and one.saved_bytes == choice.nbytes
 
 
-@few_of_many(34, 300, steps(), st.integers(0, 2**32 - 1))
+@few_of_many(100, 300, steps(), st.integers(0, 2**32 - 1))
 def test_any_choice_of_any_step(made, seed):
     flow, costs = made
     problem = savings(flow, costs)
