@@ -70,8 +70,8 @@ def fill(model: nn.Module, inputs: Mapping[str, Any], *caches: Any) -> list[list
             raise not_a_decoder(model, why) from error
     if not all(cache.layers for cache in caches):
         raise not_a_decoder(model, "it puts no keys and values into past_key_values, as models with other states do")
-    if states.unknown:
-        raise not_a_decoder(model, "it computes a state from token to token in a way that is not Mamba's or Mamba-2's")
+    if states.refused:
+        raise not_a_decoder(model, states.refused)
     for layer in (layer for cache in caches for layer in cache.layers):
         if not (isinstance(getattr(layer, "keys", None), torch.Tensor) or has_states(layer) or _is_dummy(layer)):
             raise not_a_decoder(model, "it keeps other things than keys and values of each layer in its cache")

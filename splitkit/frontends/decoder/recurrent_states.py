@@ -25,12 +25,12 @@ class _LastState:
     """The recurrent state that a mixer has read, until its scan takes it.
 
     Attributes:
-        unknown: whether a mixer computed a state without one of the scans here.
+        refused: why a mixer cannot be captured; empty if all can.
     """
 
     def __init__(self) -> None:
         self._state: torch.Tensor | None = None
-        self._scans, self.unknown = 0, False
+        self._scans, self.refused = 0, ""
 
     def read(self, state: torch.Tensor | None) -> torch.Tensor | None:
         """Note the state that a mixer reads."""
@@ -44,7 +44,8 @@ class _LastState:
 
     def written(self) -> None:
         """Note that a mixer writes its state."""
-        self.unknown |= not self._scans
+        if not self._scans:
+            self.refused = "it computes a state from token to token in a way that is neither Mamba's nor Mamba-2's"
         self._state, self._scans = None, 0
 
 
@@ -53,7 +54,7 @@ def continued_states(model: nn.Module) -> Iterator[_LastState]:
     """Let the mixers of a model go on from the states in the cache, whatever the number of tokens.
 
     Yields:
-        An object whose ``unknown`` says afterwards whether the model has mixers with other scans.
+        An object whose ``refused`` says afterwards why the model has mixers that cannot be captured.
     """
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
@@ -174,8 +175,7 @@ def _chunked(last: _LastState) -> Callable[..., Any]:
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = nn.functional.softplus(dt) if dt_softplus else dt
         if tuple(dt_limit) != _NO_LIMIT:
-            # transformers limits the tokens of a prompt only
-            raise NotImplementedError(f"time_step_limit is {tuple(dt_limit)}")
+            last.refused = f"transformers applies its time_step_limit, {tuple(dt_limit)}, to prompts only"
         out, state = CHUNKED_SCAN(hidden_states, dt, A, B, C, state, chunk_size)
         out = out if D is None else out + D[..., None] * hidden_states.float()
         return (out, state) if return_final_states else out
