@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitkit.graph.ops.state_scans import CHUNKED_SCAN, SELECTIVE_SCAN
+from splitkit.graph.ops.state_scans import CHUNKED_SCAN, LIMITED_STEPS, SELECTIVE_SCAN
+from splitkit.graph.symbols import symbols_of
 
 _NO_LIMIT = (0.0, float("inf"))
 
@@ -26,14 +27,20 @@ class _LastState:
 
     Attributes:
         refused: why a mixer cannot be captured; empty if all can.
+        before: the tokens in the cache before the step, a number or a symbol; ``None`` if the cache does not say.
     """
 
     def __init__(self) -> None:
         self._state: torch.Tensor | None = None
+        self._cache: Any = None
         self._scans, self.refused = 0, ""
+        self.before: int | torch.SymInt | None = None
 
-    def read(self, state: torch.Tensor | None) -> torch.Tensor | None:
+    def read(self, cache: Any, state: torch.Tensor | None) -> torch.Tensor | None:
         """Note the state that a mixer reads."""
+        if cache is not self._cache:
+            # the first mixer of a run, before which the last attention has not run
+            self._cache, self.before = cache, _positions(cache)
         self._state, self._scans = state, 0
         return state
 
@@ -62,7 +69,7 @@ def continued_states(model: nn.Module) -> Iterator[_LastState]:
     read = Cache.get_recurrent_state
 
     def get(self: Any, layer_idx: int, state_idx: int = 0) -> Any:
-        return last.read(read(self, layer_idx, state_idx))
+        return last.read(self, read(self, layer_idx, state_idx))
 
     def update(self: Any, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
         last.written()
@@ -86,6 +93,15 @@ def continued_states(model: nn.Module) -> Iterator[_LastState]:
     finally:
         for where, name, function in before:
             setattr(where, name, function)
+
+
+def _positions(cache: Any) -> int | torch.SymInt | None:
+    """Return the positions of the last layer with keys; ``None`` without one, or if it holds those of this step."""
+    layer = next((layer for layer in reversed(cache.layers) if hasattr(layer, "get_seq_length")), None)
+    if layer is None:
+        return None
+    count = layer.keys.shape[2] if isinstance(layer.keys, torch.Tensor) and layer.keys.dim() == 4 else 0
+    return count if isinstance(count, int) or len(symbols_of(count)) == 1 else None
 
 
 def _set_recurrent_state(layer: Any, state: torch.Tensor, i: int) -> torch.Tensor:
@@ -175,7 +191,10 @@ def _chunked(last: _LastState) -> Callable[..., Any]:
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = nn.functional.softplus(dt) if dt_softplus else dt
         if tuple(dt_limit) != _NO_LIMIT:
-            last.refused = f"transformers applies its time_step_limit, {tuple(dt_limit)}, to prompts only"
+            if last.before is None:
+                last.refused = f"transformers applies its time_step_limit, {tuple(dt_limit)}, to prompts only"
+            else:
+                dt = LIMITED_STEPS(dt, *dt_limit, last.before)
         out, state = CHUNKED_SCAN(hidden_states, dt, A, B, C, state, chunk_size)
         out = out if D is None else out + D[..., None] * hidden_states.float()
         return (out, state) if return_final_states else out

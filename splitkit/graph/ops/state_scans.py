@@ -47,6 +47,10 @@ def _chunked_scan(
     return out, held.to(state.dtype, copy=held is state)
 
 
+def _limited(dt: Tensor, least: float, most: float, before: int) -> Tensor:
+    return dt.clamp(least, most) if not before or dt.shape[1] > 1 else dt.clone()
+
+
 def _between(decay: Tensor) -> Tensor:
     """Return the sums of ``decay[s + 1 .. t]``, ``[.., t, s]``; minus infinity for s after t."""
     count = decay.shape[-1]
@@ -67,6 +71,7 @@ for _schema, _kernel in (
      _selective_scan),
     ("chunked_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, Tensor state, int chunk) -> (Tensor, Tensor)",
      _chunked_scan),
+    ("limited_steps(Tensor dt, float least, float most, SymInt before) -> Tensor", _limited),
 ):  # fmt: skip
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -79,6 +84,9 @@ torch.library.register_fake(
     "splitkit::chunked_scan",
     lambda x, dt, a, b, c, state, chunk: (x.new_empty(x.shape, dtype=torch.float), _like(state, x)),
     lib=_LIBRARY,
+)
+torch.library.register_fake(
+    "splitkit::limited_steps", lambda dt, least, most, before: torch.empty_like(dt), lib=_LIBRARY
 )
 
 SELECTIVE_SCAN: Any = torch.ops.splitkit.selective_scan.default
@@ -94,5 +102,10 @@ CHUNKED_SCAN: Any = torch.ops.splitkit.chunked_scan.default
 ``[heads]``, ``b`` and ``c`` are ``[sequences, tokens, groups, states]``, ``state`` is
 ``[sequences, heads, channels, states]``, and ``chunk`` is the most tokens that are computed together.
 """
-SCANS: tuple[Any, ...] = (SELECTIVE_SCAN, CHUNKED_SCAN)
+LIMITED_STEPS: Any = torch.ops.splitkit.limited_steps.default
+"""``(dt, least, most, before) -> dt``: limits the time steps of a prompt, ``[sequences, tokens, heads]``.
+
+transformers does not limit those of a single token with others ``before`` it.
+"""
+SCANS: tuple[Any, ...] = (SELECTIVE_SCAN, CHUNKED_SCAN, LIMITED_STEPS)
 """The ops of this file. They write no argument, and their results share no memory with one."""
