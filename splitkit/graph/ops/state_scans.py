@@ -75,6 +75,8 @@ for _schema, _kernel in (
 ):  # fmt: skip
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    # they run for inference only; without this, torch warns of gradients when a plan looks for them
+    _LIBRARY.impl(_schema.partition("(")[0], torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake(
     "splitkit::selective_scan",
     lambda x, dt, a, b, c, state: (x.new_empty(x.shape), _like(state, x)),
