@@ -23,6 +23,7 @@ times of the chunks in one process. Figures are medians of the rounds. Beware of
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -86,7 +87,7 @@ def equal_times(tokens: int, count: int, equals: float) -> list[int]:
     """Return the lengths of chunks of equal cost: the cost of p tokens is ``p + p ** 2 / (2 equals)``."""
     whole = tokens + tokens**2 / (2 * equals)
     ends = [round(equals * (math.sqrt(1 + 2 * whole * i / count / equals) - 1)) for i in range(count + 1)]
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 class Chunked:

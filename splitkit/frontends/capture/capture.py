@@ -238,8 +238,7 @@ def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         cached, states = is_cache(leaf), {id(state) for state in state_tensors(leaf)}
         for tensor in pytree.tree_leaves(leaf):
             if isinstance(tensor, torch.Tensor):
-                dims = (0, 2) if cached and tensor.ndim == 4 else range(tensor.ndim)
-                dims = (0,) if id(tensor) in states else dims
+                dims = (0,) if id(tensor) in states else (0, 2) if cached and tensor.ndim == 4 else range(tensor.ndim)
                 shapes[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
     return shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
 

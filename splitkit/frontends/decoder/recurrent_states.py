@@ -100,7 +100,7 @@ def _positions(cache: Any) -> int | torch.SymInt | None:
     layer = next((layer for layer in reversed(cache.layers) if hasattr(layer, "get_seq_length")), None)
     if layer is None:
         return None
-    count = layer.keys.shape[2] if isinstance(layer.keys, torch.Tensor) and layer.keys.dim() == 4 else 0
+    count: Any = layer.keys.shape[2] if isinstance(layer.keys, torch.Tensor) and layer.keys.dim() == 4 else 0
     return count if isinstance(count, int) or len(symbols_of(count)) == 1 else None
 
 

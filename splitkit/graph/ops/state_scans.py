@@ -5,8 +5,9 @@ A step has any number of tokens: a prompt, a chunk of one, or a single token. Th
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t]        y[t] = C[t] h[t]
 
 ``selective_scan`` is Mamba's (https://arxiv.org/abs/2312.00752), in which A is a matrix; it runs token after token.
-``chunked_scan`` is Mamba-2's (https://arxiv.org/abs/2405.21060), in which A is a number for each head; a chunk of tokens
-is a few products of matrices. transformers has the same arithmetic, but other code for prompts than for single tokens.
+``chunked_scan`` is Mamba-2's (https://arxiv.org/abs/2405.21060), in which A is a number for each head; a chunk of
+tokens is a few products of matrices. transformers has the same arithmetic, but other code for prompts than for single
+tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _between(decay: Tensor) -> Tensor:
 
 def _like(state: Tensor, x: Tensor) -> Tensor:
     # so that a graph with variable sizes knows that there are as many states as sequences
-    torch._check(state.shape[0] == x.shape[0])
+    torch._check(state.shape[0] == x.shape[0])  # type: ignore[no-untyped-call]
     return torch.empty_like(state)
 
 

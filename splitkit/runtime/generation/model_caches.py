@@ -12,7 +12,9 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.kept_caches import KeptCache
 
-_OWN = re.compile(r"(?:(self|cross)_attention_cache_)?layers_(\d+)_(keys|values|conv_states|recurrent_states)_?(\d*)_?$")
+_OWN = re.compile(
+    r"(?:(self|cross)_attention_cache_)?layers_(\d+)_(keys|values|conv_states|recurrent_states)_?(\d*)_?$"
+)
 _KEYS = ("keys", "values")
 _TRANSFORMERS = re.compile(r"(key|value)_cache_(\d+)$")
 
@@ -163,9 +165,9 @@ def _is_filled(cache: Any) -> bool:
 
 def _require_layers(cache: Any, places: Sequence[_Place], sequences: int) -> None:
     layers, wanted = cache.layers, [_class_of(kinds) for kinds in _kinds(places)]
-    # layers behind the last one that keeps something
-    rest = layers[len(wanted) :]
-    if [type(layer) for layer in layers[: len(wanted)]] != wanted or any(type(x).__name__ != "DummyLayer" for x in rest):
+    # behind the last layer that keeps something there may be some that keep nothing
+    wanted += [_class_of(set())] * (len(layers) - len(wanted))
+    if [type(layer) for layer in layers] != wanted:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise _bad(f"the cache has {len(layers)} layers of {kinds}", "Give the cache that an earlier call returned.")
     count = next(tensor.shape[0] for place in places if (tensor := place.tensor_in(layers[place.layer])) is not None)

@@ -71,7 +71,9 @@ def test_pieces_give_what_the_whole_gives(kind):
     kept, want = state.clone(), scan(*given, *more)
     made, held = [], state
     for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
-        pieces = [value.narrow(d, part.start, part.stop - part.start) for value, d in ((x, dim), (dt, dim), (b, 1), (c, 1))]
+        pieces = [
+            value.narrow(d, part.start, part.stop - part.start) for value, d in ((x, dim), (dt, dim), (b, 1), (c, 1))
+        ]
         out, held = scan(pieces[0], pieces[1], a, *pieces[2:], held, *more)
         made.append(out)
     torch.testing.assert_close(torch.cat(made, dim), want[0])
