@@ -9,7 +9,7 @@ from decoders import STATES, captured, decoder
 
 import splitkit as sk
 from splitkit.errors import PipelineError
-from splitkit.graph.caches import caches_of
+from splitkit.graph.caches import cache_forms, caches_of
 from splitkit.runtime.devices.device_graphs import PartOnDevice
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
@@ -101,6 +101,14 @@ def test_each_state_stays_in_one_part(family, parts):
         makers = cache.updated.all_input_nodes if "getitem" in cache.updated.name else [cache.updated]
         readers = {key for node in (*cache.given.users, *makers) for key in split.plan.places[node]}
         assert len(readers) == 1
+
+
+def test_what_writes_a_state_reads_it_too():
+    """A cut to the size of the state is between them, so that a plan could put it into another part."""
+    graph = captured("mamba").graph
+    for cache in caches_of(captured("mamba")):
+        writer = cache.updated.args[0] if "getitem" in cache.updated.name else cache.updated
+        assert writer in cache_forms(graph, cache)[1]
 
 
 def test_states_are_counted_once_a_request_and_not_for_each_token():

@@ -1,8 +1,8 @@
 """Divides a long prompt into pieces that take about equally long, though attention grows with the tokens before them.
 
-A piece of ``x`` tokens after ``p`` others costs ``x (1 + (p + x / 2) / r)``: the layers cost the same for each token, and
-attention as much as they do after ``r`` positions, which follows from the FLOPs of the captured graph. SGLang shortens
-the chunks of its pipelines in the same way (sgl-project/sglang#11857).
+A piece of ``x`` tokens after ``p`` others costs ``x (1 + (p + x / 2) / r)``: the layers cost the same for each token,
+and attention as much as they do after ``r`` positions, which follows from the FLOPs of the captured graph. SGLang
+shortens the chunks of its pipelines in the same way (sgl-project/sglang#11857).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import math
 
 from torch import fx
 
-from splitkit.costs.formulas.flop_count import flops
+from splitkit.costs.formulas.flop_count import counter_of
+from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fake_calls import hints, op_name
 from splitkit.graph.symbols import value_of
 
@@ -20,16 +21,16 @@ _SHORTEST = 4
 """A piece has at least this fraction of the first one's tokens, since kernels are slow for few of them."""
 
 
-def costly_positions(gm: fx.GraphModule) -> int | None:
+def costly_positions(gm: fx.GraphModule | Dataflow) -> int | None:
     """Return the positions after which attention costs as much as all else, by the FLOPs of a decoder's step.
 
     ``None`` for a graph without ``input_ids`` or without ``scaled_dot_product_attention``.
     """
-    tokens = gm.graph.find_nodes(op="placeholder", target=_TOKENS)
-    if not tokens:
+    flow = facts_of(gm)
+    if not flow.graph.find_nodes(op="placeholder", target=_TOKENS):
         return None
-    counts, layers, attention = flops(gm), 0.0, 0.0
-    for node in gm.graph.nodes:
+    counts, layers, attention = counter_of(flow), 0.0, 0.0
+    for node in flow.graph.nodes:
         if node.op != "call_function":
             continue
         if op_name(node.target) == _ATTENTION:

@@ -260,7 +260,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         identity,
         graph_sizes(flow.graph, {n.name: value_of(originals[n]) for n in stage_of if n in originals}),
         captured=captured_types(flow.graph, flow.root),
-        costly=costly_positions(flow.root) if given_caches(flow.root) else None,
+        costly=costly_positions(flow) if given_caches(flow.root) else None,
     )
 
 

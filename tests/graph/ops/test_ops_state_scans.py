@@ -7,6 +7,8 @@ import torch
 
 from splitkit._torch import FakeTensorMode
 from splitkit.engine.serialization.function_names import function_of, name_of_function
+from splitkit.graph.ops.declared import declared_facts
+from splitkit.graph.ops.facts import Facts
 from splitkit.graph.ops.state_scans import CHUNKED_SCAN, LIMITED_STEPS, SCANS, SELECTIVE_SCAN
 
 
@@ -103,6 +105,10 @@ def test_results_have_the_sizes_that_a_graph_expects_and_memory_of_their_own(dty
         for one, other in pairs:
             assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
             assert one.data_ptr() not in places
+
+
+def test_they_have_no_effects_that_keep_a_plan_from_moving_them():
+    assert [declared_facts(op) for op in SCANS] == [Facts()] * len(SCANS)
 
 
 def test_a_graph_file_may_call_them():
