@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from splitkit._torch import FakeTensorMode
+from splitkit.costs.formulas.flop_formulas import formulas_for
 from splitkit.engine.serialization.function_names import function_of, name_of_function
 from splitkit.graph.ops.declared import declared_facts
 from splitkit.graph.ops.facts import Facts
@@ -114,3 +116,14 @@ def test_they_have_no_effects_that_keep_a_plan_from_moving_them():
 def test_a_graph_file_may_call_them():
     for op in SCANS:
         assert function_of(name_of_function(op)) is op
+
+
+def test_work_grows_with_the_tokens_and_is_counted():
+    for op, made, more in ((SELECTIVE_SCAN, selective_inputs, ()), (CHUNKED_SCAN, chunked_inputs, (4,))):
+        counts = []
+        for tokens in (4, 8):
+            given = (*made(tokens), *more)
+            with FlopCounterMode(display=False, custom_mapping=formulas_for(op)) as counter:
+                op(*given)
+            counts.append(counter.get_total_flops())
+        assert counts[1] == 2 * counts[0] > 0
