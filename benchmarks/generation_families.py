@@ -51,7 +51,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
     "mistral": {"sliding_window": 20},
     "mixtral": {"num_local_experts": 4},
     "gpt2": {"n_embd": WIDTH, "n_layer": 4, "n_head": 8, "n_positions": 64},
-    "mamba": {"state_size": 8, "num_hidden_layers": 2},
+    "mamba": {"state_size": 16},
 }
 FAMILIES = (*list(_OWN)[:-1], "t5", "whisper", "llava", "mamba")
 

@@ -28,6 +28,19 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 FAMILIES = tuple(_OWN)
+_MAMBA2 = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8}
+_WITH_STATES: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 4},
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    # in jamba every other layer has attention, in falcon_h1 each has both
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    },
+    "falcon_h1": {**_MAMBA2, "mamba_chunk_size": 4},
+}
+STATES = tuple(_WITH_STATES)
+"""Families with states of constant size."""
 
 
 _BOTH = {
@@ -59,7 +72,7 @@ def _made(family: str) -> nn.Module:
             hf.LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE, image_seq_length=4)
         )
     else:
-        config = hf.AutoConfig.for_model(family, **{**_SIZES, **_OWN[family]})
+        config = hf.AutoConfig.for_model(family, **{**_SIZES, **{**_OWN, **_WITH_STATES}[family]})
         model = hf.AutoModelForCausalLM.from_config(config)
     if family == "whisper":
         model.generation_config.no_timestamps_token_id = 90

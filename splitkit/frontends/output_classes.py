@@ -88,6 +88,18 @@ def is_cache(value: object) -> bool:
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
+def has_states(layer: Any) -> bool:
+    """Whether a layer of a cache has states of constant size, as Mamba's, with or without keys and values."""
+    return hasattr(layer, "recurrent_states")
+
+
+def state_tensors(cache: Any) -> list[torch.Tensor]:
+    """Return the states in a cache of transformers: of their sizes only the number of sequences varies."""
+    layers = [layer for layer in getattr(cache, "layers", ()) if has_states(layer)]
+    tables = [table for layer in layers for table in (layer.conv_states, layer.recurrent_states)]
+    return [state for table in tables for state in table.values() if state is not None]
+
+
 def register_classes_of(value: Any) -> None:
     """Register the class of every object in ``value`` that holds tensors and that pytree does not know."""
     for leaf in pytree.tree_leaves(value):

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ ENCODER_CACHES = "encoder_caches"
 
 
 class CacheTensor(NamedTuple):
-    """One tensor of a cache, such as the keys of a layer.
+    """One tensor of a cache, such as the keys or the state of a layer.
 
     Attributes:
         given: the input of the graph.
@@ -73,12 +74,16 @@ def _signature(gm: fx.GraphModule) -> Any:
 def cache_forms(graph: fx.Graph, cache: CacheTensor) -> tuple[set[Node], list[Node]]:
     """Return the tensors that hold nothing but a cache, such as its keys repeated for each head, and all their readers.
 
-    The update of a cache, which reads new keys too, counts as a form of it and as a reader.
+    The update of a cache, which reads new keys too, counts as a form of it and as a reader, also where other nodes are
+    between them, as a cut to the size of a state.
     """
     forms, readers = {cache.given, cache.updated}, list[Node]()
+    writer = cache.updated
+    while writer.target is operator.getitem:
+        writer = writer.all_input_nodes[0]
     for node in graph.nodes:
         read = [n for n in node.all_input_nodes if _is_tensor(n) and n.op != "get_attr"]
-        if node.op != "output" and not forms.isdisjoint(read):
+        if node.op != "output" and (not forms.isdisjoint(read) or (node is writer and node.op != "placeholder")):
             readers.append(node)
             if forms.issuperset(read) and _is_tensor(node):
                 forms.add(node)

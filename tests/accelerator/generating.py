@@ -40,11 +40,11 @@ def generated(family: str) -> dict[str, object]:
     if family in ("t5", "llava"):
         given = {name: tensor.to(generator.device) for name, tensor in given.items()}
     got = generator.generate(**given, **options)
-    cache = got.past_key_values
+    cache = got.get("past_key_values") or got.cache_params
     caches = [cache.self_attention_cache, cache.cross_attention_cache] if family == "t5" else [cache]
     return {
         "same": torch.equal(want.sequences, got.sequences.cpu()),
-        "devices": [[str(layer.keys.device) for layer in cache.layers] for cache in caches],
+        "devices": [[str(layer.device) for layer in cache.layers] for cache in caches],
         "races": simgpu.races(),
     }
 

@@ -37,7 +37,7 @@ def test_a_device_without_an_index_is_the_current_one():
 
 
 def test_decoders_generate_as_on_the_cpu():
-    for found in launch("accelerator/generating.py", 1, "llama", "t5", "llava"):
+    for found in launch("accelerator/generating.py", 1, "llama", "t5", "llava", "mamba"):
         assert found["same"] and not found["races"], found
         assert all(devices == ["simgpu:0", "simgpu:1"] for devices in found["devices"]), found
 

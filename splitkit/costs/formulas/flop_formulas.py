@@ -123,6 +123,18 @@ def _encoder_layer(source: Shape, width: int, *args: Any, **kwargs: Any) -> int:
     return int(_multihead(source, source, source, width) + 2 * prod(source[:-1]) * (prod(args[12]) + prod(args[14])))
 
 
+def _selective_scan(x: Shape, dt: Shape, a: Shape, b: Shape, c: Shape, state: Shape, **kwargs: Any) -> int:
+    """Count for each token what it adds to the state, the decay of the state, and its product with ``c``."""
+    return 6 * x[2] * prod(state)
+
+
+def _chunked_scan(x: Shape, dt: Shape, a: Shape, b: Shape, c: Shape, state: Shape, chunk: int, **kwargs: Any) -> int:
+    """Count four products of matrices for each head: the scores, what they select, and the state in and out."""
+    tokens, (sequences, heads, channels, states) = x[1], state
+    within = min(chunk, tokens)
+    return 2 * sequences * heads * tokens * (within * (states + channels) + 2 * states * channels)
+
+
 _NAMED: dict[str, Callable[..., int]] = {
     # torch 2.15's own counter has the two formulas of the CPU
     "_scaled_dot_product_flash_attention_for_cpu": attention_flops,
@@ -175,6 +187,8 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 _CUSTOM: dict[str, Callable[..., int]] = {
     "transformers::grouped_mm_fallback": _grouped,  # what export sees of the experts of a mixture
     "torch_attn::_varlen_attn": _varlen,
+    "splitkit::selective_scan": _selective_scan,
+    "splitkit::chunked_scan": _chunked_scan,
 }
 
 

@@ -38,7 +38,7 @@ from splitkit.frontends.capture.seeding import refuse_seeding
 from splitkit.frontends.capture.symbolic_trace import trace
 from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, restore_by_value
 from splitkit.frontends.example_run import describe_failure
-from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among
+from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
 from splitkit.frontends.quantized import AS_MODULES, quantized_part
 from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
@@ -231,13 +231,14 @@ def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """Return dynamic shapes with ``Dim.AUTO`` for every size of every tensor among the inputs.
 
     Of a cache only sequences and positions, ``[sequences, heads, positions, head_dim]``; a single head is no variable.
+    Of states of constant size only the sequences.
     """
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache):
-        cached = is_cache(leaf)
+        cached, states = is_cache(leaf), {id(state) for state in state_tensors(leaf)}
         for tensor in pytree.tree_leaves(leaf):
             if isinstance(tensor, torch.Tensor):
-                dims = (0, 2) if cached and tensor.ndim == 4 else range(tensor.ndim)
+                dims = (0,) if id(tensor) in states else (0, 2) if cached and tensor.ndim == 4 else range(tensor.ndim)
                 shapes[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
     return shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
 

@@ -17,6 +17,7 @@ from splitkit.frontends.decoder.example_step import example_step
 from splitkit.frontends.decoder.example_with_encoder import example_with_encoder
 from splitkit.frontends.decoder.first_sizes import read_first_sizes
 from splitkit.frontends.decoder.masked_attention import masked_attention
+from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.trace_settings import without_special_sizes
 from splitkit.graph.caches import caches_of
 
@@ -75,7 +76,7 @@ def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
 
 
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
-    with torch.no_grad(), masked_attention(), without_special_sizes():
+    with torch.no_grad(), masked_attention(), continued_states(model), without_special_sizes():
         gm = capture(model, dynamic=True, **step)
     read_first_sizes(gm)
     return gm

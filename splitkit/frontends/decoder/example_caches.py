@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 
 from splitkit._torch import FakeTensorMode
 from splitkit.errors import CaptureError
+from splitkit.frontends.decoder.recurrent_states import continued_states
+from splitkit.frontends.output_classes import has_states
 from splitkit.frontends.trace_settings import as_in_export
 
 
@@ -18,17 +21,38 @@ def model_device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def empty_cache(model: Any) -> Any:
+    """Return an empty cache for a model, in which every layer with keys keeps all positions."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    new_layer: Any = DynamicLayer
+    cache, known = DynamicCache(), DynamicCache(config=model.config).layers
+    if any(map(has_states, known)):
+        cache.layers = [layer if has_states(layer) or _is_dummy(layer) else new_layer() for layer in known]
+    return cache
+
+
 def cache_like(layers: list[Any], batch: int, positions: int, device: torch.device) -> Any:
-    """Return a ``DynamicCache`` of zeros with the heads, sizes and dtypes of other layers, which may differ."""
+    """Return a ``DynamicCache`` of zeros with the layers of another one: heads, sizes and dtypes, which may differ."""
     from transformers import DynamicCache
 
+    def zeros(like: torch.Tensor, *sizes: int) -> torch.Tensor:
+        return torch.zeros(batch, *sizes, dtype=like.dtype, device=device)
+
     cache = DynamicCache()
-    for i, layer in enumerate(layers):
-        keys, values = (
-            torch.zeros(batch, x.shape[1], positions, x.shape[3], dtype=x.dtype, device=device)
-            for x in (layer.keys, layer.values)
-        )
-        cache.update(keys, values, i)
+    cache.layers = []
+    for layer in layers:
+        new = copy.copy(layer)
+        if isinstance(getattr(layer, "keys", None), torch.Tensor):
+            pair = layer.keys, layer.values
+            new.keys, new.values = (zeros(x, x.shape[1], positions, x.shape[3]) for x in pair)
+        if has_states(layer):
+            new.conv_states, new.recurrent_states = (
+                {i: state if state is None else zeros(state, *state.shape[1:]) for i, state in table.items()}
+                for table in (layer.conv_states, layer.recurrent_states)
+            )
+        cache.layers.append(new)
     return cache
 
 
@@ -38,7 +62,7 @@ def fill(model: nn.Module, inputs: Mapping[str, Any], *caches: Any) -> list[list
     Raises:
         CaptureError: SK401 for a model that does not run, or that puts other things into a cache.
     """
-    with torch.no_grad(), as_in_export(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), as_in_export(), FakeTensorMode(allow_non_fake_inputs=True), continued_states(model) as states:
         try:
             model(**inputs, use_cache=True)
         except Exception as error:
@@ -46,10 +70,16 @@ def fill(model: nn.Module, inputs: Mapping[str, Any], *caches: Any) -> list[list
             raise not_a_decoder(model, why) from error
     if not all(cache.layers for cache in caches):
         raise not_a_decoder(model, "it puts no keys and values into past_key_values, as models with other states do")
+    if states.refused:
+        raise not_a_decoder(model, states.refused)
     for layer in (layer for cache in caches for layer in cache.layers):
-        if not isinstance(getattr(layer, "keys", None), torch.Tensor):
+        if not (isinstance(getattr(layer, "keys", None), torch.Tensor) or has_states(layer) or _is_dummy(layer)):
             raise not_a_decoder(model, "it keeps other things than keys and values of each layer in its cache")
     return [list(cache.layers) for cache in caches]
+
+
+def _is_dummy(layer: Any) -> bool:
+    return type(layer).__name__ == "DummyLayer"
 
 
 def not_a_decoder(model: nn.Module, why: str) -> CaptureError:
@@ -57,5 +87,5 @@ def not_a_decoder(model: nn.Module, why: str) -> CaptureError:
     return CaptureError(
         "SK401",
         f"{type(model).__name__} cannot be captured as a decoder: {why}",
-        "Capture models of transformers that generate text with a cache of keys and values.",
+        "Capture models of transformers that generate text with a cache of keys and values, or with Mamba's states.",
     )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitkit.frontends.decoder.example_caches import cache_like, fill, model_device
+from splitkit.frontends.decoder.example_caches import cache_like, empty_cache, fill, model_device
+from splitkit.graph.caches import ARGUMENTS
 
 QUERY = 3
 """Tokens of the step; more than one, so that no branch for a single token is taken."""
@@ -25,22 +26,21 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     Raises:
         CaptureError: SK401 for a model that has caches of other kinds.
     """
-    from transformers import DynamicCache
-
-    device, cache = model_device(model), DynamicCache()
+    device, cache, parameters = model_device(model), empty_cache(model), inspect.signature(model.forward).parameters
     name, (one, several) = _tokens(model, batch, device)
-    (layers,) = fill(model, {name: one, "past_key_values": cache}, cache)
+    kept = next((argument for argument in ARGUMENTS if argument in parameters), ARGUMENTS[0])
+    (layers,) = fill(model, {name: one, kept: cache}, cache)
     past = tokens - QUERY
     known = {
         name: several,
         "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
         "logits_to_keep": 1,
-        "past_key_values": cache_like(layers, batch, past, device),
+        kept: cache_like(layers, batch, past, device),
         "use_cache": True,
     }
     # export wants the order of the signature
-    return {name: known[name] for name in inspect.signature(model.forward).parameters if name in known}
+    return {name: known[name] for name in parameters if name in known}
 
 
 def _tokens(model: nn.Module, batch: int, device: torch.device) -> tuple[str, tuple[torch.Tensor, torch.Tensor]]:

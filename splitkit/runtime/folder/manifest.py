@@ -33,6 +33,7 @@ def encode_facts(chain: Chain) -> dict[str, Any]:
         "identity": dict(facts.identity),
         **({"sizes": encode_sizes(facts.sizes)} if facts.sizes.inputs else {}),
         "captured": sorted(facts.captured),
+        **({"costly": facts.costly} if facts.costly is not None else {}),
     }
 
 
@@ -53,6 +54,7 @@ def decode_facts(data: JsonField) -> ChainFacts:
         sizes,
         # folders that older versions wrote do not say it
         frozenset(item.text() for item in data["captured"].items()) if "captured" in data.value else frozenset({"cpu"}),
+        data["costly"].whole() if "costly" in data.value else None,
     )
 
 

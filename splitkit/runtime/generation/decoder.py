@@ -224,9 +224,12 @@ class DecoderStage:
         return positions.clamp(min=0)
 
     def _empty(self, name: str, sequences: int) -> torch.Tensor:
-        """Return a cache without positions: every size that may vary is 0, but for the number of sequences."""
+        """Return a cache without positions: every size that may vary is 0, but for the number of sequences.
+
+        A state of constant size begins with zeros.
+        """
         facts = self._decoder.chain.facts
         like, shape = facts.inputs[name], facts.sizes.inputs[name]
         assert like is not None
         sizes = [size if isinstance(size, int) else 0 for size in shape]
-        return torch.empty([sequences, *sizes[1:]], dtype=like.dtype, device=self._device)
+        return torch.zeros([sequences, *sizes[1:]], dtype=like.dtype, device=self._device)

@@ -28,6 +28,7 @@ from splitkit.errors import PipelineError, SplitError
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.generation.decoder import DecoderChain, DecoderStage
 from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
+from splitkit.runtime.generation.prompt_pieces import piece
 from splitkit.runtime.generation.ring import END, RUN, Message, Ring
 from splitkit.runtime.generation.sampling import Sampler, processors
 from splitkit.runtime.generation.serving_progress import ServingProgress
@@ -69,7 +70,7 @@ def serve(
         cache_tokens: the most tokens that the caches of all requests underway may come to hold, which bounds their
             memory on every rank: a request waits until there is room. ``None`` for no limit.
         chunk: the most tokens of a prompt that run at once, so that a long prompt does not hold up the others; ``None``
-            for the whole prompt.
+            for the whole prompt. Later pieces of a prompt are shorter, so that each takes about as long as the first.
         group: the ranks; by default the whole default process group.
         device: the device of this rank; by default as for `splitkit.runtime.pipeline`.
 
@@ -166,6 +167,7 @@ class Generator:
         self.rank, self.device, self.limits, self.in_flight = dist.get_rank(group), device, limits, in_flight
         self.stage = DecoderStage(decoder, self.rank, device)
         self._tokens, self._chunk, self._stages = tokens, chunk, decoder.stages
+        self._costly = decoder.chain.facts.costly
         before = decoder.border((self.rank - 1) % decoder.stages)
         self._ring = Ring(group, device, before, decoder.border(self.rank), in_flight)
         self._progress = ServingProgress(self.rank, decoder.stages, global_ranks(group), device, time_limit(group))
@@ -238,15 +240,16 @@ class Generator:
 
     def _start(self, number: int, entry: Underway, left: list[int]) -> bool:
         """Run the first stage on the next tokens of a request; return whether more of the prompt is to follow."""
-        rest = entry.tokens
-        query = rest.shape[1] if self._chunk is None else min(self._chunk, rest.shape[1])
-        now, entry.tokens = rest[:, :query], rest[:, query:]
-        more = bool(entry.tokens.shape[1])
         request = None if entry.entered else entry.request
         if request is not None:
             self.stage.enter(number, request)
             entry.entered = True
             entry.found = [[] for _ in request.prompts]
+        rest, query = entry.tokens, entry.tokens.shape[1]
+        if self._chunk is not None:
+            query = min(query, piece(self._chunk, self.stage.held[number].length, self._costly))
+        now, entry.tokens = rest[:, :query], rest[:, query:]
+        more = bool(entry.tokens.shape[1])
         if self._stages == 1:
             self._know(number, request, left)
         self._progress.request, self._progress.running = number, True

@@ -18,7 +18,7 @@ from splitkit.plans.parts import PARENT, PartKey
 
 @dataclass(frozen=True)
 class KeptCache:
-    """A tensor of a cache, such as the keys of a layer, and where it stays.
+    """A tensor of a cache, such as the keys or the state of a layer, and where it stays.
 
     Attributes:
         given: the name of the input.
@@ -33,6 +33,11 @@ class KeptCache:
     part: PartKey
     like: torch.Tensor
     constant: bool
+
+    @property
+    def grows(self) -> bool:
+        """Whether it holds something for each position, as keys and values do, and a state does not."""
+        return any(map(symbols_of, self.like.shape[1:]))
 
     def sizes(self, sequences: int, positions: int) -> list[int]:
         """Return the sizes of the tensor; those that may vary but for the first are its positions."""

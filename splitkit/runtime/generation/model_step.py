@@ -9,15 +9,15 @@ import torch
 
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.graph.caches import ENCODER_CACHES
+from splitkit.graph.caches import ARGUMENTS, ENCODER_CACHES
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.embedded_inputs import EmbeddedInputs
 from splitkit.runtime.generation.encoder_caches import EncoderCaches
-from splitkit.runtime.generation.model_caches import put_into, require_plain, taken_from
+from splitkit.runtime.generation.model_caches import cached_positions, put_into, require_plain, taken_from
 
 _HIDDEN = "encoder_outputs_last_hidden_state"
-_READ_HERE = {"self", "past_key_values", "return_dict", "use_cache", "logits_to_keep", "cache_position"}
+_READ_HERE = {"self", *ARGUMENTS, "return_dict", "use_cache", "logits_to_keep", "cache_position"}
 
 
 class ModelStep:
@@ -38,6 +38,9 @@ class ModelStep:
             f"{before}{name}"
             for name in ("inputs_embeds" if embedded else "input_ids", "attention_mask", "position_ids")
         )
+        caches = self.decoder.caches
+        self._cache = next(name for name in ARGUMENTS if caches[0].given.startswith(name))
+        self._grows = any(cache.grows for cache in caches)
         self._taken = {self._tokens, self._mask, self._positions, *self.decoder.inputs}
         self._taken |= {"encoder_outputs"} if self._encoder else set()
 
@@ -50,11 +53,14 @@ class ModelStep:
         given = self._embedded.of(given) if self._embedded else given
         self._require_known(given)
         ids: torch.Tensor = given[self._tokens]
-        cache = given.get("past_key_values")
+        cache = given.get(self._cache)
         cache = self._empty_cache() if cache is None else cache
         require_plain(cache)
-        past = cache.get_seq_length()
-        mask = _mask(self._mask, given.get(self._mask), ids, past)
+        past, mask = cached_positions(cache), given.get(self._mask)
+        if not self._grows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            # states do not say how many positions came before, and the graph reads those of the step
+            mask = mask[:, -ids.shape[1] :]
+        mask = _mask(self._mask, mask, ids, past)
         positions = given.get(self._positions)
         if positions is None:
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, past:]
@@ -67,7 +73,7 @@ class ModelStep:
         tensors = taken_from(cache, self.decoder, ids.shape[0], lambda: self._encoded(inputs))
         logits, tensors = self.decoder.step(inputs, tensors)
         put_into(cache, self.decoder.caches, tensors)
-        return _output(logits, cache if given.get("use_cache") is not False else None, hidden)
+        return _output(logits, self._cache, cache if given.get("use_cache") is not False else None, hidden)
 
     def _encoded(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         assert self._encoder is not None
@@ -99,12 +105,14 @@ class ModelStep:
             )
 
 
-def _output(logits: torch.Tensor, cache: Any, hidden: torch.Tensor | None) -> Any:
+def _output(logits: torch.Tensor, name: str, cache: Any, hidden: torch.Tensor | None) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
+    from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
 
-    if hidden is None:
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-    return Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)
+    if hidden is not None:
+        return Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)
+    kind: Any = CausalLMOutputWithPast if name == ARGUMENTS[0] else MambaCausalLMOutput
+    return kind(logits=logits, **{name: cache})
 
 
 def _mask(name: str, mask: torch.Tensor | None, ids: torch.Tensor, past: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
+from splitkit.graph.caches import given_caches
 from splitkit.graph.check_nodes import check_nodes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.gradients import Gradients
@@ -35,6 +36,7 @@ from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
 from splitkit.runtime.devices.device_map import captured_types
 from splitkit.runtime.devices.writes_across_devices import written_memory
+from splitkit.runtime.generation.prompt_pieces import costly_positions
 from splitkit.runtime.parent import calls_of, steps_of, values_of
 from splitkit.runtime.ranks.border_values import BorderValue, border_value
 from splitkit.runtime.ranks.graph_sizes import GraphSizes, graph_sizes
@@ -82,6 +84,7 @@ class ChainFacts:
         identity: name of a fact -> digest that must be the same on all ranks.
         sizes: the sizes that may vary.
         captured: the device types on which the graph was captured.
+        costly: of a decoder, the positions after which attention costs as much as all else; ``None`` if not known.
     """
 
     values: Mapping[str, BorderValue]
@@ -91,6 +94,7 @@ class ChainFacts:
     identity: Mapping[str, str]
     sizes: GraphSizes = field(default_factory=GraphSizes)
     captured: frozenset[str] = frozenset({"cpu"})
+    costly: int | None = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +260,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         identity,
         graph_sizes(flow.graph, {n.name: value_of(originals[n]) for n in stage_of if n in originals}),
         captured=captured_types(flow.graph, flow.root),
+        costly=costly_positions(flow) if given_caches(flow.root) else None,
     )
 
 

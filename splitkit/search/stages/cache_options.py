@@ -10,6 +10,7 @@ from torch.fx import Node
 from splitkit.checks import Memory, is_whole, is_word, shown
 from splitkit.errors import PolicyError
 from splitkit.graph.cache_bytes import cache_bytes
+from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.prices import Costs, as_given, includes_backward
 
@@ -100,6 +101,9 @@ def cache_of(options: CacheOptions, flow: Dataflow, costs: Costs) -> Mapping[Nod
         raise _wrong(reason, "Give the prices of forward: sk.costs.roofline(gm, 'h100').")
     if options.cache is None:
         found = cache_bytes(flow)
+        if not found and caches_of(flow.root):
+            reason = f"{name}: the model keeps states of a constant size, and nothing for each token"
+            raise _wrong(reason, 'Leave objective out: memory="24GiB" counts the states of the captured batch.')
         if not found and (options.tokens or options.objective == "tokens"):
             reason = f"{name}: no node calls scaled_dot_product_attention, so it is not known which nodes keep a cache"
             raise _wrong(reason, 'Give cache={"node": bytes per token}, or load the model with sdpa attention.')

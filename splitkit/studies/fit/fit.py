@@ -152,7 +152,7 @@ def _for_inference(
     others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
     command, as_stored = "", dtype is None and subject.bits is None
     if fits and most is not None and is_decoder(model, subject.model):
-        command = decoder_command(model, devices, as_stored)
+        command = decoder_command(model, subject.model, devices, as_stored)
     elif fits:
         given = sizes_of_inputs(model, sizes, requests, min(asked, max(1, chunk // requests)))
         command = inference_command(model, devices, given, as_stored)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
+from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.studies.fit.blocks import ModelBlock
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.meta_watch import BlockWatch, on_meta
@@ -75,7 +76,8 @@ def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests
         return _one_run(blocks, lambda: model(**inputs), inputs)
     if subject.config.is_encoder_decoder:
         return _encode_and_decode(subject, blocks, tokens, requests)
-    return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
+    with continued_states(model):
+        return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
 
 
 def _one_run(blocks: Sequence[ModelBlock], work: Any, inputs: Any) -> StepBytes:

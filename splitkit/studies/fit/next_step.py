@@ -8,19 +8,33 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+from splitkit.errors import CaptureError
+from splitkit.frontends.decoder.example_step import QUERY, example_step
 from splitkit.studies.fit.fit_result import FittedDevice
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_files import is_config
 
 
 def is_decoder(given: object, model: Any) -> bool:
-    """Whether a model was given as a configuration, and `splitkit.capture_decoder` takes it: one of keys and values."""
+    """Whether a model was given as a configuration, and `splitkit.capture_decoder` takes it."""
     named = isinstance(given, str | os.PathLike) and is_config(os.fspath(given))
     if not named or not getattr(model, "can_generate", lambda: False)():
         return False
     layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     # Mamba has cache_params, and hybrid models say which of their layers have other states
-    return "past_key_values" in signature(model.forward).parameters and all(map(_is_attention, layers))
+    return (_keeps_tokens(model) and all(map(_is_attention, layers))) or _has_known_states(model)
+
+
+def _keeps_tokens(model: Any) -> bool:
+    return "past_key_values" in signature(model.forward).parameters
+
+
+def _has_known_states(model: Any) -> bool:
+    try:
+        example_step(model, 1, QUERY + 1)
+    except CaptureError:
+        return False
+    return True
 
 
 def _is_attention(layer: object) -> bool:
@@ -28,13 +42,21 @@ def _is_attention(layer: object) -> bool:
     return name.endswith("attention") and not name.startswith("linear")
 
 
-def decoder_command(model: object, devices: Sequence[FittedDevice], as_stored: bool) -> str:
-    """Return ``splitkit plan`` for a step of generation with the most tokens in the caches; arguments as below."""
+def decoder_command(model: object, made: Any, devices: Sequence[FittedDevice], as_stored: bool) -> str:
+    """Return ``splitkit plan`` for a step of generation, with the most tokens in the caches if these grow.
+
+    Args:
+        model: the model as the user gave it.
+        made: the model.
+        devices: what each device holds.
+        as_stored: whether the weights count as the model has them.
+    """
     used = [device for device in devices if device.names]
     words = ["--how", "decoder", "--stages", str(len(used))]
     if as_stored:
         limits = [_memory(device.card.limit) for device in used]
-        words += ["--memory", ",".join(limits if len(set(limits)) > 1 else limits[:1]), "--objective", "tokens"]
+        words += ["--memory", ",".join(limits if len(set(limits)) > 1 else limits[:1])]
+        words += ["--objective", "tokens"] if _keeps_tokens(made) else []
     return _plan(model, {}, words)
 
 
