@@ -2,9 +2,11 @@
 
 ::
 
-    embed_tokens   layers.0   layers.1   layers.2   norm   lm_head        level "layers": each is a layer
-    [    0      ]  [  1  ]    [  2  ]    [  3  ]    [    4       ]        level "ends": what is before and after is one
-    [          0        ]     [  1  ]    [        2              ]        level "blocks": it belongs to the next block
+    wte  wpe   h.0   h.1   h.2   ln_f  head
+    [0]  [1]   [2]   [3]   [4]   [5]   [6]       "layers": each module with parameters
+    [  0   ]   [1]   [2]   [3]   [4]   [5]       "chain": what runs before a block is one
+    [  0   ]   [1]   [2]   [3]   [    4  ]       "ends": what runs after the blocks is one as well
+    [     0      ]   [1]   [     2       ]       "blocks": both belong to the next block
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from splitkit.plans.record import Plan
 from splitkit.search.model_blocks import model_blocks
 from splitkit.search.placement_model import PlacementModel
 
-Level = Literal["nodes", "modules", "layers", "ends", "blocks"]
+Level = Literal["nodes", "modules", "layers", "chain", "ends", "blocks"]
 """Where a format can cut: anywhere, before any module, or between whole layers."""
 
 _SECOND_CALL = re.compile(r"@\d+")  # export marks the second call of a module `h.0@1`
@@ -125,6 +127,18 @@ class LayerSequence:
             for start, end in zip(ends, ends[1:], strict=False)
         ]
 
+    @cached_property
+    def shared_modules(self) -> Mapping[str, frozenset[int]]:
+        """Module with tensors that only shared nodes run (rotary tables) -> the layers that need its result."""
+        around = {name for layer in self.layers for name in layer.names}
+        found: dict[str, frozenset[int]] = {}
+        for node, layers in self.readers.items():
+            path = module_path(node)
+            inside = any(path == name or path.startswith(f"{name}.") for name in around)
+            if path and not inside and self.flow.owned(node, *_read_attributes(node)):
+                found[path] = found.get(path, frozenset()) | layers
+        return {path: found[path] for path in found if not any(path.startswith(f"{other}.") for other in found)}
+
     def plan(self, cuts: Sequence[int], note: str) -> Plan:
         """Return the plan with these cuts, with the stages ``0 .. n - 1``; shared nodes are in each stage that reads."""
         ends = [*cuts, len(self.layers)]
@@ -170,8 +184,7 @@ def layer_sequence(flow: Dataflow, costs: Costs, level: Level) -> LayerSequence:
         raise PlanError("SK522", reason, "Export to torch, which cuts before any module, or to onnx.")
     shared = PlacementModel(flow, costs, [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared
     layers = _layers(flow, {node: block for block, nodes in blocks.items() for node in nodes}, set(shared))
-    merged = layers if level == "layers" else _joined_ends(layers, into_blocks=level == "blocks")
-    return LayerSequence(flow, merged, shared, level)
+    return LayerSequence(flow, _joined(layers, level), shared, level)
 
 
 def _layers(
@@ -226,20 +239,22 @@ def _loose(flow: Dataflow, known: Mapping[Node, int], shared: set[Node]) -> dict
     return home
 
 
-def _joined_ends(layers: Sequence[Layer], *, into_blocks: bool) -> tuple[Layer, ...]:
-    """Join what runs before the first block, between two lists, and after the last block.
-
-    With ``into_blocks`` what comes before a block joins it, and what comes after the last block joins that.
-    """
+def _joined(layers: Sequence[Layer], level: Level) -> tuple[Layer, ...]:
+    """Join what runs around the blocks, as far as the level asks for it."""
+    last = max(i for i, layer in enumerate(layers) if layer.block is not None)
     found: list[list[Layer]] = []
-    for layer in layers:
-        follows_plain = found and found[-1][-1].block is None
-        if follows_plain and (layer.block is None or into_blocks):
+    for i, layer in enumerate(layers):
+        after_plain = bool(found) and found[-1][-1].block is None
+        if level == "layers" or (level == "chain" and i > last):
+            joins = False
+        elif level == "blocks":
+            joins = after_plain or i > last
+        else:
+            joins = after_plain and layer.block is None
+        if joins:
             found[-1].append(layer)
         else:
             found.append([layer])
-    if into_blocks and len(found) > 1 and found[-1][-1].block is None:
-        found[-2:] = [[*found[-2], *found[-1]]]
     return tuple(map(_merged, found))
 
 

@@ -20,7 +20,9 @@ from splitkit.exports.interval_loads import Floats, interval_loads
 from splitkit.exports.layer_sequence import LayerSequence
 from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.purpose import counted_optimizer
-from splitkit.pipeline.schedules import is_single, schedule_named
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.schedules import schedule_of
+from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_prices import peaks_of_visits
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
@@ -95,9 +97,11 @@ class PlanPricing:
 
     Attributes:
         request: the graph, its prices, the schedule, the memory and the links.
+        order: the order of actions; ``None`` without a schedule.
     """
 
     request: StageRequest
+    order: PipelineOrder | None = None
 
     @classmethod
     def of(
@@ -105,16 +109,19 @@ class PlanPricing:
         flow: Dataflow,
         costs: Costs,
         *,
-        schedule: str | None,
-        microbatches: int | None,
+        order: PipelineOrder | None,
         memory: int | None,
         links: str | None,
         optimizer: Optimizer,
     ) -> PlanPricing:
         """Return the pricing; as everywhere, a schedule or prices of backward mean training."""
-        held = counted_optimizer(optimizer, schedule, costs)
+        known = schedule_of(order) if order is not None else None
+        held = counted_optimizer(optimizer, order and order.name, costs)
+        name = known.name if known is not None else None
+        count = order.microbatches if order is not None and known is not None else None
+        back = order is not None or held is not None
         chosen = as_links(links)
-        return cls(StageRequest(None, flow, costs, schedule, microbatches, memory, chosen, held))
+        return cls(StageRequest(None, flow, costs, name, count, memory, chosen, held, backward=back), order)
 
     def price(self, plan: Plan) -> PlanPrice:
         """Return the price of a plan."""
@@ -125,17 +132,20 @@ class PlanPricing:
         request = self.request
         score = Scoring(replace(request, memory=None)).of(plan)
         stages = request.stage_prices.of(plan)
-        if request.schedule is None:
+        step = 0.0
+        if self.order is None:
             peaks = tuple(peaks_of_visits(stages, range(len(stages))).values())
         else:
-            peaks = request.run(stages).peaks
+            run = simulate_schedule(stages, self.order, self.order.microbatches, links=request.links)
+            step, peaks = run.seconds, run.peaks
         limit = request.memory
         fits = not isinstance(limit, int) or max(peaks) <= limit
-        return PlanPrice(score.load, max(peaks), score.step, score.traffic, unit_of(request.costs), fits), peaks
+        return PlanPrice(score.load, max(peaks), step, score.traffic, unit_of(request.costs), fits), peaks
 
-    def rank_of(self, stages: int) -> tuple[int, ...]:
-        """Return the rank of each stage."""
-        return self.request.ranks(stages)
+    @property
+    def has_stage_per_rank(self) -> bool:
+        """Whether each rank has one stage."""
+        return self.order is None or len(self.order.ranks) == len(self.order.rank_of)
 
 
 def round_plan(pricing: PlanPricing, sequence: LayerSequence, plan: Plan, keys: Sequence[Hashable]) -> tuple[int, ...]:
@@ -198,11 +208,11 @@ def _too_large(pricing: PlanPricing, sequence: LayerSequence, cuts: Sequence[int
     price, peaks = pricing.priced(sequence.plan(cuts, ""))
     if price.fits:
         return []
-    if request.schedule is not None and not is_single(schedule_named(request.schedule)):
+    if not pricing.has_stage_per_rank:
         raise NoPlanError(
             "SK303",
             f"the plan of whole modules with the fastest slowest stage takes {size(price.peak)}, and {size(limit)} are "
-            f"given; under {request.schedule} ranks have several stages, and no other plan is searched",
+            "given; ranks have several stages under this schedule, and no other plan is searched",
             "Give more memory, plan with more stages, or use a schedule with one stage on each rank.",
         )
     return [rank for rank, peak in enumerate(peaks) if peak > limit]
