@@ -122,7 +122,7 @@ def cannot_carry(tool: str, reason: str, remedy: str, nodes: Sequence[object] = 
 
 
 def tied_parameters(flow: Dataflow, plan: Plan, keys: Sequence[PartKey]) -> dict[str, tuple[int, ...]]:
-    """Return parameter -> the stages that hold it, of the parameters that several stages hold; named as in the model."""
+    """Return parameter -> the stages that hold it, of the parameters that several stages hold."""
     parameters = flow.root.named_parameters(remove_duplicate=False)
     name_of = {storage_key(held): name for name, held in reversed([*parameters])}
     stages: dict[Hashable, set[int]] = {}

@@ -7,6 +7,7 @@ layers before each stage, then their total. ``partition_method`` takes no list (
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
 from splitkit.exports.export_format import ExportFormat
@@ -52,7 +53,7 @@ def _write(carried: CarriedPlan) -> str:
 def _read(text: str) -> StagesInText:
     found = re.search(r"\bparts\s*=\s*\[([0-9, ]*)\]", text)
     parts = whole_numbers(found[1] if found else text)
-    if parts is None or len(parts) < 2 or parts[0] != 0 or any(a >= b for a, b in zip(parts, parts[1:], strict=False)):
+    if parts is None or len(parts) < 2 or parts[0] != 0 or any(a >= b for a, b in pairwise(parts)):
         raise no_such_text("DeepSpeed", "it has no increasing list of borders that begins with 0", _EXAMPLE)
     return StagesInText(layers=parts[1:-1], total=parts[-1])
 

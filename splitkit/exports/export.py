@@ -12,6 +12,8 @@ from torch import fx
 from splitkit.checks import is_whole, shown
 from splitkit.costs import Costs
 from splitkit.costs.recorded import costs_of
+from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.engine.pair import Pair
 from splitkit.engine.split import Split
 from splitkit.errors import CostError, GraphError, PolicyError
 from splitkit.exports.carried_plan import CarriedPlan, cannot_carry, tied_parameters
@@ -29,7 +31,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.schedules import pipeline_order, schedule_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
-from splitkit.plans.parts import PartKey
+from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, require_costs
 from splitkit.short_repr import brief
@@ -71,7 +73,7 @@ class Export:
 
 
 def export(
-    split_or_plan: Split | Plan,
+    split_or_plan: Split | StagedStep | Pair | Plan,
     *,
     to: str,
     schedule: str | PipelineOrder | None = None,
@@ -123,7 +125,6 @@ def export(
     rounded, moved = _rounded(sequence, plan, keys, cuts, form)
     training = form.use == "training" or pricing.request.optimizer is not None or pricing.request.training
     own = tuple(run_order(flow, rounded))
-    _require_ties(form, sequence, rounded, own, training)
     carried = CarriedPlan(
         sequence=sequence,
         cuts=cuts,
@@ -136,9 +137,11 @@ def export(
         training=training,
         microbatch=_batch(flow.root),
     )
+    text = form.write(carried)  # before ties: what the structure of the model forbids is the better reason
+    _require_ties(form, sequence, rounded, own, training)
     before = pricing.price(plan)
     rounding = Rounding(before, pricing.price(rounded) if moved else before, moved)
-    return Export(form.name, form.write(carried), form.where, rounded, rounding, _csv(form, order))
+    return Export(form.name, text, form.where, rounded, rounding, _csv(form, order))
 
 
 def graph_of(plan: Plan) -> fx.GraphModule:
@@ -178,7 +181,9 @@ def _bytes(memory: int | str | None) -> int | None:
     """Return bytes that are given as a number or a text; SK302 for anything else."""
     found = read_size(memory) if isinstance(memory, str) else memory
     if memory is not None and not is_whole(found, 1):
-        raise PolicyError("SK302", f"memory is {shown(memory)}", 'Give the bytes of a rank: "80GiB", or a whole number.')
+        raise PolicyError(
+            "SK302", f"memory is {shown(memory)}", 'Give the bytes of a rank: "80GiB", or a whole number.'
+        )
     return None if found is None else int(found)
 
 
@@ -233,14 +238,12 @@ def _rounded(
     if form.level == "nodes" or sequence.cuts_of(plan, keys) is not None:
         return plan, 0
     made = sequence.plan(cuts, f"{plan.note}; rounded to whole modules for {form.tool}".lstrip("; "))
-    parts = {i: replace(plan.parts[key], key=i) for i, key in enumerate(keys)}
+    parts: dict[PartKey, Part] = {i: replace(plan.parts[key], key=i) for i, key in enumerate(keys)}
     moved = sum(made.home(node) != keys.index(plan.home(node)) for node in sequence.number)
     return replace(made, parts=parts, prices=plan.prices), moved
 
 
-def _recompute(
-    sequence: LayerSequence, plan: Plan, keys: Sequence[PartKey], cuts: Sequence[int]
-) -> tuple[bool, ...]:
+def _recompute(sequence: LayerSequence, plan: Plan, keys: Sequence[PartKey], cuts: Sequence[int]) -> tuple[bool, ...]:
     """Return layer -> whether its stage runs again in backward."""
     again = [plan.parts[key].call == "checkpoint" for key in keys]
     if not any(again):

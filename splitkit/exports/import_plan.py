@@ -19,7 +19,7 @@ from splitkit.exports.formats import format_named, format_of
 from splitkit.exports.layer_sequence import Layer, LayerSequence, layer_sequence
 from splitkit.exports.torchtitan import titan_names
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
-from splitkit.plans.parts import Part
+from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import require_costs
 
@@ -42,7 +42,9 @@ def import_plan(gm: fx.GraphModule, text: str, *, form: str | None = None, costs
         PlanError: SK522 if the model has no list of blocks.
     """
     if not isinstance(text, str):
-        raise FileError("SK524", f"the text is a {type(text).__name__}", "Give the text itself, or read the file first.")
+        raise FileError(
+            "SK524", f"the text is a {type(text).__name__}", "Give the text itself, or read the file first."
+        )
     chosen = format_of(text) if form is None else format_named(form)
     flow = facts_of(gm)
     used = default(flow) if costs is None else require_costs(costs)
@@ -60,7 +62,7 @@ def _plan(form: ExportFormat, flow: Dataflow, costs: Costs, found: StagesInText)
     plan = sequence.plan(cuts, f"{note}: {_summary(sequence, cuts)}")
     devices = _devices(form, sequence, cuts, found.devices or {})
     again = _checkpointed(form, sequence, cuts, found.recompute)
-    parts = {
+    parts: dict[PartKey, Part] = {
         stage: Part(stage, devices[stage], "checkpoint" if again[stage] else "plain") for stage in range(len(cuts) + 1)
     }
     return replace(plan, parts=parts)
@@ -114,13 +116,13 @@ def _after_blocks(form: ExportFormat, sequence: LayerSequence, blocks: Sequence[
 def _after_layers(form: ExportFormat, sequence: LayerSequence, cuts: Sequence[int], total: int) -> tuple[int, ...]:
     if total != len(sequence.layers):
         names = ", ".join("+".join(layer.names) for layer in sequence.layers[:3])
-        raise _misfit(form, f"it counts {total} layers, and the model has {len(sequence.layers)}", f"They are {names} ...")
+        raise _misfit(
+            form, f"it counts {total} layers, and the model has {len(sequence.layers)}", f"They are {names} ..."
+        )
     return tuple(cuts)
 
 
-def _at_modules(
-    form: ExportFormat, sequence: LayerSequence, starts: Sequence[tuple[str, bool]]
-) -> tuple[int, ...]:
+def _at_modules(form: ExportFormat, sequence: LayerSequence, starts: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
     """Return the cuts before modules, or after them, in the order in which they run."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -132,7 +134,9 @@ def _at_modules(
     cuts = []
     for name, after in starts:
         if name not in first:
-            raise _misfit(form, f"it names {name!r}, which runs nowhere", nearest(name, first, "Name a module that runs."))
+            raise _misfit(
+                form, f"it names {name!r}, which runs nowhere", nearest(name, first, "Name a module that runs.")
+            )
         at = last[name] + 1 if after else first[name]
         own = sequence.layers[first[name]]
         if not after and not _begins(own, name):
@@ -155,9 +159,7 @@ def _begins(layer: Layer, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def _between_modules(
-    form: ExportFormat, sequence: LayerSequence, stages: Sequence[Sequence[str]]
-) -> tuple[int, ...]:
+def _between_modules(form: ExportFormat, sequence: LayerSequence, stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
     """Return the cuts between lists of modules; a module may stand for all that it contains."""
     names = titan_names(sequence) if form.name == "torchtitan" else {}
     wanted = {name: stage for stage, modules in enumerate(stages) for name in modules}
@@ -177,7 +179,9 @@ def _between_modules(
     if stage_of != sorted(stage_of):
         later = next(i for i in range(1, len(stage_of)) if stage_of[i] < stage_of[i - 1])
         name = sequence.layers[later].names[0]
-        raise _misfit(form, f"{name} runs after a module of a later stage", "Stages must follow the order of the modules.")
+        raise _misfit(
+            form, f"{name} runs after a module of a later stage", "Stages must follow the order of the modules."
+        )
     if missing := sorted({*range(len(stages))} - {*stage_of}):
         raise _misfit(form, f"stage {missing[0]} ({', '.join(stages[missing[0]][:3])}) runs nothing", "Leave it out.")
     return tuple(i for i in range(1, len(stage_of)) if stage_of[i] != stage_of[i - 1])
@@ -188,7 +192,9 @@ def _between_devices(form: ExportFormat, sequence: LayerSequence, devices: Mappi
     known = {name for key in sequence.flow.root.state_dict() for name in _prefixes(key)}
     known |= {name for node in sequence.flow.nodes for name in _prefixes(module_path(node))}
     if strange := next((name for name in devices if name and name not in known), None):
-        raise _misfit(form, f"the model has no module {strange!r}", nearest(strange, known, "Name modules of the model."))
+        raise _misfit(
+            form, f"the model has no module {strange!r}", nearest(strange, known, "Name modules of the model.")
+        )
     own = [_device_of(form, layer, devices) for layer in sequence.layers]
     cuts = tuple(i for i in range(1, len(own)) if own[i] != own[i - 1])
     if not cuts:

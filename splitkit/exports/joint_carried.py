@@ -33,7 +33,9 @@ def joint_sequence(form: ExportFormat, flow: Dataflow, plan: Plan) -> tuple[Laye
     if form.level not in ("ends", "blocks"):
         tool = form.tool
         raise cannot_carry(tool, "it divides a training step, and the format names modules of a forward", _PLAN_FORWARD)
-    stages = {node: part.stage for node in flow.nodes if (part := stage_part(plan.home(node))) and part.half == "forward"}
+    stages = {
+        node: part.stage for node in flow.nodes if (part := stage_part(plan.home(node))) and part.half == "forward"
+    }
     blocks = {
         block: own
         for block, nodes in model_blocks(flow, unit(flow)).items()
@@ -60,7 +62,10 @@ def _computes(node: Node) -> bool:
 
 
 def _sequence(form: ExportFormat, flow: Dataflow, blocks: Mapping[Block, Sequence[Node]]) -> LayerSequence:
-    layers = [Layer((f"{name}.{number}" if name else str(number),), tuple(own), (name, number)) for (name, number), own in blocks.items()]
+    layers = [
+        Layer((f"{name}.{number}" if name else str(number),), tuple(own), (name, number))
+        for (name, number), own in blocks.items()
+    ]
     if form.level == "ends":
         layers = [Layer(("embedding",), ()), *layers, Layer(("head",), ())]
     return LayerSequence(flow, tuple(layers), (), form.level)
@@ -109,8 +114,8 @@ def joint_recompute(form: ExportFormat, sequence: LayerSequence, plan: Plan) -> 
         names = [sequence.layers[i].names[0] for i in partly]
         raise cannot_carry(
             form.tool,
-            f"{names[0]} is recomputed in part ({len(partly)} such layers; {kept[partly[0]][0].name} is saved), and the "
-            "format knows whole layers",
+            f"{names[0]} is recomputed in part ({len(partly)} such layers; {kept[partly[0]][0].name} is saved), and "
+            "the format knows whole layers",
             "Use splitkit.policies.RecomputeAll within the stages, or run the plan with `splitkit train`.",
             names,
         )

@@ -19,7 +19,7 @@ def _write(tool: str, variable: str, flag: str, carried: CarriedPlan) -> str:
     if len(carried.sequence.lists) > 1:
         raise cannot_carry(
             tool,
-            f"the model has the lists of blocks {', '.join(carried.sequence.lists)}, and {variable} counts those of one",
+            f"the model has the lists of blocks {', '.join(carried.sequence.lists)}, and {variable} counts one list",
             "Export to accelerate or torch.",
         )
     numbers = ",".join(map(str, carried.blocks))

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from torch.fx import Node
@@ -114,17 +115,14 @@ class LayerSequence:
     def blocks_of(self, cuts: Sequence[int]) -> list[int]:
         """Return how many blocks each stage has; ``cuts`` are the numbers of layers before each cut."""
         ends = [0, *cuts, len(self.layers)]
-        return [
-            sum(layer.block is not None for layer in self.layers[start:end])
-            for start, end in zip(ends, ends[1:], strict=False)
-        ]
+        return [sum(layer.block is not None for layer in self.layers[start:end]) for start, end in pairwise(ends)]
 
     def names_of(self, cuts: Sequence[int]) -> list[list[str]]:
         """Return the names of the modules of each stage."""
         ends = [0, *cuts, len(self.layers)]
         return [
             list(dict.fromkeys(name for layer in self.layers[start:end] for name in layer.names))
-            for start, end in zip(ends, ends[1:], strict=False)
+            for start, end in pairwise(ends)
         ]
 
     @cached_property
@@ -140,7 +138,7 @@ class LayerSequence:
         return {path: found[path] for path in found if not any(path.startswith(f"{other}.") for other in found)}
 
     def plan(self, cuts: Sequence[int], note: str) -> Plan:
-        """Return the plan with these cuts, with the stages ``0 .. n - 1``; shared nodes are in each stage that reads."""
+        """Return the plan with these cuts and the stages ``0 .. n - 1``; shared nodes are in each stage that reads."""
         ends = [*cuts, len(self.layers)]
         stage_of = [next(s for s, end in enumerate(ends) if i < end) for i in range(len(self.layers))]
         labels: dict[Node, int | list[int]] = {}
@@ -187,11 +185,11 @@ def layer_sequence(flow: Dataflow, costs: Costs, level: Level) -> LayerSequence:
     return LayerSequence(flow, _joined(layers, level), shared, level)
 
 
-def _layers(
-    flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: set[Node]
-) -> tuple[Layer, ...]:
+def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: set[Node]) -> tuple[Layer, ...]:
     """Return the blocks, and the outermost modules with parameters around them, in the order in which they run."""
-    around = {".".join(name.split(".")[:end]) for name, _ in block_of.values() for end in range(len(name.split(".")) + 1)}
+    around = {
+        ".".join(name.split(".")[:end]) for name, _ in block_of.values() for end in range(len(name.split(".")) + 1)
+    }
     own: dict[Node, tuple[str, tuple[str, int] | None]] = {}
     for node in flow.nodes:
         if node in shared:

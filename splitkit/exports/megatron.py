@@ -28,7 +28,9 @@ def layout_of(carried: CarriedPlan) -> str:
     stages = []
     for start, end in carried.spans:
         letters = ["t" if layers[i].block is not None else "E" if i == 0 else "L" for i in range(start, end)]
-        stages.append("".join(f"{letter}*{n}" if (n := len([*run])) > 2 else letter * n for letter, run in groupby(letters)))
+        stages.append(
+            "".join(f"{letter}*{n}" if (n := len([*run])) > 2 else letter * n for letter, run in groupby(letters))
+        )
     return "|".join(stages)
 
 

@@ -23,7 +23,9 @@ def _write(carried: CarriedPlan) -> str:
         remedy = "Use --schedule 1f1b, gpipe or interleaved-1f1b, or export to torch or torchtitan."
         raise cannot_carry("nnScaler", f"it runs 1F1B, GPipe and interleaved 1F1B, and not {order.name}", remedy)
     if strange := [name for name in carried.starts if "," in name]:
-        raise cannot_carry("nnScaler", f"the name {strange[0]!r} has a comma, which separates pivots", "Rename the module.")
+        raise cannot_carry(
+            "nnScaler", f"the name {strange[0]!r} has a comma, which separates pivots", "Rename the module."
+        )
     again = [name for i, flag in enumerate(carried.recompute) if flag for name in carried.sequence.layers[i].names]
     data = {
         "pipeline_nstages": carried.stages,

@@ -19,8 +19,8 @@ from splitkit.errors import NoPlanError, PlanError
 from splitkit.exports.interval_loads import Floats, interval_loads
 from splitkit.exports.layer_sequence import LayerSequence
 from splitkit.graph.dataflow import Dataflow
-from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.schedules import schedule_of
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_prices import peaks_of_visits
@@ -57,7 +57,9 @@ class PlanPrice:
 
     def __str__(self) -> str:
         step = f", step {duration(self.step, self.unit)}" if self.step else ""
-        return f"slowest stage {duration(self.load, self.unit)}{step}, peak {size(self.peak)}, {size(self.traffic)} sent"
+        return (
+            f"slowest stage {duration(self.load, self.unit)}{step}, peak {size(self.peak)}, {size(self.traffic)} sent"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ class Rounding:
         if not self.moved:
             return f"the plan already cuts where the format can: {self.after}"
         low, unit = self.before, self.before.unit
-        lines = [f"slowest stage {duration(low.load, unit)} -> {duration(self.after.load, unit)} ({self.ratio - 1:+.1%})"]
+        lines = [
+            f"slowest stage {duration(low.load, unit)} -> {duration(self.after.load, unit)} ({self.ratio - 1:+.1%})"
+        ]
         if low.step:
             lines.append(f"step {duration(low.step, unit)} -> {duration(self.after.step, unit)}")
         lines.append(f"peak {size(low.peak)} -> {size(self.after.peak)}")
@@ -116,7 +120,7 @@ class PlanPricing:
     ) -> PlanPricing:
         """Return the pricing; as everywhere, a schedule or prices of backward mean training."""
         known = schedule_of(order) if order is not None else None
-        held = counted_optimizer(optimizer, order and order.name, costs)
+        held = counted_optimizer(optimizer, None if order is None else order.name, costs)
         name = known.name if known is not None else None
         count = order.microbatches if order is not None and known is not None else None
         back = order is not None or held is not None

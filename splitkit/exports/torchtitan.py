@@ -1,9 +1,9 @@
 """The format of torchtitan: the modules of each stage, a schedule CSV and the memory policy.
 
-Read: torchtitan 0.3.0, ``distributed/pipeline_parallel.py`` (``_split_module`` looks at the children of the model and at
-the items of its lists; ``_get_pp_rank_to_stage_indices_mapping``: every rank has as many stages, in a loop, or in a V for
-the schedules ZBVZeroBubble and DualPipeV; ``_build_pipeline_schedule``) and ``config/configs.py``. Models of
-``transformers`` have the names of torchtitan there (``tok_embeddings``, ``layers.0``, ``norm``, ``lm_head``).
+Read: torchtitan 0.3.0, ``config/configs.py`` and ``distributed/pipeline_parallel.py``. ``_split_module`` looks at the
+children of the model and at the items of its lists. Every rank has as many stages, in a loop, or in a V for the schedules
+ZBVZeroBubble and DualPipeV (``_get_pp_rank_to_stage_indices_mapping``). Models of ``transformers`` have the names of
+torchtitan there: ``tok_embeddings``, ``layers.0``, ``norm``, ``lm_head``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def titan_names(sequence: LayerSequence) -> dict[str, str]:
     if len(before) != 1 or len(behind) != 2:
         raise cannot_carry(
             "torchtitan",
-            f"its models have tok_embeddings, layers.N, norm and lm_head, and this one has {', '.join(before) or 'nothing'}"
-            f" before its layers and {', '.join(behind) or 'nothing'} behind them",
+            "its models have tok_embeddings, layers.N, norm and lm_head, and this one has "
+            f"{', '.join(before) or 'nothing'} before its layers and {', '.join(behind) or 'nothing'} behind them",
             "Export to torch or accelerate.",
         )
     inner = {names[i]: f"layers.{position}" for position, i in enumerate(blocks)}
@@ -50,13 +50,16 @@ def titan_names(sequence: LayerSequence) -> dict[str, str]:
 def _write(carried: CarriedPlan) -> str:
     named = titan_names(carried.sequence)
     stages = [[named[name] for name in names] for names in carried.names]
+    children = dict(carried.sequence.flow.root.named_children())
     for name, layers in carried.sequence.shared_modules.items():
         for stage in sorted({carried.stage_of(layer) for layer in layers}):
-            stages[stage].append(name if name in dict(carried.sequence.flow.root.named_children()) else name.split(".")[-1])
+            stages[stage].append(name if name in children else name.split(".")[-1])
     lists = [f"        {json.dumps(names)}," for names in stages]
     schedule, ranks = _schedule(carried)
     policy = _policy(carried)
-    csv = ['    pipeline_parallel_schedule_csv="order.csv",  # the file of --order'] if carried.order is not None else []
+    csv = (
+        ['    pipeline_parallel_schedule_csv="order.csv",  # the file of --order'] if carried.order is not None else []
+    )
     return "\n".join(
         [
             "from torchtitan.config import ParallelismConfig",
@@ -126,7 +129,7 @@ def _stages(found: object) -> StagesInText:
     lists = found if isinstance(found, list) and found else [None]
     if not all(isinstance(names, list) and names and all(isinstance(n, str) for n in names) for names in lists):
         raise no_such_text("torchtitan", "it has no list with a list of module names for each stage", _EXAMPLE)
-    return StagesInText(modules=tuple(tuple(names) for names in lists))
+    return StagesInText(modules=tuple(tuple(names or ()) for names in lists))
 
 
 TORCHTITAN = ExportFormat(
