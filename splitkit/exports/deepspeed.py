@@ -17,12 +17,6 @@ _EXAMPLE = "self.parts = [0, 9, 17, 24]"
 
 
 def _write(carried: CarriedPlan) -> str:
-    if any(carried.recompute):
-        raise cannot_carry(
-            "DeepSpeed",
-            "activation_checkpoint_interval holds for all stages, and counts layers, not stages",
-            "Plan without recompute, and set activation_checkpoint_interval=1 to compute all layers again.",
-        )
     if carried.order is not None and carried.order.name != "1F1B":
         remedy = "Use --schedule 1f1b, or export to torch or torchtitan."
         raise cannot_carry("DeepSpeed", f"it runs 1F1B, and not {carried.order.name}", remedy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
+from splitkit.exports.carried_plan import CarriedPlan, StagesInText
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.text_parsing import json_object, no_such_text
 
@@ -21,8 +21,6 @@ def device_map_of(carried: CarriedPlan) -> dict[str, int | str]:
 
     Modules that hold weights and run in no stage of their own (the table that tied embeddings share) are on the first.
     """
-    if any(carried.recompute):
-        raise cannot_carry("a device map", "it does not say what is computed again", "Plan without recompute.")
     devices = [_device(text, stage) for stage, text in enumerate(carried.devices or [""] * carried.stages)]
     found = {name: devices[stage] for stage, names in enumerate(carried.names) for name in names}
     for name, layers in carried.sequence.shared_modules.items():

@@ -137,6 +137,8 @@ def export(
         training=training,
         microbatch=_batch(flow.root),
     )
+    if any(carried.recompute) and not form.recompute:
+        raise cannot_carry(form.tool, "the format does not say what is computed again", "Plan without recompute.")
     text = form.write(carried)  # before ties: what the structure of the model forbids is the better reason
     _require_ties(form, sequence, rounded, own, training)
     before = pricing.price(plan)

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -25,7 +25,7 @@ from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow, module_path, readers_of, waits_for
 from splitkit.pipeline.inseparable_nodes import together
 from splitkit.plans.record import Plan
-from splitkit.search.model_blocks import model_blocks
+from splitkit.search.model_blocks import Block, model_blocks
 from splitkit.search.placement_model import PlacementModel
 
 Level = Literal["nodes", "modules", "layers", "chain", "ends", "blocks"]
@@ -180,9 +180,26 @@ def layer_sequence(flow: Dataflow, costs: Costs, level: Level) -> LayerSequence:
     if not blocks:
         reason = "the model has no list of blocks (layers.0, layers.1 ...) between which the format could cut"
         raise PlanError("SK522", reason, "Export to torch, which cuts before any module, or to onnx.")
+    if level != "layers":
+        _require_single_runs(flow, blocks)
     shared = PlacementModel(flow, costs, [dict.fromkeys(flow.nodes, 0.0)], repeat=True).shared
     layers = _layers(flow, {node: block for block, nodes in blocks.items() for node in nodes}, set(shared))
     return LayerSequence(flow, _joined(layers, level), shared, level)
+
+
+def _require_single_runs(flow: Dataflow, blocks: Collection[Block]) -> None:
+    """Refuse blocks that run more than once or not at all: formats that count layers would count others."""
+    again = _called_again([_called(node) for node in flow.nodes])
+    lists: dict[str, set[int]] = {}
+    for name, number in blocks:
+        lists.setdefault(name, set()).add(number)
+    for name, numbers in lists.items():
+        path = f"{name}." if name else ""
+        twice = next((f"{path}{number}" for number in sorted(numbers) if f"{path}{number}" in again), "")
+        gap = next((f"{path}{number}" for number in range(max(numbers)) if number not in numbers), "")
+        if twice or gap:
+            reason = f"{twice} runs more than once" if twice else f"{gap} does not run"
+            raise PlanError("SK522", f"{reason}, and the format counts layers", "Export to torch, accelerate or onnx.")
 
 
 def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: set[Node]) -> tuple[Layer, ...]:

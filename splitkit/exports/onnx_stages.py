@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from splitkit.errors import FileError
-from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
+from splitkit.exports.carried_plan import CarriedPlan, StagesInText
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.text_parsing import json_object, no_such_text
 from splitkit.graph.dataflow import module_path
@@ -22,8 +22,6 @@ _FX_NODE = "pkg.torch.onnx.fx_node"
 
 
 def _write(carried: CarriedPlan) -> str:
-    if any(carried.recompute):
-        raise cannot_carry("ONNX", "its nodes have a stage and no recompute", "Plan without recompute.")
     stage = {key: i for i, key in enumerate(carried.keys)}
     placed = {node.name: stage[carried.plan.home(node)] for node in carried.sequence.flow.nodes}
     paths = {node.name: module_path(node) for node in carried.sequence.flow.nodes}

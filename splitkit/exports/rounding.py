@@ -242,8 +242,8 @@ def cheapest_cuts(
     if not np.isfinite(worst[-1][0]):
         return None
     within = limits <= worst[-1][0] * (1 + _SLACK)
-    scale = max(float(worst[-1][0]), np.finfo(float).tiny)
-    _, path = _program(np.where(within, (limits / scale) ** 2, np.inf), np.add)[-1]
+    scale = float(worst[-1][0]) or 1.0
+    _, path = _program(np.where(within, np.where(within, limits / scale, 0.0) ** 2, np.inf), np.add)[-1]
     return tuple(int(ends[i]) for i in path)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 
-from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
+from splitkit.exports.carried_plan import CarriedPlan, StagesInText
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.text_parsing import no_such_text
 
@@ -16,12 +16,6 @@ _EXAMPLE = 'split_spec = {"model.layers.3": SplitPoint.BEGINNING}'
 
 
 def _write(carried: CarriedPlan) -> str:
-    if any(carried.recompute):
-        raise cannot_carry(
-            "torch.distributed.pipelining",
-            "split points do not say what is computed again",
-            "Plan without recompute, and wrap the modules in torch.utils.checkpoint yourself.",
-        )
     lines = [f"    {name!r}: SplitPoint.BEGINNING," for name in carried.starts]
     return "\n".join(
         [

@@ -1,7 +1,7 @@
 """The format of torchtitan: the modules of each stage, a schedule CSV and the memory policy.
 
 Read: torchtitan 0.3.0, ``config/configs.py`` and ``distributed/pipeline_parallel.py``. ``_split_module`` looks at the
-children of the model and at the items of its lists. Every rank has as many stages, in a loop, or in a V for the schedules
+children of the model and at the items of its lists. Every rank has as many stages, in a loop, or in a V for
 ZBVZeroBubble and DualPipeV (``_get_pp_rank_to_stage_indices_mapping``). Models of ``transformers`` have the names of
 torchtitan there: ``tok_embeddings``, ``layers.0``, ``norm``, ``lm_head``.
 """

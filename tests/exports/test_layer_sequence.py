@@ -1,0 +1,92 @@
+"""The layers of a graph at each level, and where cuts may fall."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decodermodels import Decoder, Twice, TwoLists, captured, ids
+from torch import nn
+
+from splitkit.costs import unit
+from splitkit.errors import PlanError
+from splitkit.exports.layer_sequence import layer_sequence
+from splitkit.graph.dataflow import waits_for
+
+LEVELS = ("nodes", "modules", "layers", "chain", "ends", "blocks")
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return captured(Decoder(3), ids())
+
+
+def names(flow, level):
+    return ["+".join(layer.names) for layer in layer_sequence(flow, unit(flow), level).layers]
+
+
+def test_the_levels_of_a_decoder(decoder):
+    _, flow = decoder
+    blocks = ["layers.0", "layers.1", "layers.2"]
+    assert names(flow, "layers") == ["tok_embeddings", *blocks, "norm", "lm_head"]
+    assert names(flow, "chain") == ["tok_embeddings", *blocks, "norm", "lm_head"]
+    assert names(flow, "ends") == ["tok_embeddings", *blocks, "norm+lm_head"]
+    assert names(flow, "blocks") == ["tok_embeddings+layers.0", "layers.1", "layers.2+norm+lm_head"]
+    inner = names(flow, "modules")
+    assert inner[:2] == ["tok_embeddings", "rotary"] and {"layers.1", "layers.2.down", "norm"} <= {*inner}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("model", [Decoder(3), TwoLists(), Twice()], ids=lambda m: type(m).__name__)
+def test_every_node_is_in_one_layer_or_shared_and_borders_keep_the_order(model, level):
+    gm, flow = captured(model, ids() if isinstance(model, Decoder) else torch.randn(2, 8))
+    sequence = layer_sequence(flow, unit(flow), level)
+    laid = [node for layer in sequence.layers for node in layer.nodes]
+    assert len(laid) == len({*laid}) and {*laid, *sequence.shared} == {*flow.nodes}
+    number = sequence.number
+    for border in range(1, len(sequence.layers)):
+        backwards = any(
+            number[read] >= border > number[node] for node in number for read in waits_for(flow, node) if read in number
+        )
+        assert (border in sequence.borders) is not backwards
+
+
+def test_rotary_tables_are_shared_and_named(decoder):
+    _, flow = decoder
+    sequence = layer_sequence(flow, unit(flow), "layers")
+    assert sequence.shared_modules == {"rotary": frozenset({1, 2, 3})}
+    assert all("rotary" not in name for layer in sequence.layers for name in layer.names)
+
+
+def test_a_module_that_runs_twice_is_no_place_for_a_cut():
+    _, flow = captured(Twice(), torch.randn(2, 8))
+    assert "shared" not in names(flow, "modules")[1:]
+    whole = layer_sequence(flow, unit(flow), "layers")
+    assert [layer.names for layer in whole.layers][0] == ("shared",) and whole.borders == ()
+
+
+def test_nodes_that_write_one_memory_stay_together():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+        def forward(self, x):
+            first = self.layers[0](x)
+            second = self.layers[1](first)
+            first.add_(1)
+            return self.layers[3](self.layers[2](second + first))
+
+    _, flow = captured(Writes(), torch.randn(2, 8))
+    sequence = layer_sequence(flow, unit(flow), "layers")
+    assert 1 not in sequence.borders and 3 in sequence.borders
+
+
+def test_a_model_without_blocks_is_refused():
+    _, flow = captured(nn.Linear(4, 4), torch.randn(2, 4))
+    with pytest.raises(PlanError, match="SK522.*no list of blocks"):
+        layer_sequence(flow, unit(flow), "layers")
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    from splitkit.graph.dataflow import analyze
+
+    with pytest.raises(PlanError, match="SK522.*no module paths"):
+        layer_sequence(analyze(gm), unit(gm), "modules")
