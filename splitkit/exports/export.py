@@ -19,7 +19,7 @@ from splitkit.errors import CostError, GraphError, PolicyError
 from splitkit.exports.carried_plan import CarriedPlan, cannot_carry, tied_parameters
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.formats import format_named
-from splitkit.exports.joint_carried import joint_recompute, joint_sequence
+from splitkit.exports.joint_carried import joint_recompute, joint_sequence, saves_stage_inputs_only
 from splitkit.exports.layer_sequence import LayerSequence, layer_sequence
 from splitkit.exports.rounding import PlanPricing, Rounding, round_plan
 from splitkit.files import PathLike, save_text
@@ -237,7 +237,7 @@ def _rounded(
     sequence: LayerSequence, plan: Plan, keys: Sequence[PartKey], cuts: Sequence[int], form: ExportFormat
 ) -> tuple[Plan, int]:
     """Return the plan with these cuts, and how many nodes change their stage; the given plan if it has these cuts."""
-    if form.level == "nodes" or sequence.cuts_of(plan, keys) is not None:
+    if form.level == "nodes" or sequence.cuts_of(plan, keys) == tuple(cuts):
         return plan, 0
     made = sequence.plan(cuts, f"{plan.note}; rounded to whole modules for {form.tool}".lstrip("; "))
     parts: dict[PartKey, Part] = {i: replace(plan.parts[key], key=i) for i, key in enumerate(keys)}
@@ -294,5 +294,6 @@ def _joint_export(
     order = _order(form, schedule, microbatches, stages)
     recompute = joint_recompute(form, sequence, plan)
     keys = tuple(("forward", stage) for stage in range(stages))
-    carried = CarriedPlan(sequence, cuts, plan, keys, order, recompute, training=True)
+    whole = saves_stage_inputs_only(sequence, plan)
+    carried = CarriedPlan(sequence, cuts, plan, keys, order, recompute, by_stage=whole, training=True)
     return Export(form.name, form.write(carried), form.where, plan, None, _csv(form, order))

@@ -122,6 +122,12 @@ def joint_recompute(form: ExportFormat, sequence: LayerSequence, plan: Plan) -> 
     return tuple(i in again for i in range(len(sequence.layers)))
 
 
+def saves_stage_inputs_only(sequence: LayerSequence, plan: Plan) -> bool:
+    """Whether what one layer hands to the next layer of its stage is computed again as well."""
+    home = {node: i for i, layer in enumerate(sequence.layers) for node in layer.nodes}
+    return any(_is_backward(key) for node in home if _leaves(node, home) for key in plan.places[node])
+
+
 def _is_backward(key: PartKey) -> bool:
     part = stage_part(key)
     return part is not None and part.half != "forward"

@@ -158,7 +158,7 @@ def round_plan(pricing: PlanPricing, sequence: LayerSequence, plan: Plan, keys: 
     Args:
         pricing: prices, memory and schedule.
         sequence: the layers between which cuts may fall.
-        plan: the plan; if it cuts between layers already, these cuts are returned.
+        plan: the plan; if it cuts between layers already, and fits, these cuts are returned.
         keys: its parts in the order in which they run.
 
     Raises:
@@ -166,7 +166,7 @@ def round_plan(pricing: PlanPricing, sequence: LayerSequence, plan: Plan, keys: 
         NoPlanError: SK303 if no plan of whole modules fits the memory.
     """
     own = sequence.cuts_of(plan, keys)
-    if own is not None:
+    if own is not None and pricing.price(plan).fits:
         return own
     return best_cuts(pricing, sequence, len(keys))
 

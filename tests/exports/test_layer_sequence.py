@@ -38,7 +38,7 @@ def test_the_levels_of_a_decoder(decoder):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("model", [Decoder(3), TwoLists(), Twice()], ids=lambda m: type(m).__name__)
 def test_every_node_is_in_one_layer_or_shared_and_borders_keep_the_order(model, level):
-    gm, flow = captured(model, ids() if isinstance(model, Decoder) else torch.randn(2, 8))
+    _, flow = captured(model, ids() if isinstance(model, Decoder) else torch.randn(2, 8))
     sequence = layer_sequence(flow, unit(flow), level)
     laid = [node for layer in sequence.layers for node in layer.nodes]
     assert len(laid) == len({*laid}) and {*laid, *sequence.shared} == {*flow.nodes}
@@ -61,7 +61,7 @@ def test_a_module_that_runs_twice_is_no_place_for_a_cut():
     _, flow = captured(Twice(), torch.randn(2, 8))
     assert "shared" not in names(flow, "modules")[1:]
     whole = layer_sequence(flow, unit(flow), "layers")
-    assert [layer.names for layer in whole.layers][0] == ("shared",) and whole.borders == ()
+    assert whole.layers[0].names == ("shared",) and whole.borders == ()
 
 
 def test_nodes_that_write_one_memory_stay_together():
