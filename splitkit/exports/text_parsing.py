@@ -36,6 +36,20 @@ def json_object(text: str) -> dict[str, Any] | None:
     return None
 
 
+def json_list(text: str) -> list[Any] | None:
+    """Return a list of constants, as Python or JSON writes it; None for any other text."""
+    found = literal(text.strip())
+    return found if isinstance(found, list) else None
+
+
+def literal(text: str) -> Any:
+    """Return the value of a Python text of constants; None for any other."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
 def python_values(text: str) -> Iterator[tuple[str, ast.expr]]:
     """Yield (name, expression) for each assignment and keyword argument of a Python text; nothing if it is none."""
     try:
@@ -49,11 +63,3 @@ def python_values(text: str) -> Iterator[tuple[str, ast.expr]]:
                 yield name, node.value
         elif isinstance(node, ast.keyword) and node.arg:
             yield node.arg, node.value
-
-
-def constant(expression: ast.expr) -> Any:
-    """Return the value of an expression of constants; None for any other."""
-    try:
-        return ast.literal_eval(expression)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return None

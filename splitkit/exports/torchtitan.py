@@ -8,13 +8,14 @@ torchtitan there: ``tok_embeddings``, ``layers.0``, ``norm``, ``lm_head``.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.layer_sequence import LayerSequence
-from splitkit.exports.text_parsing import constant, no_such_text, python_values
+from splitkit.exports.text_parsing import literal, no_such_text, python_values
 
 _EXAMPLE = 'module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
 _V = ("ZBVZeroBubble", "DualPipeV")
@@ -51,9 +52,11 @@ def _write(carried: CarriedPlan) -> str:
     named = titan_names(carried.sequence)
     stages = [[named[name] for name in names] for names in carried.names]
     children = dict(carried.sequence.flow.root.named_children())
-    for name, layers in carried.sequence.shared_modules.items():
-        for stage in sorted({carried.stage_of(layer) for layer in layers}):
-            stages[stage].append(name if name in children else name.split(".")[-1])
+    for (
+        name
+    ) in carried.sequence.shared_modules:  # rotary tables are in every stage, as torchtitan's own splits have them
+        for own in stages:
+            own.append(name if name in children else name.split(".")[-1])
     lists = [f"        {json.dumps(names)}," for names in stages]
     schedule, ranks = _schedule(carried)
     policy = _policy(carried)
@@ -116,13 +119,8 @@ def _policy(carried: CarriedPlan) -> str:
 def _read(text: str) -> StagesInText:
     for name, expression in python_values(text):
         if name == "module_fqns_per_model_part":
-            return _stages(constant(expression))
-    return _stages(constant_of(text))
-
-
-def constant_of(text: str) -> object:
-    """Return the value of a text that is one list of constants."""
-    return next((constant(expression) for _, expression in python_values(f"it = {text.strip()}")), None)
+            return _stages(literal(ast.unparse(expression)))
+    return _stages(literal(text.strip()))
 
 
 def _stages(found: object) -> StagesInText:

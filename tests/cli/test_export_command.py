@@ -17,7 +17,8 @@ class Decoder(nn.Module):
     def __init__(self, layers):
         super().__init__()
         self.embed = nn.Embedding(12, 8)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8 * (i + 1)), nn.Linear(8 * (i + 1), 8)) for i in range(layers)])
+        wide = [8 * (i + 1) for i in range(layers)]
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, n), nn.Linear(n, 8)) for n in wide])
         self.head = nn.Linear(8, 12)
 
     def forward(self, ids):

@@ -27,7 +27,7 @@ def test_each_rank_has_the_layers_of_its_stage(split, to):
     homes = split.plan
     for rank, (start, end) in enumerate(spans):
         own = {node for node in split.flow.nodes if f"layers.{start}" in str(node.meta["nn_module_stack"])}
-        assert {homes.home(node) for node in own if node not in ()} == {rank} and end > start
+        assert {homes.home(node) for node in own} == {rank} and end > start
     assert spans[-1][1] == 5
 
 
