@@ -121,7 +121,7 @@ def cannot_carry(tool: str, reason: str, remedy: str, nodes: Sequence[object] = 
     return PlanError("SK523", f"{tool} cannot carry the plan: {reason}", remedy, nodes)
 
 
-def tied_parameters(flow: Dataflow, plan: Plan, keys: Sequence[PartKey]) -> dict[str, tuple[int, ...]]:
+def parameters_in_stages(flow: Dataflow, plan: Plan, keys: Sequence[PartKey]) -> dict[str, tuple[int, ...]]:
     """Return parameter -> the stages that hold it, of the parameters that several stages hold."""
     parameters = flow.root.named_parameters(remove_duplicate=False)
     name_of = {storage_key(held): name for name, held in reversed([*parameters])}

@@ -16,7 +16,7 @@ from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair
 from splitkit.engine.split import Split
 from splitkit.errors import CostError, GraphError, PolicyError
-from splitkit.exports.carried_plan import CarriedPlan, cannot_carry, tied_parameters
+from splitkit.exports.carried_plan import CarriedPlan, cannot_carry, parameters_in_stages
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.formats import format_named
 from splitkit.exports.joint_carried import joint_recompute, joint_sequence, saves_stage_inputs_only
@@ -261,7 +261,7 @@ def _require_ties(
     """Refuse parameters in several stages whose copies the tool would let drift apart."""
     if form.ties == "any" or (form.ties == "copies" and not training):
         return
-    tied = tied_parameters(sequence.flow, plan, keys)
+    tied = parameters_in_stages(sequence.flow, plan, keys)
     if form.ties == "ends":
         tied = {name: where for name, where in tied.items() if where != (0, len(keys) - 1)}
     if tied:

@@ -22,7 +22,7 @@ _FLAG = re.compile(r"--pipeline-model-parallel-layout[=\s]+[\"']?([^\"'\s]+)")
 _MOST = 100_000  # letters of a layout with its repeats written out
 
 
-def layout_of(carried: CarriedPlan) -> str:
+def megatron_layout(carried: CarriedPlan) -> str:
     """Return the layout string of a plan."""
     layers = carried.sequence.layers
     stages = []
@@ -38,7 +38,7 @@ def _write(carried: CarriedPlan) -> str:
     _require_decoder(carried)
     lines = [
         f"--pipeline-model-parallel-size {_ranks(carried)}",
-        f'--pipeline-model-parallel-layout "{layout_of(carried)}"',
+        f'--pipeline-model-parallel-layout "{megatron_layout(carried)}"',
         *_recompute(carried),
     ]
     return "\n".join(lines) + "\n"

@@ -6,7 +6,8 @@ this one::
     python -m venv readers
     echo PATH/OF/THIS/ENVIRONMENT/lib/python3.11/site-packages > readers/lib/python3.11/site-packages/torch.pth
     readers/bin/pip install --no-deps megatron-core==0.16.1 torchtitan==0.3.0 onnx==1.23.2 onnx_ir==1.1.0
-    readers/bin/pip install --no-deps onnxscript==0.7.2 hjson einops msgpack spmd_types tyro docstring_parser ml_dtypes protobuf
+    readers/bin/pip install --no-deps onnxscript==0.7.2 hjson einops msgpack spmd_types tyro docstring_parser
+    readers/bin/pip install --no-deps ml_dtypes protobuf
     DS_BUILD_OPS=0 readers/bin/pip install --no-deps deepspeed==0.19.8
     PYTHONPATH=. readers/bin/python tests/exports/readers.py          # prints a line of JSON for each reader
 """
