@@ -54,6 +54,11 @@ class CarriedPlan:
         return self.sequence.names_of(self.cuts)
 
     @property
+    def embeds_tokens(self) -> bool:
+        """Whether what runs before the blocks looks up embeddings."""
+        return any("embedding" in str(node.target) for node in self.sequence.layers[0].nodes)
+
+    @property
     def blocks(self) -> list[int]:
         """How many blocks each stage has."""
         return self.sequence.blocks_of(self.cuts)

@@ -31,7 +31,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.schedules import pipeline_order, schedule_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
-from splitkit.plans.parts import Part, PartKey
+from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, require_costs
 from splitkit.short_repr import brief
@@ -110,7 +110,7 @@ def export(
     form, plan = format_named(to), plan_of(split_or_plan)
     flow = facts_of(split_or_plan) if hasattr(split_or_plan, "flow") else facts_of(graph_of(plan))
     plan = _of_placed_nodes(flow, plan)
-    _require_plain(form, plan)
+    _require_pipeline(form, flow, plan)
     if is_staged(plan.parts):
         return _joint_export(form, flow, plan, schedule, microbatches)
     if is_joint(flow.graph):
@@ -196,10 +196,14 @@ def _of_placed_nodes(flow: Dataflow, plan: Plan) -> Plan:
     return plan
 
 
-def _require_plain(form: ExportFormat, plan: Plan) -> None:
-    """Refuse what no format carries: one part, replicas, offloaded values."""
+def _require_pipeline(form: ExportFormat, flow: Dataflow, plan: Plan) -> None:
+    """Refuse what no format carries: one part, nodes without a part, replicas, offloaded values."""
     if len(plan.parts) < 2:
         raise cannot_carry(form.tool, "it has one part, and so no cut", "Plan with two stages or more.")
+    left = [node for node in flow.nodes if PARENT in plan.places.get(node, (PARENT,))]
+    if left:
+        reason = f"{left[0].name} is in the parent ({len(left)} such nodes), which no stage runs"
+        raise cannot_carry(form.tool, reason, "Give every node a part.", left)
     if any(part.replicas > 1 for part in plan.parts.values()):
         raise cannot_carry(
             form.tool,

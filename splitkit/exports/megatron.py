@@ -59,6 +59,9 @@ def _require_decoder(carried: CarriedPlan) -> None:
         what = "embedding" if first.block is not None else "head"
         reason = f"the model has no {what}, and a layout has one E at its beginning and one L at its end"
         raise cannot_carry("Megatron's layout", reason, "Capture the model with its embedding and its head.")
+    if not carried.embeds_tokens:
+        reason = f"{first.names[0]} embeds no tokens, and E is the embedding of a language model"
+        raise cannot_carry("Megatron's layout", reason, "Export to torch, accelerate or onnx.")
 
 
 def _ranks(carried: CarriedPlan) -> int:

@@ -37,7 +37,8 @@ def titan_names(sequence: LayerSequence) -> dict[str, str]:
     blocks = [i for i, layer in enumerate(sequence.layers) if layer.block is not None]
     before = names[: blocks[0]]
     behind = names[blocks[-1] + 1 :]
-    if len(before) != 1 or len(behind) != 2:
+    embeds = any("embedding" in str(node.target) for node in sequence.layers[0].nodes)
+    if len(before) != 1 or len(behind) != 2 or not embeds:
         raise cannot_carry(
             "torchtitan",
             "its models have tok_embeddings, layers.N, norm and lm_head, and this one has "

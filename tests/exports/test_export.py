@@ -17,7 +17,7 @@ from splitkit.exports.formats import FORMATS, format_of
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.checkpointed import checkpointed
 from splitkit.plans.parts import Part
-from splitkit.policies import Stages
+from splitkit.policies import ByName, Stages
 
 
 def split_of(model, *starts, inputs=None):
@@ -275,6 +275,17 @@ class TestRefusals:
             sk.export(split, to="megatron")
         assert 'PARTITION="1,2"' in sk.export(split, to="vllm").text
 
+    def test_images_are_no_tokens(self):
+        class Images(Wrapped):
+            def __init__(self):
+                super().__init__(3)
+                self.model.embed_tokens = nn.Linear(5, 8)
+
+        split = split_of(Images(), "model.layers.1", inputs=torch.randn(2, 3, 5))
+        for to in ("megatron", "torchtitan"):
+            with pytest.raises(PlanError, match="SK523"):
+                sk.export(split, to=to)
+
     def test_plans_that_are_no_pipeline(self, decoder):
         gm = decoder.flow.root
         with pytest.raises(PlanError, match="SK523.*one part"):
@@ -282,6 +293,9 @@ class TestRefusals:
         many = replace(decoder, plan=replace(decoder.plan, parts={**decoder.plan.parts, 1: Part(1, replicas=2)}))
         with pytest.raises(PlanError, match="SK523.*replicas"):
             sk.export(many, to="torch")
+        some = sk.plan(gm, ByName({"layers.[01]": "a", "layers.[23]": "b"}))
+        with pytest.raises(PlanError, match="SK523.*embedding is in the parent"):
+            sk.export(some, to="torch")
         with pytest.raises(PolicyError, match="SK301"):
             sk.export("plan.json", to="torch")
 
