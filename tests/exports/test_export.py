@@ -126,6 +126,11 @@ def test_devices_of_parts_go_into_a_device_map(decoder):
     assert [part.device for part in back.parts.values()] == places
 
 
+def test_a_rotary_table_is_where_it_is_first_read():
+    found = json.loads(sk.export(split_of(Decoder(2), "layers.0"), to="accelerate").text)
+    assert found["tok_embeddings"] == 0 and found["rotary"] == 1
+
+
 def test_weights_that_run_in_no_layer_are_on_a_device_too():
     class Spare(Decoder):
         def __init__(self):

@@ -57,6 +57,25 @@ def test_rotary_tables_are_shared_and_named(decoder):
     assert all("rotary" not in name for layer in sequence.layers for name in layer.names)
 
 
+def test_a_value_of_no_layer_goes_with_its_first_reader():
+    """Else the first layer would wait for a later one, and no cut could fall between them."""
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x):
+            x = self.layers[0](x)
+            twice = x * 2
+            return self.layers[2](self.layers[1](twice) + twice)
+
+    _, flow = captured(Skips(), torch.randn(2, 8))
+    sequence = layer_sequence(flow, unit(flow), "layers")
+    node = next(node for node in flow.nodes if "mul" in node.name)
+    assert sequence.number[node] == 1 and sequence.borders == (1, 2)
+
+
 def test_a_module_that_runs_twice_is_no_place_for_a_cut():
     _, flow = captured(Twice(), torch.randn(2, 8))
     assert "shared" not in names(flow, "modules")[1:]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import splitkit as sk
 from splitkit.errors import NoPlanError, PlanError
+from splitkit.exports import rounding
 from splitkit.exports.export import pricing_of
 from splitkit.exports.interval_loads import interval_loads
 from splitkit.exports.layer_sequence import layer_sequence
@@ -105,6 +106,23 @@ def test_rounding_within_memory_is_the_best_that_fits(decoder):
         assert every[cuts].load == pytest.approx(min(p.load for p in every.values() if p.peak <= limit))
     with pytest.raises(NoPlanError, match="SK303.*whole modules fit"):
         best_cuts(pricing_of(flow, plan, costs, order, memory=peaks[0] - 1), sequence, THREE)
+
+
+def test_a_stage_that_does_not_fit_is_excluded_at_its_place_alone(decoder, monkeypatch):
+    """Layer 2 does not fit as the second stage of the fastest plan; in the next one it is the third, and fits."""
+    _, flow, costs = decoder
+    sequence = layer_sequence(flow, costs, "layers")
+    count = len(sequence.layers)
+    loads = np.full((count + 1, count + 1), np.inf)
+    loads[np.triu_indices(count + 1, 1)] = 9.0
+    fastest, following = (2, 3, 5), (1, 2, 3)
+    for i, j in pairwise([0, *following, count]):
+        loads[i, j] = 2.0
+    for i, j in pairwise([0, *fastest, count]):
+        loads[i, j] = 1.0
+    monkeypatch.setattr(rounding, "interval_loads", lambda sequence, request: loads)
+    monkeypatch.setattr(rounding, "_too_large", lambda pricing, sequence, cuts: [1] if cuts == fastest else [])
+    assert best_cuts(pricing_of(flow, sequence.plan((1,), ""), costs), sequence, 4) == following
 
 
 def test_a_plan_between_layers_stays_as_it_is(decoder):
