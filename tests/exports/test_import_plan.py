@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from decodermodels import Decoder, captured, ids
 
@@ -113,3 +116,11 @@ def test_an_imported_plan_has_prices_and_runs(gm):
     plan = sk.import_plan(gm, "Ettt|tL", costs=costs)
     assert plan.prices.kind == "roofline" and plan.claim is None and "Megatron" in plan.note
     assert sk.split(gm, plan)(ids()).equal(gm(ids()))
+
+
+def test_the_page_of_the_docs_runs(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "exports.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(block, {})
+    said = capsys.readouterr().out
+    assert '"Ett|ttL"' in said and "slowest stage" in said
