@@ -55,8 +55,9 @@ class CarriedPlan:
 
     @property
     def embeds_tokens(self) -> bool:
-        """Whether what runs before the blocks looks up embeddings."""
-        return any("embedding" in str(node.target) for node in self.sequence.layers[0].nodes)
+        """Whether what runs before the blocks looks up embeddings; of a joint graph, whether anything does."""
+        first = self.sequence.layers[0].nodes or self.sequence.flow.nodes
+        return any("embedding" in str(node.target) for node in first)
 
     @property
     def blocks(self) -> list[int]:

@@ -12,8 +12,11 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import CostError, FileError, NoPlanError, PlanError, PolicyError, ScheduleError
+from splitkit.exports.carried_plan import CarriedPlan
 from splitkit.exports.format_list import WRITES
 from splitkit.exports.formats import FORMATS, format_of
+from splitkit.exports.layer_sequence import Layer, LayerSequence
+from splitkit.exports.megatron import megatron_layout
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.checkpointed import checkpointed
 from splitkit.plans.parts import Part
@@ -84,7 +87,10 @@ def test_what_each_format_says(decoder):
 
 
 def test_a_long_layout_repeats_letters():
-    assert '"Et*4|t*3L"' in sk.export(split_of(Decoder(7), "layers.4"), to="megatron").text
+    blocks = [Layer((f"layers.{i}",), (), ("layers", i)) for i in range(7)]
+    sequence = LayerSequence(None, (Layer(("embed",), ()), *blocks, Layer(("head",), ())), (), "ends")
+    assert megatron_layout(CarriedPlan(sequence, (5,), None, (0, 1))) == "Et*4|t*3L"
+    assert megatron_layout(CarriedPlan(sequence, (1, 8), None, (0, 1, 2))) == "E|t*7|L"
 
 
 def test_models_of_transformers_get_the_names_of_torchtitan():
