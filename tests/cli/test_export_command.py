@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import splitkit as sk
 from splitkit.exports.format_list import WRITES
 from splitkit.pipeline.order_file import load_order
 
@@ -44,6 +45,13 @@ def folder(tmp_path_factory):
     return found
 
 
+def graph_of(spec):
+    from splitkit.testing import models
+
+    example = models.load(spec)
+    return sk.capture(example.model, *example.args).graph
+
+
 @pytest.fixture
 def own(folder):
     """The words that name the plan and its model."""
@@ -57,27 +65,24 @@ def test_the_formats_are_listed(call, data):
 
 
 def test_an_export_is_printed_or_written_with_its_price(call, data, own, folder):
-    code, out, _ = call("export", *own, "--to", "megatron")
-    assert code == 0 and "--pipeline-model-parallel-layout" in out and "slowest stage" in out
+    code, out, _ = call("export", *own, "--to", "galvatron", "--recompute")
+    assert code == 0 and '"checkpoint": "1,1,1,1"' in out and "slowest stage" in out
     file, order = folder / "stages.py", folder / "order.csv"
     code, found = data(
         "export", *own, "--to", "torch", "-o", file, "--schedule", "1f1b", "--microbatches", "4", "--order", order
     )
     assert code == 0 and file.read_text() == found["text"] and "SplitPoint" in found["text"]
     assert found["rounding"]["before"]["step"] > 0 and len(load_order(order).ranks) == 3
-    code, out, _ = call("export", *own, "--to", "galvatron", "--recompute", "-o", folder / "galvatron.json")
-    assert code == 0 and json.loads((folder / "galvatron.json").read_text())["checkpoint"] == "1,1,1,1"
 
 
 def test_stages_of_another_tool_are_compared_with_a_plan(call, data, folder):
     (folder / "layout.txt").write_text("E|tt|ttL")
     spec, file = f"{folder / 'net.py'}:make", folder / "theirs.json"
     words = ["plan", spec, "--from", folder / "layout.txt", "--costs", "roofline:h100"]
-    code, found = data(*words, "-o", file)
-    assert code == 0 and found["ratio"] >= 1 and found["theirs"]["load"] == found["ratio"] * found["ours"]["load"]
-    code, out, _ = call(*words, "--schedule", "1f1b", "--microbatches", "4")
-    assert code == 0 and "times as long as" in out and "layout.txt" in out
-    assert call("run", file, "--model", spec, "--check")[0] == 0
+    code, found = data(*words, "-o", file, "--schedule", "1f1b", "--microbatches", "4")
+    assert code == 0 and found["theirs"]["load"] == pytest.approx(found["ratio"] * found["ours"]["load"])
+    assert found["theirs"]["step"] > 0 and found["ratio"] > 0.98  # the policy gives up 1 % for even stages
+    assert sk.Plan.from_dict(graph_of(spec), json.loads(file.read_text())).note.startswith("as Megatron-LM runs it")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,6 @@ def test_stages_of_another_tool_are_compared_with_a_plan(call, data, folder):
         (["export", "PLAN", "--to", "torch", "--order", "x.csv"], 2, "--order goes with --schedule"),
         (["export", "PLAN", "--to", "megatron", "--schedule", "1f1b", "--order", "x.csv"], 2, "reads no schedule CSV"),
         (["export", "PLAN", "--to", "torch", "--memory", "80%"], 2, "--memory is a share"),
-        (["export", "PLAN", "--to", "megatron", "--memory", "1kB"], 3, "SK303"),
         (["plan", "MODEL", "--from", "nowhere.txt"], 1, "cannot read 'nowhere.txt'"),
         (["plan", "MODEL", "--form", "vllm"], 2, "--form goes with --from"),
         (["plan", "MODEL", "--from", "net.py", "--what", "fwd-bwd"], 2, "--from does not go with --what"),

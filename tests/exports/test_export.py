@@ -34,10 +34,15 @@ def decoder():
     return split_of(Decoder(4), "layers.1", "layers.3")
 
 
+def cut(split, *starts):
+    """The split with stages that begin at other modules; its facts are known already."""
+    return replace(split, plan=stages(split.flow.root, *starts))
+
+
 @pytest.fixture(scope="module")
-def inside():
+def inside(decoder):
     """A plan that cuts inside a layer."""
-    return split_of(Decoder(4), "layers.1.down", "layers.3")
+    return cut(decoder, "layers.1.down", "layers.3")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,7 @@ def test_a_plan_inside_layers_is_rounded_and_read_back(inside, to):
     exact = to in ("torch", "onnx")
     assert (found.rounding.moved == 0) is exact
     assert exact or "nodes move" in str(found.rounding)
-    assert sk.split(inside.flow.root, found.plan)(ids()).equal(inside(ids()))
+    assert sk.split(inside.flow.root, found.plan)(ids()).equal(inside.flow.root(ids()))
 
 
 def test_what_each_format_says(decoder):
@@ -132,8 +137,8 @@ def test_devices_of_parts_go_into_a_device_map(decoder):
     assert [part.device for part in back.parts.values()] == places
 
 
-def test_a_rotary_table_is_where_it_is_first_read():
-    found = json.loads(sk.export(split_of(Decoder(2), "layers.0"), to="accelerate").text)
+def test_a_rotary_table_is_where_it_is_first_read(decoder):
+    found = json.loads(sk.export(cut(decoder, "layers.0"), to="accelerate").text)
     assert found["tok_embeddings"] == 0 and found["rotary"] == 1
 
 
@@ -156,8 +161,8 @@ class TestSchedules:
         assert 'pipeline_parallel_schedule="GPipe"' in found.text and "order.csv" in found.text
         assert sk.export(decoder, to="torch").schedule_csv == ""
 
-    def test_two_stages_on_each_rank(self):
-        split = split_of(Decoder(4), "layers.0", "layers.2", "norm")
+    def test_two_stages_on_each_rank(self, decoder):
+        split = cut(decoder, "layers.0", "layers.2", "norm")
         v = sk.export(split, to="torchtitan", schedule="zbv", microbatches=4)
         assert "pipeline_parallel_degree=2" in v.text and '"ZBVZeroBubble"' in v.text
         loop = sk.export(split, to="megatron", schedule="interleaved-1f1b", microbatches=4)
@@ -173,8 +178,8 @@ class TestSchedules:
         with pytest.raises(PlanError, match="SK523.*schedules by name"):
             sk.export(decoder, to="megatron", schedule=uneven)
 
-    def test_placements_that_no_schedule_of_torchtitan_has(self):
-        split = split_of(Decoder(4), "layers.0", "layers.2", "norm")
+    def test_placements_that_no_schedule_of_torchtitan_has(self, decoder):
+        split = cut(decoder, "layers.0", "layers.2", "norm")
         order = PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 3F0 3B0 2B0"])
         with pytest.raises(PlanError, match="SK523.*in a loop or a V there, and here on the ranks 0, 0, 1, 1"):
             sk.export(split, to="torchtitan", schedule=order)
@@ -206,7 +211,7 @@ class TestRecompute:
     def test_megatron_recomputes_as_many_layers_in_each_stage(self, decoder):
         with pytest.raises(PlanError, match=r"SK523.*the stages have \[1, 2, 1\]"):
             sk.export(recomputed(decoder), to="megatron")
-        even = recomputed(split_of(Decoder(4), "layers.2"))
+        even = recomputed(cut(decoder, "layers.2"))
         text = sk.export(even, to="megatron").text
         assert "--recompute-method uniform" in text and "--recompute-num-layers 2" in text
 
@@ -300,7 +305,7 @@ class TestRefusals:
     def test_plans_that_are_no_pipeline(self, decoder):
         gm = decoder.flow.root
         with pytest.raises(PlanError, match="SK523.*one part"):
-            sk.export(stages_of_one(gm), to="torch")
+            sk.export(replace(decoder, plan=sk.plan(gm, Stages(1))), to="torch")
         many = replace(decoder, plan=replace(decoder.plan, parts={**decoder.plan.parts, 1: Part(1, replicas=2)}))
         with pytest.raises(PlanError, match="SK523.*replicas"):
             sk.export(many, to="torch")
@@ -332,10 +337,6 @@ class TestRefusals:
 def recomputed(split):
     """The split with all stages run again in backward; its facts are known already."""
     return replace(split, plan=checkpointed(split.plan))
-
-
-def stages_of_one(gm):
-    return sk.plan(gm, Stages(1))
 
 
 def test_an_export_is_text_and_can_be_saved(decoder, tmp_path):

@@ -118,6 +118,7 @@ def test_an_imported_plan_has_prices_and_runs(gm):
     assert sk.split(gm, plan)(ids()).equal(gm(ids()))
 
 
+@pytest.mark.campaign
 def test_the_page_of_the_docs_runs(capsys):
     page = (Path(__file__).parents[2] / "docs" / "exports.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.S)

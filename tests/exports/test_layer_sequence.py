@@ -35,10 +35,13 @@ def test_the_levels_of_a_decoder(decoder):
     assert inner[:2] == ["tok_embeddings", "rotary"] and {"layers.1", "layers.2.down", "norm"} <= {*inner}
 
 
+@pytest.fixture(scope="module", params=[Decoder, TwoLists, Twice], ids=lambda kind: kind.__name__)
+def flow(request):
+    return captured(request.param(), ids() if request.param is Decoder else torch.randn(2, 8))[1]
+
+
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("model", [Decoder(3), TwoLists(), Twice()], ids=lambda m: type(m).__name__)
-def test_every_node_is_in_one_layer_or_shared_and_borders_keep_the_order(model, level):
-    _, flow = captured(model, ids() if isinstance(model, Decoder) else torch.randn(2, 8))
+def test_every_node_is_in_one_layer_or_shared_and_borders_keep_the_order(flow, level):
     sequence = layer_sequence(flow, unit(flow), level)
     laid = [node for layer in sequence.layers for node in layer.nodes]
     assert len(laid) == len({*laid}) and {*laid, *sequence.shared} == {*flow.nodes}
