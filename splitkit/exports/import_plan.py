@@ -139,7 +139,7 @@ def _at_modules(form: ExportFormat, sequence: LayerSequence, starts: Sequence[tu
             )
         at = last[name] + 1 if after else first[name]
         own = sequence.layers[first[name]]
-        if not after and not _begins(own, name):
+        if not after and name not in own.names and not _begins(own, name):
             raise _misfit(
                 form,
                 f"{name} begins inside {own.names[0]}, where no cut can be named",
