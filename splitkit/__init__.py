@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from splitkit.errors import PolicyError as PolicyError
     from splitkit.errors import ScheduleError as ScheduleError
     from splitkit.errors import SplitError as SplitError
+    from splitkit.exports.export import Export as Export
+    from splitkit.exports.export import export as export
+    from splitkit.exports.import_plan import import_plan as import_plan
     from splitkit.frontends.capture.capture import capture as capture
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
@@ -84,6 +87,7 @@ _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError",
 _HOME = {
     "CUDA_BLOCK": "memory.profile",
     "Comparison": "testing.compare",
+    "Export": "exports.export",
     "Fit": "studies.fit.fit_result",
     "Frontier": "studies.frontier",
     "Joint": "frontends.joint.joint_capture",
@@ -107,8 +111,10 @@ _HOME = {
     "compare": "testing.compare",
     "compare_plans": "studies.explanation.compare_plans",
     "explore": "studies.explore",
+    "export": "exports.export",
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
+    "import_plan": "exports.import_plan",
     "inline": "engine.inlining.inline",
     "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",

@@ -41,6 +41,7 @@ from splitkit.training.stage_plan import stage_plan
 from splitkit.units import size
 
 if TYPE_CHECKING:
+    from splitkit.exports.onnx_stages import annotate_onnx as annotate_onnx
     from splitkit.frontends.aot import partition_fn as partition_fn
     from splitkit.frontends.joint.joint_signature import JointSignature as JointSignature
 
@@ -65,6 +66,7 @@ __all__ = [
     "SplitError",
     "StageCosts",
     "analyze",
+    "annotate_onnx",
     "cache_bytes",
     "checkpointed",
     "checks",
@@ -96,11 +98,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load names of the front ends on first use, since policies import this module and need none of them."""
+    """Load names of higher packages on first use, since policies import this module and need none of them."""
     if name == "partition_fn":
         from splitkit.frontends.aot import partition_fn
 
         return partition_fn
+    if name == "annotate_onnx":
+        from splitkit.exports.onnx_stages import annotate_onnx
+
+        return annotate_onnx
     if name == "JointSignature":
         from splitkit.frontends.joint.joint_signature import JointSignature
 

@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training", "pipeline"),
     ("engine", "search"),
     ("policies", "frontends", "runtime"),
-    ("view", "testing"),
+    ("view", "testing", "exports"),
     ("studies",),
     ("cli",),
 )

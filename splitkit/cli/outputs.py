@@ -62,7 +62,7 @@ def _require_other(option: str, path: str, args: Namespace) -> None:
 
 def _inputs(args: Namespace) -> Iterator[str]:
     """Yield the texts in the arguments that may name an input file: the model, a plan, devices."""
-    for name in ("model", "target", "devices", "costs", "beside", "measured"):
+    for name in ("model", "target", "devices", "costs", "beside", "measured", "from_file"):
         given = getattr(args, name, None)
         for text in given if isinstance(given, list) else [given] if given else []:
             yield text

@@ -9,6 +9,7 @@ from splitkit.cli.completions import SHELLS
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
 from splitkit.cli.syntax.explain_options import add_compare, add_explain
+from splitkit.cli.syntax.export_options import add_export, add_import
 from splitkit.cli.syntax.fit_options import add_fit
 from splitkit.cli.syntax.generate_options import add_generate
 from splitkit.cli.syntax.options import (
@@ -54,6 +55,7 @@ def make_parser() -> Parser:
     _plan(commands)
     add_fit(commands)
     _split(commands)
+    add_export(commands)
     _run(commands)
     _train(commands)
     add_generate(commands)
@@ -94,6 +96,7 @@ def _plan(commands: Commands[Parser]) -> None:
     _add_parts(parser.add_argument_group("parts"))
     _add_limits(parser.add_argument_group("devices (with --devices or --stages)"))
     _add_step(parser.add_argument_group("training step (with --devices or --stages)"))
+    add_import(parser)
     prices = parser.add_argument_group("prices")
     add_costs(prices, "flops; with --devices their roofline; with fwd-bwd roofline:a100")
     add_training(prices)

@@ -20,6 +20,16 @@ _IN_PYTHON = "in Python, splitkit.generator: a model with an encoder or images g
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit plan``."""
+    if args.form is not None and args.from_file is None:
+        raise UsageError("SK601", "--form goes with --from", "Name the file: --from layout.txt.")
+    if args.from_file is not None:
+        if args.what == TRAINING:
+            raise UsageError(
+                "SK601", "--from does not go with --what fwd-bwd", "Stages of other tools cut the forward."
+            )
+        from splitkit.cli.commands.import_stages import plan_from_text
+
+        return plan_from_text(args)
     if args.what == TRAINING:
         from splitkit.cli.commands import plan_training as trainplan
 

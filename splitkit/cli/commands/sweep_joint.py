@@ -105,11 +105,11 @@ def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:
     words += ["--seed", str(source.seed)] if source.seed else []
     words += ["--eval"] if source.mode == "eval" else []
     words += ["--costs", costs] if costs else []
-    words += ["--what", TRAINING, "--policy", policy_text(policy), "-o", _PLAN]
+    words += ["--what", TRAINING, "--policy", pipeline_text(policy), "-o", _PLAN]
     return shlex.join(words)
 
 
-def policy_text(policy: Pipeline) -> str:
+def pipeline_text(policy: Pipeline) -> str:
     """Return a policy as the command line takes it, without what it has by default."""
     given = ", ".join(f"{name}={_quoted(value)}" for name, value in _given(policy))
     return f"Pipeline({policy.n}, {_quoted(policy.schedule)}, {given})"

@@ -50,8 +50,8 @@ function _shtab_splitkit_using
   test "$_shtab_splitkit_cmdpath" = "$argv"
 end
 
-set -g _shtab_splitkit_commands capture plan fit split run train generate profile view explain compare sweep synthesize devices completion policies doctor
-set -g _shtab_splitkit_opts_with_value --beside --cache-tokens --checkpoint --chunk --chunks --compile --costs --devices --dp --dtype --effort --every --host --how --in-flight --keep --links --lr --max-new-tokens --max-restarts --measured --memory --microbatches --model --nproc --objective --of --offload --on-cycle --optimizer --order --output --placement --points --policy --prompt --prompt-ids --ranks --repeat --replicas --requests --schedule --schedules --seed --size --stages --steps --temperature --timeout --tokenizer --tokens --tolerance --top --top-k --top-p --trace --train --view --weights --what -o
+set -g _shtab_splitkit_commands capture plan fit split export run train generate profile view explain compare sweep synthesize devices completion policies doctor
+set -g _shtab_splitkit_opts_with_value --beside --cache-tokens --checkpoint --chunk --chunks --compile --costs --devices --dp --dtype --effort --every --form --from --host --how --in-flight --keep --links --lr --max-new-tokens --max-restarts --measured --memory --microbatches --model --nproc --objective --of --offload --on-cycle --optimizer --order --output --placement --points --policy --prompt --prompt-ids --ranks --repeat --replicas --requests --schedule --schedules --seed --size --stages --steps --temperature --timeout --to --tokenizer --tokens --tolerance --top --top-k --top-p --trace --train --view --weights --what -o
 
 complete -c splitkit -e
 complete -c splitkit -f
@@ -88,6 +88,8 @@ complete -c splitkit -n '_shtab_splitkit_using plan' -l microbatches -x -d 'numb
 complete -c splitkit -n '_shtab_splitkit_using plan' -l replicas -x -d 'numbers of replicas that a stage may have, such as 1,2,4; each replica runs a share of the microbatches. --stages or --devices is then the number of devices (default: 1)'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l optimizer -xka "adam adamw momentum sgd none" -d 'optimizer whose state takes memory; none means inference (default: adam with --schedule, else none); with fwd-bwd the card also holds its state and accumulated gradients'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l recompute -d 'save only the inputs of parts, and recompute the rest in backward'
+complete -c splitkit -n '_shtab_splitkit_using plan' -l from -xka "(__fish_complete_path (commandline -ct))" -d 'read the plan from a layout, device map, list of modules ... of another tool, and compare it with the plan of --stages or --policy (default: as many stages)'
+complete -c splitkit -n '_shtab_splitkit_using plan' -l form -xka "torch torchtitan megatron deepspeed accelerate transformers vllm sglang galvatron nnscaler onnx" -d 'its format, as in `splitkit export --to list`'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l costs -x -d 'what a node costs (default: flops; with --devices their roofline; with fwd-bwd roofline:a100): flops, unit, measured, measured:DEVICE, roofline:DEVICE, fused:DEVICE (as Inductor fuses), or trace:FILE of torch'"'"'s profiler; DEVICE as `splitkit devices` lists them, or FILE.toml:NAME'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l training -d 'add the cost of each node'"'"'s backward'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l size -x -d 'sizes of the model: layers=4,width=256'
@@ -133,6 +135,31 @@ complete -c splitkit -n '_shtab_splitkit_using split' -l on-cycle -xka "error re
 complete -c splitkit -n '_shtab_splitkit_using split' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write the code of the parts, and the stages that `splitkit train DIR` runs'
 complete -c splitkit -n '_shtab_splitkit_using split' -l force -d 'write into a folder that is not empty'
 complete -c splitkit -n '_shtab_splitkit_using split; and test $_shtab_splitkit_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module:factory, or path.py:factory'
+complete -c splitkit -n '_shtab_splitkit_using; and test $_shtab_splitkit_npos -eq 0' -a export -d 'Write a plan as another tool reads it, and price the rounding.'
+complete -c splitkit -n '_shtab_splitkit_using export' -s h -l help -d 'show this help message and exit'
+complete -c splitkit -n '_shtab_splitkit_using export' -l json -d 'print one JSON object and nothing else'
+complete -c splitkit -n '_shtab_splitkit_using export' -l debug -d 'show tracebacks and warnings'
+complete -c splitkit -n '_shtab_splitkit_using export' -l model -x -d 'the model of the plan; required if it is your own, as the plan file alone may not run code'
+complete -c splitkit -n '_shtab_splitkit_using export' -l to -x -d 'the format, or list'
+complete -c splitkit -n '_shtab_splitkit_using export' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write the text (default: print it)'
+complete -c splitkit -n '_shtab_splitkit_using export' -l schedule -xka "(__fish_complete_path (commandline -ct))" -d 'gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev, v-half or v-min, or an order in torch'"'"'s format (default: none)'
+complete -c splitkit -n '_shtab_splitkit_using export' -l microbatches -x -d 'number of microbatches in a step (default: 2 per stage)'
+complete -c splitkit -n '_shtab_splitkit_using export' -l order -xka "(__fish_complete_path (commandline -ct))" -d 'with --schedule: also write its actions in torch'"'"'s format'
+complete -c splitkit -n '_shtab_splitkit_using export' -l memory -x -d 'memory limit of each rank for the rounded plan (default: none)'
+complete -c splitkit -n '_shtab_splitkit_using export' -l links -x -d 'links between the devices, such as nvlink4, pcie4 or none; `splitkit devices` lists them (default: the usual links of such devices, or pcie4 if they differ)'
+complete -c splitkit -n '_shtab_splitkit_using export' -l optimizer -xka "adam momentum sgd" -d 'optimizer whose state takes memory (default adam)'
+complete -c splitkit -n '_shtab_splitkit_using export' -l recompute -d 'save only the inputs of parts, and recompute the rest in backward'
+complete -c splitkit -n '_shtab_splitkit_using export' -l size -x -d 'sizes of the model: layers=4,width=256'
+complete -c splitkit -n '_shtab_splitkit_using export' -l how -xka "export symbolic_trace decoder" -d 'way of capture (default export); decoder: one step of generation, with its caches'
+complete -c splitkit -n '_shtab_splitkit_using export' -l dynamic -d 'let the sizes of the inputs vary'
+complete -c splitkit -n '_shtab_splitkit_using export' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using export' -l seed -x -d 'random seed of weights and inputs (default 0)'
+complete -c splitkit -n '_shtab_splitkit_using export' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
+complete -c splitkit -n '_shtab_splitkit_using export' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
+complete -c splitkit -n '_shtab_splitkit_using export' -l costs -x -d 'what a node costs (default: flops): flops, unit, measured, measured:DEVICE, roofline:DEVICE, fused:DEVICE (as Inductor fuses), or trace:FILE of torch'"'"'s profiler; DEVICE as `splitkit devices` lists them, or FILE.toml:NAME'
+complete -c splitkit -n '_shtab_splitkit_using export' -l training -d 'add the cost of each node'"'"'s backward'
+complete -c splitkit -n '_shtab_splitkit_using export' -l on-cycle -xka "error refine merge" -d 'if parts depend on each other in a cycle: refuse (default), call them several times, or merge them'
+complete -c splitkit -n '_shtab_splitkit_using export; and test $_shtab_splitkit_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module:factory, or path.py:factory; none with --to list'
 complete -c splitkit -n '_shtab_splitkit_using; and test $_shtab_splitkit_npos -eq 0' -a run -d 'Run forward and backward of a split model or a divided training step.'
 complete -c splitkit -n '_shtab_splitkit_using run' -s h -l help -d 'show this help message and exit'
 complete -c splitkit -n '_shtab_splitkit_using run' -l json -d 'print one JSON object and nothing else'

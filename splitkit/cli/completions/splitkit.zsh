@@ -16,6 +16,7 @@ _shtab_splitkit_commands() {
     devices:'List the devices and links that --devices, --costs and --links know.'
     doctor:'Check the installation, and test it on a tiny model.'
     explain:'Say why a plan is as it is: what limits it, what forces a node, what a change would bring.'
+    export:'Write a plan as another tool reads it, and price the rounding.'
     fit:'Say whether a model fits devices, and what would fit instead.'
     generate:'Generate text with a split decoder, one stage on each of several processes.'
     plan:'Decide which part computes which node.'
@@ -120,6 +121,36 @@ _shtab_splitkit_explain_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_splitkit_explain_defaults_added=0
 
+_shtab_splitkit_export_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON object and nothing else]"
+  "--debug[show tracebacks and warnings]"
+  "--model[the model of the plan\; required if it is your own, as the plan file alone may not run code]:SPEC:"
+  "--to[the format, or list]:FORMAT:"
+  {-o,--output}"[write the text (default\: print it)]:FILE:_files"
+  "--schedule[gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev, v-half or v-min, or an order in torch\'s format (default\: none)]:NAME|FILE.csv:_files"
+  "--microbatches[number of microbatches in a step (default\: 2 per stage)]:N:"
+  "--order[with --schedule\: also write its actions in torch\'s format]:FILE.csv:_files"
+  "--memory[memory limit of each rank for the rounded plan (default\: none)]:SIZE:"
+  "--links[links between the devices, such as nvlink4, pcie4 or none\; \`splitkit devices\` lists them (default\: the usual links of such devices, or pcie4 if they differ)]:NAME:"
+  "--optimizer[optimizer whose state takes memory (default adam)]:optimizer:(adam momentum sgd)"
+  "--recompute[save only the inputs of parts, and recompute the rest in backward]"
+  "*--size[sizes of the model\: layers\=4,width\=256]:NAME=N:"
+  "--how[way of capture (default export)\; decoder\: one step of generation, with its caches]:how:(export symbolic_trace decoder)"
+  "--dynamic[let the sizes of the inputs vary]"
+  "--eval[use evaluation mode\: no dropout]"
+  "--seed[random seed of weights and inputs (default 0)]:N:"
+  "--stages[N pipeline stages\; short for --policy \'Stages(N)\']:N:"
+  "--policy[a policy with its parameters\; see \`splitkit policies\`]:EXPR:"
+  "--costs[what a node costs (default\: flops)\: flops, unit, measured, measured\:DEVICE, roofline\:DEVICE, fused\:DEVICE (as Inductor fuses), or trace\:FILE of torch\'s profiler\; DEVICE as \`splitkit devices\` lists them, or FILE.toml\:NAME]:KIND:"
+  "--training[add the cost of each node\'s backward]"
+  "--on-cycle[if parts depend on each other in a cycle\: refuse (default), call them several times, or merge them]:on_cycle:(error refine merge)"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory\; none with --to list:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_splitkit_export_defaults_added=0
+
 _shtab_splitkit_fit_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print one JSON object and nothing else]"
@@ -194,6 +225,8 @@ _shtab_splitkit_plan_options=(
   "--replicas[numbers of replicas that a stage may have, such as 1,2,4\; each replica runs a share of the microbatches. --stages or --devices is then the number of devices (default\: 1)]:LIST:"
   "--optimizer[optimizer whose state takes memory\; none means inference (default\: adam with --schedule, else none)\; with fwd-bwd the card also holds its state and accumulated gradients]:optimizer:(adam adamw momentum sgd none)"
   "--recompute[save only the inputs of parts, and recompute the rest in backward]"
+  "--from[read the plan from a layout, device map, list of modules ... of another tool, and compare it with the plan of --stages or --policy (default\: as many stages)]:FILE:_files"
+  "--form[its format, as in \`splitkit export --to list\`]:FORMAT:(torch torchtitan megatron deepspeed accelerate transformers vllm sglang galvatron nnscaler onnx)"
   "--costs[what a node costs (default\: flops\; with --devices their roofline\; with fwd-bwd roofline\:a100)\: flops, unit, measured, measured\:DEVICE, roofline\:DEVICE, fused\:DEVICE (as Inductor fuses), or trace\:FILE of torch\'s profiler\; DEVICE as \`splitkit devices\` lists them, or FILE.toml\:NAME]:KIND:"
   "--training[add the cost of each node\'s backward]"
   "*--size[sizes of the model\: layers\=4,width\=256]:NAME=N:"
@@ -457,6 +490,7 @@ _shtab_splitkit() {
         devices) _arguments -C -s $_shtab_splitkit_devices_options ;;
         doctor) _arguments -C -s $_shtab_splitkit_doctor_options ;;
         explain) _arguments -C -s $_shtab_splitkit_explain_options ;;
+        export) _arguments -C -s $_shtab_splitkit_export_options ;;
         fit) _arguments -C -s $_shtab_splitkit_fit_options ;;
         generate) _arguments -C -s $_shtab_splitkit_generate_options ;;
         plan) _arguments -C -s $_shtab_splitkit_plan_options ;;

@@ -1,0 +1,138 @@
+"""``splitkit export``: writes a plan as another tool reads it, and says what rounding it to modules costs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import placement
+from splitkit.cli.commands.train import schedule_or_order
+from splitkit.cli.common import TRAINING, decoded, plan_file, planned_by
+from splitkit.cli.outcome import Outcome
+from splitkit.cli.part_flags import with_recompute
+from splitkit.cli.source import from_plan
+from splitkit.cli.staged_plan_files import stages_of_file
+from splitkit.errors import UsageError
+from splitkit.exports.format_list import WRITES
+from splitkit.exports.formats import FORMATS, format_named
+from splitkit.view.console.tables import facts, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitkit.exports.export import Export
+
+
+def run(args: Namespace) -> Outcome:
+    """Run ``splitkit export``."""
+    if args.to == "list":
+        return _formats()
+    _check(args)
+    file = plan_file(args, takes=("costs", "training"))
+    if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
+        return _training_step(args, file)
+    work, plan, costs = planned_by(args, file)
+    plan = with_recompute(plan, args, work.gm)
+    with work.clock.step("export", f"writing the plan for {format_named(args.to).tool}"):
+        found = sk.export(
+            plan,
+            to=args.to,
+            schedule=None if args.schedule is None else schedule_or_order(args.schedule),
+            microbatches=args.microbatches,
+            memory=args.memory,
+            links=None if args.links == "none" else args.links,
+            optimizer=args.optimizer,
+            costs=costs,
+        )
+    return _outcome(args, found, {"model": work.source.to_dict(), "seconds": work.clock.seconds})
+
+
+def _check(args: Namespace) -> None:
+    """Refuse options that do not go together, before the model is made.
+
+    Raises:
+        FileError: SK521 for an unknown format.
+        UsageError: SK601.
+    """
+    form = format_named(args.to)
+    if args.target is None:
+        raise UsageError("SK601", "there is nothing to export", "Name a plan file, or a model with --stages N.")
+    if args.memory is not None and "%" in args.memory:
+        raise UsageError("SK601", "--memory is a share, but no device is named", "Write bytes: --memory 80GiB.")
+    placement.check_memory(Namespace(memory=args.memory, devices=None), least=False)
+    if args.schedule is None and (args.order is not None or args.microbatches is not None):
+        option = "--order" if args.order is not None else "--microbatches"
+        raise UsageError("SK601", f"{option} goes with --schedule", "Name a schedule: --schedule 1f1b.")
+    if args.order is not None and form.schedules != "csv":
+        reads = ", ".join(one.name for one in FORMATS.values() if one.schedules == "csv")
+        raise UsageError("SK601", f"{form.tool} reads no schedule CSV", f"Leave --order out; it goes with {reads}.")
+
+
+def _formats() -> Outcome:
+    """Return the table of the formats."""
+    rows = [(name, WRITES[name], _cuts(name), FORMATS[name].example) for name in WRITES]
+    data = {
+        "command": "export",
+        "formats": [
+            {"name": name, "writes": what, "cuts": cuts, "example": example, "where": FORMATS[name].where}
+            for name, what, cuts, example in rows
+        ],
+    }
+    return Outcome(data, [table(("format", "writes", "cuts", "example"), rows)])
+
+
+def _cuts(name: str) -> str:
+    level = FORMATS[name].level
+    return {"nodes": "anywhere", "modules": "before any module"}.get(level, "between whole layers")
+
+
+def _training_step(args: Namespace, file: Mapping[str, Any]) -> Outcome:
+    """Export a plan of a training step, whose graph has forward and backward."""
+    from splitkit.cli.commands.plan_training import prepare_step
+
+    work = prepare_step(from_plan(args.target, file, args))
+    plan = decoded(work.joint.graph_module.graph, args.target, dict(file))
+    found = sk.export(
+        work.joint.split(plan),
+        to=args.to,
+        schedule=None if args.schedule is None else schedule_or_order(args.schedule),
+        microbatches=args.microbatches,
+    )
+    return _outcome(args, found, {"model": work.source.to_dict()})
+
+
+def _outcome(args: Namespace, found: Export, data: dict[str, Any]) -> Outcome:
+    files: dict[str, Mapping[str, Any] | str] = {}
+    written = []
+    if args.output:
+        files[args.output] = found.text
+        written.append(f"wrote {args.output}")
+    if args.order:
+        files[args.order] = found.schedule_csv
+        written.append(f"wrote {args.order}")
+    rounding = found.rounding
+    price = "not rounded: the plan cuts between layers" if rounding is None else str(rounding)
+    data = {
+        "command": "export",
+        "to": found.to,
+        "text": found.text,
+        "where": found.where,
+        "rounding": None
+        if rounding is None
+        else {
+            "before": asdict(rounding.before),
+            "after": asdict(rounding.after),
+            "moved": rounding.moved,
+            "ratio": rounding.ratio,
+        },
+        "schedule_csv": found.schedule_csv or None,
+        "file": args.output,
+        **data,
+    }
+    text: list[RenderableType] = [facts({"price": price, "where": found.where}), *written]
+    if not args.output:
+        text += ["", found.text.rstrip()]
+    return Outcome(data, text, files=files)

@@ -1,0 +1,303 @@
+"""Write a plan as another tool reads it: round it to what the format can name, and say what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from splitkit.checks import is_whole, shown
+from splitkit.costs import Costs
+from splitkit.costs.recorded import costs_of
+from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.engine.pair import Pair
+from splitkit.engine.split import Split
+from splitkit.errors import CostError, GraphError, PolicyError
+from splitkit.exports.carried_plan import CarriedPlan, cannot_carry, parameters_in_stages
+from splitkit.exports.export_format import ExportFormat
+from splitkit.exports.formats import format_named
+from splitkit.exports.joint_carried import joint_recompute, joint_sequence, saves_stage_inputs_only
+from splitkit.exports.layer_sequence import LayerSequence, layer_sequence
+from splitkit.exports.rounding import PlanPricing, Rounding, round_plan
+from splitkit.files import PathLike, save_text
+from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.joint_marks import is_joint
+from splitkit.graph.symbols import value_of
+from splitkit.pipeline.defaults import microbatches_of
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.order_file import order_to_csv
+from splitkit.pipeline.schedules import pipeline_order, schedule_of
+from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
+from splitkit.plans.parts import PARENT, Part, PartKey
+from splitkit.plans.record import Plan, plan_of
+from splitkit.prices import Optimizer, require_costs
+from splitkit.short_repr import brief
+from splitkit.training.stage_parts import is_staged
+from splitkit.units import read_size
+
+_TOOLS_OWN = "Leave the schedule out."
+
+
+@dataclass(frozen=True)
+class Export:
+    """A plan as another tool reads it.
+
+    Attributes:
+        to: the name of the format.
+        text: what the tool reads.
+        where: where the text goes.
+        plan: the plan that the text carries; the given one if that cuts where the format can.
+        rounding: what rounding to modules costs; ``None`` for a plan of a training step, which is not rounded.
+        schedule_csv: the order of actions in torch's format, for tools that read one; empty without a schedule.
+    """
+
+    to: str
+    text: str
+    where: str
+    plan: Plan
+    rounding: Rounding | None
+    schedule_csv: str = ""
+
+    __repr__ = brief
+
+    def __str__(self) -> str:
+        """Return the text, as it is to be pasted."""
+        return self.text
+
+    def save(self, path: PathLike) -> None:
+        """Write the text to a file, whole or not at all (SK504)."""
+        save_text(path, self.text)
+
+
+def export(
+    split_or_plan: Split | StagedStep | Pair | Plan,
+    *,
+    to: str,
+    schedule: str | PipelineOrder | None = None,
+    microbatches: int | None = None,
+    memory: int | str | None = None,
+    links: str | None = None,
+    optimizer: Optimizer = None,
+    costs: Costs | None = None,
+) -> Export:
+    """Return a plan as another tool reads it.
+
+    Most formats name whole modules only. The plan is then rounded to cuts that the format can name: as many stages, the
+    fastest slowest stage by the plan's own prices, within ``memory``; ``rounding`` says what that costs. A plan that
+    cuts there already is written as it is.
+
+    Args:
+        split_or_plan: a plan for a graph, or a split.
+        to: the format: ``"torch"``, ``"torchtitan"``, ``"megatron"``, ``"deepspeed"``, ``"accelerate"``,
+            ``"transformers"``, ``"vllm"``, ``"sglang"``, ``"galvatron"``, ``"nnscaler"`` or ``"onnx"``.
+        schedule: the schedule of the pipeline, by name or as an order of your own; what the tool cannot run is refused.
+        microbatches: the microbatches of a step; by default two per stage.
+        memory: the memory of each rank for the rounded plan, in bytes or as text; by default there is no limit.
+        links: the preset of the links between ranks; by default the one that the plan was made with.
+        optimizer: the optimizer whose state counts; by default Adam if the plan is for training.
+        costs: the prices; by default those that the plan was made with.
+
+    Raises:
+        FileError: SK521 for an unknown format.
+        PlanError: SK522 if the model has too few modules for the cuts, SK523 if the format cannot carry the plan; both
+            say what would work.
+        NoPlanError: SK303 if no plan of whole modules fits the memory.
+        ScheduleError: SK330 for a schedule that does not allow the number of stages.
+    """
+    form, plan = format_named(to), plan_of(split_or_plan)
+    flow = facts_of(split_or_plan) if hasattr(split_or_plan, "flow") else facts_of(graph_of(plan))
+    plan = _of_placed_nodes(flow, plan)
+    _require_pipeline(form, flow, plan)
+    if is_staged(plan.parts):
+        return _joint_export(form, flow, plan, schedule, microbatches)
+    if is_joint(flow.graph):
+        reason = "it divides a training step into forward and backward, and has no stages"
+        raise cannot_carry(form.tool, reason, "Export a plan with stages: splitkit plan MODEL --stages N.")
+    used = costs_of(plan.prices, flow) if costs is None else costs
+    keys = tuple(run_order(flow, plan))
+    order = _order(form, schedule, microbatches, len(keys))
+    pricing = pricing_of(flow, plan, used, order, memory, links, optimizer)
+    sequence = layer_sequence(flow, used, form.level)
+    cuts = round_plan(pricing, sequence, plan, keys) if form.level != "nodes" else ()
+    rounded, moved = _rounded(sequence, plan, keys, cuts, form)
+    training = form.use == "training" or pricing.request.optimizer is not None or pricing.request.training
+    own = tuple(run_order(flow, rounded))
+    carried = CarriedPlan(
+        sequence=sequence,
+        cuts=cuts,
+        plan=rounded,
+        keys=own,
+        order=order,
+        recompute=_recompute(sequence, rounded, own, cuts),
+        by_stage=True,
+        devices=tuple(str(rounded.parts[key].device or "") for key in own),
+        training=training,
+        microbatch=_batch(flow.root),
+    )
+    if any(carried.recompute) and not form.recompute:
+        raise cannot_carry(form.tool, "the format does not say what is computed again", "Plan without recompute.")
+    text = form.write(carried)  # before ties: what the structure of the model forbids is the better reason
+    _require_ties(form, sequence, rounded, own, training)
+    before = pricing.price(plan)
+    rounding = Rounding(before, pricing.price(rounded) if moved else before, moved)
+    return Export(form.name, text, form.where, rounded, rounding, _csv(form, order))
+
+
+def graph_of(plan: Plan) -> fx.GraphModule:
+    """Return the graph whose nodes a plan places.
+
+    Raises:
+        GraphError: SK101 if the plan is empty or its graph has no module.
+    """
+    first = next(iter(plan), None)
+    root = None if first is None else first.graph.owning_module
+    if isinstance(root, fx.GraphModule):
+        return root
+    reason = "the plan places no node" if first is None else "the plan does not know the module of its graph"
+    raise GraphError("SK101", reason, "Give the split: splitkit.export(splitkit.split(gm, plan), to=...).")
+
+
+def pricing_of(
+    flow: Dataflow,
+    plan: Plan,
+    costs: Costs,
+    order: PipelineOrder | None = None,
+    memory: int | str | None = None,
+    links: str | None = None,
+    optimizer: Optimizer = None,
+) -> PlanPricing:
+    """Return the way in which a plan and its rounding are priced alike."""
+    recorded = plan.prices.links if plan.prices is not None else None
+    check_stage_optimizer(optimizer)
+    if links is not None and not isinstance(links, str):
+        raise CostError("SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: all links are alike.")
+    return PlanPricing.of(
+        flow, require_costs(costs), order=order, memory=_bytes(memory), links=links or recorded, optimizer=optimizer
+    )
+
+
+def _bytes(memory: int | str | None) -> int | None:
+    """Return bytes that are given as a number or a text; SK302 for anything else."""
+    found = read_size(memory) if isinstance(memory, str) else memory
+    if memory is not None and not is_whole(found, 1):
+        raise PolicyError(
+            "SK302", f"memory is {shown(memory)}", 'Give the bytes of a rank: "80GiB", or a whole number.'
+        )
+    return None if found is None else int(found)
+
+
+def _of_placed_nodes(flow: Dataflow, plan: Plan) -> Plan:
+    """Return the plan without the places of inputs and attributes, which the plan of a split has; its claim stays."""
+    if all(node in plan.places for node in flow.nodes) and len(plan.places) > len(flow.nodes):
+        return replace(plan, places={node: plan.places[node] for node in flow.nodes})
+    return plan
+
+
+def _require_pipeline(form: ExportFormat, flow: Dataflow, plan: Plan) -> None:
+    """Refuse what no format carries: one part, nodes without a part, replicas, offloaded values."""
+    if len(plan.parts) < 2:
+        raise cannot_carry(form.tool, "it has one part, and so no cut", "Plan with two stages or more.")
+    left = [node for node in flow.nodes if PARENT in plan.places.get(node, (PARENT,))]
+    if left:
+        reason = f"{left[0].name} is in the parent ({len(left)} such nodes), which no stage runs"
+        raise cannot_carry(form.tool, reason, "Give every node a part.", left)
+    if any(part.replicas > 1 for part in plan.parts.values()):
+        raise cannot_carry(
+            form.tool,
+            "its stages have replicas, and the format describes one pipeline",
+            "Plan one pipeline without --replicas, and set the data-parallel size in the tool.",
+        )
+    if plan.offloaded:
+        raise cannot_carry(form.tool, "it offloads saved values", "Plan without offloading.")
+
+
+def _order(
+    form: ExportFormat, schedule: str | PipelineOrder | None, microbatches: int | None, stages: int
+) -> PipelineOrder | None:
+    """Return the schedule's order of actions, and refuse schedules that the format cannot carry."""
+    if schedule is None:
+        return None
+    if form.schedules == "none":
+        raise cannot_carry(form.tool, "the format has no schedule", _TOOLS_OWN)
+    if isinstance(schedule, str):
+        return pipeline_order(schedule, stages, microbatches_of(microbatches, stages))
+    if len(schedule.rank_of) != stages:
+        reason = f"the order {schedule.name} has {len(schedule.rank_of)} stages, and the plan {stages}"
+        raise cannot_carry(form.tool, reason, "Make the order for the stages of the plan.")
+    if form.schedules == "name" and schedule_of(schedule) is None:
+        reason = f"it runs schedules by name, and the order {schedule.name} has none"
+        raise cannot_carry(form.tool, reason, "Export to torch or torchtitan, which read any order.")
+    return schedule
+
+
+def _csv(form: ExportFormat, order: PipelineOrder | None) -> str:
+    return order_to_csv(order) if order is not None and form.schedules == "csv" else ""
+
+
+def _rounded(
+    sequence: LayerSequence, plan: Plan, keys: Sequence[PartKey], cuts: Sequence[int], form: ExportFormat
+) -> tuple[Plan, int]:
+    """Return the plan with these cuts, and how many nodes change their stage; the given plan if it has these cuts."""
+    if form.level == "nodes" or sequence.cuts_of(plan, keys) == tuple(cuts):
+        return plan, 0
+    made = sequence.plan(cuts, f"{plan.note}; rounded to whole modules for {form.tool}".lstrip("; "))
+    parts: dict[PartKey, Part] = {i: replace(plan.parts[key], key=i) for i, key in enumerate(keys)}
+    moved = sum(made.home(node) != keys.index(plan.home(node)) for node in sequence.number)
+    return replace(made, parts=parts, prices=plan.prices), moved
+
+
+def _recompute(sequence: LayerSequence, plan: Plan, keys: Sequence[PartKey], cuts: Sequence[int]) -> tuple[bool, ...]:
+    """Return layer -> whether its stage runs again in backward."""
+    again = [plan.parts[key].call == "checkpoint" for key in keys]
+    if not any(again):
+        return ()
+    if sequence.level == "nodes":
+        return (True,)
+    return tuple(again[sum(cut <= i for cut in cuts)] for i in range(len(sequence.layers)))
+
+
+def _require_ties(
+    form: ExportFormat, sequence: LayerSequence, plan: Plan, keys: Sequence[PartKey], training: bool
+) -> None:
+    """Refuse parameters in several stages whose copies the tool would let drift apart."""
+    if form.ties == "any" or (form.ties == "copies" and not training):
+        return
+    tied = parameters_in_stages(sequence.flow, plan, keys)
+    if form.ties == "ends":
+        tied = {name: where for name, where in tied.items() if where != (0, len(keys) - 1)}
+    if tied:
+        name, where = next(iter(tied.items()))
+        keeps = "keeps only the embedding and the head equal" if form.ties == "ends" else "does not keep copies equal"
+        raise cannot_carry(
+            form.tool,
+            f"the parameter {name} is in the stages {', '.join(map(str, where))}, and the tool {keeps}",
+            "Untie it (tie_word_embeddings=False), or train with splitkit, which adds up the gradients of all copies.",
+            [name],
+        )
+
+
+def _batch(root: fx.GraphModule) -> int:
+    """Return the first size of the first input, which is the samples of a microbatch in most models."""
+    for node in root.graph.find_nodes(op="placeholder"):
+        value: Any = value_of(node)
+        if isinstance(value, torch.Tensor) and value.dim() and isinstance(value.shape[0], int):
+            return int(value.shape[0])
+    return 1
+
+
+def _joint_export(
+    form: ExportFormat, flow: Dataflow, plan: Plan, schedule: str | PipelineOrder | None, microbatches: int | None
+) -> Export:
+    """Export a plan of a training step in stages, which must cut between blocks."""
+    if form.use == "serving":
+        raise cannot_carry(form.tool, "it is for training, and the tool serves models", "Plan a forward graph.")
+    sequence, cuts, stages = joint_sequence(form, flow, plan)
+    order = _order(form, schedule, microbatches, stages)
+    recompute = joint_recompute(form, sequence, plan)
+    keys = tuple(("forward", stage) for stage in range(stages))
+    whole = saves_stage_inputs_only(sequence, plan)
+    carried = CarriedPlan(sequence, cuts, plan, keys, order, recompute, by_stage=whole, training=True)
+    return Export(form.name, form.write(carried), form.where, plan, None, _csv(form, order))

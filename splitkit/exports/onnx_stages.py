@@ -1,0 +1,145 @@
+"""The format of ONNX: a pipeline stage for each node (IR version 11), the one format that takes cuts inside layers.
+
+Read: onnx 1.23.2 (``NodeDeviceConfigurationProto.pipeline_stage``) and onnx_ir 1.1.0 (``Node.set_pipeline_stage``). The
+text is node -> stage; `annotate_onnx` writes it into a model that ``torch.onnx.export(..., dynamo=True)`` made of the
+same module. Its nodes say from which module and op they come; their numbers differ, since torch decomposes ops first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from splitkit.errors import FileError
+from splitkit.exports.carried_plan import CarriedPlan, StagesInText
+from splitkit.exports.export_format import ExportFormat
+from splitkit.exports.text_parsing import json_list, json_object, no_such_text
+from splitkit.graph.dataflow import module_path
+
+_EXAMPLE = '{"ir_version": 11, "num_devices": 2, "pipeline_stage": {"linear": 0, "linear_1": 1}}'
+_FX_NODE, _SCOPES = "pkg.torch.onnx.fx_node", "pkg.torch.onnx.name_scopes"
+
+
+def _write(carried: CarriedPlan) -> str:
+    stage = {key: i for i, key in enumerate(carried.keys)}
+    placed = {node.name: stage[carried.plan.home(node)] for node in carried.sequence.flow.nodes}
+    paths = {node.name: module_path(node) for node in carried.sequence.flow.nodes}
+    data = {
+        "ir_version": 11,
+        "num_devices": carried.stages,
+        "pipeline_stage": placed,
+        "module": paths,
+        "op": {node.name: str(node.target) for node in carried.sequence.flow.nodes},
+    }
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def _read(text: str) -> StagesInText:
+    stages = (json_object(text) or {}).get("pipeline_stage")
+    if not isinstance(stages, dict) or not stages or not all(type(s) is int and s >= 0 for s in stages.values()):
+        raise no_such_text("ONNX", "it is no JSON with a pipeline_stage for each node", _EXAMPLE)
+    return StagesInText(nodes=stages)
+
+
+def annotate_onnx(model: Any, text: str, configuration: str = "splitkit") -> int:
+    """Write the stages of an export into an ONNX model, and return how many of its nodes got one.
+
+    An ONNX node gets the stage of the op of the graph that it comes from: the same op of the same module, the first of
+    them for the first, if both have as many. Where torch decomposed the op, it gets the stage of the module, or else
+    the latest stage of the nodes that it reads. Stages never decrease along an edge.
+
+    Args:
+        model: an ``onnx_ir.Model``, such as the ``model`` of an ``ONNXProgram``.
+        text: the text of ``splitkit.export(plan, to="onnx")``.
+        configuration: the name of the device configuration that is added.
+
+    Raises:
+        FileError: SK524 for another text, SK525 if no node of the model comes from a module of the plan's graph.
+    """
+    known = _KnownStages(text)
+    named = known.stages([_origin(node) for node in model.graph])
+    if all(stage is None for stage in named):
+        reason = "no node of the ONNX model comes from a module of the plan's graph"
+        raise FileError("SK525", reason, "Export the same model with torch.onnx.export(..., dynamo=True).")
+    added = model.add_device_configuration(configuration, num_devices=known.count)
+    stage_of: dict[int, int] = {}
+    for node, own in zip(model.graph, named, strict=True):
+        before = max((stage_of[id(p)] for p in _producers(node) if id(p) in stage_of), default=0)
+        stage_of[id(node)] = max(own or 0, before)
+        node.set_pipeline_stage(added, stage_of[id(node)])
+    model.ir_version = max(model.ir_version, 11)
+    return len(named)
+
+
+class _Origin(NamedTuple):
+    """Where an ONNX node comes from: the node that torch translated, its module and its op."""
+
+    name: str
+    module: str
+    op: str
+
+
+def _origin(node: Any) -> _Origin | None:
+    """Read the metadata that torch leaves; None for a node without."""
+    text = str(node.metadata_props.get(_FX_NODE, ""))
+    found = re.match(r"%(\S+) : .*\[target=(?:torch\.ops\.)?([^\]]+)\]", text)
+    scopes = json_list(str(node.metadata_props.get(_SCOPES, "")))
+    if found is None or not scopes:
+        return None
+    return _Origin(found[1], str(scopes[-2]) if len(scopes) > 1 else "", found[2])
+
+
+class _KnownStages:
+    """The stages of a text by module, and by module and op."""
+
+    def __init__(self, text: str) -> None:
+        stages = _read(text).nodes or {}
+        data = json_object(text) or {}
+        modules, ops = (data.get(field) for field in ("module", "op"))
+        if (
+            not isinstance(modules, dict)
+            or not isinstance(ops, dict)
+            or not stages.keys() <= modules.keys() & ops.keys()
+        ):
+            raise no_such_text("ONNX", "it has no module and op for each node", _EXAMPLE)
+        self.count = max(stages.values()) + 1
+        self.of_module: dict[str, set[int]] = {}
+        self.of_op: dict[tuple[str, str], list[int]] = {}
+        for name, stage in stages.items():
+            self.of_module.setdefault(modules[name], set()).add(stage)
+            self.of_op.setdefault((modules[name], ops[name]), []).append(stage)
+
+    def stages(self, origins: Sequence[_Origin | None]) -> list[int | None]:
+        """Return the stage of each ONNX node; None where the text does not say."""
+        order: dict[tuple[str, str], dict[str, int]] = {}
+        for origin in origins:
+            if origin is not None:
+                names = order.setdefault((origin.module, origin.op), {})
+                names.setdefault(origin.name, len(names))
+        return [None if origin is None else self._stage(origin, order[origin.module, origin.op]) for origin in origins]
+
+    def _stage(self, origin: _Origin, same: Mapping[str, int]) -> int | None:
+        known = self.of_op.get((origin.module, origin.op), [])
+        if len(known) == len(same):
+            return known[same[origin.name]]
+        whole = self.of_module.get(origin.module, set())
+        return next(iter(whole)) if len(whole) == 1 else None
+
+
+def _producers(node: Any) -> Iterable[Any]:
+    return (value.producer() for value in node.inputs if value is not None and value.producer() is not None)
+
+
+ONNX = ExportFormat(
+    name="onnx",
+    tool="ONNX",
+    where="splitkit.extend.annotate_onnx(onnx_program.model, open(FILE).read())",
+    level="nodes",
+    write=_write,
+    read=_read,
+    known_by=r"[\"']pipeline_stage[\"']",
+    use="both",
+    example=_EXAMPLE,
+)

@@ -1,0 +1,270 @@
+"""Round a plan to cuts that a format can name: an exact dynamic program over these cuts, and what the rounding costs.
+
+The objective is the plan's own: the load of the slowest stage, with the same prices and links; of the plans that reach
+it, the one with the least sum of squared loads. Where memory is given, a stage that turns out not to fit, by its
+simulated peak, is excluded at its place, and the program runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from splitkit.costs import Costs, unit_of
+from splitkit.costs.links import as_links
+from splitkit.errors import NoPlanError, PlanError
+from splitkit.exports.interval_loads import Floats, interval_loads
+from splitkit.exports.layer_sequence import LayerSequence
+from splitkit.graph.dataflow import Dataflow
+from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.purpose import counted_optimizer
+from splitkit.pipeline.schedules import schedule_of
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_prices import peaks_of_visits
+from splitkit.plans.record import Plan
+from splitkit.prices import Optimizer
+from splitkit.search.request import StageRequest
+from splitkit.search.scoring import Scoring
+from splitkit.units import duration, size
+
+_SLACK = 1e-9  # relative: two sums of the same prices in another order
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class PlanPrice:
+    """What a plan costs, simulated.
+
+    Attributes:
+        load: seconds of the slowest rank, with its transfers, per microbatch.
+        peak: bytes of the fullest rank.
+        step: seconds of the step; 0 without a schedule.
+        traffic: bytes that cross, each value once for each stage that reads it.
+        unit: the unit of the times.
+        fits: whether all ranks are within the memory that was given.
+    """
+
+    load: float
+    peak: int
+    step: float
+    traffic: int
+    unit: str = "s"
+    fits: bool = True
+
+    def __str__(self) -> str:
+        step = f", step {duration(self.step, self.unit)}" if self.step else ""
+        return (
+            f"slowest stage {duration(self.load, self.unit)}{step}, peak {size(self.peak)}, {size(self.traffic)} sent"
+        )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The price of rounding a plan.
+
+    Attributes:
+        before: the plan as it was made.
+        after: the plan that the format carries.
+        moved: how many nodes changes their stage; 0 if the plan already cuts where the format can.
+    """
+
+    before: PlanPrice
+    after: PlanPrice
+    moved: int
+
+    @property
+    def ratio(self) -> float:
+        """The slowest stage after rounding, as a multiple of the slowest before."""
+        return self.after.load / self.before.load if self.before.load else 1.0
+
+    def __str__(self) -> str:
+        if not self.moved:
+            return f"the plan already cuts where the format can: {self.after}"
+        low, unit = self.before, self.before.unit
+        lines = [
+            f"slowest stage {duration(low.load, unit)} -> {duration(self.after.load, unit)} ({self.ratio - 1:+.1%})"
+        ]
+        if low.step:
+            lines.append(f"step {duration(low.step, unit)} -> {duration(self.after.step, unit)}")
+        lines.append(f"peak {size(low.peak)} -> {size(self.after.peak)}")
+        lines.append(f"sent {size(low.traffic)} -> {size(self.after.traffic)}")
+        return f"rounded to modules, {self.moved} nodes move: " + ", ".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanPricing:
+    """Prices plans of one graph alike.
+
+    Attributes:
+        request: the graph, its prices, the schedule, the memory and the links.
+        order: the order of actions; ``None`` without a schedule.
+    """
+
+    request: StageRequest
+    order: PipelineOrder | None = None
+
+    @classmethod
+    def of(
+        cls,
+        flow: Dataflow,
+        costs: Costs,
+        *,
+        order: PipelineOrder | None,
+        memory: int | None,
+        links: str | None,
+        optimizer: Optimizer,
+    ) -> PlanPricing:
+        """Return the pricing; as everywhere, a schedule or prices of backward mean training."""
+        known = schedule_of(order) if order is not None else None
+        held = counted_optimizer(optimizer, None if order is None else order.name, costs)
+        name = known.name if known is not None else None
+        count = order.microbatches if order is not None and known is not None else None
+        back = order is not None or held is not None
+        chosen = as_links(links)
+        return cls(StageRequest(None, flow, costs, name, count, memory, chosen, held, backward=back), order)
+
+    def price(self, plan: Plan) -> PlanPrice:
+        """Return the price of a plan."""
+        return self.priced(plan)[0]
+
+    def priced(self, plan: Plan) -> tuple[PlanPrice, tuple[int, ...]]:
+        """Return the price of a plan, and the peak of each rank."""
+        request = self.request
+        score = Scoring(replace(request, memory=None)).of(plan)
+        stages = request.stage_prices.of(plan)
+        step = 0.0
+        if self.order is None:
+            peaks = tuple(peaks_of_visits(stages, range(len(stages))).values())
+        else:
+            run = simulate_schedule(stages, self.order, self.order.microbatches, links=request.links)
+            step, peaks = run.seconds, run.peaks
+        limit = request.memory
+        fits = not isinstance(limit, int) or max(peaks) <= limit
+        return PlanPrice(score.load, max(peaks), step, score.traffic, unit_of(request.costs), fits), peaks
+
+    @property
+    def has_stage_per_rank(self) -> bool:
+        """Whether each rank has one stage."""
+        return self.order is None or len(self.order.ranks) == len(self.order.rank_of)
+
+
+def round_plan(pricing: PlanPricing, sequence: LayerSequence, plan: Plan, keys: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the cuts of a sequence that come nearest to a plan: the numbers of layers before each cut.
+
+    Args:
+        pricing: prices, memory and schedule.
+        sequence: the layers between which cuts may fall.
+        plan: the plan; if it cuts between layers already, and fits, these cuts are returned.
+        keys: its parts in the order in which they run.
+
+    Raises:
+        PlanError: SK522 if there are fewer places for a cut than the plan needs.
+        NoPlanError: SK303 if no plan of whole modules fits the memory.
+    """
+    own = sequence.cuts_of(plan, keys)
+    if own is not None and pricing.price(plan).fits:
+        return own
+    return best_cuts(pricing, sequence, len(keys))
+
+
+def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tuple[int, ...]:
+    """Return the cuts into this many stages whose slowest stage is fastest, within the memory; errors as above."""
+    if len(sequence.borders) < stages - 1:
+        raise PlanError(
+            "SK522",
+            f"the plan has {stages} stages, and the model can be cut into {len(sequence.borders) + 1} between modules",
+            f"Plan with at most {len(sequence.borders) + 1} stages, or export to a format that cuts inside layers.",
+        )
+    loads = interval_loads(sequence, pricing.request)
+    refused = np.zeros((stages, *loads.shape), np.bool_)
+    while True:
+        cuts = cheapest_cuts(loads, sequence.borders, stages, refused)
+        if cuts is None:
+            raise NoPlanError(
+                "SK303",
+                f"no {stages} stages of whole modules fit {size(_limit(pricing))} for each rank",
+                "Give more memory, or plan with more stages.",
+            )
+        too_large = _too_large(pricing, sequence, cuts)
+        if not too_large:
+            return cuts
+        ends = [0, *cuts, len(sequence.layers)]
+        for stage in too_large:
+            refused[stage, ends[stage], ends[stage + 1]] = True
+
+
+def _limit(pricing: PlanPricing) -> int:
+    limit = pricing.request.memory
+    assert isinstance(limit, int)
+    return limit
+
+
+def _too_large(pricing: PlanPricing, sequence: LayerSequence, cuts: Sequence[int]) -> list[int]:
+    """Return the stages whose rank does not fit its memory."""
+    request = pricing.request
+    if request.memory is None:
+        return []
+    limit = _limit(pricing)
+    price, peaks = pricing.priced(sequence.plan(cuts, ""))
+    if price.fits:
+        return []
+    if not pricing.has_stage_per_rank:
+        raise NoPlanError(
+            "SK303",
+            f"the plan of whole modules with the fastest slowest stage takes {size(price.peak)}, and {size(limit)} are "
+            "given; ranks have several stages under this schedule, and no other plan is searched",
+            "Give more memory, plan with more stages, or use a schedule with one stage on each rank.",
+        )
+    return [rank for rank, peak in enumerate(peaks) if peak > limit]
+
+
+def cheapest_cuts(
+    loads: Floats, borders: Sequence[int], stages: int, refused: Bools | None = None
+) -> tuple[int, ...] | None:
+    """Return the cuts with the least greatest load, and among these with the least sum of squares; None if none exist.
+
+    Args:
+        loads: (n + 1, n + 1) seconds of a stage from layer i to layer j.
+        borders: where cuts may fall, increasing.
+        stages: how many stages there are; none is empty.
+        refused: (stages, n + 1, n + 1) stages that must not be at their place.
+    """
+    ends = np.array([0, *borders, len(loads) - 1])
+    table = loads[np.ix_(ends, ends)]
+    limits = np.stack([table] * stages)
+    if refused is not None:
+        limits = np.where(refused[:, ends][:, :, ends], np.inf, limits)
+    worst = _program(limits, np.maximum)
+    if not np.isfinite(worst[-1][0]):
+        return None
+    within = limits <= worst[-1][0] * (1 + _SLACK)
+    scale = float(worst[-1][0]) or 1.0
+    _, path = _program(np.where(within, np.where(within, limits / scale, 0.0) ** 2, np.inf), np.add)[-1]
+    return tuple(int(ends[i]) for i in path)
+
+
+def _program(costs: Floats, join: np.ufunc) -> list[tuple[float, list[int]]]:
+    """Return, for each number of stages, the best value of reaching the last border, and the inner borders on the way.
+
+    Args:
+        costs: (stages, b, b) of a stage between two borders; infinite where there is none.
+        join: how the costs of stages make the value: their maximum or their sum.
+    """
+    count = costs.shape[1]
+    value = np.where(np.arange(count) == 0, 0.0, np.inf)
+    back: list[npt.NDArray[np.int64]] = []
+    found = []
+    for cost in costs:
+        reached = join(value[:, None], cost)
+        back.append(reached.argmin(axis=0))
+        value = reached.min(axis=0)
+        path, at = [], count - 1
+        for step in reversed(back):
+            at = int(step[at])
+            path.append(at)
+        found.append((float(value[-1]), path[::-1][1:]))
+    return found
