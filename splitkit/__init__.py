@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from splitkit.errors import PolicyError as PolicyError
     from splitkit.errors import ScheduleError as ScheduleError
     from splitkit.errors import SplitError as SplitError
+    from splitkit.frontends.capability_partitioner import CapabilityBasedPartitioner as CapabilityBasedPartitioner
     from splitkit.frontends.capture.capture import capture as capture
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
@@ -83,6 +84,7 @@ __version__ = "0.1.0"
 _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError", "GraphError", "NoPlanError")
 _HOME = {
     "CUDA_BLOCK": "memory.profile",
+    "CapabilityBasedPartitioner": "frontends.capability_partitioner",
     "Comparison": "testing.compare",
     "Fit": "studies.fit.fit_result",
     "Frontier": "studies.frontier",

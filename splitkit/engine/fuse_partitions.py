@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx import Node
 from torch.fx.passes.utils.common import lift_subgraph_as_module
 
+from splitkit import _torch
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.dependences import Before, all_dependences
@@ -175,7 +176,7 @@ def _fuse(flow: Dataflow, partition: _Fused, name: str) -> dict[Key, Node]:
     inputs, subgraph = _subgraph(partition)
     module, _ = lift_subgraph_as_module(gm, subgraph, class_name=name)
     if any(node in flow.once for node in partition.nodes):
-        module._is_impure = True  # type: ignore[assignment]  # for fx's dead code elimination
+        _torch.mark_impure(module)
     gm.add_submodule(name, module)
     with gm.graph.inserting_after(partition.nodes[-1]):
         call = gm.graph.call_module(name, tuple(inputs))

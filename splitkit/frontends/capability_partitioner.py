@@ -1,4 +1,4 @@
-"""A replacement for torch's ``CapabilityBasedPartitioner``: the same partitions in linear time, correct with effects."""
+"""A replacement for torch's ``CapabilityBasedPartitioner``: the same partitions, in linear time, effects respected."""
 
 from __future__ import annotations
 
