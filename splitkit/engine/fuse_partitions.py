@@ -15,7 +15,7 @@ from functools import cached_property
 from operator import getitem
 from typing import NoReturn
 
-from torch import fx
+from torch import fx, nn
 from torch.fx import Node
 from torch.fx.passes.utils.common import lift_subgraph_as_module
 
@@ -46,10 +46,16 @@ def fuse_partitions(flow: Dataflow, partitions: Sequence[Iterable[Node]], prefix
     fused = [_sorted(number, nodes, before, flow) for number, nodes in _checked(flow, partitions).items()]
     order = _order_of_calls(flow, fused, before)
     made: dict[Key, Node] = {}
+    modules: dict[str, fx.GraphModule] = {}
     for partition in fused:
-        made |= _fuse(flow, partition, f"{prefix}{partition.number}")
+        name = f"{prefix}{partition.number}"
+        calls, modules[name] = _fuse(flow, partition, name)
+        made |= calls
     _reorder(flow.graph, [made.get(key) or node for key, node in order])
     flow.root.recompile()
+    # Only now: `recompile` would generate the code of every child again.
+    for name, module in modules.items():
+        flow.root.add_submodule(name, module)
     return flow.root
 
 
@@ -170,14 +176,18 @@ def _refuse_cycle(waits: Mapping[Key, Collection[Key]], order: Iterable[Key], na
     )
 
 
-def _fuse(flow: Dataflow, partition: _Fused, name: str) -> dict[Key, Node]:
-    """Replace the nodes of a partition by a call; return key -> the call, and what takes its outputs."""
+def _fuse(flow: Dataflow, partition: _Fused, name: str) -> tuple[dict[Key, Node], fx.GraphModule]:
+    """Replace the nodes of a partition by a call of a module that is not there yet.
+
+    Returns:
+        Key -> the call, and the nodes that take its outputs; and the module.
+    """
     gm, outputs = flow.root, partition.outputs
     inputs, subgraph = _subgraph(partition)
     module, _ = lift_subgraph_as_module(gm, subgraph, class_name=name)
     if any(node in flow.once for node in partition.nodes):
         _torch.mark_impure(module)
-    gm.add_submodule(name, module)
+    gm.add_submodule(name, nn.Module())  # fx wants a module of that name
     with gm.graph.inserting_after(partition.nodes[-1]):
         call = gm.graph.call_module(name, tuple(inputs))
     made: dict[Key, Node] = {(partition.place, 0): call}
@@ -191,7 +201,7 @@ def _fuse(flow: Dataflow, partition: _Fused, name: str) -> dict[Key, Node]:
         call.meta["val"] = tuple(output.meta.get("val") for output in outputs)
     for node in reversed(partition.nodes):
         gm.graph.erase_node(node)
-    return made
+    return made, module
 
 
 def _subgraph(partition: _Fused) -> tuple[list[Node], fx.Graph]:
