@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import fx
 from torch.fx import Node
@@ -116,10 +117,15 @@ class CapabilityBasedPartitioner:
         """
         flow = analyze(self.graph_module)
         before = all_dependences(flow)
-        members = dict.fromkeys(before, False) | {node: True for p in partitions for node in p.nodes}
+        members = dict.fromkeys(before, False)
+        members |= {node: node.op not in ("placeholder", "output") for p in partitions for node in p.nodes}
         inside = [node for node, is_member in members.items() if is_member]
         loads = loads_of(flow, inside, self._limits, {})
         return fewest_partitions(before, members, self._limits, loads)
+
+    def _is_node_supported(self, node: Node) -> bool:
+        """Return whether the backend can run a node. Subclasses of torch's class call and override this."""
+        return self.operator_support.is_node_supported(dict(self.graph_module.named_modules()), node)
 
     @property
     def _limits(self) -> PartitionLimits:
@@ -127,9 +133,11 @@ class CapabilityBasedPartitioner:
 
     def _supported(self, flow: Dataflow) -> dict[Node, bool]:
         """Return which nodes may be in a partition; a module of its own would not see attributes bound anew."""
-        submodules = dict(self.graph_module.named_modules())
-        ask = self.operator_support.is_node_supported
-        answers = {node: bool(ask(submodules, node)) for node in reversed(list(flow.index))}
+        ask = self._is_node_supported
+        if type(self)._is_node_supported is CapabilityBasedPartitioner._is_node_supported:
+            submodules = dict(self.graph_module.named_modules())  # once, not for every node
+            ask = partial(self.operator_support.is_node_supported, submodules)
+        answers = {node: bool(ask(node)) for node in reversed(list(flow.index))}
         rebound = {*flow.bindings.reads, *flow.bindings.calls}
         return {node: answers[node] and node not in rebound for node in flow.index}
 
