@@ -10,7 +10,7 @@ blocks     x = x + softmax(linear(norm(x))): a partition per block
 branches   four independent towers of blocks, which share the partitions
 skips      blocks whose values are all read again at the end, as in a U-Net
 writes     blocks that also write to a buffer in place (torch ignores that)
-llama      transformers' Llama, captured by splitkit; softmax is left out by its attention
+llama      transformers' Llama, captured by splitkit
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase, create_op_supp
 
 import splitkit as sk
 
-SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
+SIZES = (500, 1_000, 2_000, 3_000, 10_000, 30_000, 100_000)
 
 
 class Builder:
@@ -45,7 +45,7 @@ class Builder:
         self.root.register_buffer("state", torch.zeros(1))
         self.x = self.graph.placeholder("x")
 
-    def block(self, x: Node, wide: int = 1) -> Node:
+    def block(self, x: Node) -> Node:
         """Four nodes; softmax is the one that a backend lacks."""
         call = self.graph.call_function
         h = call(torch.tanh, (x,))
@@ -149,18 +149,20 @@ def rows(kinds: list[str], most: int, patience: float) -> list[dict[str, Any]]:
                     continue
                 make = lambda kind=kind, size=size: KINDS[kind](size)  # noqa: E731
                 ours = timed(sk.CapabilityBasedPartitioner, make, support, **options)
-                row = {
+                row: dict[str, Any] = {
                     "graph": kind,
                     "skip": skip,
                     "nodes": ours["nodes"],
                     "splitkit": ours,
                     "torch": None,
                     "ratio": None,
+                    "of propose": None,
                 }
                 if before is None or total(before) * (size / before["size"]) ** 3 < patience:
                     torchs = timed(TorchPartitioner, make, support, **options)
                     before = {**torchs, "size": size}
-                    row |= {"torch": torchs, "ratio": total(torchs) / total(ours)}
+                    ratios = {"ratio": total(torchs) / total(ours), "of propose": torchs["propose"] / ours["propose"]}
+                    row |= {"torch": torchs, **ratios}
                 found.append(row)
                 print(row, file=sys.stderr, flush=True)
     return found
@@ -185,14 +187,22 @@ def main() -> None:
     if given.json:
         print(json.dumps({"rows": found, "summary": summary}))
         return
-    table = Table("graph", "skip", "nodes", "parts", "propose", "fuse", "torch parts", "propose", "fuse", "ratio")
+    table = Table(
+        "graph", "skip", "nodes", "parts", "propose", "fuse", "torch: parts", "propose", "fuse", "ratio: propose", "all"
+    )
     for row in found:
         ours, torchs = row["splitkit"], row["torch"]
         cells = [f"{ours['partitions']}", f"{ours['propose']:.2f}", f"{ours['fuse']:.2f}"]
         cells += (
-            [f"{torchs['partitions']}", f"{torchs['propose']:.2f}", f"{torchs['fuse']:.2f}", f"{row['ratio']:.1f}"]
+            [
+                f"{torchs['partitions']}",
+                f"{torchs['propose']:.2f}",
+                f"{torchs['fuse']:.2f}",
+                f"{row['of propose']:.0f}",
+                f"{row['ratio']:.1f}",
+            ]
             if torchs
-            else ["", "", "", ""]
+            else [""] * 5
         )
         table.add_row(row["graph"], "yes" if row["skip"] else "no", str(row["nodes"]), *cells)
     Console().print(table)
