@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import random
 from collections.abc import Callable
@@ -15,6 +16,11 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner as Torc
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 import splitkit as sk
+
+AS_IN_2_13 = "skip_horizontal_fusion" in inspect.signature(TorchPartitioner).parameters and not hasattr(
+    TorchPartitioner, "_finalize_partitions"
+)
+"""Whether torch divides as in 2.13; 2.11 may make cycles, and later versions number and divide otherwise."""
 
 PARTITIONERS = {"torch": TorchPartitioner, "splitkit": sk.CapabilityBasedPartitioner}
 

@@ -6,10 +6,13 @@ import copy
 import itertools
 import operator
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.fx.passes.infra import partitioner as infra
 from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.operator_support import OperatorSupport, create_op_support
 
@@ -257,6 +260,54 @@ def test_an_attribute_that_opaque_code_binds_anew_is_read_between_its_calls():
     rule = create_op_support(lambda _, node: node.op == "get_attr" or node.target is torch.add)
     fused = sk.CapabilityBasedPartitioner(gm, rule, True).partition_and_fuse()
     assert all(map(torch.equal, fused(torch.ones(2)), wanted))
+
+
+def test_an_attribute_is_read_after_opaque_code_that_waits_for_a_partition():
+    """The partition is called where its last node was, and the opaque code after it; so must the attribute be read."""
+    root = nn.Module()
+    root.child = nn.Module()
+    root.child.register_buffer("state", torch.zeros(2))
+
+    def rebind(module, value):
+        module.state = module.state + value
+
+    graph = fx.Graph()
+    x, child = graph.placeholder("x"), graph.get_attr("child")
+    sine = graph.call_function(torch.sin, (x,))
+    graph.call_function(rebind, (child, sine))
+    after = graph.call_function(torch.add, (graph.get_attr("child.state"), x))
+    graph.output((after, graph.call_function(torch.cos, (x,))))
+    gm = fx.GraphModule(root, graph)
+    wanted = copy.deepcopy(gm)(torch.ones(2))
+    rule = create_op_support(lambda _, node: node.target in (torch.sin, torch.cos))
+    fused = sk.CapabilityBasedPartitioner(gm, rule, True).partition_and_fuse()
+    assert sum(n.op == "call_module" for n in gm.graph.nodes) == 1
+    assert all(map(torch.equal, fused(torch.ones(2)), wanted))
+
+
+def test_the_page_of_the_docs_runs():
+    gm, _ = chain_of(torch.sin, torch.cos, torch.tan, torch.tanh)
+    wanted = gm(torch.ones(2))
+    scope = {"gm": gm, "support": create_op_support(lambda _, node: node.target in (torch.sin, torch.cos, torch.tanh))}
+    page = (Path(__file__).parents[2] / "docs" / "partitioner.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == 3
+    theirs = infra.CapabilityBasedPartitioner
+    try:
+        for block in blocks:
+            exec(block, scope)
+    finally:
+        infra.CapabilityBasedPartitioner = theirs
+    assert torch.equal(scope["fused"](torch.ones(2)), wanted) and scope["fewest"] == len(scope["partitions"]) == 0
+    named = re.findall(r"`((?:tests|benchmarks)/[\w./]+)`", page)
+    assert len(named) > 3 and all((Path(__file__).parents[2] / name).exists() for name in named)
+    tests = (Path(__file__).parents[1] / "against_torch" / "test_partitioner_wrong.py").read_text()
+    rows = [re.findall(r"`(\w+)`", row.rsplit("|", 2)[1]) for row in page.splitlines() if row.startswith("|")]
+    named = {name for row in rows for name in row if f"def {name}(" in tests}
+    assert named == set(re.findall(r"def (test_\w+|\w+(?=\(call, graph\)))", tests)) - {
+        "write", "a_computed_index", "test_the_result_is_another",
+        "test_partitions_around_a_write_are_two_here_and_one_in_torch",
+    }  # fmt: skip
 
 
 def test_dict_outputs_and_keyword_inputs_of_an_exported_module_stay():
