@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,7 @@ Key = tuple[int, int]
 def fuse_partitions(flow: Dataflow, partitions: Sequence[Iterable[Node]], prefix: str) -> fx.GraphModule:
     """Replace each partition by a call of a module ``prefix0``, ``prefix1`` ..., and return the graph module.
 
-    Inputs of the graph and its output stay outside; empty partitions are left out.
+    Inputs of the graph and its output stay outside; empty partitions are left out. A name that is taken gets a suffix.
 
     Args:
         flow: facts about the graph, which is modified.
@@ -43,12 +44,12 @@ def fuse_partitions(flow: Dataflow, partitions: Sequence[Iterable[Node]], prefix
         CycleError: SK311 if partitions wait for each other, or a partition for itself through a node outside.
     """
     before = all_dependences(flow)
-    fused = [_sorted(number, nodes, before, flow) for number, nodes in _checked(flow, partitions).items()]
+    fused = [_sorted(number, nodes, before, flow) for number, nodes in fusible_nodes(flow, partitions).items()]
     order = _order_of_calls(flow, fused, before)
     made: dict[Key, Node] = {}
     modules: dict[str, fx.GraphModule] = {}
     for partition in fused:
-        name = f"{prefix}{partition.number}"
+        name = _free_name(flow.root, f"{prefix}{partition.number}")
         calls, modules[name] = _fuse(flow, partition, name)
         made |= calls
     _reorder(flow.graph, [made.get(key) or node for key, node in order])
@@ -85,8 +86,12 @@ class _Fused:
         return {node: i for i, node in enumerate(self.outputs)}
 
 
-def _checked(flow: Dataflow, partitions: Sequence[Iterable[Node]]) -> dict[int, list[Node]]:
-    """Return number -> the nodes that can be fused, for partitions that have such nodes."""
+def fusible_nodes(flow: Dataflow, partitions: Iterable[Iterable[Node]]) -> dict[int, list[Node]]:
+    """Return number -> the nodes that can be fused, for partitions that have such nodes.
+
+    Raises:
+        PlanError: SK310 if a node is in two partitions, or is not a node of the graph.
+    """
     found: dict[int, list[Node]] = {}
     number_of: dict[Node, int] = {}
     for number, given in enumerate(partitions):
@@ -202,6 +207,11 @@ def _fuse(flow: Dataflow, partition: _Fused, name: str) -> tuple[dict[Key, Node]
     for node in reversed(partition.nodes):
         gm.graph.erase_node(node)
     return made, module
+
+
+def _free_name(root: nn.Module, name: str) -> str:
+    names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+    return next(free for free in names if not hasattr(root, free))
 
 
 def _subgraph(partition: _Fused) -> tuple[list[Node], fx.Graph]:

@@ -10,8 +10,9 @@ from torch.fx import Node
 from torch.fx.passes.infra.partitioner import Partition
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from splitkit.checks import count, nbytes
-from splitkit.engine.fuse_partitions import fuse_partitions
+from splitkit.checks import are_texts, count, nbytes, shown
+from splitkit.engine.fuse_partitions import fuse_partitions, fusible_nodes
+from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
 from splitkit.graph.dependences import Before, all_dependences
 from splitkit.search.capability.adjacent import by_readers
@@ -44,7 +45,8 @@ class CapabilityBasedPartitioner:
 
     Raises:
         GraphError: SK101 if ``graph_module`` is no graph module.
-        PolicyError: SK302 if a limit is not a positive number.
+        PolicyError: SK302 if a limit is not a positive number, names are one text, or ``operator_support`` cannot be
+            asked.
     """
 
     def __init__(
@@ -59,15 +61,22 @@ class CapabilityBasedPartitioner:
         max_nodes: int | None = None,
         max_parameter_bytes: int | str | None = None,
     ) -> None:
+        owner = type(self).__name__
+        if not hasattr(operator_support, "is_node_supported"):
+            raise PolicyError(
+                "SK302",
+                f"{owner}(operator_support={shown(operator_support)})",
+                "Give an object with is_node_supported(submodules, node), such as "
+                "torch.fx.passes.operator_support.create_op_support(lambda submodules, node: ...).",
+            )
         self.graph_module = require_graph(graph_module)
         self.operator_support = operator_support
         self.allows_single_node_partition = allows_single_node_partition
-        self.non_compute_ops = [] if non_compute_ops is None else non_compute_ops
-        self.allowed_single_node_partition_ops = (
-            [] if allowed_single_node_partition_ops is None else allowed_single_node_partition_ops
+        self.non_compute_ops = _names(owner, "non_compute_ops", non_compute_ops)
+        self.allowed_single_node_partition_ops = _names(
+            owner, "allowed_single_node_partition_ops", allowed_single_node_partition_ops
         )
         self.skip_horizontal_fusion = skip_horizontal_fusion
-        owner = type(self).__name__
         self.max_nodes = None if max_nodes is None else count(owner, "max_nodes", max_nodes)
         self.max_parameter_bytes = (
             None if max_parameter_bytes is None else nbytes(owner, "max_parameter_bytes", max_parameter_bytes, least=1)
@@ -105,6 +114,7 @@ class CapabilityBasedPartitioner:
         """Remove from each partition the nodes in ``non_compute_ops`` that no computing node precedes, or follows."""
         flow = analyze(self.graph_module)
         before, transparent = all_dependences(flow), set(self.non_compute_ops)
+        fusible_nodes(flow, [partition.nodes for partition in partitions])
         for partition in partitions:
             for node in border_nodes(partition.nodes, before, flow.index, transparent):
                 del partition.nodes[node]
@@ -117,9 +127,9 @@ class CapabilityBasedPartitioner:
         """
         flow = analyze(self.graph_module)
         before = all_dependences(flow)
-        members = dict.fromkeys(before, False)
-        members |= {node: node.op not in ("placeholder", "output") for p in partitions for node in p.nodes}
-        inside = [node for node, is_member in members.items() if is_member]
+        found = fusible_nodes(flow, [partition.nodes for partition in partitions])
+        inside = [node for nodes in found.values() for node in nodes]
+        members = dict.fromkeys(before, False) | dict.fromkeys(inside, True)
         loads = loads_of(flow, inside, self._limits, {})
         return fewest_partitions(before, members, self._limits, loads)
 
@@ -167,6 +177,13 @@ class CapabilityBasedPartitioner:
         # A merged partition keeps the id of the larger one, of the earlier node's if both are equal.
         row = by_levels(before, supported, self._limits, loads)
         return {numbers[nodes[min(1, len(nodes) - 1)]]: nodes for nodes in row}
+
+
+def _names(owner: str, field: str, given: Sequence[str] | None) -> Sequence[str]:
+    if given is not None and not are_texts(given):
+        remedy = f'{field} lists qualified names of functions, such as ["torch.ops.aten.permute"].'
+        raise PolicyError("SK302", f"{owner}({field}={shown(given)})", remedy)
+    return [] if given is None else given
 
 
 def _with_places(before: Before, partitions: dict[int, list[Node]]) -> Partitions:

@@ -21,6 +21,8 @@ from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
 from splitkit.graph.dependences import all_dependences
 from splitkit.search.capability.quotient import has_cycle
 
+PARTITIONERS = {"torch": infra.CapabilityBasedPartitioner, "splitkit": sk.CapabilityBasedPartitioner}
+
 
 def layered(seed, nodes=7, width=3):
     """A random graph of additions, with a weight now and then."""
@@ -151,6 +153,31 @@ def test_wrong_limits(options):
         sk.CapabilityBasedPartitioner(layered(0), supports(0), **options)
 
 
+@pytest.mark.parametrize("field", ["non_compute_ops", "allowed_single_node_partition_ops"])
+def test_one_text_instead_of_a_list(field):
+    with pytest.raises(PolicyError, match=f"SK302.*{field}='torch.sin'"):
+        sk.CapabilityBasedPartitioner(layered(0), supports(0), **{field: "torch.sin"})
+
+
+def test_a_function_as_a_rule():
+    with pytest.raises(PolicyError, match=r"(?s)SK302.*create_op_support"):
+        sk.CapabilityBasedPartitioner(layered(0), lambda node: True)
+
+
+def test_a_graph_that_was_fused_is_fused_again():
+    """Torch gives the second module the name of the first, which is then lost."""
+    found = {}
+    for name, kind in PARTITIONERS.items():
+        gm, _ = chain_of(torch.sin, torch.cos, torch.tan)
+        wanted = gm(torch.ones(2))
+        for target in (torch.sin, torch.tan):
+            rule = create_op_support(lambda _, node, target=target: node.target is target)
+            kind(gm, rule, True).partition_and_fuse()
+        found[name] = torch.equal(gm(torch.ones(2)), wanted)
+    assert found == {"torch": False, "splitkit": True}
+    assert [n.name for n in gm.graph.nodes] == ["x", "fused_0", "cos", "fused_0_1", "output"]
+
+
 def test_no_graph():
     with pytest.raises(GraphError, match="SK101"):
         sk.CapabilityBasedPartitioner(nn.Linear(2, 2), supports(0))
@@ -205,8 +232,9 @@ def test_a_second_call_of_each_method():
     assert [(p.id, p.nodes) for p in first] == [(p.id, p.nodes) for p in second]
     wanted = gm(torch.ones(2))
     assert partitioner.fuse_partitions(first) is gm
-    with pytest.raises(PlanError, match="SK310"):
-        partitioner.fuse_partitions(second)
+    for method in ("fuse_partitions", "fewest_partitions", "remove_bookend_non_compute_ops"):
+        with pytest.raises(PlanError, match="SK310"):
+            getattr(partitioner, method)(second)
     rest = partitioner.propose_partitions()
     assert rest == []  # nothing is left that the rule supports
     assert torch.equal(partitioner.fuse_partitions(rest)(torch.ones(2)), wanted)
