@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from splitkit.exports.export import Export as Export
     from splitkit.exports.export import export as export
     from splitkit.exports.import_plan import import_plan as import_plan
+    from splitkit.frontends.capability_partitioner import CapabilityBasedPartitioner as CapabilityBasedPartitioner
     from splitkit.frontends.capture.capture import capture as capture
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
@@ -86,6 +87,7 @@ __version__ = "0.1.0"
 _ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError", "GraphError", "NoPlanError")
 _HOME = {
     "CUDA_BLOCK": "memory.profile",
+    "CapabilityBasedPartitioner": "frontends.capability_partitioner",
     "Comparison": "testing.compare",
     "Export": "exports.export",
     "Fit": "studies.fit.fit_result",

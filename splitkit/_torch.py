@@ -232,6 +232,17 @@ def qualified_name(target: Any) -> str:
         return str(getattr(target, "__name__", target))
 
 
+def operator_in(target: Any) -> Any:
+    """Return the operator that an operator of ExecuTorch's edge dialect wraps (1.5), and any other target itself."""
+    wrapped = getattr(target, "_op", None) if type(target).__name__ == "EdgeOpOverload" else None
+    return wrapped if isinstance(wrapped, OpOverload) else target
+
+
+def mark_impure(module: nn.Module) -> None:
+    """Let fx's dead code elimination keep calls of a module whose results nobody reads (2.11, 2.13, 2.15)."""
+    module._is_impure = True  # type: ignore[assignment]
+
+
 def target_name(node: fx.Node) -> str:
     """Return the name of a node's target: ``aten.linear.default``, ``_operator.getitem``, ``h.0.weight``."""
     target = node.target

@@ -42,6 +42,8 @@ CODES: dict[str, str] = {
     "SK303": "no plan fits",
     "SK304": "a pattern or name matches nothing",
     "SK305": "the model sets a memory budget of its own",
+    "SK310": "a node of a partition is not in the graph, or in two partitions",
+    "SK311": "partitions that are to be fused wait for each other",
     "SK314": "a plan has no such part or node",
     "SK315": "a part of a training step is not explained",
     "SK316": "plans of two kinds are compared",
@@ -132,7 +134,7 @@ class PlanError(SplitError):
 
 
 class CycleError(PlanError):
-    """Parts depend on each other in a cycle (SK203)."""
+    """Parts depend on each other in a cycle (SK203, SK311)."""
 
 
 class PolicyError(SplitError):

@@ -19,14 +19,13 @@ import splitkit.testing
 
 MODULES = {"costs", "extend", "policies", "runtime", "testing", "view"}
 FRONT_DOOR = MODULES | {
-    "CUDA_BLOCK", "CaptureError", "CheckError", "Comparison", "CostError", "CycleError", "Export", "FileError", "Fit",
-    "Frontier",
-    "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan",
-    "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "StagedStep", "SynthesizedOrder",
-    "analyze", "apply", "backend", "capture", "capture_decoder", "capture_joint", "compare", "compare_plans", "explore",
-    "export", "fit", "generator", "import_plan", "inline", "load", "measure_memory", "order_messages", "plan", "report",
-    "serve", "simulate_memory",
-    "simulate_schedule", "split", "split_module", "stage_costs", "sweep", "synthesize",
+    "CUDA_BLOCK", "CapabilityBasedPartitioner", "CaptureError", "CheckError", "Comparison", "CostError", "CycleError",
+    "Export", "FileError", "Fit", "Frontier", "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile",
+    "NoPlanError", "Pair", "Part", "Plan", "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split",
+    "SplitError", "StagedStep", "SynthesizedOrder", "analyze", "apply", "backend", "capture", "capture_decoder",
+    "capture_joint", "compare", "compare_plans", "explore", "export", "fit", "generator", "import_plan", "inline",
+    "load", "measure_memory", "order_messages", "plan", "report", "serve", "simulate_memory", "simulate_schedule",
+    "split", "split_module", "stage_costs", "sweep", "synthesize",
 }  # fmt: skip
 CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}
 """What has no docstring that Python could show."""

@@ -500,3 +500,16 @@ def test_dynamic_sizes_may_be_0_and_1():
     with trace_settings.without_special_sizes():
         program = torch.export.export(torch.nn.ReLU(), (x,), dynamic_shapes=shapes)
     assert [len(program.module()(torch.ones(n))) for n in (0, 1, 5)] == [0, 1, 5]
+
+
+def test_impure_modules_survive_dead_code_elimination():
+    root, graph = nn.Module(), fx.Graph()
+    root.kept, root.dropped = nn.Identity(), nn.Identity()
+    _torch.mark_impure(root.kept)
+    x = graph.placeholder("x")
+    graph.call_module("kept", (x,))
+    graph.call_module("dropped", (x,))
+    graph.output(x)
+    gm = fx.GraphModule(root, graph)
+    gm.graph.eliminate_dead_code()
+    assert [n.target for n in gm.graph.nodes if n.op == "call_module"] == ["kept"]

@@ -1,7 +1,8 @@
-"""torch's CapabilityBasedPartitioner: `BySupport` never makes more parts, and parts that run like the whole."""
+"""torch's CapabilityBasedPartitioner: `BySupport` never makes more parts, and the drop-in proposes the same ones."""
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
 
@@ -11,9 +12,11 @@ from campaigns import some_of_all, these_first
 from torch import fx, nn
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.utils._pytree import tree_leaves
 from zoographs import specimens
 
 import splitkit as sk
+from splitkit.graph.scope import is_state_op
 from splitkit.plans.parts import PARENT
 from splitkit.policies import BySupport
 from splitkit.testing import assert_same
@@ -132,3 +135,35 @@ def test_no_plan_has_fewer_parts(seed):
             )
     ours, _ = counts(gm, lambda n: n.target is not torch.sin)
     assert ours == max(s for s, _ in depth.values())
+
+
+RULES = {
+    "no softmax": lambda node: "softmax" not in str(node.target),
+    "no norm": lambda node: not str(node.target).startswith(("aten.layer_norm", "aten.mean", "aten.rsqrt")),
+    "no linear": lambda node: not str(node.target).startswith(("aten.linear", "aten.addmm")),
+    "matmuls": lambda node: str(node.target).startswith(("aten.linear", "aten.matmul", "aten.addmm", "aten.view")),
+    "half": some(1),
+}
+
+
+@pytest.mark.parametrize("name", these_first(["gpt2"], ["llama", "bert", "t5"]))
+def test_the_drop_in_proposes_torchs_partitions_of_models(small, name):
+    """The same ids, nodes and order under each rule, with and without horizontal fusion; the fused model computes the
+    same.
+    """
+    model, inputs = small(name, layers=2)
+    if name == "t5":
+        inputs = {**inputs, "decoder_input_ids": inputs["input_ids"]}
+    gm = sk.capture(model.eval(), **inputs)
+    ordered = has_effects(sk.analyze(gm)) or any(map(is_state_op, gm.graph.nodes))
+    for rule in RULES.values():
+        for skip in (False, True):
+            options = {"allows_single_node_partition": True, "skip_horizontal_fusion": skip}
+            torchs, ours = (
+                [(p.id, [*p.nodes.items()]) for p in kind(gm, Support(rule), **options).propose_partitions()]
+                for kind in (CapabilityBasedPartitioner, sk.CapabilityBasedPartitioner)
+            )
+            assert ours == torchs or ordered
+    fused = sk.CapabilityBasedPartitioner(copy.deepcopy(gm), Support(RULES["no softmax"])).partition_and_fuse()
+    wanted, found = gm(**inputs), fused(**inputs)
+    assert all(map(torch.equal, tree_leaves(found), tree_leaves(wanted)))

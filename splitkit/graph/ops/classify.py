@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
+from splitkit._torch import operator_in
 from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.ambient_calls import is_restored
 from splitkit.graph.ops.containers import container_effects
@@ -61,7 +62,7 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return _call_module(node, root, memo)
     if (quick := quick_effects(node, root, memo)) is not None:
         return quick
-    target: Any = node.target
+    target: Any = operator_in(node.target)
     if (declared := declared_facts(target)) is not None:
         return declared.of(node)
     if isinstance(target, Described):
