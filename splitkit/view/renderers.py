@@ -7,7 +7,7 @@ their own classes with ``pictured.register``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, singledispatch
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch import fx
 from splitkit.checks import items_of, nbytes
 from splitkit.costs import Costs
 from splitkit.costs.recorded import costs_of
+from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair, divide
 from splitkit.engine.split import Split
 from splitkit.errors import SplitError, ViewError
@@ -28,12 +29,16 @@ from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, require_times
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.saved_values import SavedValue
+from splitkit.training.stage_parts import is_staged, stage_part
 from splitkit.units import measure, size
 from splitkit.view.console.tables import table
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
+from splitkit.view.data.planned_run import planned_run
 from splitkit.view.data.rank_table import rank_table
 from splitkit.view.data.report import Report, report
+from splitkit.view.data.staged_ladder import StagedView
+from splitkit.view.data.staged_table import stage_table
 from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
 from splitkit.view.svg.bars import Bar, BarsDrawing
@@ -41,6 +46,7 @@ from splitkit.view.svg.drawing import escaped
 from splitkit.view.svg.halves_svg import halves_svg
 from splitkit.view.svg.ladder_svg import ladder_svg
 from splitkit.view.svg.memory_chart import memory_svg
+from splitkit.view.svg.staged_svg import staged_svg
 from splitkit.view.svg.timeline import timeline_svg
 
 if TYPE_CHECKING:
@@ -75,7 +81,7 @@ class Picture:
     title: str
     svg: Callable[[], str]
     tables: Callable[[], Iterable[Table]]
-    ladder: Callable[[], LadderView | HalvesView] | None = None
+    ladder: Callable[[], LadderView | HalvesView | StagedView] | None = None
     nodes: int = 0
     parts: int = 0
     fallback: Callable[[], str] | None = None
@@ -105,6 +111,11 @@ def _plan(
     plan: Plan, *, costs: Costs | None = None, memory: float | str | None = None, title: str = "", **more: Any
 ) -> Picture:
     gm = _module_of(plan)
+    if is_joint(gm.graph) and is_staged(plan.parts):
+        if unused := [name for name in ("measured", "beside") if more.pop(name, None) is not None]:
+            reason = f"a plan of the stages of a training step cannot be drawn with {unused[0]}"
+            raise ViewError("SK901", reason, "Draw it with costs, optimizer, memory, run and title.")
+        return _stages(gm, plan, costs=costs, memory=memory, title=title, **more)
     if not plan.parts.keys() <= {FORWARD, BACKWARD} or not is_joint(gm.graph):
         return _ladder(analyze(gm), plan, costs=costs, memory=memory, title=title, **more)
     if unused := [name for name in ("run", "measured", "beside") if more.get(name) is not None]:
@@ -146,6 +157,48 @@ def _halves(
 
 
 @pictured.register
+def _staged_step(step: StagedStep, **options: Any) -> Picture:
+    return _stages(_module_of(step.plan), step.plan, step, **options)
+
+
+def _stages(
+    gm: fx.GraphModule,
+    plan: Plan,
+    made: StagedStep | None = None,
+    *,
+    costs: Costs | None = None,
+    optimizer: Optimizer = "adam",
+    memory: float | str | None = None,
+    run: object = None,
+    title: str = "",
+) -> Picture:
+    """Draw a training step in stages, which is made of the plan if it is not given."""
+    from splitkit.engine.joint_stages.divide_stages import divide_stages
+    from splitkit.frontends.aot import joint_flow
+
+    limit = limit_of(memory)
+    prices = costs_of(plan.prices, gm) if costs is None else costs
+    stages = 1 + max((part.stage for key in plan.parts if (part := stage_part(key)) is not None), default=0)
+    given = _simulated(run, stages, "stages")
+    if given is not None:
+        require_times(given, prices)
+
+    @cache
+    def ladder() -> StagedView:
+        flow = joint_flow(gm, forward_outputs(gm.graph))
+        step = divide_stages(flow, plan) if made is None else made
+        drawn = StagedView(flow, step, prices, title, optimizer, limit)
+        return replace(drawn, run=planned_run(plan, drawn.stages) if given is None else given)
+
+    def tables() -> list[Table]:
+        view = ladder()
+        return [stage_table(view), *([] if view.run is None else [rank_table(view.run, memory=limit)])]
+
+    name = title or plan.note or "plan"
+    return Picture(name, lambda: staged_svg(ladder()), tables, ladder, len(gm.graph.nodes), stages)
+
+
+@pictured.register
 def _split(split: Split, **options: Any) -> Picture:
     return _ladder(split.flow, split.plan, **options)
 
@@ -178,12 +231,7 @@ def _ladder(
     beside: object = None,
     title: str = "",
 ) -> Picture:
-    if run is not None and not isinstance(run, ScheduleRun):
-        remedy = "Give what splitkit.simulate_schedule returns."
-        raise ViewError("SK901", f"run is a {type(run).__name__}, not a simulated step", remedy)
-    if run is not None and len(run.stages) != len(plan.parts):
-        reason = f"the run has {len(run.stages)} stages, but the plan has {len(plan.parts)} parts"
-        raise ViewError("SK901", reason, "Simulate the stages of this plan: splitkit.stage_costs(flow, plan, costs).")
+    run = _simulated(run, len(plan.parts), "parts")
     prices = costs_of(plan.prices, flow) if costs is None else costs
     if run is not None:
         require_times(run, prices)
@@ -207,6 +255,24 @@ def _ladder(
 
     name = title or plan.note or "plan"
     return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
+
+
+def _simulated(run: object, count: int, what: str) -> ScheduleRun | None:
+    """Return a simulated step that has as many stages as the plan has stages or parts.
+
+    Raises:
+        ViewError: SK901 if it has not.
+    """
+    if run is None:
+        return None
+    if not isinstance(run, ScheduleRun):
+        remedy = "Give what splitkit.simulate_schedule returns."
+        raise ViewError("SK901", f"run is a {type(run).__name__}, not a simulated step", remedy)
+    if len(run.stages) != count:
+        reason = f"the run has {len(run.stages)} stages, but the plan has {count} {what}"
+        of = "splitkit.stage_costs(flow, plan, costs)" if what == "parts" else "step.stage_costs(costs)"
+        raise ViewError("SK901", reason, f"Simulate the stages of this plan: {of}.")
+    return run
 
 
 def _measured(measured: object, run: ScheduleRun | None) -> MeasuredStep:
