@@ -23,7 +23,6 @@ from splitkit.errors import SplitError, ViewError
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
-from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, require_times
@@ -39,6 +38,7 @@ from splitkit.view.data.rank_table import rank_table
 from splitkit.view.data.report import Report, report
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.data.staged_table import stage_table
+from splitkit.view.given_steps import measured_step, simulated_step
 from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
 from splitkit.view.svg.bars import Bar, BarsDrawing
@@ -179,7 +179,7 @@ def _stages(
     limit = limit_of(memory)
     prices = costs_of(plan.prices, gm) if costs is None else costs
     stages = 1 + max((part.stage for key in plan.parts if (part := stage_part(key)) is not None), default=0)
-    given = _simulated(run, stages, "stages")
+    given = simulated_step(run, stages, "stages")
     if given is not None:
         require_times(given, prices)
 
@@ -231,11 +231,11 @@ def _ladder(
     beside: object = None,
     title: str = "",
 ) -> Picture:
-    run = _simulated(run, len(plan.parts), "parts")
+    run = simulated_step(run, len(plan.parts), "parts")
     prices = costs_of(plan.prices, flow) if costs is None else costs
     if run is not None:
         require_times(run, prices)
-    ran = None if measured is None else _measured(measured, run)
+    ran = None if measured is None else measured_step(measured, run)
     limit = limit_of(memory)
     several = None if isinstance(beside, Mapping) else items_of(beside)
     others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))
@@ -255,44 +255,6 @@ def _ladder(
 
     name = title or plan.note or "plan"
     return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
-
-
-def _simulated(run: object, count: int, what: str) -> ScheduleRun | None:
-    """Return a simulated step that has as many stages as the plan has stages or parts.
-
-    Raises:
-        ViewError: SK901 if it has not.
-    """
-    if run is None:
-        return None
-    if not isinstance(run, ScheduleRun):
-        remedy = "Give what splitkit.simulate_schedule returns."
-        raise ViewError("SK901", f"run is a {type(run).__name__}, not a simulated step", remedy)
-    if len(run.stages) != count:
-        reason = f"the run has {len(run.stages)} stages, but the plan has {count} {what}"
-        of = "splitkit.stage_costs(flow, plan, costs)" if what == "parts" else "step.stage_costs(costs)"
-        raise ViewError("SK901", reason, f"Simulate the stages of this plan: {of}.")
-    return run
-
-
-def _measured(measured: object, run: ScheduleRun | None) -> MeasuredStep:
-    """Return a measured step that has the actions of the simulated one.
-
-    Raises:
-        ViewError: SK901 if it has not.
-    """
-    if not isinstance(measured, MeasuredStep):
-        remedy = "Give what StepRecorder.measured or splitkit.MeasuredStep.load returns."
-        raise ViewError("SK901", f"measured is a {type(measured).__name__}, not a step that ran", remedy)
-    remedy = "Simulate the actions that ran: run=splitkit.simulate_schedule(stages, measured.order)."
-    if run is None:
-        raise ViewError("SK901", "a measured step is drawn beside a simulated one, and run is not given", remedy)
-    ran, planned = ({(e.rank, e.action) for e in step.timeline} for step in (measured, run))
-    if other := min(ran ^ planned, default=None):
-        where = "only measured" if other in ran else "only simulated"
-        reason = f"the measured step is not the simulated one: {other[1]} on rank {other[0]} was {where}"
-        raise ViewError("SK901", reason, remedy)
-    return measured
 
 
 def limit_of(memory: float | str | None) -> int | None:
@@ -486,6 +448,9 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
         still = partial(_still, picture, [])
         return FramedPage(picture_html(picture), height or (720 if picture.ladder else 560), still)
     ladder = picture.ladder and picture.ladder()
+    if isinstance(ladder, StagedView):
+        reason = "the stages of a training step cannot be moved by hand, because what each saves is planned for it"
+        raise ViewError("SK901", reason, "Leave live=True out, and plan again for other stages.")
     if not isinstance(ladder, LadderView):
         raise ViewError(
             "SK901", f"a {type(shown).__name__} is not interactive", "live=True is for plans and splits; use .view()."

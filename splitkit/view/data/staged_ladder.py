@@ -24,6 +24,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.engine.joint_stages.staged_step import StagedStep, StageGraphs
+from splitkit.graph.byte_sizes import value_bytes
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
@@ -237,6 +238,7 @@ class StagedView(LadderModel):
             "kept": [self._makers(of, place) for _, of in sorted(self._ribbons(self.saved_values).items())],
             "left": [self._makers(of, place) for _, of in sorted(self._ribbons(self.waiting_values).items())],
             "held": self._held(place),
+            "crossing": [self._crossing(k, place) for k in range(len(self.step.stages) - 1)],
             "stored": [],
             "taken": [],
             "shared": [],
@@ -267,6 +269,19 @@ class StagedView(LadderModel):
             [(op, kind, nbytes) for (op, kind), nbytes in sorted(of.items(), key=lambda each: (-each[1], each[0]))]
             for of in found
         ]
+
+    def _crossing(self, stage: int, place: dict[Node, int]) -> list[list[tuple[int, int]]]:
+        """Return the ops whose values cross below a stage, -1 for an input, and bytes: activations, then gradients."""
+        above, below = self.step.stages[stage], self.step.stages[stage + 1]
+        found = []
+        for graph, names in ((above.forward, above.sent), (below.backward, below.gradients_sent)):
+            nodes = {node.name: node for node in graph.graph.nodes}
+            of: dict[Node, int] = {}
+            for name in names:
+                node = self._by_name.get(name, nodes[name])
+                of[node] = of.get(node, 0) + value_bytes(nodes[name])
+            found.append(self._makers(of, place))
+        return found
 
     def _fixed_of_rows(self) -> list[int]:
         """Return the bytes of weights, gradients and state of each row; what several rows read counts in the first."""
