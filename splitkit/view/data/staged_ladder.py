@@ -29,6 +29,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Costs, Optimizer
+from splitkit.training.computed_again import computed_again
 from splitkit.training.flow import JointFlow
 from splitkit.training.stage_parts import StagePart, known_part
 from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
@@ -140,16 +141,6 @@ class StagedView(LadderModel):
             for node in self.nodes
         }
 
-    def again(self, node: Node) -> list[int]:
-        """Return which parts of a node compute it although an earlier part of the step has done so.
-
-        A view costs nothing wherever it is, and is not counted.
-        """
-        places, storages = self.placed[node], self.flow.storages
-        if not any(storages.root[slot] == slot for slot in storages.made[self.flow.index[node]]):
-            return []
-        return [at for at, place in enumerate(places) if any(p.column < place.column for p in places)]
-
     @cached_property
     def stages(self) -> tuple[StageCosts, ...]:
         """The costs of the stages."""
@@ -165,9 +156,9 @@ class StagedView(LadderModel):
         times = {column: [0.0] * len(self.rows) for column in (*COLUMNS, "again")}
         counts = {column: [0] * len(self.rows) for column in (*COLUMNS, "again")}
         for node, places in self.placed.items():
-            seconds, again = self.costs.seconds(node), self.again(node)
-            for at, place in enumerate(places):
-                for what in (COLUMNS[place.column], *(["again"] if at in again and place.column == 1 else [])):
+            seconds, again = self.costs.seconds(node), computed_again(self.flow, self.step.plan, node)
+            for part, place in zip(self._parts_of[node], places, strict=True):
+                for what in (COLUMNS[place.column], *(["again"] if part in again and place.column == 1 else [])):
                     times[what][place.row] += seconds
                     counts[what][place.row] += 1
         steps = self.step.stages
@@ -197,9 +188,9 @@ class StagedView(LadderModel):
     def _stage_columns(self) -> dict[str, list[float]]:
         """Return the figures of the stages: seconds of the parts, bytes, and the ops that are computed again."""
         again = [0] * len(self.stages)
-        for node, places in self.placed.items():
-            for at in self.again(node):
-                again[self._parts_of[node][at].stage] += places[at].column == 1
+        for node in self.nodes:
+            for part in computed_again(self.flow, self.step.plan, node):
+                again[part.stage] += part.half != "weight"
         return {
             "forward": [s.forward for s in self.stages],
             "backward": [s.backward_input for s in self.stages],
