@@ -1,4 +1,4 @@
-"""Piper's problems (bert32, gnmt), solved as Piper does and exactly: ``--json`` for machines.
+"""Piper's problems (bert32, gnmt, resnet), solved as Piper does and exactly: ``--json`` for machines.
 
 Tarnawski, Narayanan, Phanishayee, "Piper: Multidimensional Planner for DNN Parallelization", NeurIPS 2021, with the
 inputs and settings of https://github.com/msr-fiddle/piper (``main()`` of algo.cpp). A plan cuts the layers into stages;
@@ -11,8 +11,8 @@ sample, and the memory of each of its t d devices, are
 
 and the slowest stage counts. The format carries no order of microbatches, so there is no warm-up, and no overlap.
 
-The paper prints its results as figures. So ``piper`` is the dynamic program of the paper run here, with its greedy choice
-of what to recompute; ``ours`` chooses that exactly, where it decides, and ``bound`` is a proof for all plans.
+The paper prints its results as figures. So ``piper`` is the dynamic program of the paper run here, with its greedy
+choice of what to recompute; ``ours`` chooses that exactly, where it decides, and ``bound`` is a proof for all plans.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ BANDWIDTH = 25 * GIB
 SETTINGS: dict[str, tuple[tuple[int, float], ...]] = {
     "bert32": tuple((k, m) for m in (1.0, 2.0, 8.0, 80.0) for k in (8, 32, 64, 128)),
     "gnmt": (
-        (2, 2.5), (2, 3.5), (4, 1.2), (4, 2.5), (8, 0.6), (8, 1.2), (8, 2.4), (16, 0.3), (16, 0.6), (16, 1.2), (32, 0.3),
-        (32, 0.8), (64, 0.3),
+        (2, 2.5), (2, 3.5), (4, 1.2), (4, 2.5), (8, 0.6), (8, 1.2), (8, 2.4), (16, 0.3), (16, 0.6), (16, 1.2),
+        (32, 0.3), (32, 0.8), (64, 0.3),
+    ),
+    "resnet": (
+        (8, 4.0), (8, 8.0), (8, 16.0), (16, 1.5), (16, 2.0), (16, 4.0), (16, 8.0), (16, 16.0), (32, 1.5), (32, 2.0),
+        (32, 4.0), (32, 8.0), (32, 16.0),
     ),
 }  # fmt: skip
-"""The devices and GiB of each that Piper's program ran; of bert32 those of up to 128 devices."""
+"""The devices and GiB of each that Piper's program ran: of bert32 up to 128 devices, of resnet up to 32."""
 ROUNDING = 1e-9
 Floats = NDArray[np.float64]
 
@@ -95,7 +99,9 @@ def without_idle(problem: PiperProblem) -> PiperProblem:
 
     There are ten in gnmt (masks and states), and each would double the number of closed sets.
     """
-    idle = {i for i, layer in enumerate(problem.layers) if not any(any(w) for ways in layer.ways.values() for w in ways)}
+    idle = {
+        i for i, layer in enumerate(problem.layers) if not any(any(w) for ways in layer.ways.values() for w in ways)
+    }
     idle -= {end for u, v, c in problem.edges if c for end in (u, v)}
     while late := {v for u, v, _ in problem.edges if v in idle and u not in idle}:
         idle -= late
@@ -207,8 +213,9 @@ class PiperSearch:
 
     @cached_property
     def stages(self) -> list[tuple[int, int, dict[int, tuple[float, float, Floats, Floats]]]]:
-        """All stages: set, smaller set, and degree -> seconds without recompute, weights, recompute greedy and at least.
+        """All stages: set, smaller set, and degree -> seconds without recompute, weights, and recompute in two ways.
 
+        The two ways are Piper's greedy rule and the bound.
         Stages that do not fit with one sample in flight are left out.
         """
         edges = {degree: self.edge_bytes(degree) for degree in self.degrees}
@@ -232,7 +239,7 @@ class PiperSearch:
         return found
 
     def solve(self, greedy: bool) -> tuple[float, list[tuple[int, int, int, int, int]]]:
-        """Return the least time per sample and its stages: (set, smaller set, t, d, y), from the first; infinite if none.
+        """Return the least time per sample, infinite if nothing fits, and its stages: (set, smaller set, t, d, y).
 
         With ``greedy`` this is Piper's program; else recompute is from below, or exact where `exact` has it.
         """
@@ -360,7 +367,9 @@ def read(name: str, devices: int, gib: float) -> PiperProblem:
     data = json.loads((INPUTS / f"{name}.json").read_text())
     edges = [(u, v, c) for u, v, c in data["edges"]]
     tensor_parallel = "kinds" in data
-    layers = [bert_layer(*row) for row in bert_rows(data)] if tensor_parallel else [_layer(*row) for row in data["nodes"]]
+    layers = (
+        [bert_layer(*row) for row in bert_rows(data)] if tensor_parallel else [_layer(*row) for row in data["nodes"]]
+    )
     return PiperProblem(layers, edges, data["mbsInBatch"], devices, gib * GIB)
 
 
@@ -391,7 +400,7 @@ def bert_layer(
 
 
 def main() -> None:
-    """Run and print."""
+    """Run and print; times are in the unit of the inputs, which is seconds in bert32 and milliseconds in the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="*", help=f"of {', '.join(SETTINGS)}; by default all")
     parser.add_argument("--devices", type=int, help="only settings with at most so many devices")

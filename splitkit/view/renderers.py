@@ -142,7 +142,7 @@ def _halves(
         pair = divide(joint_flow(gm, forward_outputs(gm.graph)), plan, prices)
         return _pair(pair, costs=costs, memory=memory, title=title)
 
-    def ladder() -> LadderView | HalvesView:
+    def ladder() -> LadderView | HalvesView | StagedView:
         found = pair_picture().ladder
         assert found is not None  # `_pair` leaves it out only where the pair has no plan
         return found()

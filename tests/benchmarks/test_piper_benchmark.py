@@ -33,7 +33,9 @@ def random_problem(seed):
         taken = {1: {}, 2: {u: float(dice.randint(0, 2)) for u, v, _ in edges if v == number}}
         given = {1: {}, 2: {v: float(dice.randint(0, 2)) for u, v, _ in edges if u == number}}
         layers.append(piper.Layer(ways, taken, given))
-    return piper.PiperProblem(layers, edges, dice.choice([2, 4, 6]), dice.randint(1, 3), float(dice.randint(12, 60)), 1.0)
+    return piper.PiperProblem(
+        layers, edges, dice.choice([2, 4, 6]), dice.randint(1, 3), float(dice.randint(12, 60)), 1.0
+    )
 
 
 def least_time(problem):
@@ -99,6 +101,9 @@ def test_the_inputs_are_those_that_were_published():
     gnmt, bert = piper.read("gnmt", 2, 2.5), piper.read("bert32", 8, 8.0)
     assert (len(gnmt.layers), len(gnmt.edges), gnmt.microbatches) == (78, 104, 256)
     assert (len(bert.layers), len(bert.edges), bert.microbatches) == (37, 67, 1920)
+    resnet = piper.read("resnet", 8, 4.0)
+    assert (len(resnet.layers), len(resnet.edges), resnet.microbatches) == (177, 193, 7680)
+    assert resnet.layers[170].ways[1][1] == (6.056, 9437184.0, 1156055.04, 30563368.96)
     assert gnmt.layers[77].ways[1][1] == (54.937, 132512000.0, 37232640.0, 641487360.0)
     assert bert.layers[35].ways[8] == (
         (0.009328, 22144800.0, 142811136.0, 44289600.0), (0.011725, 22144800.0, 48234496.0, 138604096.0)

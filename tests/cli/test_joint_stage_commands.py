@@ -40,9 +40,7 @@ def test_a_plan_of_stages_says_what_each_stage_does(planned):
 
 def test_what_can_be_done_next_is_said_as_commands_that_work(planned, tmp_path, capsys):
     file, data = planned
-    assert data["next"] == (
-        f"splitkit train {file} --model {NET} --nproc 2 --schedule zbv --microbatches 4 --check"
-    )
+    assert data["next"] == (f"splitkit train {file} --model {NET} --nproc 2 --schedule zbv --microbatches 4 --check")
     assert data["view"] == f"splitkit view {file} --model {NET} -o page.html"
     page = tmp_path / "page.html"
     assert main(["view", file, "--model", NET, "-o", str(page), "--memory", "1MiB"]) == 0

@@ -47,7 +47,13 @@ def stages_outcome(
         "view": view,
     }
     text: list[RenderableType] = [
-        facts({"plan": data["note"].replace("; ", ";\n"), "prices": data["prices"], "took": seconds_text(data["seconds"]["plan"])}),
+        facts(
+            {
+                "plan": data["note"].replace("; ", ";\n"),
+                "prices": data["prices"],
+                "took": seconds_text(data["seconds"]["plan"]),
+            }
+        ),
         "",
         stage_table(data["stages"], data["unit"]),
         *([f"wrote {args.output}"] if args.output else []),

@@ -21,7 +21,7 @@ from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer, checked
 from splitkit.short_repr import brief, few
-from splitkit.training.stage_parts import HALVES
+from splitkit.training.stage_parts import HALVES, known_part
 from splitkit.units import size
 
 if TYPE_CHECKING:
@@ -250,8 +250,8 @@ class StagedStep(Shown):
         prices = checked(costs)
         seconds: dict[tuple[str, int], float] = {}
         for node, keys in self.plan.items():
-            for key in keys if node.op not in ("placeholder", "get_attr") else ():
-                seconds[key] = seconds.get(key, 0.0) + prices.seconds(node)  # type: ignore[index, arg-type]
+            for key in map(known_part, keys) if node.op not in ("placeholder", "get_attr") else ():
+                seconds[key] = seconds.get(key, 0.0) + prices.seconds(node)
         return tuple(self._costs_of(number, seconds, unit_of(costs), optimizer) for number in range(len(self.stages)))
 
     def _costs_of(
@@ -277,7 +277,7 @@ class StagedStep(Shown):
         )
 
     def parameter_bytes(self, number: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes of the parameters, buffers and inputs that a stage reads, and of their gradients, by name."""
+        """Return the bytes of what a stage is given (parameters, buffers, inputs) and of their gradients, by name."""
         returned = {i for stage in self.stages for i in (*stage.gradients, *stage.weight_gradients)}
         trained = {name for i, name in enumerate(self.primals) if i in returned}
         nodes = {n.name: n for n in self.stages[number].forward.graph.find_nodes(op="placeholder")}

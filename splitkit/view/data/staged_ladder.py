@@ -17,7 +17,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -240,7 +239,7 @@ class StagedView(LadderModel):
 
     @staticmethod
     def _makers(of: dict[Node, int], place: dict[Node, int]) -> list[tuple[int, int]]:
-        """Return the ops that make some values by their places, -1 for what no op makes, and bytes; the largest first."""
+        """Return the places of the ops that make some values (-1: no op does), and bytes; the largest first."""
         found = [(place.get(maker, -1), nbytes) for maker, nbytes in of.items()]
         return sorted(found, key=lambda each: (-each[1], each[0]))
 

@@ -267,7 +267,7 @@ class LadderDrawing:
     def _arrows(self, draw: Drawing) -> None:
         merged = [one for one in self._merged("edges") if one[0] != one[1]]
         most = max((nbytes for *_, nbytes in merged), default=0) or 1
-        columns = [(LEFT, LEFT + BOX / 2, -1)]
+        columns: list[tuple[float, float, int]] = [(LEFT, LEFT + BOX / 2, -1)]
         if self._trains:
             late = self._columns[1].x
             columns.append((late + BOX, late + BOX / 2, 1))
