@@ -291,7 +291,8 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
                 "SK601",
                 f"{args.target} has the stages of a training step, and this command splits a forward graph",
                 f"`splitkit train {args.target} --nproc N --schedule S` trains with it, "
-                f"`splitkit run {args.target}` runs it in one process, and `splitkit view {args.target} -o page.html` draws it.",
+                f"`splitkit run {args.target}` runs it in one process, and "
+                f"`splitkit view {args.target} -o page.html` draws it.",
             )
         raise UsageError(
             "SK601",

@@ -81,7 +81,7 @@ def by_rank(loads: Floats, rank_of: Sequence[int]) -> tuple[Floats, int]:
 
 
 def planned_step(policy: object) -> dict[str, Any]:
-    """Return the schedule, microbatches and links that a policy, or the one inside it, plans for; empty if there are none.
+    """Return the schedule, microbatches and links that a policy, or the one inside it, plans for; empty without any.
 
     They are fields of `splitkit.price_record.PriceRecord`.
     """
