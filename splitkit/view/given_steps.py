@@ -7,7 +7,7 @@ from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.run import ScheduleRun
 
 
-def simulated_step(run: object, count: int, what: str) -> ScheduleRun | None:
+def checked_run(run: object, count: int, what: str) -> ScheduleRun | None:
     """Return a simulated step that has as many stages as the plan has stages or parts.
 
     Raises:
@@ -25,7 +25,7 @@ def simulated_step(run: object, count: int, what: str) -> ScheduleRun | None:
     return run
 
 
-def measured_step(measured: object, run: ScheduleRun | None) -> MeasuredStep:
+def checked_measurement(measured: object, run: ScheduleRun | None) -> MeasuredStep:
     """Return a measured step that has the actions of the simulated one.
 
     Raises:

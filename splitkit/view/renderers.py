@@ -37,8 +37,8 @@ from splitkit.view.data.planned_run import planned_run
 from splitkit.view.data.rank_table import rank_table
 from splitkit.view.data.report import Report, report
 from splitkit.view.data.staged_ladder import StagedView
-from splitkit.view.data.staged_table import stage_table
-from splitkit.view.given_steps import measured_step, simulated_step
+from splitkit.view.data.staged_table import table_of_stages
+from splitkit.view.given_steps import checked_measurement, checked_run
 from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
 from splitkit.view.svg.bars import Bar, BarsDrawing
@@ -179,7 +179,7 @@ def _stages(
     limit = limit_of(memory)
     prices = costs_of(plan.prices, gm) if costs is None else costs
     stages = 1 + max((part.stage for key in plan.parts if (part := stage_part(key)) is not None), default=0)
-    given = simulated_step(run, stages, "stages")
+    given = checked_run(run, stages, "stages")
     if given is not None:
         require_times(given, prices)
 
@@ -192,7 +192,7 @@ def _stages(
 
     def tables() -> list[Table]:
         view = ladder()
-        return [stage_table(view), *([] if view.run is None else [rank_table(view.run, memory=limit)])]
+        return [table_of_stages(view), *([] if view.run is None else [rank_table(view.run, memory=limit)])]
 
     name = title or plan.note or "plan"
     return Picture(name, lambda: staged_svg(ladder()), tables, ladder, len(gm.graph.nodes), stages)
@@ -231,11 +231,11 @@ def _ladder(
     beside: object = None,
     title: str = "",
 ) -> Picture:
-    run = simulated_step(run, len(plan.parts), "parts")
+    run = checked_run(run, len(plan.parts), "parts")
     prices = costs_of(plan.prices, flow) if costs is None else costs
     if run is not None:
         require_times(run, prices)
-    ran = None if measured is None else measured_step(measured, run)
+    ran = None if measured is None else checked_measurement(measured, run)
     limit = limit_of(memory)
     several = None if isinstance(beside, Mapping) else items_of(beside)
     others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))

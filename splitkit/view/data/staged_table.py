@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def stage_table(view: StagedView) -> Table:
+def table_of_stages(view: StagedView) -> Table:
     """Return a table with a row for each stage: seconds of its parts, and bytes of a microbatch.
 
     ``fixed`` is weights, gradients and the state of the optimizer; ``held`` is what a microbatch holds from forward to
