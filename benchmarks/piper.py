@@ -419,7 +419,7 @@ def main() -> None:
         table.add_column(title, justify="left" if title == "input" else "right")
     for row in rows:
         values = [f"{row[what]:.6g}" if row[what] is not None else "none fits" for what in ("piper", "ours", "bound")]
-        values[2] = "optimal" if row["optimal"] else values[2]
+        values[2] = "optimal" if row["optimal"] and row["ours"] is not None else values[2]
         cells = [row["input"], str(row["devices"]), f"{row['gib']:g}", *values, f"{row['gain']:.3%}"]
         table.add_row(*cells, str(len(row["stages"])), f"{row['seconds']:.1f}")
     Console(width=120).print(table)
