@@ -400,7 +400,7 @@ def bert_layer(
 
 
 def main() -> None:
-    """Run and print; times are in the unit of the inputs, which is seconds in bert32 and milliseconds in the others."""
+    """Run and print; the inputs do not name the unit of their times, which are added to bytes / bandwidth as they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="*", help=f"of {', '.join(SETTINGS)}; by default all")
     parser.add_argument("--devices", type=int, help="only settings with at most so many devices")
