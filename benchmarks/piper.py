@@ -400,7 +400,7 @@ def bert_layer(
 
 
 def main() -> None:
-    """Run and print; the inputs do not name the unit of their times, which are added to bytes / bandwidth as they are."""
+    """Run and print; the inputs name no unit of their times, which are added to bytes / bandwidth as they are."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="*", help=f"of {', '.join(SETTINGS)}; by default all")
     parser.add_argument("--devices", type=int, help="only settings with at most so many devices")
