@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from splitkit.runtime.folder.load_weights import load as load
     from splitkit.runtime.generation.generator import serve as serve
     from splitkit.runtime.generation.local_generator import generator as generator
+    from splitkit.studies.explanation.compare_plans import compare_plans as compare_plans
     from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
     from splitkit.studies.fit.fit_result import Fit as Fit
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from splitkit.view.data.report import report as report
 
 _Shown.drawer = staticmethod(lambda: import_module("splitkit.view.renderers"))  # lower layers cannot import view
+_Shown.explainer = staticmethod(lambda: import_module("splitkit.studies.explanation.explain").explain)  # nor studies
 
 __version__ = "0.1.0"
 
@@ -103,6 +105,7 @@ _HOME = {
     "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
     "compare": "testing.compare",
+    "compare_plans": "studies.explanation.compare_plans",
     "explore": "studies.explore",
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",

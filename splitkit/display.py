@@ -18,9 +18,11 @@ class Shown:
 
     Attributes:
         drawer: gives the module that draws. ``splitkit/__init__.py`` sets it, as packages know only those below them.
+        explainer: gives the function that explains a plan; it is set likewise.
     """
 
     drawer: ClassVar[Callable[[], Any]]
+    explainer: ClassVar[Callable[[], Any]]
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """Return text and a still picture, for Jupyter and marimo."""

@@ -149,6 +149,7 @@ STAGED_LAWS: dict[str, Policy] = {
     "Pipeline": Pipeline(2, microbatches=4),
     "Pipeline, gpipe": Pipeline(3, "gpipe", microbatches=2, links="nvlink4"),
     "Pipeline, zbv": Pipeline(2, "zbv", microbatches=4),
+    "Pipeline, offload": Pipeline(2, "gpipe", microbatches=4, memory="1TiB", offload=1e15),
 }
 """Policies of training steps whose plans have other parts than forward and backward."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 from jointgraphs import Hand
 
@@ -11,6 +12,7 @@ from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.search.pipelines.joint_positions import JointPositions
 from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.pipelines.stage_transfers import StageTransfers
 
 
 class Prices:
@@ -107,3 +109,48 @@ def brute_force(flow, costs, stages, schedule, microbatches, memory=None, links=
             if memory is None or max(run.peaks) <= memory:
                 best = min(best, run.seconds)
     return best, count
+
+
+def brute_force_offload(flow, costs, stages, schedule, microbatches, memory, link, host=None):
+    """The shortest simulated step over all cuts, all choices of recompute and all sets of values on the host."""
+    positions = JointPositions.of(flow)
+    problems = StageProblems(positions, costs, "adam", schedule_named(schedule).divided)
+    transfers = StageTransfers(problems, link)
+    order = pipeline_order(schedule, stages, microbatches)
+    best = float("inf")
+    for inner in itertools.combinations(positions.legal.tolist(), stages - 1):
+        options = []
+        for span in itertools.pairwise([0, *inner, len(positions.forward)]):
+            problem, own = problems.problem(*span), []
+            for choice in all_choices(problem.savings):
+                base = problems.costs_of(problem, choice)
+                movable = sorted(transfers.movable(problem, choice))
+                for count in range(len(movable) + 1):
+                    own += [
+                        replace(base, copies=transfers.copies(problem, choice, some))
+                        for some in itertools.combinations(movable, count)
+                    ]
+            options.append(_undominated(own))
+        for costs_of in itertools.product(*options):
+            busy = max(s.forward + s.backward for s in costs_of) * microbatches
+            if busy >= best:
+                continue
+            run = simulate_schedule(costs_of, order)
+            if max(run.peaks) <= memory and (host is None or max(run.host_peaks) <= host):
+                best = min(best, run.seconds)
+    return best
+
+
+def _undominated(costs):
+    """Leave out what is no better in anything than another of the same cuts."""
+
+    def numbers(s):
+        c = s.copies
+        moved = (0, 0.0, 0.0, 0.0, 0.0) if c is None else (c.nbytes, c.out, c.out_end, c.back, c.back_tail)
+        return (s.backward, s.temporary_bytes, s.saved_bytes, s.saved_bytes - moved[0], *moved)
+
+    found = {}
+    for s in costs:
+        found.setdefault(numbers(s), s)
+    keys = [k for k in found if not any(o != k and all(a <= b for a, b in zip(o, k, strict=True)) for o in found)]
+    return [found[k] for k in keys]

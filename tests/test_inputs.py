@@ -167,7 +167,13 @@ FIELDS = {
     "Budget, host": (halved(Budget), {"budget": 10**9, "offload": 1e9}, {"host": LIMIT}),
     "Pipeline": (halved(Pipeline), {"n": 2}, {
         "n": (*COUNT, None), "schedule": (*WORD, None), "microbatches": COUNT, "memory": LIMIT, "links": WORD,
-        "recompute": (*NEVER[:7], None, 0, 1, "yes"), "optimizer": WORD}),
+        "recompute": (*NEVER[:7], None, 0, 1, "yes"), "optimizer": WORD, "ranks": COUNT,
+        "offload": (*WORD, 0, -1.0)}),
+    "Pipeline, host": (halved(Pipeline), {"n": 2, "offload": 1e9}, {"host": LIMIT}),
+    "Frontier, offload": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given).points, {
+        "of": "peak"}, {"offload": (*WORD, 0, -1.0)}),
+    "Frontier, host": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given), {
+        "of": "peak", "offload": 1e9}, {"host": LIMIT}),
     "MinCut": (halved(MinCut), {}, {
         "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5), "rules": (5, "x")}),
     "Remat": (halved(Remat), {}, {

@@ -22,7 +22,8 @@ FRONT_DOOR = MODULES | {
     "CUDA_BLOCK", "CaptureError", "CheckError", "Comparison", "CostError", "CycleError", "FileError", "Fit", "Frontier",
     "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan",
     "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "StagedStep", "SynthesizedOrder",
-    "analyze", "apply", "backend", "capture", "capture_decoder", "capture_joint", "compare", "explore", "fit",
+    "analyze", "apply", "backend", "capture", "capture_decoder", "capture_joint", "compare", "compare_plans", "explore",
+    "fit",
     "generator", "inline", "load", "measure_memory", "order_messages", "plan", "report", "serve", "simulate_memory",
     "simulate_schedule", "split", "split_module", "stage_costs", "sweep", "synthesize",
 }  # fmt: skip

@@ -8,6 +8,7 @@ from splitkit import __version__
 from splitkit.cli.completions import SHELLS
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
+from splitkit.cli.syntax.explain_options import add_compare, add_explain
 from splitkit.cli.syntax.fit_options import add_fit
 from splitkit.cli.syntax.generate_options import add_generate
 from splitkit.cli.syntax.options import (
@@ -58,6 +59,8 @@ def make_parser() -> Parser:
     add_generate(commands)
     _profile(commands)
     _view(commands)
+    add_explain(commands)
+    add_compare(commands)
     _sweep(commands)
     add_synthesize(commands)
     _devices(commands)
@@ -295,9 +298,10 @@ def _sweep(commands: Commands[Parser]) -> None:
     example = (
         "splitkit sweep gpt2 --costs roofline:h100\n"
         "splitkit sweep llama --size layers=4 --points 12 --json\n"
-        "splitkit sweep gpt2 --size layers=4 --of peak\n"
+        "splitkit sweep gpt2 --size layers=4 --of peak --offload pcie5\n"
         "splitkit sweep gpt2 --stages 2,4,8 --devices h200 --memory 80GiB\n"
         "splitkit sweep llama --stages 4 --microbatches 8,32 --schedules 1f1b,zbv,dualpipev\n"
+        "splitkit sweep gpt2 --stages 4 --what fwd-bwd --chunks 1,2 --memory 4GiB --offload pcie5\n"
         "splitkit sweep plan.json --devices h200"
     )
     what = "show what training in less memory costs; or, with --stages, find the fastest and smallest pipelines"
@@ -307,12 +311,26 @@ def _sweep(commands: Commands[Parser]) -> None:
     add_costs(parser.add_argument_group("prices"), "roofline:a100")
     parser.add_argument("--points", type=positive, metavar="N", help="without --stages: number of rows (default 10)")
     parser.add_argument("--of", choices=("saved", "peak"), help="without --stages: the memory to limit (default saved)")
+    parser.add_argument(
+        "--offload",
+        metavar="LINK",
+        help="with --of peak or --what fwd-bwd: move saved values to the host and back over this link, such as pcie5",
+    )
+    parser.add_argument("--host", metavar="SIZE", help="with --offload: the room on the host (default: no limit)")
     add_view(parser, "the picture and the table of the results")
     group = parser.add_argument_group(
         "pipelines: every combination of stages, microbatches and schedules is planned and simulated"
     )
     group.add_argument("--stages", type=numbers, metavar="N,N", help="numbers of stages, such as 2,4,8")
+    group.add_argument(
+        "--what",
+        choices=("parts", "fwd-bwd"),
+        help="stages of forward (parts, the default), or of the training step, which recompute what memory requires",
+    )
     group.add_argument("--microbatches", type=numbers, metavar="N,N", help="numbers of microbatches (default 4,8,16)")
+    group.add_argument(
+        "--chunks", type=numbers, metavar="N,N", help="with --what fwd-bwd: numbers of stages on each rank, such as 1,2"
+    )
     group.add_argument(
         "--schedules",
         type=words,

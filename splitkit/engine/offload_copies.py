@@ -110,7 +110,7 @@ class HostCopies:
             copies[value] = self._call(graph, f"copy_of_{value.name}_back", TO_DEVICE, args, value, value_of(value))
         for value in self.read.get(node, ()):
             args = copies[value], hosts[value]
-            env[value] = self._call(graph, f"{value.name}_back", ARRIVED, args, value, value_of(value))
+            env[value] = self._call(graph, back_on_device(value.name), ARRIVED, args, value, value_of(value))
 
     def _call(
         self, graph: fx.Graph, name: str, target: object, args: tuple[object, ...], value: Node, val: object
@@ -123,6 +123,11 @@ class HostCopies:
 def on_host(name: str) -> str:
     """Return the name of the copy of a value on the host."""
     return f"{name}_on_host"
+
+
+def back_on_device(name: str) -> str:
+    """Return the name of a value that is on the device again."""
+    return f"{name}_back"
 
 
 def _why_not(flow: JointFlow, value: Node, saved: Collection[Node], early: Collection[Node]) -> str:

@@ -14,7 +14,7 @@ from splitkit.costs import Costs
 from splitkit.display import Shown
 from splitkit.engine.complete import check_plan
 from splitkit.engine.offload_copies import HostCopies
-from splitkit.engine.split import with_prices
+from splitkit.engine.split import with_origin
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.byte_sizes import storage_bytes
 from splitkit.graph.storages import storages_shown
@@ -223,7 +223,7 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
 def decide_joint(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Plan:
     """Return the plan that a policy, or an object in its place, makes for a joint graph."""
     decided = as_plan(policy, flow, costs)
-    return with_prices(decided, policy, flow, costs) if isinstance(policy, Policy) else decided
+    return with_origin(decided, policy, flow, costs) if isinstance(policy, Policy) else decided
 
 
 def _with_homes(flow: JointFlow, plan: Plan) -> Plan:

@@ -32,6 +32,7 @@ from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.plan_display import ShownPlan
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
+from splitkit.plans.policy_text import policy_text
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, refine
 from splitkit.short_repr import brief, few
@@ -238,7 +239,7 @@ def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: On
         decided = as_plan(policy, flow, unit(flow))  # only policies look at prices
     else:
         costs = default(flow) if costs is None else costs
-        decided = with_prices(as_plan(policy, flow, costs), policy, flow, costs)
+        decided = with_origin(as_plan(policy, flow, costs), policy, flow, costs)
     if on_cycle == "error":
         return decided
     try:
@@ -250,8 +251,10 @@ def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: On
     return decided
 
 
-def with_prices(plan: Plan, policy: object, flow: Dataflow, costs: Costs) -> Plan:
-    """Return the plan with a record of the prices that the policy used; a plan that has one keeps it."""
+def with_origin(plan: Plan, policy: object, flow: Dataflow, costs: Costs) -> Plan:
+    """Return the plan with a record of the policy and of the prices that it used; a plan that has them keeps them."""
+    if not plan.policy and (text := policy_text(policy)):
+        plan = replace(plan, policy=text)
     if plan.prices is not None:
         return plan
     price = getattr(policy, "price", None)

@@ -32,9 +32,20 @@ _BY_ADDRESS = ("as_strided", "as_strided_", "_reshape_alias", "set_", "untyped_s
 
 def together(flow: Dataflow) -> list[tuple[Node, ...]]:
     """Return sets of placeable nodes; all nodes of a set must be in one stage. A node may be in several sets."""
-    sets = [*_by_memory(flow), *_by_values(flow), *_by_address(flow), *_by_cache(flow)]
-    placed = [dict.fromkeys(node for node in nodes if flow.is_placeable(node)) for nodes in sets]
-    return [tuple(nodes) for nodes in placed if len(nodes) > 1]
+    return [nodes for nodes, _ in together_because(flow)]
+
+
+def together_because(flow: Dataflow) -> list[tuple[tuple[Node, ...], str]]:
+    """Return the sets of `together`, each with the reason."""
+    rules = {
+        "they use memory that one of them writes in place": _by_memory,
+        "one reads a value of another that cannot be sent to another process": _by_values,
+        "one reads the memory of another by address, and a copy has other addresses": _by_address,
+        "they use one cache, which stays where it is from call to call": _by_cache,
+    }
+    sets = ((nodes, why) for why, find in rules.items() for nodes in find(flow))
+    placed = ((tuple(dict.fromkeys(node for node in nodes if flow.is_placeable(node))), why) for nodes, why in sets)
+    return [(nodes, why) for nodes, why in placed if len(nodes) > 1]
 
 
 def _by_memory(flow: Dataflow) -> Iterator[list[Node]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from splitkit.pipeline.host_copies_of_stage import windows_of
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
 from splitkit.pipeline.replication_costs import share
 from splitkit.pipeline.schedules import schedule_of
@@ -146,6 +147,20 @@ def _of_actions(run: StepTrace) -> Iterator[Changes]:
     yield Changes(rank, run.ends, last, -freed, _SAVED)
     yield Changes(rank, run.starts, first, temporary, _TEMPORARIES)
     yield Changes(rank, run.ends, last, -temporary, _TEMPORARIES)
+    yield from host_changes(run, _SAVED)
+
+
+def host_changes(run: StepTrace, column: int) -> Iterator[Changes]:
+    """Yield the saved bytes that leave the device for the host, and those that come back."""
+    moved = {s: costs.copies.nbytes for s, costs in enumerate(run.stages) if costs.copies is not None}
+    if not moved or run.goes_on is None:
+        return
+    found = [(stage, window) for (stage, _), window in windows_of(run.order).items() if stage in moved]
+    nbytes = np.array([moved[stage] for stage, _ in found], np.int64)
+    gone = np.array([window.released for _, window in found], np.int64)
+    come = np.array([window.asked for _, window in found], np.int64)
+    yield Changes(run.order.columns.rank[gone], run.goes_on[gone], 2 * gone + 1, -nbytes, column)
+    yield Changes(run.order.columns.rank[come], run.starts[come], 2 * come, nbytes, column)
 
 
 def units_of(run: StepTrace, stage: int) -> tuple[int, int, int]:

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splitkit.pipeline.memory import MESSAGES, Changes, accumulated, message_changes, static_bytes, units_of
+from splitkit.pipeline.memory import (
+    MESSAGES,
+    Changes,
+    accumulated,
+    host_changes,
+    message_changes,
+    static_bytes,
+    units_of,
+)
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
 from splitkit.pipeline.trace import Floats, StepTrace
 
@@ -64,7 +72,8 @@ def memory_by_stage(run: StepTrace) -> MemoryByStage:
     owned = tuple(tuple(stage for stage, rank in enumerate(of) if rank == own) for own in range(run.ranks))
     place = np.array([owned[rank].index(stage) for stage, rank in enumerate(of)])
     columns = 1 + len(UNITS) * max(map(len, owned))
-    live = accumulated([*message_changes(run), *_counts(run, 1 + len(UNITS) * place)], columns, run.ranks)
+    bytes_too = [*message_changes(run), *host_changes(run, MESSAGES)]
+    live = accumulated([*bytes_too, *_counts(run, 1 + len(UNITS) * place)], columns, run.ranks)
     bare, static = MemoryByStage(tuple(units), owned, ()), static_bytes(run)
     points = []
     for rank, (counts, seconds) in enumerate(live):

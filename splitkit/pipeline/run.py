@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from splitkit.display import ShownOverTime
 from splitkit.pipeline.chrome_trace import chrome_trace
+from splitkit.pipeline.host_windows import most_on_host
 from splitkit.pipeline.memory import RankMemory, memory_over_time, rank_memory
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD
 from splitkit.pipeline.rank_rows import RankRow
@@ -87,6 +88,12 @@ class ScheduleRun(ShownOverTime, StepTrace):
     def memory(self) -> tuple[RankMemory, ...]:
         """The memory of each rank at its peak, by kind."""
         return rank_memory(self)
+
+    @cached_property
+    def host_peaks(self) -> tuple[int, ...]:
+        """The most bytes that each rank has on the host at once."""
+        moved = {s: costs.copies.nbytes for s, costs in enumerate(self.stages) if costs.copies is not None}
+        return tuple(most_on_host(row, moved) for row in self.order.ranks)
 
     @property
     def peaks(self) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
+from splitkit.pipeline.host_copies_of_stage import times_with_copies
 from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.message_times import times_of_messages
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
@@ -79,9 +80,9 @@ def simulate_schedule(
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
     step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
-    starts, ends, leaves, arrives = (np.array(column, float) for column in _times(step))
-    syncs, transport = step.syncs, step.transport
-    return ScheduleRun(step.order, step.stages, starts, ends, leaves, arrives, static_buffers, syncs, transport)
+    starts, ends, leaves, arrives, *goes_on = (np.array(column, float) for column in _times(step))
+    given = static_buffers, step.syncs, step.transport
+    return ScheduleRun(step.order, step.stages, starts, ends, leaves, arrives, *given, *goes_on)
 
 
 @dataclass(frozen=True)
@@ -233,8 +234,17 @@ def _messages(order: PipelineOrder, stages: Sequence[StageCosts], transport: Tra
 
 
 def _times(step: PricedStep) -> tuple[list[float], ...]:
-    """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none)."""
+    """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none).
+
+    If stages copy to the host, a fifth list says when the rank of each action goes on.
+    """
     order, overlap = step.order, step.transport.overlap
+    copies = [stage.copies for stage in step.stages]
+    if any(copies):
+        if isinstance(order, MessageOrder) or not overlap:
+            text = "stages that offload need messages that travel beside the work, without an order of their own"
+            raise ScheduleError("SK330", text, "Leave out overlap=False, and give the actions without messages.")
+        return times_with_copies(order, step.durations, step.channels, step.travel, copies)
     if isinstance(order, MessageOrder):
         return times_of_messages(order, step.durations, step.travel, blocking=not overlap)
     run = _overlapped if overlap else _in_turn

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from splitkit.checks import MOST, is_number, is_whole, shown
 from splitkit.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from splitkit.pipeline.host_copies_of_stage import StageCopies
 
 MOST_SECONDS, MOST_BYTES = 1e100, 2**60
 """The largest figures of one stage: sums of many are still finite, and fit into 64-bit integers."""
@@ -40,6 +44,7 @@ class StageCosts:
         replicas: the number of devices that run the stage, each on an equal share of every microbatch. The other fields
             are those of one replica (`splitkit.pipeline.replication_costs`), except messages, which are of all
             together.
+        copies: what of ``saved_bytes`` waits on the host, and how long its copies take; ``None`` for nothing.
 
     Raises:
         ScheduleError: SK332 if one is negative or no number; names the field.
@@ -58,11 +63,15 @@ class StageCosts:
     optimizer_bytes: int = 0
     unit: str = "s"
     replicas: int = 1
+    copies: StageCopies | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
+                continue
+            if field.name == "copies":
+                _require_copies(value, self.saved_bytes)
                 continue
             if field.name == "unit":
                 if not isinstance(value, str):
@@ -88,6 +97,15 @@ class StageCosts:
     def backward(self) -> float:
         """Seconds of both parts of backward."""
         return self.backward_input + self.backward_weight
+
+
+def _require_copies(value: object, saved: int) -> None:
+    from splitkit.pipeline.host_copies_of_stage import StageCopies
+
+    if not isinstance(value, StageCopies):
+        raise ScheduleError("SK332", f"copies is {shown(value)}", "Give StageCopies or None.")
+    if value.nbytes > saved:
+        raise ScheduleError("SK332", f"{value.nbytes} bytes go to the host, and {saved} are saved", "Give no more.")
 
 
 def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:

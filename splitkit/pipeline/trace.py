@@ -58,6 +58,8 @@ class StepTrace:
         syncs: rank -> seconds in which its replicas sum their gradients after the last action; empty if no stage has
             replicas, or messages take no time.
         transport: the communication model, if known.
+        goes_on: when the rank goes on after each action: at its end, or later where it waits for copies to the host;
+            ``None`` if no stage copies.
     """
 
     order: PipelineOrder
@@ -69,6 +71,7 @@ class StepTrace:
     static_buffers: bool
     syncs: tuple[float, ...] = ()
     transport: Transport | None = None
+    goes_on: Floats | None = None
 
     @property
     def ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""The methods `view`, `to_html` and `to_svg` that plans and splits share."""
+"""The methods `view`, `to_html`, `to_svg` and `explain` that plans and splits share."""
 
 from __future__ import annotations
 
@@ -20,6 +20,27 @@ OtherPlan = Mapping[Node, tuple[PartKey, ...]]
 
 class ShownPlan(Shown):
     """An object that is drawn as a plan of a graph."""
+
+    def explain(
+        self, where: object = None, *, policy: object = None, costs: Costs | None = None, again: bool = True
+    ) -> Any:
+        """Explain why the plan is as it is: what limits it, how far from the best it may be, what would help.
+
+        The explanation prints as text, has ``to_dict()``, and a notebook shows it as HTML.
+
+        Args:
+            where: a node or its name, or a part or its name, to explain instead of the whole plan.
+            policy: the policy whose limits hold (memory, schedule, links); by default the one that made the plan, if
+                the plan has recorded it.
+            costs: the prices; by default those that the plan was made with.
+            again: whether to plan again with one more device, one fewer, and more memory; that takes as long as
+                planning.
+
+        Raises:
+            PlanError: SK314 if the plan has no such part or node, SK315 for a part of a training step.
+            PolicyError: SK301 if ``policy`` is no policy.
+        """
+        return Shown.explainer()(self, where, policy=policy, costs=costs, again=again)
 
     def view(
         self,

@@ -23,6 +23,7 @@ from splitkit.errors import FileError, PlanError, PlanWarning
 from splitkit.plans import node_matching
 from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
 from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
+from splitkit.plans.policy_text import MOST_TEXT
 from splitkit.price_record import KINDS, MOST_LETTERS, PriceRecord
 from splitkit.prices import MOST_SECONDS
 
@@ -49,6 +50,7 @@ class PlanFields(NamedTuple):
     claim: Claim | None
     prices: PriceRecord | None
     offloaded: tuple[Offloaded, ...] = ()
+    policy: str = ""
 
 
 def encode_plan(plan: PlanFields) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def encode_plan(plan: PlanFields) -> dict[str, Any]:
         "places": {n.name: [number[k] for k in plan.places[n]] for n in nodes},
     }
     data |= {} if plan.prices is None else {"prices": _prices_to_json(plan.prices)}
+    data |= {"policy": plan.policy} if plan.policy else {}
     return data | ({"offloaded": offloaded_to_json(plan.offloaded)} if plan.offloaded else {})
 
 
@@ -106,7 +109,8 @@ def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
         note, claim = f"{note} (for other sizes: {other})".lstrip(), None
         prices = None if prices is not None and prices.kind == "table" else prices  # a table is of the old sizes
     offloaded = offloaded_from_json(data.get("offloaded"), by_name)
-    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim, prices, offloaded)
+    policy = _policy(data.get("policy", ""))
+    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim, prices, offloaded, policy)
 
 
 def parts_in_data(data: object) -> Mapping[PartKey, Part]:
@@ -232,6 +236,13 @@ def _routing(data: object) -> Literal["direct", "relay"]:
     if data != "direct" and data != "relay":
         raise _damaged("routing", data, "'direct' or 'relay'")
     return "direct" if data == "direct" else "relay"
+
+
+def _policy(data: object) -> str:
+    """Return the expression of the policy; files that predate it, and plans of functions, have none."""
+    if not isinstance(data, str) or not data.isprintable() or len(data) > MOST_TEXT:
+        raise _damaged("policy", data, "the text of a policy")
+    return data
 
 
 def _parts(data: object) -> list[Part]:

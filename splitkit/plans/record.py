@@ -97,6 +97,8 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
             these prices unless they are given others. Plans that differ in it only are equal.
         offloaded: saved values of a training step that wait for backward in host memory. They are values that forward
             computes and backward takes.
+        policy: the policy that made it, as an expression (``"Stages(4, schedule='1f1b')"``), so that an explanation
+            knows its limits; empty if the policy cannot be written so. Plans that differ in it only are equal.
     """
 
     places: Mapping[Node, tuple[PartKey, ...]]
@@ -106,6 +108,7 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
     claim: Claim | None = None
     prices: PriceRecord | None = field(default=None, compare=False)
     offloaded: tuple[Offloaded, ...] = ()
+    policy: str = field(default="", compare=False)
 
     __repr__ = brief
 
@@ -188,7 +191,7 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data, by node name; see `splitkit.plans.plan_file`."""
-        own = (self.places, self.parts, self.note, self.routing, self.claim, self.prices, self.offloaded)
+        own = (self.places, self.parts, self.note, self.routing, self.claim, self.prices, self.offloaded, self.policy)
         known = plan_file.PlanFields(*own)
         return plan_file.encode_plan(known)
 

@@ -9,7 +9,8 @@ from typing import Literal
 
 from splitkit.checks import is_number, is_whole, is_word, nbytes, seconds, shown
 from splitkit.costs import Costs
-from splitkit.costs.links import HostLink, Link, Links
+from splitkit.costs.host_room import Offload, require_offload, room_of_host
+from splitkit.costs.links import HostLink
 from splitkit.costs.named import priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
@@ -103,7 +104,7 @@ class Budget:
     optimizer: str | MakeOptimizer | None = None
     accumulate: bool = True
     reserve: int | float | str = 0.05
-    offload: str | float | Link | Links | None = None
+    offload: Offload = None
     host: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -128,19 +129,13 @@ class Budget:
         self._check_offload()
 
     def _check_offload(self) -> None:
+        require_offload(self, self.offload, self.host, "Budget('2GiB', ")
         if self.offload is None:
-            if self.host is not None:
-                text = f"Budget has host={shown(self.host)}, and no link to it"
-                raise PolicyError("SK302", text, "Name the link: Budget('2GiB', offload='pcie5', host='8GiB').")
             return
-        HostLink.of(self.offload)
         if self.of != "peak" or self.budget == LEAST:
             what = f"of={self.of!r}" if self.of != "peak" else f"budget={LEAST!r}"
             remedy = "Offload trades time against the peak: give the bytes of the peak, a share, or a card."
             raise PolicyError("SK302", f"Budget has offload={shown(self.offload)} and {what}", remedy)
-        if self.host is not None and not nbytes(self, "host", self.host):
-            remedy = "Give the bytes that it has room for, or leave host= or offload= out."
-            raise PolicyError("SK302", f"Budget offloads to a host without room: host={shown(self.host)}", remedy)
 
     def _check_card(self) -> None:
         if self.budget is not None or self.of != "peak":
@@ -237,7 +232,7 @@ class Budget:
         return best.choice.plan(self._note(limit, best, proof, search))
 
     def _with_offload(self, search: RecomputeSearch, costs: Costs, limit: int, whole: Seen) -> Plan:
-        host = inf if self.host is None else nbytes(self, "host", self.host)
+        host = room_of_host(self, self.host)
         planner = OffloadPlanner(search, checked(costs), HostLink.of(self.offload), host)
         best = planner.best(limit, whole)
         if best is None:

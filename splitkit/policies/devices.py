@@ -148,8 +148,18 @@ class Devices:
                 would do.
         """
         enough_nodes(flow, 1)
+        demand = self.request(flow, costs)
+        named = isinstance(self.devices, Mapping)
+        pieces = None if self.pieces is None else min(self.pieces, len(flow.nodes))
+        soon = self.objective == "latency"
+        counted = (_STAGES_COUNTED if pieces == 1 and not soon else _COUNTED) * self.seconds
+        demand.analyze()
+        return DeviceSearch(demand, soon, pieces, counted, named, clock=Clock(self.seconds)).plan()
+
+    def request(self, flow: Dataflow, costs: Costs) -> DeviceRequest:
+        """Return what is asked of a search on a graph: the prices of each device, and all limits."""
         per_token = cache_of(self._cached, flow, costs) if self.tokens else {}
-        demand = DeviceRequest(
+        return DeviceRequest(
             policy=self,
             flow=flow,
             costs=costs,
@@ -162,9 +172,3 @@ class Devices:
             together=self.together,
             only=self.only,
         )
-        named = isinstance(self.devices, Mapping)
-        pieces = None if self.pieces is None else min(self.pieces, len(flow.nodes))
-        soon = self.objective == "latency"
-        counted = (_STAGES_COUNTED if pieces == 1 and not soon else _COUNTED) * self.seconds
-        demand.analyze()
-        return DeviceSearch(demand, soon, pieces, counted, named, clock=Clock(self.seconds)).plan()

@@ -5,24 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from splitkit.checks import Memory, count, memory_of, settle, shown
 from splitkit.costs import Costs, Links, unit_of
-from splitkit.costs.links import as_links
+from splitkit.costs.host_room import Offload, require_offload, require_seconds, room_of_host
+from splitkit.costs.links import HostLink, as_links
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_schedule
+from splitkit.pipeline.defaults import microbatches_of
+from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.stage_prices import check_stage_optimizer
+from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
 from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.offload_cut_search import HostRoom, OffloadCutSearch
+from splitkit.search.pipelines.planned_pipeline import PlannedPipeline
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.pipelines.stage_transfers import StageTransfers
 from splitkit.search.pipelines.staged_plan import staged_plan
+from splitkit.training.choices import Choice
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
 
@@ -52,6 +61,12 @@ class Pipeline:
     there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
     those that send the fewest bytes; the note says how many of how many.
 
+    ``Pipeline(4, memory="80GiB", offload="pcie5")`` may also move saved values to the host while other microbatches
+    run. A value leaves in its stage's forward and the rank's next action, and comes back in the action before the
+    stage's backward; each rank copies one value at a time in each direction, and the simulated step includes what
+    ranks wait for. The step is never longer than that of the plan without offload, nor than offloading the largest
+    values first in the cuts that were looked at. Prices must be in seconds.
+
     Attributes:
         n: the number of stages.
         schedule: the schedule, as in `splitkit.simulate_schedule`. If it divides backward, recompute belongs to the
@@ -61,6 +76,10 @@ class Pipeline:
         links: the links between the ranks ``0, 1 ...``, or the name of a preset (``"nvlink4"``).
         recompute: whether stages may recompute.
         optimizer: the optimizer whose state counts: ``"adam"`` by default, ``"momentum"``, ``"sgd"``.
+        ranks: the number of ranks, for schedules that put any number of stages on each; by default as many as the
+            schedule usually has (`splitkit.simulate_schedule`).
+        offload: the link of each rank to its host, as in `splitkit.policies.Budget`; ``None`` offloads nothing.
+        host: with ``offload``: the bytes that each rank may have on the host; ``None`` for any number.
     """
 
     n: int
@@ -70,20 +89,28 @@ class Pipeline:
     links: str | Links | None = None
     recompute: bool = True
     optimizer: Optimizer = None
+    ranks: int | None = None
+    offload: Offload = None
+    host: int | str | None = None
 
     def __post_init__(self) -> None:
         settle(self, "n", count)
+        settle(self, "ranks", count, optional=True)
         schedule_named(self.schedule)
-        require_schedule(self, self.schedule, self.microbatches, self.n)
-        memory_of(self, self.memory, self._ranks)
+        memory_of(self, self.memory, len(self._order.ranks))
         as_links(self.links)
         check_stage_optimizer(self.optimizer)
+        require_offload(self, self.offload, self.host, f"Pipeline({self.n}, ")
         if not isinstance(self.recompute, bool):
             raise PolicyError("SK302", f"Pipeline has recompute={shown(self.recompute)}", "Use True or False.")
 
     @property
-    def _ranks(self) -> int:
-        return max(ranks_of(self.schedule, self.microbatches, self.n)) + 1
+    def _order(self) -> PipelineOrder:
+        return pipeline_order(self.schedule, self.n, microbatches_of(self.microbatches, self.n), self.ranks)
+
+    @property
+    def _limits(self) -> tuple[int | None, ...]:
+        return memory_of(self, self.memory, len(self._order.ranks))
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan with the parts ``("forward", s)`` and ``("backward", s)``.
@@ -94,29 +121,44 @@ class Pipeline:
                 what would fit.
         """
         joint = as_joint(self, flow)
-        enough_nodes(joint, self.n)
-        frontiers = self._frontiers(joint, checked(costs))
-        search = self._search(frontiers, memory_of(self, self.memory, self._ranks))
+        return self.found(self.problems(joint, costs)).plan
+
+    def problems(self, flow: JointFlow, costs: Costs) -> StageProblems:
+        """Return the problems of all stages of a joint graph, for `found`."""
+        optimizer = counted_optimizer(self.optimizer, self.schedule, checked(costs))
+        divided = schedule_named(self.schedule).divided
+        return StageProblems(JointPositions.of(flow), costs, optimizer, divided, recompute=self.recompute)
+
+    def found(self, problems: StageProblems) -> PlannedPipeline:
+        """Return the plan with its simulated step. Errors as in `assign`.
+
+        Args:
+            problems: those of the graph, by a policy with the same optimizer, recompute and kind of schedule.
+        """
+        enough_nodes(problems.flow, self.n)
+        frontiers = StageFrontiers(problems)
+        search = self._search(frontiers, self._limits)
         if len(search.cuts) - 1 < self.n:
             raise _too_few(self.n, len(search.cuts) - 1)
         found = search.run()
         if found.best is None:
             raise self._infeasible(frontiers, found)
-        return self._plan(frontiers, found, found.best)
-
-    def _frontiers(self, flow: JointFlow, costs: Costs) -> StageFrontiers:
-        optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
-        divided = schedule_named(self.schedule).divided
-        positions = JointPositions.of(flow)
-        return StageFrontiers(StageProblems(positions, costs, optimizer, divided, recompute=self.recompute))
+        best = found.best
+        again = tuple(point.seconds for point in best.points)
+        return PlannedPipeline(self._plan(frontiers, found, best), best.run, self._limits, again)
 
     def _search(self, frontiers: StageFrontiers, limits: Sequence[int | None]) -> CutSearch:
-        order = pipeline_order(self.schedule, self.n, microbatches_of(self.microbatches, self.n))
-        return CutSearch(frontiers, order, as_links(self.links), limits)
+        given = frontiers, self._order, as_links(self.links), limits
+        if self.offload is None:
+            return CutSearch(*given)
+        require_seconds(frontiers.problems.costs)
+        transfers = StageTransfers(frontiers.problems, HostLink.of(self.offload))
+        return OffloadCutSearch(*given, HostRoom(transfers, room_of_host(self, self.host)))
 
     def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]
         plan = staged_plan(frontiers.problems.positions, best.ends, choices, self._note(frontiers, found, best))
+        plan = replace(plan, offloaded=_offloaded(frontiers, best, choices))
         run = best.run
         stages = [s for s, rank in enumerate(run.order.rank_of) if rank == run.busiest_rank]
         limiting = max(stages, key=lambda s: run.stages[s].forward + run.stages[s].backward)
@@ -126,7 +168,7 @@ class Pipeline:
 
     def _note(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> str:
         run, unit = best.run, unit_of(frontiers.problems.costs)
-        limits = memory_of(self, self.memory, self._ranks)
+        limits = self._limits
         tight = max(range(run.ranks), key=lambda r: run.peaks[r] / (limits[r] or max(run.peaks)))
         held = run.memory[tight]
         kinds = {
@@ -146,13 +188,13 @@ class Pipeline:
             f"{run.order.name}, {run.order.microbatches} microbatches: step {duration(best.seconds, unit)}, at least "
             f"{duration(bound, unit)}, gap {gap:.2%}; rank {tight} decides: peak {size(held.peak)}{within} ("
             f"{', '.join(f'{name} {size(nbytes)}' for name, nbytes in kinds.items())}); computed again by stage: "
-            f"{again}; {found.cuts[0]} of {found.cuts[1]} positions of cuts, {found.tried} candidates simulated, "
-            f"{found.classes} frontiers"
+            f"{again}; {_on_host(best)}{found.cuts[0]} of {found.cuts[1]} positions of cuts, {found.tried} candidates "
+            f"simulated, {found.classes} frontiers"
         )
 
     def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts) -> NoPlanError:
         """Return the refusal; the memory that it names was tried."""
-        limits = memory_of(self, self.memory, self._ranks)
+        limits = self._limits
         least = min(limit for limit in limits if limit is not None)
         enough = self._search(frontiers, limits).smallest()
         remedy = "Use more stages, a smaller microbatch, or an optimizer with less state."
@@ -172,6 +214,25 @@ class Pipeline:
         if nearest is not None and enough is not None:
             error.nearest, error.excess = nearest, max(enough.run.peaks) - least
         return error
+
+
+def _offloaded(frontiers: StageFrontiers, best: ScoredCuts, choices: Sequence[Choice]) -> tuple[Offloaded, ...]:
+    """Return the values that stages move, in the order of the graph."""
+    values = []
+    for span, choice, storages in zip(best.spans, choices, best.moved, strict=bool(best.moved)):
+        savings = frontiers.problem(*span).savings
+        saved = np.flatnonzero(choice.saved).tolist()
+        values += [savings.values[v] for v in saved if int(savings.storage[v]) in storages]
+    order = frontiers.problems.flow.index
+    return tuple(Offloaded(value) for value in sorted(values, key=order.__getitem__))
+
+
+def _on_host(best: ScoredCuts) -> str:
+    if not any(best.moved):
+        return ""
+    moved = (0 if stage.copies is None else stage.copies.nbytes for stage in best.run.stages)
+    most = max(best.run.host_peaks)
+    return f"on the host by stage and microbatch: {', '.join(map(size, moved))}, at most {size(most)} of a rank; "
 
 
 def _too_few(wanted: int, most: int) -> NoPlanError:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from splitkit import checks
 from splitkit.costs import Costs, default, unit_of
+from splitkit.costs.host_room import Offload, require_offload, room_of_host
+from splitkit.costs.links import HostLink
 from splitkit.costs.named import Price, priced, require_price
 from splitkit.costs.recorded import record_of
 from splitkit.display import Shown
@@ -19,6 +21,9 @@ from splitkit.frontends.joint.joint_capture import Joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
 from splitkit.prices import checked, require_costs
+from splitkit.search.recompute.offload_frontier import OffloadFrontier
+from splitkit.search.recompute.offload_planner import OffloadPlanner
+from splitkit.search.recompute.offload_search import OffloadPlan
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.pareto_peaks import PeakFrontier
 from splitkit.search.recompute.plan_pool import Seen
@@ -38,6 +43,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class _Moved:
+    """A plan that offloads, and the planner that describes it."""
+
+    found: OffloadPlan
+    planner: OffloadPlanner
+
+
+@dataclass(frozen=True, eq=False)
 class Point:
     """One point of a frontier.
 
@@ -49,6 +62,7 @@ class Point:
     choice: Choice
     costs: Costs
     _peak: int | None = None
+    _moved: _Moved | None = None
 
     __repr__ = brief
 
@@ -59,15 +73,30 @@ class Point:
 
     @cached_property
     def seconds(self) -> float:
-        """The recompute time, in the unit of the costs."""
-        return self.choice.seconds
+        """The recompute time, in the unit of the costs; with offload, that and the waiting for copies."""
+        return self.choice.seconds + self.waits
+
+    @property
+    def waits(self) -> float:
+        """The seconds that the step waits for copies to and from the host."""
+        return 0.0 if self._moved is None else self._moved.found.run.exposed
+
+    @property
+    def host(self) -> int:
+        """The bytes that are on the host when forward ends."""
+        return 0 if self._moved is None else self._moved.found.run.host
 
     @cached_property
     def plan(self) -> Plan:
         """The plan, for `Joint.split` and the like."""
         peak = "" if self._peak is None else f"peak {size(self._peak)}, "
-        again = duration(self.seconds, self.choice.savings.time_unit)
-        found = self.choice.plan(f"frontier: {peak}{size(self.saved)} saved, {again} computed again")
+        again = duration(self.choice.seconds, self.choice.savings.time_unit)
+        note = f"frontier: {peak}{size(self.saved)} saved, {again} computed again"
+        if self._moved is None:
+            found = self.choice.plan(note)
+        else:
+            note += f", {size(self.host)} on the host, {duration(self.waits)} waited for copies"
+            found = self._moved.planner.described(self._moved.found, note)
         return replace(found, prices=record_of(self.costs, self.choice.savings.flow))
 
     @cached_property
@@ -85,7 +114,8 @@ class Point:
 
     def to_dict(self, peak: bool = False) -> dict[str, Any]:
         """Return the numbers as plain data."""
-        return {"saved": self.saved, "seconds": self.seconds, **({"peak": self.peak} if peak else {})}
+        moved = {} if self._moved is None else {"waits": self.waits, "host": self.host}
+        return {"saved": self.saved, "seconds": self.seconds, **moved, **({"peak": self.peak} if peak else {})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +135,10 @@ class Frontier(Shown):
     several budgets find, from ``Budget("least")`` upwards; each has a higher peak and less recompute than the one
     before. Better plans may exist. It takes about as long as those searches.
 
+    ``Frontier(joint, costs, of="peak", offload="pcie5")`` may also move saved values to the host and back over that
+    link, as `splitkit.policies.Budget` does. The seconds of its points are recompute and waiting; no point is above
+    the frontier without offload. Prices must be in seconds.
+
     A frontier renders itself in a notebook. `view` is a page on which a slider goes from one point to the next and
     shows what is saved and recomputed, and the memory of each step.
 
@@ -114,6 +148,8 @@ class Frontier(Shown):
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`).
         of: ``"saved"`` or ``"peak"``, the memory that is bounded.
         budgets: the number of budgets for which peaks are searched.
+        offload: the link to the host, as in `splitkit.policies.Budget`; ``None`` offloads nothing.
+        host: with ``offload``: the bytes that the host has room for; ``None`` for any number.
     """
 
     joint: Joint | JointFlow
@@ -121,6 +157,8 @@ class Frontier(Shown):
     price: Price | None = None
     of: Literal["saved", "peak"] = "saved"
     budgets: int = 8
+    offload: Offload = None
+    host: int | str | None = None
 
     __repr__ = brief
 
@@ -131,6 +169,10 @@ class Frontier(Shown):
         if self.costs is not None:
             require_costs(self.costs)
         checks.settle(self, "budgets", checks.count)
+        require_offload(self, self.offload, self.host, "Frontier(joint, costs, of='peak', ")
+        if self.offload is not None and self.of != "peak":
+            remedy = "Offload trades time against the peak: add of='peak'."
+            raise PolicyError("SK302", f"Frontier has offload={checks.shown(self.offload)} and of={self.of!r}", remedy)
 
     def view(
         self,
@@ -200,14 +242,25 @@ class Frontier(Shown):
         return PeakFrontier(self.flow, self._costs, self.budgets)
 
     @cached_property
+    def _offloading(self) -> OffloadFrontier:
+        link, host = HostLink.of(self.offload), room_of_host(self, self.host)
+        return OffloadFrontier(self._front, self._costs, link, host)
+
+    @cached_property
     def points(self) -> tuple[Point, ...]:
         """The corners of the hull, or the best plans for the peak, by increasing bytes.
 
         The last point recomputes nothing that costs time.
         """
+        if self.offload is not None:
+            return tuple(self._kept_or_moved(found) for found in self._offloading.plans)
         if self.of == "peak":
             return tuple(self._seen(seen) for seen in self._front.plans)
         return tuple(Point(choice, self._costs) for choice in self.hull.choices)
+
+    @property
+    def _spent(self) -> str:
+        return "computed again" if self.offload is None else "again and waiting"
 
     @property
     def unit(self) -> str:
@@ -221,6 +274,9 @@ class Frontier(Shown):
 
     def _seen(self, seen: Seen) -> Point:
         return Point(seen.choice, self._costs, seen.peak)
+
+    def _kept_or_moved(self, found: OffloadPlan) -> Point:
+        return Point(found.seen.choice, self._costs, found.run.peak, _Moved(found, self._offloading.planner))
 
     def taken(self, point: Point) -> int:
         """Return the peak or the saved bytes of a point, whichever the frontier bounds."""
@@ -250,15 +306,15 @@ class Frontier(Shown):
         return Point(choice, self._costs)
 
     def _within_peak(self, limit: int) -> Point:
-        seen = self._front.within(limit)
-        if seen is None:
+        found = next((point for point in reversed(self.points) if point.peak <= limit), None)
+        if found is None:
             least = self.points[0].peak
             raise NoPlanError(
                 "SK303",
                 f"no plan was found whose peak is within {size(limit)}: the lowest is {size(least)}",
                 f"Allow {least} bytes.",
             )
-        return self._seen(seen)
+        return found
 
     def less(self, fraction: float) -> Point:
         """Return the point that needs a given share less memory than the last point: ``less(0.1)`` for 10 % less.
@@ -277,7 +333,8 @@ class Frontier(Shown):
         `within`, and raises SK302 likewise. The bound is infinite if no plan needs so few bytes.
         """
         if self.of == "peak":
-            return self._front.bound(int(min(_nbytes("bound", nbytes), sys.maxsize)))
+            front = self._front if self.offload is None else self._offloading
+            return front.bound(int(min(_nbytes("bound", nbytes), sys.maxsize)))
         return self.hull.bound(_nbytes("bound", nbytes))
 
     def to_dict(self, peaks: bool = False) -> dict[str, Any]:
@@ -293,7 +350,8 @@ class Frontier(Shown):
     def table(self, peaks: bool = False) -> Table:
         """Return all points as a table for `rich`."""
         others = ["saved"] if self.of == "peak" else ["peak"] if peaks else []
-        titles, rows = (self.of, "of most", "computed again", "of step", *others), []
+        others += ["host"] if self.offload is not None else []
+        titles, rows = (self.of, "of most", self._spent, "of step", *others), []
         most, step = self.taken(self.points[-1]) or 1, self.step_seconds or 1.0
         for point in self.points:
             taken = self.taken(point)
@@ -331,7 +389,7 @@ def _frontier(
     what = "peak" if frontier.of == "peak" else "saved for backward"
 
     def told(point: Point) -> str:
-        return f"{size(frontier.taken(point))} {what}, {duration(point.seconds, frontier.unit)} computed again"
+        return f"{size(frontier.taken(point))} {what}, {duration(point.seconds, frontier.unit)} {frontier._spent}"
 
     def svg() -> str:
         line = [ScatterPoint(frontier.taken(point), point.seconds, tooltip=told(point)) for point in frontier.points]
@@ -340,7 +398,7 @@ def _frontier(
             nbytes, seconds = (frontier.taken(mark), mark.seconds) if isinstance(mark, Point) else mark
             about = f"{name}: {size(nbytes)}, {duration(seconds, frontier.unit)}"
             others.append(ScatterPoint(nbytes, seconds, name, about, True, number))
-        axes = f"{what} (bytes)", "computed again"
+        axes = f"{what} (bytes)", frontier._spent
         return ScatterDrawing(str(frontier), axes, line, others, frontier.unit).to_svg()
 
     limit = limit_of(memory)

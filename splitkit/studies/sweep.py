@@ -12,9 +12,11 @@ from torch import fx
 
 from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
+from splitkit.costs.host_room import Offload
 from splitkit.costs.links import as_links
 from splitkit.costs.recorded import record_of
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
+from splitkit.frontends.joint.joint_capture import Joint
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named
@@ -22,10 +24,12 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, check_stage_optimizer
 from splitkit.plans.checkpointed import checkpointed
+from splitkit.plans.policy_text import policy_text
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
 from splitkit.studies.sweep_rows import Sweep, SweepRow
+from splitkit.studies.sweep_training import TrainingSweeper, stages_a_rank
 from splitkit.units import size
 
 __all__ = ["MICROBATCHES", "STAGES", "Sweep", "SweepRow", "Sweeper", "combinations", "sweep"]
@@ -34,7 +38,7 @@ STAGES, MICROBATCHES = (2, 4, 8), (4, 8, 16)
 
 
 def sweep(
-    gm: fx.GraphModule,
+    gm: fx.GraphModule | Joint,
     costs: Costs,
     *,
     stages: Sequence[int] = STAGES,
@@ -43,7 +47,10 @@ def sweep(
     memory: int | str | None = None,
     links: str | Links | None = None,
     optimizer: Literal["adam", "momentum", "sgd"] = "adam",
-    recompute: bool = False,
+    recompute: bool | None = None,
+    chunks: Sequence[int] | None = None,
+    offload: Offload = None,
+    host: int | str | None = None,
 ) -> Sweep:
     """Plan and simulate a training step of every combination.
 
@@ -57,8 +64,15 @@ def sweep(
     memory, unless the ranks need more than that on average. A combination that a schedule refuses is a row
     that says why.
 
+    Given a joint graph, `splitkit.policies.Pipeline` makes each row: stages, and what each of them saves and
+    recomputes, within the memory. Its rows also have the gap to a proven bound, and what decides::
+
+        joint = splitkit.capture_joint(model, *inputs_of_one_microbatch)
+        found = splitkit.sweep(joint, splitkit.costs.roofline(joint.graph_module, "h100"), memory="80GiB")
+        step = joint.split(found.pareto[0].plan)
+
     Args:
-        gm: a forward graph, captured with the inputs of one microbatch.
+        gm: a forward graph or a joint graph, captured with the inputs of one microbatch.
         costs: the prices of its nodes.
         stages: the numbers of stages. Schedules with one stage per rank have as many ranks, others half as many.
         microbatches: the numbers of microbatches in a step.
@@ -68,7 +82,13 @@ def sweep(
         links: the links between the ranks, or the name of a preset (``"nvlink4"``).
         optimizer: the optimizer whose state counts.
         recompute: whether backward runs all parts again (``Part.call="checkpoint"``). The stages are those that are
-            planned without; none are planned again for the memory.
+            planned without; none are planned again for the memory. Of a joint graph: whether stages may recompute what
+            the memory requires, which is the default.
+        chunks: of a joint graph, the numbers of stages on each rank. A schedule tries those that it takes; ``None``:
+            one or two, as it usually has.
+        offload: of a joint graph, the link of each rank to its host, over which stages may move saved values
+            (``"pcie5"``); ``None`` offloads nothing.
+        host: with ``offload``: the bytes that each rank may have on the host; ``None`` for any number.
 
     Raises:
         ScheduleError: SK330 for an unknown schedule.
@@ -76,7 +96,17 @@ def sweep(
         PolicyError: SK302 for numbers that make no sense.
         CostError: SK322 for unknown links.
     """
-    sweeper = Sweeper(gm, costs, memory, links, optimizer, recompute)
+    if recompute is not None and not isinstance(recompute, bool):
+        raise PolicyError("SK302", f"sweep: recompute={shown(recompute)}", "Use True or False.")
+    if isinstance(gm, Joint):
+        trainer = TrainingSweeper(gm, costs, memory, links, optimizer, recompute is not False, offload, host)
+        rows = training_combinations(stages, microbatches, schedules, chunks)
+        return trainer.sweep([trainer.row(*each) for each in rows])
+    for name, given in {"chunks": chunks, "offload": offload, "host": host}.items():
+        if given is not None:
+            remedy = "Give the joint graph that splitkit.capture_joint returns."
+            raise PolicyError("SK302", f"sweep: {name}={shown(given)} of a forward graph", remedy)
+    sweeper = Sweeper(gm, costs, memory, links, optimizer, bool(recompute))
     return sweeper.sweep([sweeper.row(*each) for each in combinations(stages, microbatches, schedules)])
 
 
@@ -97,6 +127,17 @@ def combinations(
     for schedule in schedules:
         schedule_named(schedule)
     return list(dict.fromkeys(product(stages, schedules, microbatches)))
+
+
+def training_combinations(
+    stages: Sequence[int],
+    microbatches: Sequence[int],
+    schedules: Sequence[str] | None = None,
+    chunks: Sequence[int] | None = None,
+) -> list[tuple[int, str, int, int | None]]:
+    """Return stages, schedule, microbatches and stages on each rank of each row; errors as in `combinations`."""
+    each = combinations(stages, microbatches, schedules)
+    return [(*one, here) for one in each for here in stages_a_rank(one[1], chunks)]
 
 
 def _counts(what: str, numbers: Sequence[int]) -> list[int]:
@@ -200,7 +241,7 @@ class Sweeper:
     def _plan(self, stages: int, schedule: str, microbatches: int, memory: int | None) -> Plan:
         policy = Stages(stages, schedule, microbatches, memory, self.links, self.optimizer)
         found = policy.assign(self._flow, self.costs)
-        return replace(found, prices=record_of(self.costs, self._flow, self.links))
+        return replace(found, prices=record_of(self.costs, self._flow, self.links), policy=policy_text(policy))
 
     def _run(self, costs: Sequence[StageCosts], schedule: str, microbatches: int) -> ScheduleRun:
         return simulate_schedule(costs, schedule, microbatches, links=as_links(self.links))

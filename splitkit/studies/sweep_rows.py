@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from splitkit.display import Shown
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan
+from splitkit.policies.pipeline import Pipeline
 from splitkit.short_repr import brief
 from splitkit.units import duration, measure, size
 from splitkit.view.console.tables import table
@@ -23,6 +24,7 @@ _MOST_PLANS = 24
 """The most plans that a page of a sweep draws, the best first: each takes 10 to 50 KB."""
 
 _TITLES = ("stages", "ranks", "schedule", "microbatches", "each", "bubble", "peak", "fits", "best")
+_TRAINING_TITLES = (*_TITLES[:7], "gap", "decides", *_TITLES[7:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +37,12 @@ class SweepRow:
         schedule: the name of the schedule, as it was given.
         plan: the stages; ``None`` if there is no such pipeline.
         run: the simulated step; ``None`` if there is no such pipeline.
-        fits: whether the peak of every rank is within the memory; ``None`` without a limit, or without a run.
+        fits: whether the peak of every rank is within the memory; ``None`` without a limit, or without a pipeline.
         why: the reason against the combination: the schedule, the graph or the memory.
+        chunks: the number of stages on each rank, if it was asked for.
+        policy: of a training step in stages, the `Pipeline` that makes the plan.
+        decides: of a training step in stages, the rank that paces the step, and the memory that makes it recompute.
+        needs: of a training step in stages that does not fit: bytes of each rank for which a plan was found.
     """
 
     stages: int
@@ -46,8 +52,17 @@ class SweepRow:
     run: ScheduleRun | None = None
     fits: bool | None = None
     why: str = ""
+    chunks: int | None = None
+    policy: Pipeline | None = None
+    decides: str = ""
+    needs: int | None = None
 
     __repr__ = brief
+
+    @property
+    def gap(self) -> float | None:
+        """The part of the step by which a better plan could be shorter, as far as is proven; of a training step."""
+        return None if self.policy is None or self.plan is None or self.plan.claim is None else self.plan.claim.gap
 
     @property
     def numbers(self) -> tuple[float, int, int]:
@@ -75,7 +90,16 @@ class SweepRow:
             "limiting_rank": of and of.limiting_rank,
             "fits": self.fits,
             "why": self.why,
+            **self._proven(),
         }
+
+    def _proven(self) -> dict[str, Any]:
+        claim = self.plan.claim if self.policy is not None and self.plan is not None else None
+        if claim is None:
+            return {"chunks": self.chunks, "needs": self.needs} if self.chunks or self.needs else {}
+        on_host = max(self.run.host_peaks) if self.run is not None else 0
+        told = {"chunks": self.chunks, "bound": claim.bound, "gap": claim.gap, "decides": self.decides}
+        return told | ({"host": on_host} if self.policy is not None and self.policy.offload is not None else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,19 +145,27 @@ class Sweep(Shown):
     def table(self) -> Table:
         """Return all rows as a table for `rich`; ``each`` is the time per microbatch."""
         limit = f"{size(self.memory)} a rank" if self.memory is not None else ""
-        right = [title for title in _TITLES if title not in ("schedule", "fits", "best")]
+        titles = _TRAINING_TITLES if self.trains else _TITLES
+        right = [title for title in titles if title not in ("schedule", "decides", "fits", "best")]
         note = "; ".join(filter(None, (self.note, limit)))
-        return table(_TITLES, self._cells(), right, note, spare=("bubble", "ranks"))
+        return table(titles, self._cells(), right, note, spare=("bubble", "ranks", "decides"))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the rows are of a training step in stages."""
+        return any(row.policy is not None or row.needs is not None for row in self.rows)
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         best = set(self.pareto)
         for row in self.rows:
             head = (str(row.stages), "-", row.schedule, str(row.microbatches))
             if row.run is None:
-                yield (*head, "-", "-", "-", "-", "")
+                yield (*head, *["-"] * (5 if self.trains else 3), "-" if row.fits is None else "no", "")
                 continue
             each, peak, ranks = row.numbers
-            times = (duration(each, row.run.unit), f"{row.run.bubble:.1%}", size(peak))
+            times: tuple[str, ...] = (duration(each, row.run.unit), f"{row.run.bubble:.1%}", size(peak))
+            if self.trains:
+                times = (*times, "-" if row.gap is None else f"{row.gap:.1%}", row.decides)
             fits = "" if row.fits is None else "yes" if row.fits else "no"
             yield (head[0], str(ranks), *head[2:], *times, fits, "best" if row in best else "")
 
@@ -154,7 +186,7 @@ def _sweep(sweep: Sweep) -> Picture:
     unit = next((row.run.unit for row in ran if row.run), "s")
     schedules = list(dict.fromkeys(row.schedule for row in ran))
 
-    plans = _drawn_plans([*best, *ran])
+    plans = [] if sweep.trains else _drawn_plans([*best, *ran])
     anchors = {id(plan): f"plan-{number}" for number, plan in enumerate(plans)}
 
     def spot(row: SweepRow, links: bool = False) -> ScatterPoint:

@@ -7,11 +7,15 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from splitkit.engine.joint_stages.divide_stages import divide_stages
+from splitkit.errors import PlanError
 from splitkit.graph.dataflow import readers_of
+from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, output_nodes, save_all_plan, unrepeatable
+from splitkit.training.movable_values import why_not_moved
 from splitkit.training.stage_parts import StagePart, known_part
 from splitkit.training.stage_plan import stage_plan
 
@@ -59,3 +63,20 @@ def _deferred(flow: JointFlow, plan: Plan, stage: int, dice: random.Random) -> P
     del parts[backward]
     parts |= {key: Part(key) for key in (StagePart("input", stage), late)}
     return replace(plan, places={n: places.get(n, keys) for n, keys in plan.items()}, parts=parts)
+
+
+def all_on_host(flow: JointFlow, plan: Plan) -> Plan:
+    """Return a staged plan with all saved values on the host that can wait there."""
+    nodes = {node.name: node for node in flow.scope}
+    held = dict.fromkeys(nodes[name] for stage in divide_stages(flow, plan).stages for name in stage.held)
+    moved = [value for value in held if not why_not_moved(flow, value)]
+    while True:
+        found = replace(plan, offloaded=tuple(map(Offloaded, moved)))
+        try:
+            divide_stages(flow, found)
+        except PlanError as error:
+            if error.code != "SK220":
+                raise
+            moved.remove(nodes[error.nodes[0]])
+        else:
+            return found

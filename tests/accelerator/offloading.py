@@ -13,10 +13,15 @@ import torch
 from torch import nn
 
 import splitkit as sk
+from splitkit.engine.joint_stages.host_values import HostValue
+from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.memory.kernels import host_copies
 from splitkit.memory.measurement import measure_memory
 from splitkit.plans.offloaded import Offloaded
 from splitkit.policies import Budget
+from splitkit.testing.random_stage_plans import all_on_host
+from splitkit.training.flow import FORWARD, save_all_plan
+from splitkit.training.stage_plan import stage_plan
 
 
 class Net(nn.Module):
@@ -43,6 +48,60 @@ def made(device: str) -> tuple[sk.Joint, sk.Pair, torch.Tensor]:
     first = next(nodes[node.name] for node in whole.backward.graph.nodes if node.op == "call_function")
     moved = [Offloaded(nodes[name], nodes["tanh_2"], first) for name in ("tanh", "tanh_1")]
     return joint, joint.split(replace(whole.plan, offloaded=tuple(moved))), x.to(device)
+
+
+def staged(device: str) -> tuple[sk.Joint, StagedStep, torch.Tensor]:
+    """The step on a device in two stages, with all on the host that can wait there."""
+    joint, _, x = made(device)
+    forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
+    views_again = Budget(1.0).assign(joint.flow, sk.costs.roofline(joint.graph_module, "h100"))
+    plan = stage_plan(joint.flow, {n: i * 2 // len(forward) for i, n in enumerate(forward)}, views_again)
+    step = joint.split(all_on_host(joint.flow, plan))
+    assert isinstance(step, StagedStep)
+    return joint, step, x
+
+
+def run_stages(case: str) -> dict[str, Any]:
+    """Run stages on the CPU and on the device, and compare numbers and the bytes that wait on either side."""
+    joint, step, x = staged("cpu")
+    expected = step.run(joint.primals(x), joint.tangents())
+    joint, step, x = staged("simgpu:0")
+    plant(case)
+    primals, tangents = joint.primals(x), joint.tangents()
+    simgpu.races()
+
+    def forward(*given: torch.Tensor) -> Any:
+        return step.run_forward(given)[1]
+
+    with torch.no_grad():
+        held = forward(*primals)
+        moved = [value for values in held for value in values.values() if isinstance(value, HostValue)]
+        there = {"cpu": sum(value.host.nbytes for value in moved)}
+        kept = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for values in held
+            for tensor in values.values()
+            if isinstance(tensor, torch.Tensor)
+        }
+        mine = {tensor.untyped_storage().data_ptr() for tensor in primals if isinstance(tensor, torch.Tensor)}
+        device = sum(nbytes for key, nbytes in kept.items() if key not in mine)
+        found = step.run_backward(held, tangents)
+    races = simgpu.races()
+    apart = max(
+        float((a.detach() - b.detach().cpu()).abs().max())
+        for a, b in zip(expected[1], found, strict=True)
+        if isinstance(a, torch.Tensor)
+    )
+    crossing = sum(stage.sent_bytes for stage in step.stages if {*stage.sent} & {*stage.held})
+    return {
+        "case": case,
+        "apart": apart,
+        "races": races,
+        "moved": len(moved),
+        "devices": sorted({str(value.copy.device) for value in moved if value.copy is not None}),
+        "host": [there["cpu"], sum(stage.host_bytes for stage in step.stages)],
+        "device": [device, sum(stage.saved_bytes for stage in step.stages) - crossing],
+    }
 
 
 def run(case: str) -> dict[str, Any]:
@@ -79,7 +138,7 @@ def run(case: str) -> dict[str, Any]:
 
 def plant(case: str) -> None:
     """Leave out a wait."""
-    if case == "a copy does not wait for its kernel":
+    if case.removesuffix(", in stages") == "a copy does not wait for its kernel":
         host_copies._copied = eager_copy
 
 
@@ -98,5 +157,5 @@ def main() -> None:
     simgpu.register()
     for case in sys.argv[1:]:
         kept = copy.copy(vars(host_copies))
-        print(json.dumps(run(case)), flush=True)
+        print(json.dumps((run_stages if case.endswith("in stages") else run)(case)), flush=True)
         vars(host_copies).update(kept)

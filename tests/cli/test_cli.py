@@ -111,7 +111,21 @@ def test_real_process_off_utf8_and_with_a_closed_pipe(factory):
 
 
 @pytest.mark.parametrize(
-    "command", ["capture", "plan", "split", "run", "profile", "sweep", "synthesize", "devices", "policies", "doctor"]
+    "command",
+    [
+        "capture",
+        "plan",
+        "split",
+        "run",
+        "profile",
+        "sweep",
+        "explain",
+        "compare",
+        "synthesize",
+        "devices",
+        "policies",
+        "doctor",
+    ],
 )
 def test_each_help_has_an_example(call, command):
     code, out, _ = call(command, "--help")

@@ -16,7 +16,6 @@ from splitkit.engine.joint_stages.divide_stages import divide_stages
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.errors import CycleError, PlanError
 from splitkit.frontends.joint.step_module import DividedStep
-from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.record import Plan
 from splitkit.testing.random_stage_plans import random_stage_plan
 from splitkit.training.flow import FORWARD, save_all_plan
@@ -185,11 +184,3 @@ def test_random_numbers_are_not_drawn_twice_or_in_weight():
         divide_stages(flow, plan.place({dropout: (*plan[dropout], StagePart("backward", 0))}))
     with pytest.raises(PlanError, match="SK210"):
         divide_stages(flow, plan.place({dropout: (StagePart("backward", 1),)}))
-
-
-def test_values_that_are_to_wait_on_the_host_are_refused_instead_of_kept(tied):
-    flow = tied[0].flow
-    plan = stage_plan(flow, evenly(flow, 2))
-    moved = replace(plan, offloaded=(Offloaded(flow.nodes[0]),))
-    with pytest.raises(PlanError, match=r"SK220.*stages cannot do yet"):
-        divide_stages(flow, moved)

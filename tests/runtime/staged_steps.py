@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
+from splitkit.pipeline.host_windows import host_windows, most_on_host
 from splitkit.runtime import joint_pipeline
 from splitkit.runtime.ranks.joint_stage import JointStage
 from splitkit.testing import models
-from splitkit.testing.random_stage_plans import random_stage_plan
+from splitkit.testing.random_stage_plans import all_on_host, random_stage_plan
 from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_parts import StagePart
@@ -93,8 +94,20 @@ def deferred(flow, plan):
     return sk.Plan(places)
 
 
+def moved_bytes(pipe, step):
+    """The most bytes that the rank should have on the host, and of moved values on the device, at once."""
+    row, moved = pipe.order.ranks[pipe.rank], {s: step.stages[s].host_bytes for s in pipe.stages}
+    here = [0] * len(row)
+    for (stage, _), w in host_windows(row).items():
+        for at in {*range(w.made, w.released + 1), *range(w.asked, w.read + 1)}:
+            here[at] += moved[stage]
+    return [most_on_host(row, moved), max(here)]
+
+
 def plan_of(flow, how, stages):
     plan = stage_plan(flow, between_layers(flow, stages))
+    if how in ("offload", "offload-deferred"):
+        return all_on_host(flow, deferred(flow, plan) if how == "offload-deferred" else plan)
     if how == "whole":
         return plan
     if how == "deferred":
@@ -171,7 +184,8 @@ def main():
                 {
                     "rank": dist.get_rank(), "model": name, "stages": list(pipe.stages), "trained": sorted(own),
                     "left": [len(m.held) + len(m.waiting) for m in pipe.modules], **found,
-                    "waiting": waiting, "expected": expected,
+                    "waiting": waiting, "expected": expected, "moved": moved_bytes(pipe, step),
+                    "measured": [pipe.host_bytes, pipe._batch.queue.device_most],
                 }
             ),
             flush=True,

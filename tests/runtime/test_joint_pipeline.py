@@ -15,7 +15,8 @@ from splitkit.runtime.ranks.joint_pipeline import _require_trainable
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 
-CASES = ["t5 zbv 4 deferred 4", "llama 1f1b 2 3 4", "odd 1f1b 2 1 4"]
+CASES = ["t5 zbv 4 deferred 4", "llama 1f1b 2 3 4", "odd 1f1b 2 1 4", "odd 1f1b 2 offload 5"]
+CASES += ["odd zbv 4 offload-deferred 4"]
 OTHERS = [
     "gpt2,llama zbv 4 deferred 4",
     "gpt2,llama zbv 4 8 4",
@@ -26,6 +27,10 @@ OTHERS = [
     "gpt2,llama 1f1b 2 whole 4",
     "gpt2,llama gpipe 2 5 4",
     "llama zbv 4 deferred 4 compiled",
+    "llama zbv 4 offload-deferred 6",
+    "gpt2 gpipe 2 offload 5",
+    "odd interleaved-1f1b 4 offload 4",
+    "odd 1f1b 2 offload 5 compiled",
 ]
 ON_FOUR = [
     "gpt2 1f1b 4 deferred 4",
@@ -42,6 +47,7 @@ def assert_like_whole(lines):
         assert line["buffer"] == 0, line
         assert set(line["left"]) == {0}, "nothing is held after the step"
         assert line["waiting"] == line["expected"], "bytes between input and weight parts are those of the graphs"
+        assert line["measured"] == line["moved"], "bytes on the host, and of moved values on the device"
     for name in {line["model"] for line in lines}:
         own = [set(line["trained"]) for line in lines if line["model"] == name]
         assert len(set().union(*own)) > 5
@@ -51,6 +57,8 @@ def assert_like_whole(lines):
 def test_two_ranks_train_like_the_whole_model(case):
     lines = [line for line in launch("runtime/staged_steps.py", 2, *case.split()) if "model" in line]
     assert_like_whole(lines)
+    if "offload" in case:
+        assert all(line["moved"][0] for line in lines)
     if "deferred" in case:
         assert all(line["waiting"] for line in lines)
 

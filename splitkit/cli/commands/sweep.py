@@ -18,13 +18,13 @@ from splitkit.errors import UsageError
 from splitkit.plans.plan_file import parts_in_data
 from splitkit.prices import price_name
 from splitkit.studies.frontier import Point
-from splitkit.units import duration, size
+from splitkit.units import duration, read_size, size
 from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PIPELINES = ("microbatches", "schedules", "devices", "memory", "links", "optimizer", "recompute")
+PIPELINES = ("what", "microbatches", "schedules", "chunks", "devices", "memory", "links", "optimizer", "recompute")
 """The options that need ``--stages``."""
 POINTS = 10
 """The default number of points."""
@@ -35,9 +35,9 @@ def run(args: Namespace) -> Outcome:
     wanted = _model(args)
     _check(args)
     if args.stages is not None:
-        from splitkit.cli.commands import sweep_pipelines as pipelines
+        from splitkit.cli.commands import sweep_joint, sweep_pipelines
 
-        return pipelines.run(args, wanted)
+        return sweep_joint.run(args, wanted) if args.what == TRAINING else sweep_pipelines.run(args, wanted)
     return _frontier(args, wanted)
 
 
@@ -54,6 +54,7 @@ def _model(args: Namespace) -> Source:
 
 def _check(args: Namespace) -> None:
     """Refuse options of one kind of sweep with the other, and bad values, before torch is imported."""
+    _check_offload(args)
     if args.stages is None:
         for name in PIPELINES:
             if getattr(args, name) is not None:
@@ -62,9 +63,29 @@ def _check(args: Namespace) -> None:
     for name in ("points", "of"):
         if getattr(args, name) is not None:
             raise UsageError("SK601", f"--{name} does not go with --stages", "Leave one of them out.")
+    if args.what == TRAINING and args.recompute:
+        remedy = "Leave it out: stages of a training step recompute what the memory requires."
+        raise UsageError("SK601", f"--recompute does not go with --what {TRAINING}", remedy)
+    if args.what != TRAINING and args.chunks is not None:
+        raise UsageError("SK601", "--chunks is for stages of a training step", f"Add --what {TRAINING}.")
     if args.devices is not None:
         device_list.check_device_list(args.devices)
     placement.check_memory(args, least=False)
+
+
+def _check_offload(args: Namespace) -> None:
+    if args.offload is None:
+        if args.host is not None:
+            raise UsageError("SK601", "--host without --offload", "Name the link: --offload pcie5.")
+        return
+    if args.stages is None and args.of != "peak":
+        raise UsageError("SK601", "--offload limits the peak", "Add --of peak.")
+    if args.stages is not None and args.what != TRAINING:
+        raise UsageError("SK601", "--offload is for stages of a training step", f"Add --what {TRAINING}.")
+    if args.stages is not None and args.memory is None and args.devices is None:
+        raise UsageError("SK601", "--offload without a memory to keep to", "Add --memory 80GiB.")
+    if args.host is not None and not read_size(args.host):
+        raise UsageError("SK601", f"--host {args.host} is no size", "Write --host 64GiB.")
 
 
 def _frontier(args: Namespace, wanted: Source) -> Outcome:
@@ -72,7 +93,8 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
     work, costs = trainplan.priced_step(args, wanted)
     with work.clock.step("frontier", "finding the frontier"):
         count = args.points or POINTS
-        frontier = sk.Frontier(work.joint, costs, of=args.of or "saved", budgets=count)
+        room: dict[str, Any] = {"of": args.of or "saved", "offload": args.offload, "host": args.host}
+        frontier = sk.Frontier(work.joint, costs, budgets=count, **room)
         points = list(_spread(frontier, count))
     with work.clock.step("simulate", "simulating the memory of each point"):
         rows = [point.to_dict(peak=True) for point in points]
@@ -82,6 +104,7 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
         "prices": price_name(costs),
         "step": frontier.step_seconds,
         "of": frontier.of,
+        "offload": args.offload,
         "corners": len(frontier.points),
         "points": rows,
         "seconds": work.clock.seconds,
@@ -95,7 +118,9 @@ def _frontier(args: Namespace, wanted: Source) -> Outcome:
         }
     )
     of, other = ("peak", "saved") if frontier.of == "peak" else ("saved", "peak")
-    titles = (of, "of all", "recompute", "of the step", other)
+    titles: tuple[str, ...] = (of, "of all", "recompute", "of the step", other)
+    if args.offload is not None:
+        titles = (of, "of all", "recompute and waiting", "of the step", other, "on the host")
     files, written = {}, []
     if args.view:
         from splitkit.view.renderers import html
@@ -122,4 +147,5 @@ def _cells(rows: list[dict[str, Any]], frontier: sk.Frontier, of: str, other: st
     most = max(row[of] for row in rows)
     for row in rows:
         share, again = row[of] / most if most else 1.0, row["seconds"] / step if step else 0.0
-        yield [size(row[of]), f"{share:.0%}", duration(row["seconds"], unit), f"{again:.1%}", size(row[other])]
+        cells = [size(row[of]), f"{share:.0%}", duration(row["seconds"], unit), f"{again:.1%}", size(row[other])]
+        yield [*cells, size(row["host"])] if "host" in row else cells

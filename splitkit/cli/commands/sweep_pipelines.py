@@ -34,7 +34,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         ScheduleError: SK330 for an unknown schedule.
         CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
-    devices = _kind(args.devices)
+    devices = kind_of_device(args.devices)
     memory = placement.memory_option(args, devices)
     assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
     if memory is None and devices is not None:
@@ -47,7 +47,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         costs = prices(work, args.costs, None, "a100" if devices is None else devices.devices[0])
     sweeper = Sweeper(work.gm, costs, memory, links, args.optimizer or "adam", bool(args.recompute))
     with work.clock.step("sweep", ""):
-        found = sweeper.sweep([sweeper.row(*one) for one in _tracked(each, "planning and simulating")])
+        found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
     data = {
         "command": "sweep",
         "model": work.source.to_dict(),
@@ -67,7 +67,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     }
     if sweeper.recompute:
         rows["recompute"] = "backward runs the parts again; the stages are those planned without"
-    text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *_advice(found)]
+    text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *advice(found)]
     files = {}
     if args.view:
         files[args.view] = page = still_pages(work.source.spec, {f"pipelines of {work.source.spec}": found})
@@ -75,7 +75,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     return Outcome(data, text, files=files)
 
 
-def _kind(text: str | None) -> DeviceList | None:
+def kind_of_device(text: str | None) -> DeviceList | None:
     """Return the one kind of device of all ranks; the count in a file of devices does not matter here."""
     if text is None:
         return None
@@ -89,7 +89,7 @@ def _kind(text: str | None) -> DeviceList | None:
     return found
 
 
-def _tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
+def tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
     """Yield items, with a progress bar on standard error if that is a terminal."""
     if not sys.stderr.isatty():
         yield from items
@@ -100,7 +100,7 @@ def _tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
     yield from track(items, what, console=Console(stderr=True), transient=True)
 
 
-def _advice(found: Sweep) -> Iterator[str]:
+def advice(found: Sweep) -> Iterator[str]:
     """Yield the fastest and the smallest pipeline that fit, or what the smallest would need."""
     ran = [row for row in found.rows if row.run is not None]
     if found.pareto:
@@ -117,6 +117,12 @@ def _advice(found: Sweep) -> Iterator[str]:
         yield (
             f"nothing fits: the lowest peak is {size(least.numbers[1])}, of {least.schedule} of {least.stages} stages "
             f"and {least.microbatches} microbatches; give more memory, more stages, or smaller microbatches"
+        )
+    elif needs := [row for row in found.rows if row.needs is not None]:
+        least = min(needs, key=lambda row: row.needs or 0)
+        yield (
+            f"nothing fits: --memory {least.needs}B would do for {least.stages} stages under {least.schedule} with "
+            f"{least.microbatches} microbatches"
         )
     else:
         yield "no schedule allows any of these numbers of stages and microbatches"

@@ -51,7 +51,7 @@ function _shtab_splitkit_using
 end
 
 set -g _shtab_splitkit_commands capture plan fit split run train generate profile view sweep synthesize devices completion policies doctor
-set -g _shtab_splitkit_opts_with_value --beside --cache-tokens --checkpoint --chunk --compile --costs --devices --dp --dtype --effort --every --how --in-flight --keep --links --lr --max-new-tokens --max-restarts --measured --memory --microbatches --model --nproc --objective --of --on-cycle --optimizer --order --output --placement --points --policy --prompt --prompt-ids --ranks --repeat --replicas --requests --schedule --schedules --seed --size --stages --steps --temperature --timeout --tokenizer --tokens --tolerance --top --top-k --top-p --trace --train --view --weights --what -o
+set -g _shtab_splitkit_opts_with_value --beside --cache-tokens --checkpoint --chunk --chunks --compile --costs --devices --dp --dtype --effort --every --host --how --in-flight --keep --links --lr --max-new-tokens --max-restarts --measured --memory --microbatches --model --nproc --objective --of --offload --on-cycle --optimizer --order --output --placement --points --policy --prompt --prompt-ids --ranks --repeat --replicas --requests --schedule --schedules --seed --size --stages --steps --temperature --timeout --tokenizer --tokens --tolerance --top --top-k --top-p --trace --train --view --weights --what -o
 
 complete -c splitkit -e
 complete -c splitkit -f
@@ -283,9 +283,13 @@ complete -c splitkit -n '_shtab_splitkit_using sweep' -l seed -x -d 'random seed
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l costs -x -d 'what a node costs (default: roofline:a100): flops, unit, measured, measured:DEVICE, roofline:DEVICE, fused:DEVICE (as Inductor fuses), or trace:FILE of torch'"'"'s profiler; DEVICE as `splitkit devices` lists them, or FILE.toml:NAME'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l points -x -d 'without --stages: number of rows (default 10)'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l of -xka "saved peak" -d 'without --stages: the memory to limit (default saved)'
+complete -c splitkit -n '_shtab_splitkit_using sweep' -l offload -x -d 'with --of peak or --what fwd-bwd: move saved values to the host and back over this link, such as pcie5'
+complete -c splitkit -n '_shtab_splitkit_using sweep' -l host -x -d 'with --offload: the room on the host (default: no limit)'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l view -xka "(__fish_complete_path (commandline -ct))" -d 'also write a page for a browser: the picture and the table of the results'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l stages -x -d 'numbers of stages, such as 2,4,8'
+complete -c splitkit -n '_shtab_splitkit_using sweep' -l what -xka "parts fwd-bwd" -d 'stages of forward (parts, the default), or of the training step, which recompute what memory requires'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l microbatches -x -d 'numbers of microbatches (default 4,8,16)'
+complete -c splitkit -n '_shtab_splitkit_using sweep' -l chunks -x -d 'with --what fwd-bwd: numbers of stages on each rank, such as 1,2'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l schedules -x -d 'schedules, such as 1f1b,dualpipev (default gpipe,1f1b,interleaved-1f1b,zbv)'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l devices -x -d 'the device of every rank: h200, or a devices.toml with one table'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l memory -x -d 'memory limit of each rank, such as 80GiB (default: the memory of KIND)'

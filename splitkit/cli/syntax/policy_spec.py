@@ -63,6 +63,11 @@ class _Spelled:
     text: str
     policy: Any
 
+    @property
+    def expression(self) -> str:
+        """The expression that plans record."""
+        return self.text.strip()
+
     def __getattr__(self, name: str) -> Any:
         if name == "policy":  # not set yet while the object is copied
             raise AttributeError(name)

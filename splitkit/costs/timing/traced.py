@@ -193,8 +193,8 @@ def _key(node: Node, shaped: bool) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _qualified(node: Node) -> str:
-    assert isinstance(node.target, OpOverload)
-    return str(node.target._schema.name)  # aten::add, without the overload
+    namespace, name, _ = str(node.target).split(".")  # aten.add.Tensor
+    return f"{namespace}::{name}"
 
 
 def _require_most(nodes: Sequence[Node], absent: Sequence[Node], counter: Flops, trace: PathLike) -> None:

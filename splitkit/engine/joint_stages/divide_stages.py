@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.engine.complete import check_plan
+from splitkit.engine.joint_stages.host_values import StageOffload, await_copy, start_copy
 from splitkit.engine.joint_stages.stage_checks import check_effects, stage_line
 from splitkit.engine.joint_stages.stage_traffic import StageLine, StageTraffic
 from splitkit.engine.joint_stages.staged_step import StagedStep, StageGraphs
@@ -45,17 +46,10 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
     Raises:
         PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are no stages, SK208
             for a node that is needed but has no part, SK210 for an effect in a part where it may run too late,
-            SK220 for a value that is to wait on the host.
+            SK220 for a value that cannot wait on the host.
         CycleError: SK203 for a value, or an effect, that is needed before it is there.
     """
     line = stage_line(plan)
-    if plan.offloaded:
-        raise PlanError(
-            "SK220",
-            f"{plan.offloaded[0].value} is to wait on the host, which stages cannot do yet",
-            "Plan stages without offload=, or divide the step into forward and backward only.",
-            [plan.offloaded[0].value],
-        )
     if missing := [n for n in flow.nodes if n not in plan.places]:
         raise PlanError(
             "SK208",
@@ -69,7 +63,7 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
     own = replace(plan, places=places)
     check_plan(flow, own)
     check_effects(flow, own, line)
-    return _Division(flow, own, line, terms).step()
+    return _Division(flow, own, line, terms, StageOffload.of(flow, plan.offloaded, places)).step()
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +74,7 @@ class _Division:
     plan: Plan
     line: StageLine
     terms: Sequence[GradientTerm]
+    offload: StageOffload
 
     @cached_property
     def places(self) -> Places:
@@ -173,6 +168,7 @@ class _Division:
         outputs = [self.flow.outputs[i] for i in self.outputs[forward]]
         held = dict.fromkeys([*saved, *(v for v in deferred if v not in saved)])
         reads = {r for n in self.members[forward] for r in n.all_input_nodes} | set(held) | set(outputs)
+        moved = self.offload.of_stage(stage, held, [*received, *sent])
         primals = [
             n for n in self.flow.graph.find_nodes(op="placeholder") if n in reads and n not in self.flow.backward_inputs
         ]
@@ -182,12 +178,14 @@ class _Division:
                 self.order.forward(self.members[forward], [*sent, *held]),
                 [*primals, *received],
                 [*outputs, *sent, *held],
+                leaving=moved,
             ),
             backward=_emit(
                 self.flow,
                 self.order.backward(self.members[backward]),
                 [*saved, *tangents, *grads_in],
                 [*grads_out, *_sums(self.returned.get(backward, [])), *waiting],
+                coming=moved,
             ),
             weight=_emit(
                 self.flow,
@@ -206,6 +204,7 @@ class _Division:
             gradients=tuple(t.position for t in self.returned.get(backward, [])),
             waiting=_names(waiting),
             weight_gradients=tuple(t.position for t in self.returned.get(weight, [])),
+            offloaded=_names(moved),
         )  # fmt: skip
 
     @cached_property
@@ -243,7 +242,14 @@ def _sum(term: GradientTerm) -> _WrittenValue:
     return write
 
 
-def _emit(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object]) -> fx.GraphModule:
+def _emit(
+    flow: JointFlow,
+    nodes: Iterable[Node],
+    inputs: Sequence[Node],
+    outputs: Sequence[object],
+    leaving: Collection[Node] = (),
+    coming: Collection[Node] = (),
+) -> fx.GraphModule:
     """Return the graph that computes ``nodes`` in their order, with the attributes that they read.
 
     Args:
@@ -251,8 +257,11 @@ def _emit(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], output
         nodes: what it computes; inputs among them are taken as inputs.
         inputs: its placeholders, in order.
         outputs: what it returns: nodes, constants, or a `_WrittenValue`.
+        leaving: values whose copies to the host start here. Among the outputs the copies stand for them; they
+            themselves are returned last.
+        coming: inputs that are on their way from the host.
     """
-    graph, env = fx.Graph(), dict[Node, Node]()
+    graph, env, hosts = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
     for node in inputs:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
@@ -262,12 +271,24 @@ def _emit(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], output
             env[node] = graph.node_copy(node)
         return env[node]
 
+    due = {value for value in coming if value in env}
     for node in nodes:
         if node not in env:
+            for value in [read for read in node.all_input_nodes if read in due]:
+                env[value] = await_copy(graph, value, env[value])
+                due.remove(value)
             env[node] = graph.node_copy(node, copied)
+            if node in leaving:
+                hosts[node] = start_copy(graph, node, env[node])
     made: list[Any] = [
-        copied(value) if isinstance(value, Node) else value(graph, env) if callable(value) else value
+        hosts[value]
+        if isinstance(value, Node) and value in hosts
+        else copied(value)
+        if isinstance(value, Node)
+        else value(graph, env)
+        if callable(value)
+        else value
         for value in outputs
     ]
-    graph.output(tuple(made))
+    graph.output((*made, *(env[value] for value in leaving)))
     return fx.GraphModule(flow.root, graph)

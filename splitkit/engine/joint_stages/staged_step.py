@@ -13,6 +13,7 @@ from torch import fx
 from splitkit.costs import unit_of
 from splitkit.display import Shown
 from splitkit.engine.joint_stages.graph_temporaries import graph_temporaries
+from splitkit.engine.joint_stages.host_values import HostValue, host_values, on_device
 from splitkit.graph.byte_sizes import storage_bytes, value_bytes
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
@@ -37,12 +38,14 @@ Origin = tuple[str, Hashable]
 class StageGraphs:
     """The graphs of one stage. All take and return flat tuples::
 
-        forward(*primals, *received)                        ->  (*outputs, *sent, *saved and deferred)
+        forward(*primals, *received)                        ->  (*outputs, *sent, *saved and deferred, *offloaded)
         backward(*saved, *tangents, *gradients_received)    ->  (*gradients_sent, *gradients, *waiting)
         weight(*deferred, *waiting)                         ->  (*weight_gradients)
 
     ``tangents`` are given to the last stage only. What forward saves for both graphs of backward it returns once: first
-    ``saved``, then what only ``deferred`` has. Nodes keep the names and the ``meta["val"]`` of the joint graph.
+    ``saved``, then what only ``deferred`` has. Of values that wait on the host it returns the copies there, and at the
+    end the values themselves, until the copies are complete; backward takes copies on the device that it waits for
+    (`splitkit.engine.joint_stages.host_values`). Nodes keep the names and the ``meta["val"]`` of the joint graph.
 
     Attributes:
         forward: the forward graph.
@@ -60,6 +63,7 @@ class StageGraphs:
         gradients: positions of the gradients that backward returns.
         waiting: what weight takes from backward.
         weight_gradients: positions of the gradients that weight returns.
+        offloaded: which of the saved and deferred values wait on the host.
     """
 
     forward: fx.GraphModule
@@ -76,6 +80,7 @@ class StageGraphs:
     gradients: tuple[int, ...]
     waiting: tuple[str, ...]
     weight_gradients: tuple[int, ...]
+    offloaded: tuple[str, ...] = ()
 
     __repr__ = brief
 
@@ -86,8 +91,26 @@ class StageGraphs:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that forward leaves for backward, each storage once, without what the caller holds."""
-        return self._bytes(self.held)
+        """Bytes that forward leaves on the device for backward, each storage once, without what the caller holds."""
+        return self._bytes(self.kept)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What forward leaves on the device for backward: `held` without what waits on the host."""
+        return tuple(name for name in self.held if name not in self.offloaded)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait for backward on the host."""
+        return self._bytes(self.offloaded)
+
+    def given(self, made: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+        """Return outputs, sent values and held values of what forward returned; moved ones are leaving."""
+        rest, last = len(self.outputs) + len(self.sent), len(made) - len(self.offloaded)
+        held = dict(zip(self.held, made[rest:last], strict=True))
+        for name, source in zip(self.offloaded, made[last:], strict=True):
+            held[name] = HostValue.leaving(held[name], source)
+        return tuple(made[: len(self.outputs)]), tuple(made[len(self.outputs) : rest]), held
 
     @property
     def waiting_bytes(self) -> int:
@@ -133,9 +156,10 @@ class StageGraphs:
         graphs = [self.forward, self.backward, *([self.weight] if self.weight is not None else [])]
         counts = " + ".join(str(sum(n.op not in ("placeholder", "output") for n in g.graph.nodes)) for g in graphs)
         waits = f", {size(self.waiting_bytes)} wait for the weight graph" if self.weight is not None else ""
+        host = f", {size(self.host_bytes)} wait on the host" if self.offloaded else ""
         return (
             f"{counts} ops, receives {len(self.received)} and sends {len(self.sent)} activations, saves "
-            f"{size(self.saved_bytes)}{waits}"
+            f"{size(self.saved_bytes)}{waits}{host}"
         )
 
 
@@ -265,7 +289,7 @@ class StagedStep(Shown):
             forward=forward,
             backward_input=backward + first,
             backward_weight=weight,
-            saved_bytes=sum(stage.storages((*stage.received, *stage.sent, *stage.held)).values()),
+            saved_bytes=sum(stage.storages((*stage.received, *stage.sent, *stage.kept)).values()),
             deferred_bytes=stage.waiting_bytes,
             activation_bytes=stage.sent_bytes,
             input_gradient_bytes=stage.gradients_sent_bytes,
@@ -305,11 +329,12 @@ class StagedStep(Shown):
         held: list[dict[str, Any]] = []
         crossing: tuple[Any, ...] = ()
         for stage in self.stages:
-            made = list(stage.forward(*(given[name] for name in stage.primals), *crossing))
-            for position in stage.outputs:
-                outputs[position] = made.pop(0)
-            crossing = tuple(made[: len(stage.sent)])
-            held.append(dict(zip(stage.held, made[len(stage.sent) :], strict=True)))
+            own, crossing, kept = stage.given(stage.forward(*(given[name] for name in stage.primals), *crossing))
+            for position, value in zip(stage.outputs, own, strict=True):
+                outputs[position] = value
+            for moved in host_values(kept):
+                moved.release()
+            held.append(kept)
         return tuple(outputs), held
 
     def run_backward(self, held: Sequence[Mapping[str, Any]], tangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -317,14 +342,19 @@ class StagedStep(Shown):
         gradients: list[Any] = [None] * self.gradients
         crossing, late = tuple(tangents), []
         for stage, values in zip(reversed(self.stages), reversed(held), strict=True):
-            made = list(stage.backward(*(values[name] for name in stage.saved), *crossing))
+            moved = host_values(values)
+            for value in moved:
+                value.ask()
+            made = list(stage.backward(*on_device(values, stage.saved), *crossing))
+            for value in moved:
+                value.wait()  # what only the weight graph reads
             crossing = tuple(made[: len(stage.gradients_sent)])
             waiting = len(crossing) + len(stage.gradients)
             _add(gradients, stage.gradients, made[len(crossing) : waiting])
             late.append((stage, values, made[waiting:]))
         for stage, values, made in late:
             if stage.weight is not None:
-                found = stage.weight(*(values[name] for name in stage.deferred), *made)
+                found = stage.weight(*on_device(values, stage.deferred), *made)
                 _add(gradients, stage.weight_gradients, found)
         return tuple(gradients)
 

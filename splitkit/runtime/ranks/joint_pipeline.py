@@ -23,6 +23,7 @@ from splitkit.plans.plan_file import fingerprint
 from splitkit.runtime.ranks.digests import digest_of_tensors
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, time_limit
 from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
+from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
 from splitkit.runtime.ranks.pipeline import PipelineStep
@@ -142,7 +143,8 @@ class JointPipeline:
         self._progress = Progress(row, self.order.rank_of, places, names, *limits)
         self._agreement = StepAgreement(group, self.device, self._progress)
         _require_trainable(joint)
-        self._batch = JointBatch(self._progress)
+        moving = {number for number in self.stages if step.stages[number].offloaded}
+        self._batch = JointBatch(self._progress, queue=HostQueue(row, moving))
         self._ties, self._groups = self._tied(group)
         self.modules = tuple(self._module(number, borders, compiled) for number in self.stages)
         own = [
@@ -177,6 +179,7 @@ class JointPipeline:
         self._batch.primals, _ = self._agreement.begin(lambda: self._prepared(args, kwargs))
         self._batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         self._batch.losses.clear()
+        self._batch.queue.clear()
         self.steps += 1
         with naming_failures(self._progress):
             number = torch.arange(self.microbatches)
@@ -187,6 +190,11 @@ class JointPipeline:
             return PipelineStep(None, None)
         losses = torch.stack([self._batch.losses[i] for i in range(self.microbatches)])
         return PipelineStep(losses.mean(), losses)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes that saved values of this rank took on the host at once in the last step."""
+        return self._batch.queue.host_most
 
     @property
     def model(self) -> nn.Module:

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from splitkit.engine.joint_stages.host_values import host_values, on_device
 from splitkit.engine.joint_stages.staged_step import StageGraphs
 from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.gradient_slots import BorderSlots
+from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.rng_state import RngHandover
 
 Graph = Callable[..., tuple[Any, ...]]
@@ -32,12 +34,14 @@ class JointBatch:
         primals: microbatch -> the inputs of the graph by the names of their placeholders, without those of the model.
         seeds: microbatch -> its seed.
         losses: microbatch -> its loss, on the last rank.
+        queue: the values that wait on the host.
     """
 
     progress: Progress
     primals: Sequence[Mapping[str, Any]] = ()
     seeds: Sequence[int] = ()
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    queue: HostQueue = field(default_factory=lambda: HostQueue((), ()))
 
 
 @dataclass(frozen=True)
@@ -118,21 +122,25 @@ class JointStage(nn.Module):
     def run_forward(self, number: int, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the forward graph of one microbatch, without autograd."""
         given = self.batch.primals[number]
+        self.batch.queue.begin(self.number, "F", number)
         rest = self.rng.begin(received, self.batch.seeds[number], number)
         try:
             values = [
                 how.unpacked(v) for how, v in zip(self.before.activations if self.before else (), rest, strict=True)
             ]
             primals = [self.own[name] if name in self.own else given[name] for name in self.graphs.primals]
-            made = list(self._forward(*primals, *values))
+            own, sent, held = self.graphs.given(self._forward(*primals, *values))
         finally:
             state = self.rng.end(number)
-        outputs = dict(zip(self.graphs.outputs, made, strict=False))
-        sent = made[len(outputs) : len(outputs) + len(self.graphs.sent)]
-        self.held[number] = dict(zip(self.graphs.held, made[len(outputs) + len(sent) :], strict=True))
+        outputs = dict(zip(self.graphs.outputs, own, strict=True))
+        self.held[number] = held
         self._keep_old_values(number)
-        if not self.has_backward:
+        if self.has_backward:
+            self.batch.queue.add(self.number, number, host_values(held))
+        else:
             del self.held[number]
+        del held
+        self.batch.queue.end(self.number, "F", number)
         for position, buffer in self.outputs.updates.items():
             buffer.copy_(outputs[position])
         if self.after is None:
@@ -155,16 +163,20 @@ class JointStage(nn.Module):
     def run_backward(self, number: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Run the backward graph of one microbatch; return the gradient for each received tensor."""
         self.batch.progress.begun(self.number, "B", number)
+        self.batch.queue.begin(self.number, "BI", number)
+        self.batch.queue.back(self.number, number)
         held = self.held.pop(number)
         if self.after is None:
             crossing = [gradients[0] * like if of_loss else like * 0 for of_loss, like in self.outputs.tangents]
         else:
             crossing = self.after.unpacked(gradients[int(self.rng.sends) :])
-        made = self._backward(*(held[name] for name in self.graphs.saved), *crossing)
+        made = self._backward(*on_device(held, self.graphs.saved), *crossing)
+        self.batch.queue.end(self.number, "BI", number)
+        self.batch.queue.done(self.number, number)
         sent = len(self.graphs.gradients_sent)
         returned = sent + len(self.graphs.gradients)
         self._add(self.graphs.gradients, made[sent:returned])
-        self.waiting.append((number, (*(held[name] for name in self.graphs.deferred), *made[returned:])))
+        self.waiting.append((number, (*on_device(held, self.graphs.deferred), *made[returned:])))
         if self.before is None:
             return []
         where = f"in backward of stage {self.number}, microbatch {number}"
@@ -179,9 +191,11 @@ class JointStage(nn.Module):
 
         def run() -> None:
             with torch.no_grad():
+                self.batch.queue.begin(self.number, "W", number)
                 self.waiting.remove(next(entry for entry in self.waiting if entry[0] == number))
                 if self._weight is not None:
                     self._add(self.graphs.weight_gradients, self._weight(*given))
+                self.batch.queue.end(self.number, "W", number)
 
         return run
 

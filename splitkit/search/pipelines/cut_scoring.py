@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.search.pipelines.rank_choice import Points, RankChoice
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.search.pipelines.rank_choice import Points, RankChoice, Span
 from splitkit.search.pipelines.stage_frontiers import FrontierPoint
 
 _ROUNDS = 6
+
+Moved = tuple[tuple[int, ...], ...]
+"""For each stage the storages of its problem that go to the host."""
+Choose = Callable[[Sequence[Span], Sequence[int]], tuple[Points, Moved] | None]
+"""(positions of stages, bytes that each rank leaves free) -> what stages save and move, if that fits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +29,13 @@ class ScoredCuts:
         ends: the position behind each stage.
         points: the point of each stage on its frontier.
         run: the simulated step.
+        moved: for each stage, the storages of its problem that go to the host; empty if none may.
     """
 
     ends: tuple[int, ...]
     points: Points
     run: ScheduleRun
+    moved: Moved = ()
 
     @property
     def seconds(self) -> float:
@@ -70,26 +78,32 @@ class CutScoring:
         return sum(lacking)
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+        return self._fitted(ends, self._points)
+
+    def _fitted(self, ends: tuple[int, ...], choose: Choose) -> ScoredCuts | None:
+        """Simulate what ``choose`` returns for these stages, given what ranks leave free, until it fits."""
         spans = list(zip((0, *ends[:-1]), ends, strict=True))
         reserves = [0] * len(self.order.ranks)
         for _ in range(_ROUNDS):
-            points = self._points(spans, reserves)
-            if points is None:
+            found = choose(spans, reserves)
+            if found is None:
                 return None
-            frontiers = self.choices.frontiers
-            costs = [frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True)]
-            run = simulate_schedule(costs, self.order, links=self.links)
+            points, moved = found
+            run = simulate_schedule(self._costs(spans, points, moved), self.order, links=self.links)
             over = [
                 0 if limit is None else max(0, peak - limit)
                 for peak, limit in zip(run.peaks, self.choices.limits, strict=True)
             ]
             if not any(over):
-                return ScoredCuts(ends, points, run)
+                return ScoredCuts(ends, points, run, moved)
             # Messages come on top of what ranks hold: leave room for those that were in the way.
             reserves = [reserve + more for reserve, more in zip(reserves, over, strict=True)]
         return None
 
-    def _points(self, spans: Sequence[tuple[int, int]], reserves: Sequence[int]) -> Points | None:
+    def _costs(self, spans: Sequence[Span], points: Points, moved: Moved) -> list[StageCosts]:
+        return [self.choices.frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True)]
+
+    def _points(self, spans: Sequence[Span], reserves: Sequence[int]) -> tuple[Points, Moved] | None:
         points: list[FrontierPoint | None] = [None] * len(spans)
         for rank, load in enumerate(self.choices.loads):
             found = self.choices.of(rank, [spans[stage] for stage in load.stages], reserves[rank])
@@ -97,4 +111,4 @@ class CutScoring:
                 return None
             for stage, point in zip(load.stages, found, strict=True):
                 points[stage] = point
-        return tuple(point for point in points if point is not None)
+        return tuple(point for point in points if point is not None), ()

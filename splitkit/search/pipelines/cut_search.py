@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, pairwise
 from math import comb
 
@@ -89,7 +90,7 @@ class CutSearch:
         self.frontiers = frontiers
         self.stages = len(order.rank_of)
         self.choices = RankChoice(frontiers, rank_loads(order), limits)
-        self.scoring = CutScoring(self.choices, order, links)
+        self.scoring: CutScoring = CutScoring(self.choices, order, links)
         self.cuts = candidate_cuts(self.problems)
         self.single = order.rank_of == tuple(range(self.stages))
         both = self.problems.forward + self.problems.backward
@@ -98,22 +99,40 @@ class CutSearch:
     def run(self) -> FoundCuts:
         """Search, and prove a bound."""
         if len(self.cuts) <= self.stages:
-            return FoundCuts(None, np.inf, self._looked_at, 0, 0, False)
-        bound = 0.0
-        seeds = [self._even(), *self._balanced(), *self._by_blocks()]
-        if self.single:
-            times = CutTimes(self.choices, self.cuts)
-            seeds += self._by_path(times)
-            bound = self._path_bound(times)
-        bound = max(bound, self._average_bound())
-        known = [s for s in map(self._scored, dict.fromkeys(seeds)) if s is not None]
+            return FoundCuts(None, np.inf, self.looked_at, 0, 0, False)
+        seeds = self.seeds()
+        bound = self.bound()
+        known = [s for s in map(self.scored, dict.fromkeys(seeds)) if s is not None]
         if len(known) < len(set(seeds)) and not self.single:
-            known += [s for seed in dict.fromkeys(seeds[:2]) if (s := self._repaired(seed)) is not None]
-        best = self._local(known or [s for s in map(self._scored, self._tight()) if s is not None])
-        if comb(len(self.cuts) - 2, self.stages - 1) <= _ALL:
-            least, best = self._all(best)
+            known += [s for seed in dict.fromkeys(seeds[:2]) if (s := self.repaired(seed)) is not None]
+        best = self.local(known or [s for s in map(self.scored, self._tight()) if s is not None])
+        if self.few:
+            least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
-        return FoundCuts(best, bound, self._looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+        return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    @property
+    def few(self) -> bool:
+        """Whether all cuts can be looked at."""
+        return comb(len(self.cuts) - 2, self.stages - 1) <= _ALL
+
+    @cached_property
+    def _times(self) -> CutTimes:
+        return CutTimes(self.choices, self.cuts)
+
+    def seeds(self) -> list[tuple[int, ...]]:
+        """Return cuts from which to start, as numbers of positions."""
+        seeds = [self._even(), *self._balanced(), *self._by_blocks()]
+        return [*seeds, *self._by_path(self._times)] if self.single else seeds
+
+    def bound(self) -> float:
+        """Return a lower bound on the step of all cuts."""
+        bound = self._path_bound(self._times) if self.single else 0.0
+        return max(bound, self._average_bound())
+
+    def like(self, limits: Sequence[int | None]) -> CutSearch:
+        """Return the same search with other limits."""
+        return CutSearch(self.frontiers, self.order, self.links, limits)
 
     def smallest(self) -> ScoredCuts | None:
         """Return cuts that fit in little memory, although not in the limits: the lowest peak that was found.
@@ -123,12 +142,12 @@ class CutSearch:
         ends = dict.fromkeys([self._even(), *self._balanced(), *self._tight()])
         best: ScoredCuts | None = None
         for each in ends:
-            free = CutSearch(self.frontiers, self.order, self.links, [None] * len(self.limits)).scoring
+            free = self.like([None] * len(self.limits)).scoring
             now = free.of([int(self.cuts[e]) for e in each])
             low, high = 0, 0 if now is None else max(now.run.peaks)
             for _ in range(_HALVINGS):
                 middle = (low + high) // 2 if best is None else min((low + high) // 2, max(best.run.peaks))
-                tight = CutSearch(self.frontiers, self.order, self.links, [middle] * len(self.limits)).scoring
+                tight = self.like([middle] * len(self.limits)).scoring
                 found = tight.of([int(self.cuts[e]) for e in each])
                 low, high = (middle, high) if found is None else (low, max(found.run.peaks))
                 now = now if found is None else found
@@ -136,11 +155,15 @@ class CutSearch:
                 best = now
         return best
 
-    def _all(self, best: ScoredCuts | None) -> tuple[float, ScoredCuts | None]:
+    def all_cuts(self, best: ScoredCuts | None, scoring: CutScoring) -> tuple[float, ScoredCuts | None]:
         """Return a lower bound over all cuts, each simulated with the least times that its stages can have.
 
         A simulated step is not longer if stages are quicker, so this is a bound for each. Cuts whose bound is below the
         best step are scored.
+
+        Args:
+            best: the best cuts so far.
+            scoring: scores cuts.
         """
         least = []
         for inner in combinations(range(1, len(self.cuts) - 1), self.stages - 1):
@@ -156,7 +179,7 @@ class CutSearch:
             if ends in exact:
                 heapq.heappop(least)
                 lowest = min(lowest, bound)
-                scored = self.scoring.of(ends)
+                scored = scoring.of(ends)
                 if scored is not None and (best is None or scored.seconds < best.seconds):
                     best = scored
             else:
@@ -184,10 +207,12 @@ class CutSearch:
         return simulate_schedule(costs, self.order, links=self.links).seconds
 
     @property
-    def _looked_at(self) -> tuple[int, int]:
+    def looked_at(self) -> tuple[int, int]:
+        """How many positions are looked at, of how many."""
         return len(self.cuts) - 2, len(self.problems.positions.legal)
 
-    def _scored(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+    def scored(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+        """Return the score of cuts by the numbers of their positions."""
         return self.scoring.of([int(self.cuts[e]) for e in ends])
 
     def _even(self) -> tuple[int, ...]:
@@ -346,7 +371,7 @@ class CutSearch:
         piece = float(np.diff(self._time).max())
         return max(work / ranks, piece) * count
 
-    def _repaired(self, ends: tuple[int, ...]) -> ScoredCuts | None:
+    def repaired(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         """Move cuts as long as the ranks lack fewer bytes; return the score once they lack none."""
         here = [int(self.cuts[e]) for e in ends]
         lacking, tries = self.scoring.shortfall(here), 0
@@ -363,9 +388,9 @@ class CutSearch:
                     break
             if lacking == before:
                 return None
-        return None if lacking else self._scored(ends)
+        return None if lacking else self.scored(ends)
 
-    def _local(self, found: list[ScoredCuts]) -> ScoredCuts | None:
+    def local(self, found: list[ScoredCuts]) -> ScoredCuts | None:
         """Move cuts as long as the simulated step gets shorter."""
         found.sort(key=lambda scored: scored.seconds)
         if not found:
@@ -381,7 +406,7 @@ class CutSearch:
                     if self._surely(ends) >= now.seconds:
                         continue
                     before = len(self.scoring.tried)
-                    scored = self._scored(ends)
+                    scored = self.scored(ends)
                     budget -= len(self.scoring.tried) - before
                     if scored is not None and scored.seconds < now.seconds * (1 - 1e-9):
                         now, better = scored, True

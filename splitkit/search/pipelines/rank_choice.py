@@ -49,16 +49,16 @@ class RankChoice:
         if limit is None:
             return 0
         found = [self.frontiers.of(*span) for span in spans]
-        known = [self._bytes_of(span) for span in spans]
+        known = [self.bytes_of(span) for span in spans]
         held = _Held(self.loads[rank], [waiting for _, waiting in known], limit - sum(fixed for fixed, _ in known))
         ends = tuple(point for f in found if (point := f.within(f.problem.held + f.least_saved)) is not None)
         return max(0, held.excess(ends))
 
     def fixed(self, span: Span) -> int:
         """Return the bytes of weights, gradients and optimizer of a stage."""
-        return self._bytes_of(span)[0]
+        return self.bytes_of(span)[0]
 
-    def _bytes_of(self, span: Span) -> tuple[int, int | None]:
+    def bytes_of(self, span: Span) -> tuple[int, int | None]:
         """Return the fixed bytes of a stage, and those that wait for its weight part."""
         if span not in self._spans:
             problems = self.frontiers.problems
@@ -73,7 +73,7 @@ class RankChoice:
         found = [self.frontiers.of(*span) for span in spans]
         if limit is None:
             return tuple(point for f in found if (point := f.within(float("inf"))) is not None)
-        known = [self._bytes_of(span) for span in spans]
+        known = [self.bytes_of(span) for span in spans]
         free = limit - reserve - sum(fixed for fixed, _ in known)
         held = _Held(given, [waiting for _, waiting in known], free)
         return held.of_one(found[0]) if len(found) == 1 else held.of_several(found)
@@ -123,7 +123,7 @@ class _Held:
         counts, at = self.loads.surely().tolist(), [0] * len(frontiers)
         points = tuple(own[0] for own in corners)
         while self.excess(points) > 0:
-            rates = [_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
+            rates = [freed_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
             step = int(np.argmax(rates))
             if rates[step] < 0:
                 return None
@@ -138,7 +138,7 @@ class _Held:
         return points
 
 
-def _rate(corners: Sequence[FrontierPoint], at: int, count: int) -> float:
+def freed_rate(corners: Sequence[FrontierPoint], at: int, count: int) -> float:
     """Return the bytes that a second of recompute frees at the next corner, -1 if there is none."""
     if at + 1 == len(corners):
         return -1.0

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from splitkit.pipeline.action import Action
+from splitkit.pipeline.host_windows import host_windows
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
 from splitkit.pipeline.stage_costs import StageCosts
 
@@ -27,12 +29,14 @@ class RankLoads:
         saved: (v, s) for each moment and stage, the microbatches that hold all that is saved.
         waiting: (v, s) the microbatches that wait for their weight part.
         runs: (v,) the index of the stage that computes at the moment.
+        away: (v, s) the microbatches whose offloaded values are on the host only.
     """
 
     stages: tuple[int, ...]
     saved: Ints
     waiting: Ints
     runs: Ints
+    away: Ints
 
     def need(self, costs: Sequence[StageCosts]) -> int:
         """Return the bytes that the rank needs at most, without messages.
@@ -45,7 +49,8 @@ class RankLoads:
         given = [stage.deferred_bytes for stage in costs]
         waits = np.array([s if w is None else w for s, w in zip(saved.tolist(), given, strict=True)], np.int64)
         temporary = np.array([stage.temporary_bytes for stage in costs], np.int64)
-        live = self.saved @ saved + self.waiting @ waits + temporary[self.runs]
+        moved = np.array([0 if stage.copies is None else stage.copies.nbytes for stage in costs], np.int64)
+        live = self.saved @ saved + self.waiting @ waits - self.away @ moved + temporary[self.runs]
         return fixed + int(live.max(initial=0))
 
     def surely(self) -> Ints:
@@ -54,15 +59,33 @@ class RankLoads:
         return most
 
 
-def rank_loads(order: PipelineOrder) -> list[RankLoads]:
-    """Return the loads of each rank of an order; moments at which another one holds at least as much are left out."""
+def rank_loads(order: PipelineOrder, offload: bool = False) -> list[RankLoads]:
+    """Return the loads of each rank of an order; moments at which another one holds at least as much are left out.
+
+    Args:
+        order: the actions.
+        offload: whether stages may offload; if not, nothing is away.
+    """
     found = []
-    for rank in range(len(order.ranks)):
+    for rank, row in enumerate(order.ranks):
         stages = tuple(s for s, r in enumerate(order.rank_of) if r == rank)
-        moments = list(dict.fromkeys(_moments(order, rank, stages)))
-        kept = _undominated(np.array(moments, np.int64).reshape(-1, 2 * len(stages) + 1))
-        found.append(RankLoads(stages, kept[:, : len(stages)], kept[:, len(stages) : -1], kept[:, -1]))
+        away = _away(row, stages) if offload else np.zeros((len(row), len(stages)), np.int64)
+        moments = [(*(-away[at]).tolist(), *moment) for at, moment in _moments(order, rank, stages)]
+        count = len(stages)
+        kept = _undominated(np.array(list(dict.fromkeys(moments)), np.int64).reshape(-1, 3 * count + 1))
+        saved, waiting = kept[:, count : 2 * count], kept[:, 2 * count : -1]
+        found.append(RankLoads(stages, saved, waiting, kept[:, -1], -kept[:, :count]))
     return found
+
+
+def _away(row: Sequence[Action], stages: Sequence[int]) -> Ints:
+    """Return (n, s) for each action and stage, the microbatches whose offloaded values are on the host only."""
+    found = np.zeros((len(row) + 1, len(stages)), np.int64)
+    for (stage, _), window in host_windows(row).items():
+        found[window.released + 1, stages.index(stage)] += 1
+        found[window.asked, stages.index(stage)] -= 1
+    counts: Ints = np.cumsum(found, axis=0)[:-1]
+    return counts
 
 
 def warm_up(order: PipelineOrder) -> list[int]:
@@ -71,20 +94,22 @@ def warm_up(order: PipelineOrder) -> list[int]:
     return [int(np.argmax(kind[rank == r] != FORWARD)) for r in range(len(order.ranks))]
 
 
-def _moments(order: PipelineOrder, rank: int, stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _moments(order: PipelineOrder, rank: int, stages: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the number of an action, and what the rank holds while it runs, or after an input part."""
     place = {stage: i for i, stage in enumerate(stages)}
     saved, waiting = [0] * len(stages), [0] * len(stages)
     columns = order.columns
     here = columns.rank == rank
-    for stage, kind in zip(columns.stage[here].tolist(), columns.kind[here].tolist(), strict=True):
+    actions = zip(columns.stage[here].tolist(), columns.kind[here].tolist(), strict=True)
+    for number, (stage, kind) in enumerate(actions):
         at = place[stage]
         saved[at] += kind == FORWARD
-        yield (*saved, *waiting, at)
+        yield number, (*saved, *waiting, at)
         if kind in (BACKWARD, BACKWARD_INPUT):
             saved[at] -= 1
         waiting[at] += kind == BACKWARD_INPUT
         if kind == BACKWARD_INPUT:
-            yield (*saved, *waiting, at)
+            yield number, (*saved, *waiting, at)
         waiting[at] -= kind == BACKWARD_WEIGHT
 
 

@@ -34,6 +34,10 @@ class StageBackward:
     def _weights(self, start: int, end: int) -> np.ndarray:
         return np.flatnonzero((self._at >= start) & (self._at < end) & (self._reach >= start))
 
+    def weight_nodes(self, start: int, end: int) -> list[Node]:
+        """Return the nodes of the weight part of a stage that is not the first."""
+        return [self._nodes[i] for i in self._weights(start, end).tolist()]
+
     def weight_seconds(self, start: int, end: int) -> float:
         """Return the seconds of the weight part of a stage that is not the first; recompute is in the input part."""
         return float(self._seconds[self._weights(start, end)].sum())
@@ -47,7 +51,7 @@ class StageBackward:
             received: bytes that the stage received, which are held to the end of its backward.
         """
         flow = self.positions.flow
-        weights = [self._nodes[i] for i in self._weights(start, end).tolist()]
+        weights = self.weight_nodes(start, end)
         own = set(weights)
         reads = {r for node in weights for r in node.all_input_nodes if flow.producer(r) not in own}
         place = self.positions.place

@@ -136,6 +136,10 @@ class StageFrontiers:
         """Return the frontier of a stage."""
         return self._at(start, end)[1]
 
+    def problem(self, start: int, end: int) -> StageProblem:
+        """Return the problem of a stage."""
+        return self._at(start, end)[0]
+
     def _at(self, start: int, end: int) -> tuple[StageProblem, StageFrontier]:
         if (start, end) not in self._known:
             problem = self.problems.problem(start, end)

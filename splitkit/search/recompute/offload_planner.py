@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from splitkit.costs import Costs, unit_of
+from splitkit.costs import Costs
+from splitkit.costs.host_room import require_seconds
 from splitkit.costs.links import HostLink
-from splitkit.errors import NoPlanError, PolicyError
+from splitkit.errors import NoPlanError
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.offload_bound import OffloadBound
@@ -16,7 +17,7 @@ from splitkit.search.recompute.plan_pool import Seen
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.offload_timeline import OffloadModel
-from splitkit.units import duration, measure, size
+from splitkit.units import duration, size
 
 OBJECTIVE = "recompute and waiting"
 
@@ -34,12 +35,7 @@ class OffloadPlanner:
     """
 
     def __init__(self, search: RecomputeSearch, costs: Costs, link: HostLink, host: float = inf) -> None:
-        if (unit := unit_of(costs)) != "s":
-            raise PolicyError(
-                "SK302",
-                f"offload= weighs copies against computation, but the prices are {measure(unit)}",
-                "Give prices in seconds: costs=splitkit.costs.roofline(gm, 'h100').",
-            )
+        require_seconds(costs)
         model = OffloadModel(search.pool.savings, search.pool.peaks, costs, link)
         self.model, self.host = model, host
         self.search = OffloadSearch(search, model, host)
@@ -61,7 +57,7 @@ class OffloadPlanner:
             f"{duration(found.seen.seconds)} computed again, {duration(found.run.exposed)} waited for copies; "
             f"at least {duration(bound)}{of}, gap {claim.gap:.2%}"
         )
-        return replace(self._bare(found, note), claim=claim)
+        return replace(self.described(found, note), claim=claim)
 
     def infeasible(self, budget: int, how: str) -> NoPlanError:
         """Return the refusal of a budget, with the lowest peak that was found.
@@ -79,9 +75,10 @@ class OffloadPlanner:
             f"Budget({peak}, {how}) takes that plan or a better one; a smaller batch or shorter sequence needs less.",
         )
         note = f"peak as near as was found to {size(budget)}: {size(peak)}, {size(lowest.run.host)} on the host"
-        error.nearest, error.excess = self._bare(lowest, note), peak - budget
+        error.nearest, error.excess = self.described(lowest, note), peak - budget
         return error
 
-    def _bare(self, found: OffloadPlan, note: str) -> Plan:
+    def described(self, found: OffloadPlan, note: str) -> Plan:
+        """Return the plan of what was found with a note, without a claim."""
         moved = found.timeline.described(self.search.pool.peaks.nodes, found.run.transfers)
         return replace(found.seen.choice.plan(note), offloaded=moved)

@@ -119,6 +119,11 @@ class OffloadSearch:
         run = timeline.run(timeline.transfers(self._room(timeline), peak) or ())
         return OffloadPlan(seen, timeline, run)
 
+    def kept(self, seen: Seen) -> OffloadPlan:
+        """Return a plan that has been seen, with nothing on the host."""
+        timeline = self.model.timeline(*self._traced(seen.runs))
+        return OffloadPlan(seen, timeline, timeline.run(()))
+
     def _traced(self, runs: Bools) -> tuple[Choice, PeakTrace]:
         seen, trace = self.pool.trace(runs)
         return seen.choice, trace

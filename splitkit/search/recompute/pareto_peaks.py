@@ -29,13 +29,14 @@ class PeakFrontier:
     budgets: int
 
     @cached_property
-    def _search(self) -> RecomputeSearch:
+    def search(self) -> RecomputeSearch:
+        """The search, with all plans that it has seen."""
         return RecomputeSearch(Pool(savings(self.flow, self.costs), Peaks(self.flow)))
 
     @cached_property
     def plans(self) -> tuple[Seen, ...]:
         """The plans by rising peak and falling time."""
-        search = self._search
+        search = self.search
         whole = search.pool.see_plan(eager_plan(self.flow))
         lowest = search.lowest_peak()
         search.cheapest_at(lowest)
@@ -53,4 +54,4 @@ class PeakFrontier:
 
     def bound(self, nbytes: int) -> float:
         """Return a lower bound on the seconds of plans in graph order whose peak is at most ``nbytes``."""
-        return self._search.bound(nbytes)
+        return self.search.bound(nbytes)

@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
+from splitkit.engine.offload_copies import back_on_device, on_host
 from splitkit.engine.pair import Pair
 from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.profile import MemoryProfile, simulate_memory
@@ -130,15 +131,18 @@ class HalvesView(LadderModel):
     def _saved(self, pair: Pair) -> dict[tuple[int, int], dict[int, int]]:
         """Return (row that makes saved values, row whose backward reads them first) -> op by its place -> bytes.
 
-        A value that no op makes, such as an input, has the place -1.
+        A value that no op makes, such as an input, has the place -1. Values on the host count as well.
         """
-        readers = {node.name: list(node.users) for node in pair.backward.graph.find_nodes(op="placeholder")}
+        readers = {node.name: list(node.users) for node in pair.backward.graph.nodes}
         known = {node.name: node for node in self.flow.index}
+        moved = {on_host(name): name for name in pair.offloaded}
         found: dict[tuple[int, int], dict[int, int]] = {}
         for value in pair.saved_values:
-            maker = self.flow.producer(known[value.name])
+            name = moved.get(value.name, value.name)
+            maker = self.flow.producer(known[name])
             row = self.rows.of.get(maker)
-            read = next((r.name for r in readers.get(value.name, ()) if r.name in self._place), None)
+            arrived = back_on_device(name) if value.name in moved else name
+            read = next((r.name for r in readers.get(arrived, ()) if r.name in self._place), None)
             last = row if read is None else self.rows.of[self.nodes[self._place[read]]]
             if value.nbytes and row is not None and last is not None:
                 of, place = found.setdefault((row, last), {}), self._place.get(maker.name, -1)

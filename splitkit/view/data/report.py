@@ -91,7 +91,7 @@ class Report(Shown):
             data["claim"] |= {
                 "gap": self.claim.gap,
                 "optimal": self.claim.optimal,
-                "limiting": _title(self.claim.limiting),
+                "limiting": part_title(self.claim.limiting),
             }
         return data
 
@@ -148,7 +148,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
             plan.parts[key].replicas if key in plan.parts else 1,
         )
 
-    rows = [row(_title(s.key), s.nodes, s.inputs, s.outputs, s.key) for s in subgraphs]
+    rows = [row(part_title(s.key), s.nodes, s.inputs, s.outputs, s.key) for s in subgraphs]
     if any(flow.is_placeable(n) for n in parent):
         rows.append(row("parent", parent, (), (), PARENT))
     inputs = [n for n in flow.index if n.op == "placeholder"]
@@ -158,7 +158,8 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     return Report(tuple(rows), total, note, _sizes_known(flow), plan.claim, unit_of(costs))
 
 
-def _title(key: PartKey) -> str:
+def part_title(key: PartKey) -> str:
+    """Return the name of a part for people."""
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 

@@ -307,7 +307,7 @@ class StagedView(LadderModel):
     @cached_property
     def saved_values(self) -> list[StoredValue]:
         """What the stages save for backward, each storage once; it sums to `StageGraphs.saved_bytes`."""
-        return list(self._values(lambda stage: stage.held, ("backward", "weight")))
+        return list(self._values(lambda stage: stage.kept, ("backward", "weight")))
 
     @cached_property
     def waiting_values(self) -> list[StoredValue]:
@@ -317,7 +317,7 @@ class StagedView(LadderModel):
     @cached_property
     def held_values(self) -> list[StoredValue]:
         """What the stages hold from forward to backward: what they receive, send and save, each storage once."""
-        return list(self._values(lambda s: (*s.received, *s.sent, *s.held), ("backward", "weight")))
+        return list(self._values(lambda s: (*s.received, *s.sent, *s.kept), ("backward", "weight")))
 
     def _values(self, names_of: Any, readers: Sequence[str]) -> Iterable[StoredValue]:
         known = {node.name: node for node in self.flow.index}

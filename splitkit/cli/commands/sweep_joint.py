@@ -1,0 +1,128 @@
+"""``splitkit sweep --stages --what fwd-bwd``: pipelines of a training step, each planned by ``Pipeline``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import splitkit as sk
+from splitkit.cli import placement
+from splitkit.cli.commands.plan_training import prepare_step, priced_step
+from splitkit.cli.commands.sweep_pipelines import advice, kind_of_device, tracked
+from splitkit.cli.common import TRAINING
+from splitkit.cli.outcome import Outcome, seconds_text
+from splitkit.cli.pages import still_pages, wrote
+from splitkit.cli.source import Source
+from splitkit.cli.syntax import device_list
+from splitkit.policies.pipeline import Pipeline
+from splitkit.studies.sweep import MICROBATCHES, training_combinations
+from splitkit.studies.sweep_rows import Sweep
+from splitkit.studies.sweep_training import TrainingSweeper
+from splitkit.units import size
+from splitkit.view.console.tables import facts
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitkit.cli.syntax.device_list import DeviceList
+
+_PLAN = "plan.json"
+
+
+def run(args: Namespace, wanted: Source) -> Outcome:
+    """Run the command with checked arguments.
+
+    Raises:
+        UsageError: SK601 for devices of several kinds.
+        ScheduleError: SK330 for an unknown schedule.
+        CostError: SK321 for an unknown device, SK322 for an unknown link.
+    """
+    devices = kind_of_device(args.devices)
+    memory = placement.memory_option(args, devices)
+    assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
+    if memory is None and devices is not None:
+        memory = devices.devices[0].memory
+    links, why = placement.links_option(args.links, devices)
+    each = training_combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules, args.chunks)
+    if devices is None or args.costs is not None:
+        work, costs = priced_step(args, wanted)
+    else:
+        work = prepare_step(wanted)
+        costs = sk.costs.roofline(work.joint.graph_module, devices.devices[0])
+    room: dict[str, Any] = {"memory": memory, "links": links, "offload": args.offload, "host": args.host}
+    sweeper = TrainingSweeper(work.joint, costs, **room, optimizer=args.optimizer or "adam")
+    with work.clock.step("sweep", ""):
+        found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
+    following = next_plan(work.source, _costs_word(args, devices), found)
+    data = {
+        "command": "sweep",
+        "what": TRAINING,
+        "model": work.source.to_dict(),
+        "device": None if devices is None else devices.devices[0].name,
+        "links": links,
+        "optimizer": sweeper.optimizer,
+        "offload": args.offload,
+        **found.to_dict(),
+        "next": following,
+        "seconds": work.clock.seconds,
+    }
+    took = work.clock.seconds
+    rows = {
+        "prices": found.note or "as measured",
+        "links": f"{links or 'none'}{why}",
+        "memory": "no limit" if memory is None else f"{size(memory)} per rank",
+        "took": f"capture {seconds_text(took['capture'])}, sweep {seconds_text(took['sweep'])}",
+    }
+    text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *advice(found)]
+    text += [f"next: {following}"] if following else []
+    files = {}
+    if args.view:
+        files[args.view] = page = still_pages(work.source.spec, {f"pipelines of {work.source.spec}": found})
+        text.append(wrote(args.view, page))
+    return Outcome(data, text, files=files)
+
+
+def _costs_word(args: Namespace, devices: DeviceList | None) -> str | None:
+    """Return ``--costs`` as `splitkit plan` takes it; ``None`` for its default."""
+    if args.costs is not None or devices is None:
+        given: str | None = args.costs
+        return given
+    name = devices.devices[0].name
+    return f"roofline:{args.devices}:{name}" if device_list.is_file(args.devices) else f"roofline:{name}"
+
+
+def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:
+    """Return the command that plans the fastest row; ``None`` if no row fits."""
+    policy = found.pareto[0].policy if found.pareto else None
+    if policy is None:
+        return None
+    words = ["splitkit", "plan", source.spec]
+    if source.sizes:
+        words += ["--size", ",".join(f"{name}={value}" for name, value in source.sizes.items())]
+    words += ["--seed", str(source.seed)] if source.seed else []
+    words += ["--eval"] if source.mode == "eval" else []
+    words += ["--costs", costs] if costs else []
+    words += ["--what", TRAINING, "--policy", policy_text(policy), "-o", _PLAN]
+    return shlex.join(words)
+
+
+def policy_text(policy: Pipeline) -> str:
+    """Return a policy as the command line takes it, without what it has by default."""
+    given = ", ".join(f"{name}={_quoted(value)}" for name, value in _given(policy))
+    return f"Pipeline({policy.n}, {_quoted(policy.schedule)}, {given})"
+
+
+def _quoted(value: object) -> str:
+    """Return a literal, a text in double quotes: single ones enclose the policy in a shell."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _given(policy: Pipeline) -> Iterator[tuple[str, Any]]:
+    defaults = Pipeline(policy.n, policy.schedule)
+    for name in ("microbatches", "memory", "links", "recompute", "optimizer", "ranks", "offload", "host"):
+        value = getattr(policy, name)
+        if name == "microbatches" or (value != getattr(defaults, name) and (name, value) != ("optimizer", "adam")):
+            yield name, value

@@ -1,0 +1,49 @@
+"""Adds the commands ``explain`` and ``compare``; imports no torch."""
+
+from __future__ import annotations
+
+from splitkit.cli.syntax.arguments import Parser
+from splitkit.cli.syntax.options import Commands, add_model_options, command
+
+
+def add_explain(commands: Commands[Parser]) -> None:
+    """Add ``splitkit explain``."""
+    example = (
+        "splitkit explain plan.json\n"
+        "splitkit explain plan.json 2\n"
+        "splitkit explain plan.json add_7 --json\n"
+        "splitkit explain step.json"
+    )
+    what = "say why a plan is as it is: what limits it, what forces a node, what a change would bring"
+    parser = command(commands, "explain", what, example)
+    parser.add_argument("target", metavar="PLAN.json", help="a plan file")
+    parser.add_argument(
+        "where", metavar="NODE|PART", nargs="?", help="a node or a part of it (default: the whole plan)"
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "--policy",
+        metavar="EXPR",
+        help="the policy whose memory, schedule and links hold (default: the one that made the plan)",
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="leave out what is found by planning again: more devices, more memory"
+    )
+
+
+def add_compare(commands: Commands[Parser]) -> None:
+    """Add ``splitkit compare``."""
+    example = "splitkit compare a.json b.json\nsplitkit compare a.json b.json --json"
+    parser = command(commands, "compare", "say what two plans of one model put elsewhere, and what that costs", example)
+    parser.add_argument("target", metavar="A.json", help="a plan file; its prices and limits hold for both")
+    parser.add_argument("other", metavar="B.json", help="another plan file of the same model")
+    _add_model(parser)
+
+
+def _add_model(parser: Parser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="SPEC",
+        help="the model of the plan; required if it is your own, as the plan file alone may not run code",
+    )
+    add_model_options(parser)

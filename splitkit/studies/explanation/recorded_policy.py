@@ -1,0 +1,36 @@
+"""Makes a policy again from the expression that a plan has recorded: a policy of splitkit with literals, never code."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from splitkit import policies
+from splitkit.errors import SplitError
+from splitkit.plans.policy import Policy
+from splitkit.plans.record import Plan
+
+
+def recorded_policy(plan: Plan) -> Policy | None:
+    """Return the policy that made a plan; ``None`` if the plan does not say, or names a policy of another package."""
+    try:
+        call = ast.parse(plan.policy.strip(), mode="eval").body
+        made: Any = _made(call)
+    except (SyntaxError, ValueError, TypeError, SplitError, RecursionError, MemoryError):
+        return None
+    return made if isinstance(made, Policy) else None
+
+
+def _made(node: ast.expr) -> Any:
+    """Return the value of a literal or of the call of a policy."""
+    if isinstance(node, ast.Name):  # Random is Random()
+        node = ast.Call(node, [], [])
+    if isinstance(node, ast.List | ast.Tuple):
+        items = map(_made, node.elts)
+        return list(items) if isinstance(node, ast.List) else tuple(items)
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    if not isinstance(node.func, ast.Name) or node.func.id not in policies.__all__:
+        raise ValueError("no policy of splitkit")
+    words = {word.arg: _made(word.value) for word in node.keywords if word.arg is not None}
+    return getattr(policies, node.func.id)(*map(_made, node.args), **words)

@@ -1,0 +1,273 @@
+"""Prices any plan of a graph by what one plan was asked for: the same links, schedule, optimizer and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch.fx import Node
+
+from splitkit.costs import Costs
+from splitkit.costs.links import as_links
+from splitkit.errors import GraphError, PlanError, SplitError
+from splitkit.graph.cache_bytes import cache_bytes
+from splitkit.graph.dataflow import Dataflow
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.defaults import by_rank, microbatches_of
+from splitkit.pipeline.purpose import counted_optimizer
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import run_order
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.record import Plan
+from splitkit.policies.devices import Devices
+from splitkit.prices import unit_of
+from splitkit.search.devices.device_request import DeviceRequest
+from splitkit.search.placement_model import PlacementModel
+from splitkit.search.request import StageRequest
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What a plan costs.
+
+    Attributes:
+        loads: device (the part, unless a device has several) -> seconds for a microbatch, with its transfers.
+        work: device -> seconds of these that are computation.
+        rank_loads: the same loads by rank, where ranks have several stages.
+        value: the greatest load of a rank.
+        limiting: the device with that load; the most loaded of its rank.
+        step: seconds of the simulated step; ``None`` without a schedule.
+        traffic: bytes that cross, each value once for each part that reads it from its home.
+        held: the bytes of each rank or device at its peak; empty if some node is in no part, or the graph has no sizes.
+    """
+
+    loads: Mapping[PartKey, float]
+    work: Mapping[PartKey, float]
+    rank_loads: tuple[float, ...]
+    value: float
+    limiting: PartKey
+    step: float | None
+    traffic: int
+    held: tuple[ByteBreakdown, ...]
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """The peak bytes of each rank or device."""
+        return tuple(one.total for one in self.held)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "bottleneck": self.value,
+            "limiting": str(self.limiting),
+            "step": self.step,
+            "traffic": self.traffic,
+            "peaks": list(self.peaks),
+            "loads": {str(key): load for key, load in self.loads.items()},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class StagePricing:
+    """Prices plans of one graph alike.
+
+    Attributes:
+        request: the graph, its prices, and what was asked for.
+        replicated: whether some part runs on several devices, so that loads are those of one of them.
+        visits: whether parts ``(key, 0), (key, 3) ...`` are visits of one device, as `splitkit.extend.refine` makes
+            them.
+    """
+
+    request: StageRequest
+    replicated: bool = False
+    visits: bool = False
+
+    @classmethod
+    def of(cls, flow: Dataflow, plan: Plan, costs: Costs, policy: object) -> StagePricing:
+        """Return the pricing of a plan that a policy made; without a policy, only the plan's links are known."""
+        replicated = any(part.replicas > 1 for part in plan.parts.values())
+        if isinstance(policy, Devices):
+            return cls(policy.request(flow, costs))
+        links = getattr(policy, "links", None)
+        if links is None and plan.prices is not None and policy is None:
+            links = plan.prices.links
+        schedule, memory = getattr(policy, "schedule", None), getattr(policy, "memory", None)
+        microbatches = getattr(policy, "microbatches", None) if schedule else None
+        if schedule and replicated:  # of so many devices, however many stages they make
+            microbatches = microbatches_of(microbatches, getattr(policy, "n", len(plan.parts)))
+        optimizer = counted_optimizer(getattr(policy, "optimizer", None), schedule, costs)
+        request = StageRequest(
+            policy,
+            flow,
+            costs,
+            schedule,
+            microbatches,
+            None if memory == "least" else memory,
+            as_links(links),
+            optimizer,
+            cache=_cache(flow, plan, policy),
+        )
+        return cls(request, replicated, _are_visits(plan) and schedule is None)
+
+    @property
+    def flow(self) -> Dataflow:
+        """Facts about the graph."""
+        return self.request.flow
+
+    @property
+    def unit(self) -> str:
+        """The unit of the times: seconds where devices differ, as each has the prices of its roofline."""
+        request = self.request
+        return unit_of(request.kind_prices[0] if isinstance(request, DeviceRequest) else request.costs)
+
+    @cached_property
+    def model(self) -> PlacementModel:
+        """The graph as a placement problem in which every node is computed once."""
+        request = self.request
+        if isinstance(request, DeviceRequest):
+            return PlacementModel(request.flow, request.kind_prices[0], request.kind_seconds)
+        return PlacementModel(request.flow, request.prices, [request.seconds])
+
+    def device_of(self, key: PartKey) -> PartKey:
+        """Return the device of a part: ``("cuda:0", 1)`` is a visit of ``"cuda:0"``."""
+        if isinstance(self.request, DeviceRequest):
+            while key not in self.request.keys and isinstance(key, tuple):
+                key = key[0]
+        return key[0] if self.visits and isinstance(key, tuple) else key
+
+    def parts_of(self, plan: Plan) -> list[PartKey]:
+        """Return the parts in the order in which they run."""
+        return run_order(self.flow, plan)
+
+    def devices_of(self, plan: Plan) -> list[PartKey]:
+        """Return the devices of a plan: all that were asked for, or the parts in the order in which they run."""
+        if isinstance(self.request, DeviceRequest):
+            return list(self.request.keys)
+        return list(dict.fromkeys(map(self.device_of, self.parts_of(plan))))
+
+    def limits(self, count: int) -> tuple[int | None, ...]:
+        """Return the memory limits of so many ranks or devices."""
+        request = self.request
+        if isinstance(request, DeviceRequest):
+            return request.capacities
+        several = isinstance(request.memory, Sequence) and not isinstance(request.memory, str)
+        if several and len(request.memory) != count:  # type: ignore[arg-type]
+            found = request.limits(len(request.memory))  # type: ignore[arg-type]
+            return (*found, *[None] * count)[:count]
+        return request.limits(count)
+
+    def figures(self, plan: Plan) -> StageFigures:
+        """Return what a plan costs, from scratch.
+
+        Raises:
+            CycleError: SK203 if parts wait for each other in a cycle.
+        """
+        devices = self.devices_of(plan)
+        nodes = [n for n in self.flow.nodes if plan.places.get(n)]  # also of a complete plan, which places all others
+        joined = Plan.of({n: list(dict.fromkeys(map(self._place, plan.places[n]))) for n in nodes})
+        stages = self.stages(plan)
+        ranks = self._ranks(len(devices))
+        work, loads = self._loads(joined, devices, ranks, stages)
+        of_rank, busiest = by_rank(loads, ranks) if len(loads) else (loads, 0)
+        run = self.run(stages)
+        return StageFigures(
+            dict(zip(devices, loads.tolist(), strict=True)),
+            dict(zip(devices, work.tolist(), strict=True)),
+            tuple(of_rank.tolist()),
+            float(of_rank.max(initial=0.0)),
+            devices[busiest] if devices else PARENT,
+            None if run is None else run.seconds,
+            self.request.traffic(joined.place({n: (PARENT,) for n in self.flow.nodes if n not in joined.places})),
+            self._held(plan, stages, run),
+        )
+
+    def _place(self, key: PartKey) -> PartKey:
+        return key if key is PARENT else self.device_of(key)
+
+    def _ranks(self, devices: int) -> tuple[int, ...]:
+        if isinstance(self.request, DeviceRequest) or self.replicated:
+            return tuple(range(devices))
+        return self.request.ranks(devices)
+
+    def _loads(self, plan: Plan, devices: Sequence[PartKey], ranks: Sequence[int], stages: Any) -> tuple[Any, Any]:
+        """Return (d,) seconds of work, and with transfers."""
+        request, model = self.request, self.model
+        if self.replicated:  # each device has its share of the microbatch
+            own = np.array([stage.forward + stage.backward for stage in stages or ()], np.float64)
+            return own, own
+        if isinstance(request, DeviceRequest):
+            kinds, travel, cpus = request.kinds, request.travel(request.keys), request.cpus
+            return model.loads(plan, devices, kinds, None), model.loads(plan, devices, kinds, travel, cpus)
+        travel = request.travel(ranks)
+        alone = model.loads(plan, devices, [0] * len(devices), None)
+        return alone, alone if travel is None else model.loads(plan, devices, [0] * len(devices), travel)
+
+    def stages(self, plan: Plan) -> tuple[StageCosts, ...] | None:
+        """Return the costs of the parts as stages, in run order.
+
+        ``None`` if some node is in no part, or the graph has no sizes.
+        """
+        try:
+            return self.request.stage_prices.of(plan)
+        except (PlanError, GraphError) as error:
+            if error.code not in ("SK102", "SK208"):
+                raise
+            return None
+
+    def run(self, stages: Sequence[StageCosts] | None) -> ScheduleRun | None:
+        """Return the simulated step; ``None`` without a schedule."""
+        if stages is None or self.request.schedule is None:
+            return None
+        return self.request.run(stages)
+
+    def microbatches(self, stages: int) -> int:
+        """Return the microbatches of a step of so many stages; 1 without a schedule."""
+        return microbatches_of(self.request.microbatches, stages) if self.request.schedule else 1
+
+    def _held(
+        self, plan: Plan, stages: tuple[StageCosts, ...] | None, run: ScheduleRun | None
+    ) -> tuple[ByteBreakdown, ...]:
+        if stages is None:
+            return ()
+        if run is not None:
+            return tuple(map(ByteBreakdown.of_rank, run.memory))
+        keys, devices = self.parts_of(plan), self.devices_of(plan)
+        kept = dict.fromkeys(devices, 0)
+        for node, nbytes in self.request.cache.items():
+            kept[self.device_of(plan.home(node))] += nbytes
+        if isinstance(self.request, DeviceRequest) or self.visits:
+            visits = {d: [s for s, key in zip(stages, keys, strict=True) if self.device_of(key) == d] for d in devices}
+            return tuple(ByteBreakdown.of_visits(visits[d], cache=kept[d]) for d in devices)
+        return tuple(ByteBreakdown.of_stage(s, cache=kept[key]) for key, s in zip(keys, stages, strict=True))
+
+    def excess(self, figures: StageFigures) -> int:
+        """Return the most bytes by which a rank exceeds its memory; 0 if the plan fits."""
+        limits = self.limits(len(figures.held))
+        pairs = zip(figures.peaks, limits, strict=True)
+        return max([0, *(peak - limit for peak, limit in pairs if limit is not None)])
+
+
+def _are_visits(plan: Plan) -> bool:
+    """Whether the keys of the parts name fewer devices than there are parts."""
+    pairs = [key for key in plan.parts if isinstance(key, tuple) and len(key) == 2 and type(key[1]) is int]
+    return len(pairs) == len(plan.parts) and len({key[0] for key in pairs}) < len(pairs)
+
+
+def _cache(flow: Dataflow, plan: Plan, policy: object) -> Mapping[Node, int]:
+    """Return the bytes of cache for which a plan for inference leaves room."""
+    objective, tokens = getattr(policy, "objective", None), getattr(policy, "tokens", 0)
+    if objective == "tokens" and plan.claim is not None:
+        tokens = int(plan.claim.value)
+    if objective not in ("tokens", "throughput") or not tokens:
+        return {}
+    given: Any = getattr(policy, "cache", None)
+    by_name = {node.name: node for node in flow.nodes}
+    try:
+        known = cache_bytes(flow) if given is None else {by_name.get(str(n), n): nbytes for n, nbytes in given.items()}
+    except SplitError:
+        return {}
+    return {node: tokens * nbytes for node, nbytes in known.items()}

@@ -1,0 +1,167 @@
+"""What explanations say, of which plans, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from explainedgraphs import Costs, towers
+from torch import nn
+
+import splitkit as sk
+from splitkit.plans.policy_text import policy_text
+from splitkit.policies import Acyclic, Best, Budget, ByName, Devices, Expert, MinCut, Remat, RoundRobin, SplitBackward
+from splitkit.policies import Stages as StagesPolicy
+from splitkit.studies.explanation.recorded_policy import recorded_policy
+
+
+@pytest.fixture(scope="module")
+def gm():
+    return towers()
+
+
+@pytest.fixture(scope="module")
+def plan(gm):
+    return sk.plan(gm, StagesPolicy(3, schedule="1f1b", microbatches=4, memory="64KiB"), Costs(gm))
+
+
+def test_a_plan_says_what_limits_it(plan):
+    told = plan.explain()
+    text = str(told)
+    for words in ("is the slowest", "The longest op", "no plan", "is the fullest", "one more device", "A step takes"):
+        assert words.lower() in text.lower(), words
+    assert json.loads(json.dumps(told.to_dict()))["policy"].startswith("Stages(3, schedule='1f1b'")
+    assert "one more device" not in str(plan.explain(again=False))
+
+
+def test_a_split_explains_its_plan(gm, plan):
+    assert sk.split(gm, plan).explain("0").to_dict() == plan.explain(0).to_dict()
+
+
+def test_a_part_has_the_bytes_of_the_report(gm, plan):
+    row = next(row for row in sk.report(gm, plan).parts if row.part == "1")
+    told = plan.explain(1)
+    assert told.row == row
+    assert sum(v.nbytes for v in told.values if v.way == "in") == row.bytes_in
+    assert sum(v.nbytes for v in told.values if v.way == "out") == row.bytes_out
+    assert "Its borders could move" in str(told) and all(1 in (m.source, m.target) for m in told.moves)
+
+
+@pytest.mark.parametrize("where, words", [("x", "an input of the graph"), ("head_weight", "each part that reads it")])
+def test_what_is_not_placed_says_where_it_is(plan, where, words):
+    assert words in str(plan.explain(where))
+
+
+@pytest.mark.parametrize("where", ["nowhere", 7, "linear_9", [1], torch.fx.Graph().placeholder("x")])
+def test_an_unknown_place_is_refused(plan, where):
+    with pytest.raises(sk.PlanError, match="SK314"):
+        plan.explain(where)
+
+
+def test_bad_arguments_are_refused(plan):
+    with pytest.raises(sk.PlanError, match="SK314"):
+        sk.Plan.of({}).explain()
+    with pytest.raises(sk.PolicyError, match="SK301"):
+        plan.explain(policy="Stages(3)")
+    with pytest.raises(sk.CostError):
+        plan.explain(costs=3)
+
+
+def test_plans_of_other_origin_say_how_they_differ_from_stages(gm):
+    by_hand = sk.plan(gm, RoundRobin(2), on_cycle="refine")
+    told = by_hand.explain()
+    stages = sk.plan(gm, StagesPolicy(2)).claim.value
+    assert "Stages(2) would have its slowest stage at" in str(told) and "visits" in str(told)
+    assert told.least <= stages <= told.figures.value or stages == pytest.approx(told.figures.value)
+    nodes = sk.analyze(gm).nodes
+    half = sk.plan(gm, {node.name: 0 for node in nodes[: len(nodes) // 2]})
+    assert "the parent runs some nodes itself" in str(half.explain())
+    assert "gives it no part" in str(half.explain(nodes[-1]))
+
+
+def test_a_bound_is_given_that_holds_for_stages(gm):
+    costs = Costs(gm)
+    told = sk.plan(gm, lambda node: int("head" in str(node.meta["nn_module_stack"])), costs, on_cycle="refine")
+    assert len(told.parts) == 2 and told.explain(costs=costs).least <= sk.plan(gm, StagesPolicy(2), costs).claim.value
+
+
+def test_devices_that_differ_are_told_in_seconds(gm):
+    plan = sk.plan(gm, Devices(["h200", "a100"], objective="latency", links="nvlink4"))
+    told = plan.explain()
+    assert told.unit == "s" and not told.moves
+    fewer = next(variant for variant in told.variants if variant.change == "one device fewer")
+    assert fewer.unit == "TFLOP" and "no comparison" in str(told)  # the default costs price devices that are alike
+    assert "a sample takes" in str(told)
+
+
+def test_a_graph_without_sizes_is_explained_without_memory():
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    told = sk.plan(traced, StagesPolicy(2)).explain()
+    assert not told.figures.held and "Memory is not known: the graph has no sizes" in str(told)
+
+
+def test_replicas_and_tokens_are_explained_without_moves(gm):
+    several = sk.plan(gm, StagesPolicy(2, replicas=(1, 2)))
+    assert not several.explain(again=False).moves and "planned again" in str(several.explain())
+
+
+def test_names_of_the_model_are_escaped():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("<b>&", nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+
+        def forward(self, x):
+            return getattr(self, "<b>&")(x)
+
+    odd = sk.capture(Odd(), torch.ones(1, 2))
+    made = sk.plan(odd, StagesPolicy(2))
+    for told in (made.explain(), made.explain(0), sk.compare_plans(made, sk.plan(odd, StagesPolicy(1)))):
+        bundle = told._repr_mimebundle_()
+        assert "<b>&" in bundle["text/plain"] and "&lt;b&gt;&amp;" in bundle["text/html"]
+        assert "<b>" not in bundle["text/html"]
+
+
+POLICIES = [
+    StagesPolicy(4),
+    StagesPolicy(2, "1f1b", 8, memory=["1GiB", "2GiB"], links="nvlink4"),
+    Acyclic(3, memory="1GiB"),
+    Best([StagesPolicy(3), Acyclic(3)]),
+    Budget("2GiB"),
+    Budget(card="24GiB", optimizer="adamw"),
+    ByName({"layers.*": 1}),
+    Devices({"cuda:0": "h200"}, links="pcie5"),
+    Expert([2, 1]),
+    MinCut(price=3.0),
+    Remat(["aten.mm"], modules="layers.*"),
+    RoundRobin(3),
+    SplitBackward(policy=MinCut()),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=policy_text)
+def test_a_policy_is_made_again_from_its_text(policy):
+    made = recorded_policy(sk.Plan({}, policy=policy_text(policy)))
+    assert type(made) is type(policy) and policy_text(made) == policy_text(policy)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Stages(", "Stages(0)", "print('x')", "__import__('os').system('x')", "Stages(n=open('x'))", "Plan()"]
+)
+def test_no_code_runs_for_a_text(text):
+    assert recorded_policy(sk.Plan({}, policy=text)) is None
+
+
+def test_a_plan_file_keeps_the_policy(gm, plan, tmp_path):
+    plan.save(str(tmp_path / "plan.json"))
+    loaded = sk.Plan.load(str(tmp_path / "plan.json"), gm.graph)
+    assert loaded.policy == plan.policy and loaded == plan
+    assert "policy" not in sk.plan(gm, lambda node: 0).to_dict()
+    for bad in (3, "a\nb", "x" * 3000):
+        with pytest.raises(sk.FileError, match="SK501"):
+            sk.Plan.from_dict(gm.graph, plan.to_dict() | {"policy": bad})
+
+
+def test_an_explanation_is_the_same_twice(plan):
+    assert str(plan.explain(1)) == str(plan.explain(1))

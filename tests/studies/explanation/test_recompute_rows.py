@@ -1,0 +1,176 @@
+"""Why values are saved or recomputed: each price, and each choice that is forced, against plans made from scratch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit.engine.pair import divide
+from splitkit.policies import Budget, MinCut, Pipeline, RecomputeAll, Remat, SaveAll
+from splitkit.studies.explanation.recompute_explanation import choices_of, explain_recompute
+from splitkit.studies.explanation.recompute_rows import AGAIN, SAVED
+from splitkit.training.flow import BACKWARD, FORWARD
+
+
+class Net(nn.Module):
+    """Equal layers with a random op and a chain of pointwise ops; it returns an activation as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.drop(layer(x).sin().exp().tanh())
+        return {"loss": x.square().sum(), "last": x}
+
+
+@pytest.fixture(scope="module")
+def joint():
+    torch.manual_seed(0)
+    return sk.capture_joint(Net(), torch.ones(4, 8))
+
+
+POLICIES = {
+    "save": SaveAll(),
+    "all": RecomputeAll(),
+    "cut": MinCut(price=1e9),
+    "some": Remat(keep=["aten.sin", "aten.native_dropout"]),
+    "peak": Budget(0.5),
+}
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def choices(request, joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    plan = joint.split(POLICIES[request.param], costs).plan
+    return choices_of(joint.flow, plan, POLICIES[request.param], costs)[0]
+
+
+def measured(flow, plan, costs):
+    """Peak and saved bytes by the simulator of modules, and the recompute time."""
+    pair = divide(flow, plan, costs)
+    profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+    twice = [n for n in flow.nodes if {FORWARD, BACKWARD} <= set(pair.plan.places[n])]
+    return profile.peak, profile.saved, twice
+
+
+def test_the_plan_is_the_one_that_was_given(choices, joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    peak, saved, _ = measured(joint.flow, choices.plan, costs)
+    assert (choices.seen.peak, choices.seen.saved) == (peak, saved)
+
+
+def test_each_price_is_that_of_the_plan_made_from_scratch(choices, joint):
+    costs, priced = sk.costs.roofline(joint.graph_module, "a100"), 0
+    paid = dict(zip(choices.problem.ops, choices.problem.price.tolist(), strict=True))
+    before = measured(joint.flow, choices.plan, costs)
+    for nodes in choices.groups:
+        row, node = choices.row(nodes), nodes[len(nodes) // 2]
+        if row.seconds is None:
+            continue
+        priced += 1
+        peak, saved, twice = measured(joint.flow, choices.other(node).choice.plan(), costs)
+        change = sum(paid.get(n, 0.0) for n in twice) - sum(paid.get(n, 0.0) for n in before[2])
+        assert row.peak_change == peak - before[0] and row.saved_change == saved - before[1]
+        assert row.seconds == pytest.approx(change if row.decision == SAVED else -change, abs=1e-15)
+    assert priced or all(choices.forced(nodes[0]) for nodes in choices.groups)
+
+
+def test_what_is_forced_has_no_other_choice(choices, joint):
+    costs, forced = sk.costs.roofline(joint.graph_module, "a100"), 0
+    for node in choices.saved:
+        producer, why = joint.flow.producer(node), choices.forced(node)
+        if node.op == "placeholder" or not choices.nbytes(node):
+            continue
+        # recompute it and all that is not saved before it, as far as the graph goes
+        plan, stack = choices.plan, [producer]
+        while stack:
+            op = stack.pop()
+            if BACKWARD not in plan.places[op]:
+                plan = plan.place({op: (*plan.places[op], BACKWARD)})
+                reads = (r for r in op.all_input_nodes if r not in choices.saved or joint.flow.producer(r) is producer)
+                stack += [joint.flow.producer(r) for r in reads if joint.flow.is_placeable(joint.flow.producer(r))]
+        if why:
+            forced += 1
+            assert "random" in why
+            with pytest.raises(sk.PlanError, match="SK202"):
+                divide(joint.flow, plan, costs)
+        else:
+            divide(joint.flow, plan, costs)
+    assert forced
+
+
+def test_equal_layers_are_one_row(joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    told = explain_recompute(joint.flow, joint.split(SaveAll(), costs).plan, SaveAll(), costs, again=False)
+    assert sum(len(row.nodes) for row in told.rows) > len(told.rows)
+    assert sum(row.nbytes * len(row.nodes) for row in told.rows) == told.saved
+
+
+def test_rates_and_prices_agree_with_the_cut(joint):
+    """Of an exact minimum cut, no recompute is dearer than the price, and none that it leaves out is cheaper."""
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    for price in (1e8, 1e9, 1e10, 1e12):
+        plan = joint.split(MinCut(price=price), costs).plan
+        told = explain_recompute(joint.flow, plan, MinCut(price=price), costs, again=False)
+        assert told.paid == 1 / price
+        assert told.cheapest is None or told.cheapest >= told.paid * (1 - 1e-9)
+        assert told.dearest is None or told.dearest <= told.paid * (1 + 1e-9)
+
+
+def test_the_peak_is_filled_by_what_the_simulator_sees(joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    plan = joint.split(SaveAll(), costs).plan
+    told = plan.explain()
+    peak, saved, _ = measured(joint.flow, plan, costs)
+    assert told.peak.nbytes == peak == sum(told.peak.kinds.values()) and told.saved == saved
+    assert json.loads(json.dumps(told.to_dict()))["peak"]["half"] in ("forward", "backward")
+
+
+def test_other_budgets_are_planned_again(joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    whole = joint.split(Budget(1.0), costs).plan
+    told = whole.explain(costs=costs)
+    less, more = told.variants
+    assert less.budget == int(told.peak.nbytes * 0.9) and more.budget == int(told.peak.nbytes * 1.1)
+    for variant in told.variants:
+        try:
+            plan = joint.split(Budget(variant.budget), costs).plan
+        except sk.NoPlanError as error:
+            assert variant.seconds is None and error.reason.startswith(variant.refusal)
+            continue
+        assert variant.peak == measured(joint.flow, plan, costs)[0] <= variant.budget
+    saved = joint.split(SaveAll(), costs).plan.explain(costs=costs)
+    frontier = sk.Frontier(joint, costs)
+    for variant in saved.variants:
+        assert variant.seconds == pytest.approx(frontier.within(variant.budget).seconds)
+
+
+def test_a_node_says_what_becomes_of_it(joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    plan = joint.split(POLICIES["some"], costs).plan
+    assert "Backward computes it again" in str(plan.explain("tanh"))
+    assert "draws random numbers" in str(plan.explain("native_dropout"))
+    assert "an input" in str(plan.explain("primals_1"))
+    with pytest.raises(sk.PlanError, match="SK315"):
+        plan.explain("forward")
+    with pytest.raises(sk.PlanError, match="SK314"):
+        plan.explain("nowhere")
+
+
+def test_stages_have_rows_of_their_own(joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    step = joint.split(Pipeline(2), costs)
+    told = step.plan.explain()
+    assert {stage for row in told.rows for stage in row.stages} == {0, 1} and told.peak is None
+    assert {row.decision for row in told.rows} <= {SAVED, AGAIN} and "stage" in str(told)
+    other = joint.split(Pipeline(2, recompute=False), costs)
+    assert sk.compare_plans(step.plan, other.plan).figures
+    with pytest.raises(sk.PlanError, match="SK316"):
+        sk.compare_plans(step.plan, joint.split(SaveAll(), costs).plan)
