@@ -286,6 +286,14 @@ def read_plan(path: str) -> dict[str, Any]:
 
 def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Plan, Costs]:
     if data.get("what") == TRAINING or stages_of_file(data):
+        if stages_of_file(data):
+            raise UsageError(
+                "SK601",
+                f"{args.target} has the stages of a training step, and this command splits a forward graph",
+                f"`splitkit train {args.target} --nproc N --schedule S` trains with it, "
+                f"`splitkit run {args.target}` runs it in one process, and "
+                f"`splitkit view {args.target} -o page.html` draws it.",
+            )
         raise UsageError(
             "SK601",
             f"{args.target} divides a training step into forward and backward, and this command splits a forward graph",

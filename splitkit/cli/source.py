@@ -109,7 +109,9 @@ def _check(source: Source, plans: bool) -> None:
         raise UsageError("SK601", f"--dynamic does not work with --how {source.how}", "Use --how export.")
 
 
-def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str = "") -> str | None:
+def next_command(
+    source: Source, plan: str | None, ranks: int = 0, schedule: str = "", microbatches: int | None = None
+) -> str | None:
     """Return the command that runs a plan file and compares it with the unsplit model, or generates with it.
 
     There is none without a file.
@@ -119,6 +121,7 @@ def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str
         plan: the plan file.
         ranks: the number of processes, for a plan that trains as a pipeline.
         schedule: the schedule of that pipeline.
+        microbatches: the microbatches of its step; by default not said.
     """
     if plan is None or plan.startswith("/dev/"):
         return None
@@ -132,6 +135,7 @@ def next_command(source: Source, plan: str | None, ranks: int = 0, schedule: str
         return shlex.join([*words, "--prompt-ids", "1,2,3"])
     if ranks:
         words += ["--nproc", str(ranks), "--schedule", schedule]
+        words += [] if microbatches is None else ["--microbatches", str(microbatches)]
     return shlex.join([*words, "--check"])
 
 

@@ -27,6 +27,7 @@ from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.errors import CycleError, PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.storages import Lookup
+from splitkit.pipeline.defaults import planned_step
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.plan_display import ShownPlan
@@ -35,6 +36,7 @@ from splitkit.plans.policy_text import policy_text
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, refine
 from splitkit.short_repr import brief, few
+from splitkit.training.stage_parts import is_staged
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -257,7 +259,8 @@ def with_origin(plan: Plan, policy: object, flow: Dataflow, costs: Costs) -> Pla
         return plan
     price = getattr(policy, "price", None)
     used = priced(flow, costs, price if is_word(price, "fused") else None)
-    return replace(plan, prices=record_of(used, flow, getattr(policy, "links", None)))
+    prices = record_of(used, flow, getattr(policy, "links", None))
+    return replace(plan, prices=replace(prices, **planned_step(policy)) if is_staged(plan.parts) else prices)
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

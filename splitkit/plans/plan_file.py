@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from splitkit import files
 from splitkit._torch import target_name
+from splitkit.checks import is_whole
 from splitkit.errors import FileError, PlanError, PlanWarning
 from splitkit.plans import node_matching
 from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
@@ -162,7 +163,7 @@ def _prices_to_json(prices: PriceRecord) -> dict[str, Any]:
     return found | {name: value for name, value in tables.items() if value not in (None, False)}
 
 
-_OPTIONAL_OF_PRICES = ("device", "tf32", "training", "table", "backward", "links")
+_OPTIONAL_OF_PRICES = ("device", "tf32", "training", "table", "backward", "links", "schedule", "microbatches")
 _DEVICE_NUMBERS = ("bandwidth", "memory", "launch")
 
 
@@ -173,13 +174,15 @@ def _prices(data: object) -> PriceRecord | None:
     needed = {"name", "kind", "unit"}
     if not isinstance(data, Mapping) or not needed <= data.keys() <= needed | {*_OPTIONAL_OF_PRICES}:
         raise _damaged("prices", data, "an object with a name, a kind and a unit")
-    for name in ("name", "unit", "links"):
+    for name in ("name", "unit", "links", "schedule"):
         value = data.get(name, "")
         if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_LETTERS:
             raise _damaged(f"prices.{name}", value, "a short text")
     for name in ("tf32", "training"):
         if not isinstance(data.get(name, False), bool):
             raise _damaged(f"prices.{name}", data[name], "true or false")
+    if "microbatches" in data and not is_whole(data["microbatches"], 1):
+        raise _damaged("prices.microbatches", data["microbatches"], "a whole number, 1 or more")
     kind = data["kind"]
     if kind not in KINDS:
         raise _damaged("prices.kind", kind, f"one of {', '.join(KINDS)}")

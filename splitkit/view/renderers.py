@@ -7,7 +7,7 @@ their own classes with ``pictured.register``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, singledispatch
 from typing import TYPE_CHECKING, Any
 
@@ -16,24 +16,29 @@ from torch import fx
 from splitkit.checks import items_of, nbytes
 from splitkit.costs import Costs
 from splitkit.costs.recorded import costs_of
+from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair, divide
 from splitkit.engine.split import Split
 from splitkit.errors import SplitError, ViewError
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
-from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, require_times
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.saved_values import SavedValue
+from splitkit.training.stage_parts import is_staged, stage_part
 from splitkit.units import measure, size
 from splitkit.view.console.tables import table
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
+from splitkit.view.data.planned_run import planned_run
 from splitkit.view.data.rank_table import rank_table
 from splitkit.view.data.report import Report, report
+from splitkit.view.data.staged_ladder import StagedView
+from splitkit.view.data.staged_table import table_of_stages
+from splitkit.view.given_steps import checked_measurement, checked_run
 from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
 from splitkit.view.svg.bars import Bar, BarsDrawing
@@ -41,6 +46,7 @@ from splitkit.view.svg.drawing import escaped
 from splitkit.view.svg.halves_svg import halves_svg
 from splitkit.view.svg.ladder_svg import ladder_svg
 from splitkit.view.svg.memory_chart import memory_svg
+from splitkit.view.svg.staged_svg import staged_svg
 from splitkit.view.svg.timeline import timeline_svg
 
 if TYPE_CHECKING:
@@ -75,7 +81,7 @@ class Picture:
     title: str
     svg: Callable[[], str]
     tables: Callable[[], Iterable[Table]]
-    ladder: Callable[[], LadderView | HalvesView] | None = None
+    ladder: Callable[[], LadderView | HalvesView | StagedView] | None = None
     nodes: int = 0
     parts: int = 0
     fallback: Callable[[], str] | None = None
@@ -105,6 +111,11 @@ def _plan(
     plan: Plan, *, costs: Costs | None = None, memory: float | str | None = None, title: str = "", **more: Any
 ) -> Picture:
     gm = _module_of(plan)
+    if is_joint(gm.graph) and is_staged(plan.parts):
+        if unused := [name for name in ("measured", "beside") if more.pop(name, None) is not None]:
+            reason = f"a plan of the stages of a training step cannot be drawn with {unused[0]}"
+            raise ViewError("SK901", reason, "Draw it with costs, optimizer, memory, run and title.")
+        return _stages(gm, plan, costs=costs, memory=memory, title=title, **more)
     if not plan.parts.keys() <= {FORWARD, BACKWARD} or not is_joint(gm.graph):
         return _ladder(analyze(gm), plan, costs=costs, memory=memory, title=title, **more)
     if unused := [name for name in ("run", "measured", "beside") if more.get(name) is not None]:
@@ -131,7 +142,7 @@ def _halves(
         pair = divide(joint_flow(gm, forward_outputs(gm.graph)), plan, prices)
         return _pair(pair, costs=costs, memory=memory, title=title)
 
-    def ladder() -> LadderView | HalvesView:
+    def ladder() -> LadderView | HalvesView | StagedView:
         found = pair_picture().ladder
         assert found is not None  # `_pair` leaves it out only where the pair has no plan
         return found()
@@ -143,6 +154,48 @@ def _halves(
     name = title or plan.note or "plan"
     nodes = len(gm.graph.nodes)
     return Picture(name, lambda: pair_picture().svg(), lambda: pair_picture().tables(), ladder, nodes, 2, fallback)
+
+
+@pictured.register
+def _staged_step(step: StagedStep, **options: Any) -> Picture:
+    return _stages(_module_of(step.plan), step.plan, step, **options)
+
+
+def _stages(
+    gm: fx.GraphModule,
+    plan: Plan,
+    made: StagedStep | None = None,
+    *,
+    costs: Costs | None = None,
+    optimizer: Optimizer = "adam",
+    memory: float | str | None = None,
+    run: object = None,
+    title: str = "",
+) -> Picture:
+    """Draw a training step in stages, which is made of the plan if it is not given."""
+    from splitkit.engine.joint_stages.divide_stages import divide_stages
+    from splitkit.frontends.aot import joint_flow
+
+    limit = limit_of(memory)
+    prices = costs_of(plan.prices, gm) if costs is None else costs
+    stages = 1 + max((part.stage for key in plan.parts if (part := stage_part(key)) is not None), default=0)
+    given = checked_run(run, stages, "stages")
+    if given is not None:
+        require_times(given, prices)
+
+    @cache
+    def ladder() -> StagedView:
+        flow = joint_flow(gm, forward_outputs(gm.graph))
+        step = divide_stages(flow, plan) if made is None else made
+        drawn = StagedView(flow, step, prices, title, optimizer, limit)
+        return replace(drawn, run=planned_run(plan, drawn.stages) if given is None else given)
+
+    def tables() -> list[Table]:
+        view = ladder()
+        return [table_of_stages(view), *([] if view.run is None else [rank_table(view.run, memory=limit)])]
+
+    name = title or plan.note or "plan"
+    return Picture(name, lambda: staged_svg(ladder()), tables, ladder, len(gm.graph.nodes), stages)
 
 
 @pictured.register
@@ -178,16 +231,11 @@ def _ladder(
     beside: object = None,
     title: str = "",
 ) -> Picture:
-    if run is not None and not isinstance(run, ScheduleRun):
-        remedy = "Give what splitkit.simulate_schedule returns."
-        raise ViewError("SK901", f"run is a {type(run).__name__}, not a simulated step", remedy)
-    if run is not None and len(run.stages) != len(plan.parts):
-        reason = f"the run has {len(run.stages)} stages, but the plan has {len(plan.parts)} parts"
-        raise ViewError("SK901", reason, "Simulate the stages of this plan: splitkit.stage_costs(flow, plan, costs).")
+    run = checked_run(run, len(plan.parts), "parts")
     prices = costs_of(plan.prices, flow) if costs is None else costs
     if run is not None:
         require_times(run, prices)
-    ran = None if measured is None else _measured(measured, run)
+    ran = None if measured is None else checked_measurement(measured, run)
     limit = limit_of(memory)
     several = None if isinstance(beside, Mapping) else items_of(beside)
     others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))
@@ -207,26 +255,6 @@ def _ladder(
 
     name = title or plan.note or "plan"
     return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
-
-
-def _measured(measured: object, run: ScheduleRun | None) -> MeasuredStep:
-    """Return a measured step that has the actions of the simulated one.
-
-    Raises:
-        ViewError: SK901 if it has not.
-    """
-    if not isinstance(measured, MeasuredStep):
-        remedy = "Give what StepRecorder.measured or splitkit.MeasuredStep.load returns."
-        raise ViewError("SK901", f"measured is a {type(measured).__name__}, not a step that ran", remedy)
-    remedy = "Simulate the actions that ran: run=splitkit.simulate_schedule(stages, measured.order)."
-    if run is None:
-        raise ViewError("SK901", "a measured step is drawn beside a simulated one, and run is not given", remedy)
-    ran, planned = ({(e.rank, e.action) for e in step.timeline} for step in (measured, run))
-    if other := min(ran ^ planned, default=None):
-        where = "only measured" if other in ran else "only simulated"
-        reason = f"the measured step is not the simulated one: {other[1]} on rank {other[0]} was {where}"
-        raise ViewError("SK901", reason, remedy)
-    return measured
 
 
 def limit_of(memory: float | str | None) -> int | None:
@@ -420,6 +448,9 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
         still = partial(_still, picture, [])
         return FramedPage(picture_html(picture), height or (720 if picture.ladder else 560), still)
     ladder = picture.ladder and picture.ladder()
+    if isinstance(ladder, StagedView):
+        reason = "the stages of a training step cannot be moved by hand, because what each saves is planned for it"
+        raise ViewError("SK901", reason, "Leave live=True out, and plan again for other stages.")
     if not isinstance(ladder, LadderView):
         raise ViewError(
             "SK901", f"a {type(shown).__name__} is not interactive", "live=True is for plans and splits; use .view()."

@@ -38,6 +38,19 @@ def test_a_plan_of_stages_says_what_each_stage_does(planned):
     assert held["what"] == "fwd-bwd" and ["weight", 0] in [part["key"] for part in held["parts"]]
 
 
+def test_what_can_be_done_next_is_said_as_commands_that_work(planned, tmp_path, capsys):
+    file, data = planned
+    assert data["next"] == (f"splitkit train {file} --model {NET} --nproc 2 --schedule zbv --microbatches 4 --check")
+    assert data["view"] == f"splitkit view {file} --model {NET} -o page.html"
+    page = tmp_path / "page.html"
+    assert main(["view", file, "--model", NET, "-o", str(page), "--memory", "1MiB"]) == 0
+    assert '"name":"ZBVZeroBubble","microbatches":4' in page.read_text()
+    words = ["--schedule", "interleavedzerobubble", "--microbatches", "8", "--optimizer", "none"]
+    assert main(["view", file, "--model", NET, "-o", str(page), *words]) == 0
+    assert '"name":"InterleavedZeroBubble","microbatches":8' in page.read_text()
+    assert capsys.readouterr().out.count("wrote") == 2
+
+
 def test_it_runs_in_one_process_like_the_unsplit_model(planned, capsys):
     assert main(["run", planned[0], "--model", NET, "--check", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -60,7 +73,8 @@ def test_it_trains_on_two_processes_like_the_unsplit_model(planned):
         (["train", "--nproc", "2", "--schedule", "zbv", "--trace", "t.json"], "--trace does not go with"),
         (["train", "--nproc", "2", "--schedule", "zbv", "--checkpoint", "here"], "--checkpoint does not go with"),
         (["train", "--nproc", "3", "--schedule", "zbv"], "SK330"),
-        (["view", "-o", "page.html"], "no page draws yet"),
+        (["view", "-o", "page.html", "--beside", "other.json"], "--beside does not go with"),
+        (["profile"], "has the stages of a training step"),
     ],
 )
 def test_what_such_plans_do_not_have_is_refused(planned, words, message, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli.common import TRAINING, versions
 from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.cli.source import Source, next_command, source_record
-from splitkit.errors import UsageError
+from splitkit.cli.pages import wrote
+from splitkit.cli.source import Source, next_command, runs_code, source_record
+from splitkit.pipeline.defaults import ranks_of
 from splitkit.prices import price_name
+from splitkit.training.computed_again import computed_again
 from splitkit.units import duration, size
 from splitkit.view.console.tables import facts, table
 
@@ -22,12 +25,14 @@ if TYPE_CHECKING:
     from splitkit.costs import Costs
     from splitkit.engine.joint_stages.staged_step import StagedStep
     from splitkit.plans.record import Plan
+    from splitkit.training.flow import JointFlow
 
 
-def stages_outcome(args: Namespace, made: Source, took: Mapping[str, float], costs: Costs, step: StagedStep) -> Outcome:
+def stages_outcome(
+    args: Namespace, made: Source, took: Mapping[str, float], costs: Costs, flow: JointFlow, step: StagedStep
+) -> Outcome:
     """Return what ``splitkit plan`` says of a plan in stages."""
-    if args.view:
-        raise no_picture(args.view)
+    train, view = _train_command(made, args.output, step), _view_command(made, args.output)
     data: dict[str, Any] = {
         "command": "plan",
         "what": TRAINING,
@@ -35,47 +40,83 @@ def stages_outcome(args: Namespace, made: Source, took: Mapping[str, float], cos
         "note": step.plan.note,
         "prices": price_name(costs),
         "unit": sk.costs.unit_of(costs),
-        "stages": stage_rows(step, costs),
+        "stages": stage_rows(flow, step, costs),
         "seconds": dict(took),
         "file": args.output,
-        "next": next_command(made, args.output),
+        "next": train or next_command(made, args.output),
+        "view": view,
     }
     text: list[RenderableType] = [
-        facts({"plan": data["note"], "prices": data["prices"], "took": seconds_text(data["seconds"]["plan"])}),
+        facts(
+            {
+                "plan": data["note"].replace("; ", ";\n"),
+                "prices": data["prices"],
+                "took": seconds_text(data["seconds"]["plan"]),
+            }
+        ),
         "",
         stage_table(data["stages"], data["unit"]),
-        *([f"wrote {args.output}", f"next: {data['next']}"] if args.output else []),
+        *([f"wrote {args.output}"] if args.output else []),
+        *(_next_lines(train, next_command(made, args.output), view)),
     ]
     files: dict[str, Mapping[str, Any] | str] = {}
+    if args.view:
+        from splitkit.view.renderers import html
+
+        files[args.view] = page = html(step, costs=costs, title=made.spec)
+        text.append(wrote(args.view, page))
     if args.output:
         record = source_record(made, args.output)
         files[args.output] = {**step.plan.to_dict(), "model": record, "what": TRAINING, **versions()}
     return Outcome(data, text, files=files)
 
 
-def no_picture(file: str) -> UsageError:
-    """Return the error for a picture of a training step in stages."""
-    return UsageError(
-        "SK601",
-        f"{file} would show a training step in stages, which no page draws yet",
-        "Leave out the page, or plan a forward graph with --stages N.",
-    )
+def _next_lines(train: str | None, run: str | None, view: str | None) -> list[str]:
+    """Return what can be done with the plan file; nothing without a file."""
+    found = {"next": train, "next, in one process" if train else "next": run, "picture": view}
+    return [f"{what}: {words}" for what, words in found.items() if words]
 
 
-def stage_rows(step: StagedStep, costs: Costs) -> list[dict[str, Any]]:
-    """Return a row for each stage: seconds and ops of its graphs, and what it saves and sends."""
+def _train_command(made: Source, file: str | None, step: StagedStep) -> str | None:
+    """Return the command that trains with the plan on the ranks of its schedule, as the plan was made for.
+
+    A plan that was made for no schedule trains under 1F1B, or under ZBV if its backward is divided and ZBV takes its
+    stages. There is no command for one stage.
+    """
+    count, record = len(step.stages), step.plan.prices
+    if count < 2:
+        return None
+    schedule, microbatches = (record.schedule, record.microbatches) if record is not None else (None, None)
+    if schedule is None:
+        divided = all(stage.weight is not None for stage in step.stages)
+        schedule, microbatches = "zbv" if divided and count % 2 == 0 else "1f1b", 2 * count
+    ranks = max(ranks_of(schedule, microbatches, count)) + 1
+    return next_command(made, file, ranks, schedule, microbatches)
+
+
+def _view_command(made: Source, file: str | None) -> str | None:
+    """Return the command that draws the plan."""
+    if file is None or file.startswith("/dev/"):
+        return None
+    words = ["splitkit", "view", file, *(["--model", made.spec] if runs_code(made.spec) else [])]
+    return shlex.join([*words, "-o", "page.html"])
+
+
+def stage_rows(flow: JointFlow, step: StagedStep, costs: Costs) -> list[dict[str, Any]]:
+    """Return a row for each stage: seconds of its graphs, what it computes again, and what it saves and sends."""
     rows = []
+    again = _again(flow, step, costs)
     for number, stage in enumerate(step.stages):
         seconds = {
             half: _seconds(step.plan, half, number, costs) for half in ("forward", "backward", "input", "weight")
         }
-        ops = _members(step.plan, number)
         row: dict[str, Any] = {
             "stage": number,
             "forward": seconds["forward"],
             "backward": seconds["backward"] + seconds["input"],
             "weight": seconds["weight"] if stage.weight is not None else None,
-            "recomputed": sum(n > 1 for n in ops.values()),
+            "recomputed": len(again[number]),
+            "recompute": sum(again[number]),
             "saved": stage.saved_bytes,
             "waiting": stage.waiting_bytes if stage.weight is not None else None,
             "sent": stage.sent_bytes,
@@ -85,9 +126,14 @@ def stage_rows(step: StagedStep, costs: Costs) -> list[dict[str, Any]]:
     return rows
 
 
-def _members(plan: Plan, stage: int) -> dict[Any, int]:
-    """Return node -> how many parts of a stage compute it."""
-    return {n: count for n, keys in plan.items() if (count := sum(k[1] == stage for k in keys if isinstance(k, tuple)))}
+def _again(flow: JointFlow, step: StagedStep, costs: Costs) -> list[list[float]]:
+    """Return for each stage the seconds of each op that its backward computes again."""
+    found: list[list[float]] = [[] for _ in step.stages]
+    for node in flow.nodes:
+        for part in computed_again(flow, step.plan, node):
+            if part.half != "weight":
+                found[part.stage].append(costs.seconds(node))
+    return found
 
 
 def _seconds(plan: Plan, half: str, stage: int, costs: Costs) -> float:
@@ -103,7 +149,9 @@ def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
         "forward": [duration(row["forward"], unit) for row in rows],
         "input" if split else "backward": [duration(row["backward"], unit) for row in rows],
         **({"weight": [duration(row["weight"] or 0.0, unit) for row in rows]} if split else {}),
-        "recomputed": [f"{row['recomputed']} ops" for row in rows],
+        "recomputed": [
+            f"{row['recomputed']} ops, {duration(row['recompute'], unit)}" if row["recomputed"] else "-" for row in rows
+        ],
         **_bytes(rows, split),
     }
     return _table(columns)

@@ -88,7 +88,7 @@ def plan_step(args: Namespace) -> Outcome:
     with work.clock.step("plan", "planning"):
         pair = work.joint.split(policy, costs)
     if isinstance(pair, StagedStep):
-        return joint_stages.stages_outcome(args, work.source, work.clock.seconds, costs, pair)
+        return joint_stages.stages_outcome(args, work.source, work.clock.seconds, costs, work.joint.flow, pair)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None

@@ -122,11 +122,11 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     best = f" (best of {data['repeat']})" if data["repeat"] > 1 else ""
     if "stages" in data:
         times = {f"{half}{best}": seconds_text(data[half]) for half in ("forward", "backward")}
-        rows = {"plan": data["note"], "loss": f"{data['loss']:.6g}", **times}
+        rows = {"plan": data["note"].replace("; ", ";\n"), "loss": f"{data['loss']:.6g}", **times}
         text: list[RenderableType] = [facts(rows), "", joint_stages.graph_table(data["stages"])]
     else:
         rows = {
-            "plan": data["note"],
+            "plan": data["note"].replace("; ", ";\n"),
             "loss": f"{data['loss']:.6g}",
             "peak": _peak_text(data["peak"]),
             "saved for backward": size(data["saved"]),

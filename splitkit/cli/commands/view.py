@@ -73,11 +73,11 @@ def run(args: Namespace) -> Outcome:
 
 
 def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
-    """Write the page of a plan of forward and backward."""
-    from splitkit.cli.commands.joint_stages import no_picture
-    from splitkit.training.stage_parts import is_staged
+    """Write the page of a plan of forward and backward, or of the stages of a training step."""
     from splitkit.view.renderers import html
 
+    if stages_of_file(file):
+        return _stages(args, file, memory)
     of_stages = ("schedule", "microbatches", "measured", "beside", "optimizer", "costs", "training", "recompute")
     unfit = [name for name in of_stages if getattr(args, name) is not None]
     if unfit:
@@ -89,9 +89,39 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     with work.clock.step("view", "dividing the step"):
         graph = work.joint.graph_module.graph
         plan = decoded(graph, args.target, file)
-        if is_staged(plan.parts):
-            raise no_picture(str(args.output))
         text = html(work.joint.split(plan), memory=memory, title=work.source.spec)
+    return _outcome(args, work, text)
+
+
+def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
+    """Write the page of the stages of a training step, with a step of the schedule that it is planned for, or another.
+
+    The plan's own prices are used if no others are given.
+    """
+    from splitkit.costs.recorded import costs_of
+    from splitkit.engine.joint_stages.staged_step import StagedStep
+    from splitkit.prices import require_times
+    from splitkit.view.renderers import html
+
+    for name in ("measured", "beside", "training", "recompute"):
+        if getattr(args, name) is not None:
+            reason = f"--{name} does not go with {args.target}, a plan of a training step in stages"
+            raise UsageError("SK601", reason, "Leave it out; such a page takes --costs, --schedule and --memory.")
+    wanted = source.from_plan(args.target, file, args)
+    work, given = plan_training.priced_step(args, wanted) if args.costs else (plan_training.prepare_step(wanted), None)
+    optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
+    with work.clock.step("view", "dividing the step"):
+        plan = decoded(work.joint.graph_module.graph, args.target, file)
+        step = work.joint.split(plan)
+        assert isinstance(step, StagedStep)
+        costs = given or costs_of(plan.prices, work.joint.graph_module)
+        run = None
+        if args.schedule is not None:
+            require_times(costs)
+            links = {None: plan.prices.links if plan.prices else None, "none": None}.get(args.links, args.links)
+            count = args.microbatches or 2 * len(step.stages)
+            run = sk.simulate_schedule(step.stage_costs(costs, optimizer=optimizer), args.schedule, count, links=links)
+        text = html(step, costs=costs, optimizer=optimizer, memory=memory, run=run, title=work.source.spec)
     return _outcome(args, work, text)
 
 

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
+from splitkit.costs import unit_of
+from splitkit.display import Shown
+from splitkit.engine.joint_stages.graph_temporaries import graph_temporaries
 from splitkit.engine.joint_stages.host_values import HostValue, host_values, on_device
-from splitkit.graph.byte_sizes import storage_bytes
+from splitkit.graph.byte_sizes import storage_bytes, value_bytes
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
 from splitkit.plans.record import Plan
+from splitkit.prices import Costs, Optimizer, checked
 from splitkit.short_repr import brief, few
+from splitkit.training.stage_parts import HALVES, known_part
 from splitkit.units import size
+
+if TYPE_CHECKING:
+    from splitkit.display import ShownOverTime
+    from splitkit.files import PathLike
+
+
+Origin = tuple[str, Hashable]
+"""The value that first has a storage in a stage, and the storage."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,12 @@ class StageGraphs:
     @property
     def saved_bytes(self) -> int:
         """Bytes that forward leaves on the device for backward, each storage once, without what the caller holds."""
-        return self._bytes([name for name in self.held if name not in self.offloaded])
+        return self._bytes(self.kept)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What forward leaves on the device for backward: `held` without what waits on the host."""
+        return tuple(name for name in self.held if name not in self.offloaded)
 
     @property
     def host_bytes(self) -> int:
@@ -112,15 +133,24 @@ class StageGraphs:
         return sum(t.nbytes for name in names for t in tensors(value_of(nodes[name])))
 
     def _bytes(self, names: Sequence[str]) -> int:
-        """Return the bytes of the storages of some values, as on a rank of its own.
+        return sum(self.storages(names).values())
+
+    def storages(self, names: Iterable[str]) -> dict[Origin, int]:
+        """Return the storages of some values, as on a rank of its own, with their bytes; not those that the caller has.
 
         What a stage receives is a copy there, even if it was a view of an input, or two values one storage, before.
+
+        Args:
+            names: values of the forward or the backward graph.
         """
+        found = {origin: nbytes for name in names for origin, nbytes in self._known_origins[name].values()}
+        return {origin: nbytes for origin, nbytes in found.items() if origin[0] not in self.primals}
+
+    @cached_property
+    def _known_origins(self) -> dict[str, Mapping[Hashable, tuple[Origin, int]]]:
         copies = {*self.received, *self.gradients_received}
         origins = _origins(self.forward, copies, {})
-        origins = _origins(self.backward, copies, origins) | origins
-        found = {origin: nbytes for name in names for origin, nbytes in origins[name].values()}
-        return sum(nbytes for (maker, _), nbytes in found.items() if maker not in self.primals)
+        return _origins(self.backward, copies, origins) | origins
 
     def __str__(self) -> str:
         graphs = [self.forward, self.backward, *([self.weight] if self.weight is not None else [])]
@@ -134,8 +164,10 @@ class StageGraphs:
 
 
 @dataclass(frozen=True)
-class StagedStep:
+class StagedStep(Shown):
     """A training step in pipeline stages: a forward graph and one or two backward graphs for each.
+
+    A notebook shows it as a ladder: forward and backward of each stage, what is saved and what waits.
 
     Attributes:
         stages: the graphs of each stage.
@@ -164,6 +196,117 @@ class StagedStep:
         note = f": {self.plan.note}" if self.plan.note else ""
         lines = (f"stage {i}: {stage}" for i, stage in enumerate(self.stages))
         return "\n".join([f"Training step in {len(self.stages)} stages{note}", *few(lines, "stages")])
+
+    def view(
+        self,
+        *,
+        height: int | None = None,
+        costs: Costs | None = None,
+        optimizer: Optimizer = "adam",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        title: str = "",
+    ) -> Any:
+        """Return a page of the stages in a frame, which a notebook shows if this is the last line of a cell.
+
+        Args:
+            height: height of the frame in pixels.
+            costs: prices of the nodes; by default those that the plan was made with, or FLOPs.
+            optimizer: as for `stage_costs`.
+            memory: the memory of each device in bytes (or ``"80GiB"``); what exceeds it is red.
+            run: a step of these stages, as `splitkit.simulate_schedule` returns it for `stage_costs`; by default that
+                of the schedule that the plan was made for, if there is one and the prices are times.
+            title: the text above the picture; by default the note of the plan.
+
+        Raises:
+            ViewError: SK901 if it cannot be drawn, or not with these options; SK903 for a step by prices that are not
+                times.
+        """
+        return self._framed(height, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title)
+
+    def to_html(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        optimizer: Optimizer = "adam",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        title: str = "",
+    ) -> None:
+        """Write the page as one file that any browser shows; the options are those of `view`.
+
+        Raises:
+            ViewError: SK901 if it cannot be drawn, or not with these options.
+            FileError: SK504 if the file cannot be written; an existing file is then left as it was.
+        """
+        self._write_html(path, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title)
+
+    def to_svg(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        optimizer: Optimizer = "adam",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        title: str = "",
+    ) -> None:
+        """Write a static picture; the options are those of `view`, the errors those of `to_html`."""
+        self._write_svg(path, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title)
+
+    def stage_costs(self, costs: Costs, *, optimizer: Optimizer = "adam") -> tuple[StageCosts, ...]:
+        """Return the costs of each stage for one microbatch, for `splitkit.simulate_schedule`.
+
+        A stage holds what it received and sent until its backward, as torch's runtime does, and what it saves. What its
+        weight graph reads waits for it; a stage whose backward is one graph has no weight part, and nothing waits.
+
+        Args:
+            costs: prices of the nodes of the joint graph.
+            optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients are its
+                state; ``None``: there is none.
+
+        Raises:
+            PolicyError: SK302 for an unknown optimizer.
+            GraphError: SK108 for a data-dependent size.
+        """
+        check_stage_optimizer(optimizer)
+        prices = checked(costs)
+        seconds: dict[tuple[str, int], float] = {}
+        for node, keys in self.plan.items():
+            for key in map(known_part, keys) if node.op not in ("placeholder", "get_attr") else ():
+                seconds[key] = seconds.get(key, 0.0) + prices.seconds(node)
+        return tuple(self._costs_of(number, seconds, unit_of(costs), optimizer) for number in range(len(self.stages)))
+
+    def _costs_of(
+        self, number: int, seconds: Mapping[tuple[str, int], float], unit: str, optimizer: Optimizer
+    ) -> StageCosts:
+        stage = self.stages[number]
+        forward, backward, first, weight = (seconds.get((half, number), 0.0) for half in HALVES)
+        late = [graph_temporaries(g, outputs=True) for g in (stage.backward, stage.weight) if g is not None]
+        parameters, gradients = self.parameter_bytes(number)
+        return StageCosts(
+            forward=forward,
+            backward_input=backward + first,
+            backward_weight=weight,
+            saved_bytes=sum(stage.storages((*stage.received, *stage.sent, *stage.kept)).values()),
+            deferred_bytes=stage.waiting_bytes,
+            activation_bytes=stage.sent_bytes,
+            input_gradient_bytes=stage.gradients_sent_bytes,
+            temporary_bytes=max(graph_temporaries(stage.forward, outputs=False), *late),
+            parameter_bytes=sum(parameters.values()),
+            gradient_bytes=sum(gradients.values()),
+            optimizer_bytes=sum(gradients.values()) * STATE_OF[optimizer] if optimizer else 0,
+            unit=unit,
+        )
+
+    def parameter_bytes(self, number: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes of what a stage is given (parameters, buffers, inputs) and of their gradients, by name."""
+        returned = {i for stage in self.stages for i in (*stage.gradients, *stage.weight_gradients)}
+        trained = {name for i, name in enumerate(self.primals) if i in returned}
+        nodes = {n.name: n for n in self.stages[number].forward.graph.find_nodes(op="placeholder")}
+        own = {name: value_bytes(nodes[name]) for name in self.stages[number].primals}
+        return own, {name: nbytes for name, nbytes in own.items() if name in trained}
 
     def run(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Run all stages in this process on real values: forward up, backward down, weight graphs last.
@@ -214,10 +357,6 @@ class StagedStep:
                 found = stage.weight(*on_device(values, stage.deferred), *made)
                 _add(gradients, stage.weight_gradients, found)
         return tuple(gradients)
-
-
-Origin = tuple[str, Hashable]
-"""The value that first has a storage in a stage, and the storage."""
 
 
 def _origins(

@@ -6,8 +6,9 @@ show them. Texts marked as `spare` are left out where they would overlap others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from html import escape
+from html import escape, unescape
 from typing import Literal
 
 from splitkit.view.colours import INK, LINE, MUTED, PAPER
@@ -155,6 +156,24 @@ class Drawing:
 
     def _close(self, tag: str, inside: str, title: str = "") -> None:
         self._pieces.append(f"<{tag} {inside}>{_title(title)}</{tag}>" if title else f"<{tag} {inside}/>")
+
+
+def stacked(pictures: Sequence[str], gap: float = 8) -> str:
+    """Return pictures that `Drawing.to_svg` made as one, below each other."""
+    sizes = [[float(number) for number in _SIZE.search(picture).groups()] for picture in pictures]  # type: ignore[union-attr]
+    wide, high = max(w for w, _ in sizes), sum(h for _, h in sizes) + gap * (len(pictures) - 1)
+    whole = Drawing(wide).to_svg(high, ", ".join(unescape(_ABOUT.search(picture)[1]) for picture in pictures))  # type: ignore[index]
+    inside, top = [], 0.0
+    for picture, (_, height) in zip(pictures, sizes, strict=True):
+        # `height:auto` would stretch an inner picture
+        inside.append(_STYLE.sub("", picture, count=1).replace("<svg ", f'<svg y="{_n(top)}" ', 1))
+        top += height + gap
+    return whole.replace("</svg>", "".join(inside) + "</svg>")
+
+
+_SIZE = re.compile(r'width="([\d.]+)" height="([\d.]+)"')
+_ABOUT = re.compile(r'aria-label="([^"]*)"')
+_STYLE = re.compile(r' style="[^"]*"')
 
 
 def _title(text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from splitkit.units import duration, measure, size
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
@@ -33,6 +33,22 @@ class Item:
     end: int
     stage: int
     y: float
+
+
+class Column(NamedTuple):
+    """A column of boxes.
+
+    Attributes:
+        times: the name of its seconds in the data.
+        sign: what stands before the name of each box.
+        x: the left edge of its boxes.
+        heading: what stands above it.
+    """
+
+    times: str
+    sign: str
+    x: float
+    heading: str
 
 
 @dataclass(frozen=True)
@@ -79,9 +95,20 @@ class LadderDrawing:
         return bool(self.data["trains"])
 
     @property
+    def _columns(self) -> list[Column]:
+        """The columns of boxes, from the left."""
+        late = Column("backward", "∇ ", LEFT + BOX + RIBBONS, "backward ↑")
+        return [Column("forward", "", LEFT, "forward ↓"), *([late] if self._trains else [])]
+
+    @property
+    def _between(self) -> list[tuple[str, str]]:
+        """The name in the data, and the heading, of the values between each two columns."""
+        return [("saved", "saved for backward (bytes)")] if self._trains else []
+
+    @property
     def _right(self) -> float:
         """The right edge of the boxes."""
-        return LEFT + BOX + (RIBBONS + BOX if self._trains else 0)
+        return self._columns[-1].x + BOX
 
     def to_svg(self) -> str:
         """Return the picture."""
@@ -92,8 +119,8 @@ class LadderDrawing:
         self._bands(draw)
         self._headings(draw)
         self._draw_borders(draw)
-        if self._trains:
-            self._ribbons(draw)
+        for (what, _), column in zip(self._between, self._columns, strict=False):
+            self._ribbons(draw, what, column.x + BOX)
         self._arrows(draw)
         for item in self.items:
             self._box(draw, item)
@@ -132,11 +159,15 @@ class LadderDrawing:
         """The colour of a box, in backward if ``late``."""
         return colour(item.stage)
 
+    def _is_empty(self, item: Item, column: str) -> bool:
+        """Whether nothing runs there; such a box is pale."""
+        return False
+
     def _marks(self, draw: Drawing, item: Item) -> None:
         """Hatch the share of a backward box that is the time of the second forward."""
         if self._is_rerun(item.stage):
             share = self._seconds(item, "forward") / (self._seconds(item, "backward") or 1)
-            draw.path(stripes(self._right - BOX, item.y, BOX * share, ROW), "#ffffff", 1.5, opacity=0.4)
+            draw.path(stripes(self._columns[1].x, item.y, BOX * share, ROW), "#ffffff", 1.5, opacity=0.4)
 
     def _time(self, seconds: float) -> str:
         return duration(seconds, self.data["unit"])
@@ -163,10 +194,9 @@ class LadderDrawing:
 
     def _headings(self, draw: Drawing) -> None:
         what = measure(self.data["unit"])
-        columns = [(LEFT + BOX / 2, f"forward ↓ ({what})")]
-        if self._trains:
-            columns.append((LEFT + BOX + RIBBONS / 2, "saved for backward (bytes)"))
-            columns.append((self._right - BOX / 2, f"backward ↑ ({what})"))
+        columns = [(column.x + BOX / 2, f"{column.heading} ({what})") for column in self._columns]
+        gaps = [column.x + BOX + RIBBONS / 2 for column in self._columns]
+        columns += [(middle, text) for middle, (_, text) in zip(gaps, self._between, strict=False)]
         for middle, text in columns:
             draw.text(middle, TOP - 12, text, MUTED, "middle", bold=True, size=10)
 
@@ -178,7 +208,7 @@ class LadderDrawing:
         held = [f"{size(peak)} with 1", "microbatch"] if self._trains else [f"peak {size(peak)}"]
         return [
             (f"stage {self.data['parts'][stage]}{f' {device}' if device else ''}", INK),
-            (self._time(of["forward"] + of["backward"]), MUTED),
+            (self._time(of["forward"] + of["backward"] + of.get("weight", 0.0)), MUTED),
             *([("recomputed", MUTED)] if self._is_rerun(stage) and self._trains else []),
             *((line, BAD if limit and peak > limit else MUTED) for line in held),
         ]
@@ -195,10 +225,11 @@ class LadderDrawing:
         name = self._name(item)
         saved = f", saved {size(self.saved(item.start, item.end))}" if self._trains else ""
         ops = sum(row["ops"] for row in self.data["rows"][item.start : item.end])
-        times = [("forward", "", LEFT)] + ([("backward", "∇ ", self._right - BOX)] if self._trains else [])
-        for column, sign, x in times:
+        for column, sign, x, _ in self._columns:
             fill = self._fill(item, column == "backward")
             time = self._time(self._seconds(item, column))
+            if self._is_empty(item, column):
+                fill, time = mixed(fill, 0.3), ""
             draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
             if column == "backward":
                 self._marks(draw, item)
@@ -217,9 +248,10 @@ class LadderDrawing:
     def _crosses(self, a: int, b: int) -> bool:
         return self.items[a].stage != self.items[b].stage
 
-    def _ribbons(self, draw: Drawing) -> None:
-        merged = self._merged("saved")
-        most, left, right = max((nbytes for *_, nbytes in merged), default=0) or 1, LEFT + BOX, self._right - BOX
+    def _ribbons(self, draw: Drawing, what: str, left: float) -> None:
+        """Draw what lies between a column that ends at ``left`` and the next one."""
+        merged = self._merged(what)
+        most, right = max((nbytes for *_, nbytes in merged), default=0) or 1, left + RIBBONS
         for a, b, nbytes in reversed(merged):  # the small ones first, so that large ribbons lie above
             y, end = self.items[a].y + ROW / 2, self.items[b].y + ROW / 2
             crosses = self._crosses(a, b)
@@ -235,7 +267,10 @@ class LadderDrawing:
     def _arrows(self, draw: Drawing) -> None:
         merged = [one for one in self._merged("edges") if one[0] != one[1]]
         most = max((nbytes for *_, nbytes in merged), default=0) or 1
-        columns = [(LEFT, LEFT + BOX / 2, -1)] + ([(self._right, self._right - BOX / 2, 1)] if self._trains else [])
+        columns: list[tuple[float, float, int]] = [(LEFT, LEFT + BOX / 2, -1)]
+        if self._trains:
+            late = self._columns[1].x
+            columns.append((late + BOX, late + BOX / 2, 1))
         farthest = max((b - a for a, b, _ in merged), default=1)
         for a, b, nbytes in merged:
             wide, far = 1 + 2 * (nbytes / most) ** 0.5, b - a

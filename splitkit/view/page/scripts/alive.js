@@ -1,7 +1,7 @@
 // @ts-check
 // Lists what is alive at a step of forward and backward, or on a rank of a pipeline, the largest first.
 import {el, pressed, remark, tableOf} from "./elements.js";
-import {inFlight, savedIn} from "./rank_memory.js";
+import {inFlight} from "./rank_memory.js";
 import {COMPUTATIONS, bytesAt, kindsAt} from "./step_facts.js";
 import {sum} from "./totals.js";
 import {duration, size} from "./units.js";
@@ -78,9 +78,9 @@ export function aliveOnRank(p, {run, rank, i}) {
   const lines = [];
   by.owned[rank].forEach((k, j) => {
     const own = sets.slice(by.counts * j, by.counts * (j + 1)), [, saved, , captured, left] = by.units[k], stays = by.counts > 2 && left === saved, stage = `stage ${p.partName(k)}`;
-    const held = new Set(stays ? [...own[0], ...own[3]] : own[0]), {values, rest} = savedIn(p, run, k), times = held.size > 1 ? ` ×${held.size}` : "";
+    const held = new Set(stays ? [...own[0], ...own[3]] : own[0]), {values, rest} = p.heldIn(run, k), times = held.size > 1 ? ` ×${held.size}` : "";
     if (held.size && saved) {
-      const again = by.why || p.isAgain(k) ? "" : `; to keep only what it receives and sends would cost its forward again, ${duration(p.stages[k].forward, run.unit)} each`;
+      const again = by.why || p.isAgain(k) || !p.offersRecompute ? "" : `; to keep only what it receives and sends would cost its forward again, ${duration(p.stages[k].forward, run.unit)} each`;
       lines.push(`${stage} holds ${listed(held)}, ${size(saved)} each${again}`);
       for (const [op, kind, nbytes] of values) entries.push([op < 0 ? "inputs of the graph" : op, kind + times, nbytes * held.size, "", `${stage}: ${size(nbytes)} for each of ${listed(held)}`]);
       if (rest) entries.push([values.length ? `${stage}: copies of what it receives and sends${p.isAgain(k) ? ", and the state of the random number generator" : ""}` : `${stage}: all that it saves`, times.trim(), rest * held.size, "", ""]);

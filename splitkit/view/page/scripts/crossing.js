@@ -56,10 +56,10 @@ export function keptOf({saved, stored, ops: {row}}) {
 /**
  * What a ribbon saves, the largest first.
  * @param {import("./picture.js").Picture<CommonData>} p
- * @param {[number, number]} ribbon the numbers of two items
+ * @param {[number, number, number?]} ribbon the numbers of two items, and 1 for what waits between the parts of backward
  */
-export function keptText(p, [from, to]) {
-  const {saved, kept} = p, [a, b] = [p.items[from], p.items[to]];
+export function keptText(p, [from, to, waits]) {
+  const [saved, kept] = waits ? [p.waits, p.left] : [p.saved, p.kept], [a, b] = [p.items[from], p.items[to]];
   /** @type {[number, number][]} */
   const found = saved.flatMap(([made, read], i) => p.itemOf[made] === a && p.itemOf[read] === b ? kept[i].filter(([op]) => op >= 0) : []);
   return linesOf(p.ops, found.sort((x, y) => y[1] - x[1]), () => []).join("\n");

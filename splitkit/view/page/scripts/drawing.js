@@ -58,12 +58,17 @@ export function paintBox(p, c, item) {
   c.globalAlpha = faint ? 0.25 : 1;
   rect(p, c, x, item.y, item.w, item.h, item.inner ? p.ink.bg : colour, line || colour);
   label(p, c, item.inner ? "▾ " : "▸ ", p.name(item), duration(price.forward, unit), x, item.y, item.w, item.inner ? p.ink.fg : legible(colour));
-  if (p.trains) {
-    const left = p.right - p.wide2, late = p.paintOf(item.start, true);
-    rect(p, c, left, item.y, item.w2, item.mirror ? item.h : ROW, item.mirror ? p.ink.bg : late, line || late);
-    if (!item.mirror) p.hatch(c, item, left);
-    label(p, c, "∇ ", p.name(item), duration(price.backward, unit), left, item.y, item.w2, item.mirror ? p.ink.fg : legible(late));
-  }
+  const late = p.paintOf(item.start, true);
+  const back = (/** @type {1 | 2} */ column, /** @type {string} */ sign, /** @type {number} */ left, /** @type {number} */ w, /** @type {Inner | null} */ inner, /** @type {number} */ seconds) => {
+    const empty = !inner && p.isEmpty(item, column);
+    if (empty) c.globalAlpha *= 0.3;
+    rect(p, c, left, item.y, w, inner ? item.h : ROW, inner ? p.ink.bg : late, line || late);
+    if (empty) c.globalAlpha = faint ? 0.25 : 1;
+    if (!inner && column === 1) p.hatch(c, item, left);
+    label(p, c, sign, p.name(item), empty ? "" : duration(seconds, unit), left, item.y, w, inner || empty ? p.ink.fg : legible(late));
+  };
+  if (p.trains) back(1, p.divided ? "∇x " : "∇ ", p.left2, item.w2, item.mirror, price.backward);
+  if (p.divided) back(2, "∇w ", p.left3, item.w3, item.late, price.weight ?? 0);
   for (const [left, top, inner] of p.innerOf(item)) paintInner(p, c, inner, left, top, item.shows);
   c.globalAlpha = 1;
 }
@@ -95,7 +100,7 @@ function paintInner(p, c, inner, left, top, row) {
     const on = p.selected && p.selected.op === op, colour = p.paintOf(row, !!inner.up && op >= p.late);
     c.globalAlpha = hits && !hits.has(op) ? 0.25 : 1;
     rect(p, c, left + box.x, top + box.y, OPW, OP, colour, on ? p.ink.fg : colour);
-    if (inner.up && op < p.late) stripes(c, left + box.x, top + box.y, OPW, OP);
+    if (p.isRepeated(op, inner)) stripes(c, left + box.x, top + box.y, OPW, OP);
     label(p, c, "", `${box.alone && `${box.alone}: `}${ops.op(op).replace(/^aten\.(\w+)\.\w+$/, "$1")}`, ops.value(op).replace(/^\w+\[(.*)\]$/, (_, dims) => dims.replace(/, /g, "×")), left + box.x, top + box.y, OPW, legible(colour), OP);
   }
 }
@@ -173,7 +178,7 @@ export function paintSkips(p, c) {
     if (skip) arc(c, LEFT + (p.wide - a.w) / 2, a.y + ROW / 2, LEFT + (p.wide - b.w) / 2, b.y + ROW / 2, -1, (to - from) / far);
     else { c.moveTo(LEFT + p.wide / 2, a.y + a.h); c.lineTo(LEFT + p.wide / 2, b.y); }
     if (p.trains) {
-      const left = p.right - p.wide2;
+      const left = p.left2;
       if (skip) arc(c, left + a.w2, a.y + ROW / 2, left + b.w2, b.y + ROW / 2, 1, (to - from) / far);
       else { c.moveTo(left + BOX / 2, a.y + (a.mirror ? a.h : ROW)); c.lineTo(left + BOX / 2, b.y); }
     }
@@ -197,23 +202,39 @@ function arc(c, x, y, x2, y2, side, far) {
   c.bezierCurveTo(out, y, out, y2, x2, y2);
 }
 /**
- * Draw the values that forward saves for backward.
+ * Draw the values that forward saves for backward, and those that wait between the parts of backward.
  * @param {AnyPicture} p
  * @param {Canvas} c
  */
 export function paintRibbons(p, c) {
-  const merged = p.ribbons = merge(p.saved, p.itemOf), most = Math.max(1, ...merged.map(e => e[2])), left = LEFT + p.wide, right = p.right - p.wide2;
+  p.ribbons = merge(p.saved, p.itemOf, true);
+  p.waitingRibbons = p.divided ? merge(p.waits, p.itemOf, true) : [];
+  paintBetween(p, c, p.ribbons, LEFT + p.wide, p.left2, item => (p.wide - item.w) / 2, 0);
+  if (p.divided) paintBetween(p, c, p.waitingRibbons, p.left2 + p.wide2, p.left3, item => p.wide2 - item.w2, 1);
+}
+/**
+ * Draw ribbons between two columns.
+ * @param {AnyPicture} p
+ * @param {Canvas} c
+ * @param {Triple[]} merged
+ * @param {number} left
+ * @param {number} right
+ * @param {(item: Item) => number} gap from the box of an item to the edge of its column
+ * @param {number} number of the gap between columns
+ */
+function paintBetween(p, c, merged, left, right, gap, number) {
+  const most = Math.max(1, ...merged.map(e => e[2]));
   /** @type {number[]} */
   const taken = [];
   for (const [from, to, nbytes] of [...merged].sort((a, b) => a[2] - b[2])) {
     const a = p.items[from], b = p.items[to], y = a.y + ROW / 2, y2 = b.y + ROW / 2;
     const crosses = p.stageOf(a.start) !== p.stageOf(b.start);
-    const on = p.hovered && p.hovered.ribbon && p.hovered.ribbon.join() === [from, to].join();
+    const at = p.hovered && p.hovered.ribbon, on = at && at[0] === from && at[1] === to && (at[2] || 0) === number;
     c.strokeStyle = crosses ? p.ink.fg : p.ink.rib;
     c.globalAlpha = on ? 1 : crosses ? 0.8 : 0.55;
     c.lineWidth = ribbonWidth(nbytes, most);
     c.beginPath();
-    c.moveTo(left - (p.wide - a.w) / 2, y);
+    c.moveTo(left - gap(a), y);
     c.lineTo(left, y);
     c.bezierCurveTo(left + BOW, y, right - BOW, y2, right, y2);
     c.stroke();
@@ -232,14 +253,30 @@ export function paintRibbons(p, c) {
  */
 const ribbonWidth = (nbytes, most) => Math.max(1, 16 * nbytes / most);
 /**
- * The ribbon below a place, as the numbers of its two items: the topmost, which is the widest.
+ * The ribbon below a place, as the numbers of its two items, and 1 where it waits between the parts of backward.
  * @param {AnyPicture} p
+ * @param {number} x
+ * @param {number} y
+ * @returns {[number, number, number?] | null}
+ */
+export function ribbonAt(p, x, y) {
+  const saved = ribbonBetween(p, p.ribbons, LEFT + p.wide, p.left2, x, y);
+  if (saved || !p.divided) return saved;
+  const waits = ribbonBetween(p, p.waitingRibbons, p.left2 + p.wide2, p.left3, x, y);
+  return waits && [...waits, 1];
+}
+/**
+ * The ribbon between two columns that is below a place: the topmost, which is the widest.
+ * @param {AnyPicture} p
+ * @param {Triple[]} ribbons
+ * @param {number} left
+ * @param {number} right
  * @param {number} x
  * @param {number} y
  * @returns {[number, number] | null}
  */
-export function ribbonAt(p, x, y) {
-  const left = LEFT + p.wide, right = p.right - p.wide2, most = Math.max(1, ...p.ribbons.map(e => e[2]));
+function ribbonBetween(p, ribbons, left, right, x, y) {
+  const most = Math.max(1, ...ribbons.map(e => e[2]));
   if (x <= left + 2 || x >= right - 2) return null;
   // the curve goes on to the right: halve the interval of its parameter
   let low = 0, high = 1;
@@ -248,7 +285,7 @@ export function ribbonAt(p, x, y) {
     if (at < x) low = t; else high = t;
   }
   const share = 3 * (1 - low) * low * low + low ** 3;
-  const hits = p.ribbons.filter(([from, to, nbytes]) => {
+  const hits = ribbons.filter(([from, to, nbytes]) => {
     const a = p.items[from].y + ROW / 2, b = p.items[to].y + ROW / 2;
     return Math.abs(a + (b - a) * share - y) <= Math.max(3 / p.zoom, ribbonWidth(nbytes, most) / 2);
   });

@@ -16,7 +16,7 @@ import {showTip} from "./tooltip.js";
 export function pick(p, event) {
   const x = (event.offsetX - p.x) / p.zoom, y = (event.offsetY - p.y) / p.zoom, {borders} = p;
   if (p.minimap.has(event)) return null;
-  const borderAt = !p.movable ? -1 : borders.findIndex((row, k) => k > 0 && k < borders.length - 1 && Math.abs(p.itemOf[row].y - GAP / 2 - y) * p.zoom < 6);
+  const borderAt = !p.showsBorders ? -1 : borders.findIndex((row, k) => k > 0 && k < borders.length - 1 && Math.abs(p.itemOf[row].y - GAP / 2 - y) * p.zoom < 6);
   if (borderAt > 0 && x > 0 && x < p.right + 20) return {border: borderAt};
   const ribbon = p.trains ? ribbonAt(p, x, y) : null;
   if (ribbon) return {ribbon};
@@ -28,8 +28,8 @@ export function pick(p, event) {
     const frame = inner.frames.filter(each => isIn(each, each.w, each.h)).at(-1);
     if (frame) return {row: item.shows, frame: frame.key};
   }
-  const left = LEFT + (p.wide - item.w) / 2, right = p.right - p.wide2;
-  const inside = (x >= left && x <= left + item.w) || (p.trains && x >= right && x <= right + item.w2);
+  const left = LEFT + (p.wide - item.w) / 2, within = (/** @type {number} */ from, /** @type {number} */ wide) => x >= from && x <= from + wide;
+  const inside = within(left, item.w) || (p.trains && within(p.left2, item.w2)) || (p.divided && within(p.left3, item.w3));
   return inside ? {row: item.start} : p.stageTarget(item.start);
 }
 /**
@@ -88,8 +88,9 @@ export function listen(p) {
     onMap = p.minimap.has(e);
     if (onMap) return p.minimap.go(e);
     const at = pick(p, e);
-    if (at && at.border) p.beginDrag();
-    drag = {border: at && at.border || 0, x: e.clientX - p.x, y: e.clientY - p.y, moved: false};
+    const border = p.movable && at && at.border || 0;
+    if (border) p.beginDrag();
+    drag = {border, x: e.clientX - p.x, y: e.clientY - p.y, moved: false};
   });
   canvas.addEventListener("pointermove", e => {
     if (fingers.size === 2 && fingers.has(e.pointerId)) return pinch(p, fingers, e);
@@ -102,7 +103,7 @@ export function listen(p) {
       return;
     }
     const at = pick(p, e);
-    canvas.style.cursor = at && at.border ? "ns-resize" : at && (at.op ?? at.row) !== undefined ? "pointer" : "grab";
+    canvas.style.cursor = at && at.border && p.movable ? "ns-resize" : at && (at.op ?? at.row) !== undefined ? "pointer" : "grab";
     p.hover(at);
     showTip(p.tip, p.main, at ? p.describe(at) : "", e);
   });

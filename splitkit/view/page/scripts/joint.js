@@ -108,7 +108,7 @@ export class Halves extends Picture {
       heading(this, c, text, x + w / 2);
     };
     half(LEFT, this.wide, "forward ↓", false);
-    half(this.right - this.wide2, this.wide2, "backward ↑", true);
+    half(this.left2, this.wide2, "backward ↑", true);
     const x = LEFT + this.wide + RIBBONS / 2;
     heading(this, c, `saved: ${size(this.choice.bytes)}`, x);
     c.strokeStyle = this.ink.fg;

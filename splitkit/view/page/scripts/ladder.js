@@ -9,6 +9,7 @@ import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
 import {keptOf, readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
+import {savedIn} from "./rank_memory.js";
 import {keptNow} from "./recomputed.js";
 import {showStages} from "./stage_side.js";
 import {download, planFile} from "./take_home.js";
@@ -143,6 +144,38 @@ export class Ladder extends Picture {
     this.saved = saved;
     this.kept = kept;
   }
+  /**
+   * More lines beside a stage.
+   * @param {number} k
+   * @returns {string[]}
+   */
+  notesOf(k) { return []; }
+  /**
+   * What a stage holds of a microbatch of a step.
+   * @param {Run} run
+   * @param {number} k
+   */
+  heldIn(run, k) { return savedIn(this, run, k); }
+  /**
+   * The bytes of weights and state of an item.
+   * @param {Item} item
+   */
+  weightsOf(item) { return this.prices.of(item.start, item.end, this.isAgain(this.stageOf(item.start))).fixed; }
+  /**
+   * More facts about an op.
+   * @param {number} op
+   * @returns {import("./facts.js").Fact[]}
+   */
+  moreFacts(op) { return []; }
+  /** Why borders cannot be moved, if they cannot. */
+  get whyFixed() { return "There are too many stages to move borders."; }
+  /**
+   * More entries of the legend.
+   * @returns {import("./legend.js").Entry[]}
+   */
+  moreLegend() { return []; }
+  /** Whether the page can say what it costs to run stages again in backward. */
+  get offersRecompute() { return true; }
   /** @param {number} stage */
   isAgain(stage) { return this.prices.isAgain(stage, this.borders.length - 1); }
   /** The step with the borders as they are now; null where it cannot be simulated. */

@@ -1,7 +1,6 @@
 // @ts-check
 // What the pictures of stages and of forward and backward share: rows that open into ops, selection, search, zoom.
 import {context} from "./canvas.js";
-import {keptText} from "./crossing.js";
 import {paintOtherPlans, paintBox, paintRibbons, paintSkips} from "./drawing.js";
 import {el, surroundedByDark} from "./elements.js";
 import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
@@ -11,8 +10,8 @@ import {Minimap} from "./minimap.js";
 import {nested} from "./nested.js";
 import {svgOf} from "./svg_context.js";
 import {download, flattened} from "./take_home.js";
-import {known, sum} from "./totals.js";
-import {duration, size} from "./units.js";
+import {targetText} from "./target_texts.js";
+import {known} from "./totals.js";
 
 /** The least zoom at which texts are read without effort: a taller picture scrolls. */
 const READABLE = 0.85;
@@ -69,7 +68,13 @@ export class Picture {
     this.items = [];
     /** @type {Item[]} */
     this.itemOf = [];
-    this.height = this.wide = this.wide2 = this.right = 0;
+    this.height = this.wide = this.wide2 = this.wide3 = this.right = 0;
+    /** @type {Triple[]} what waits between the parts of backward, where it has two, as `saved` */
+    this.waits = [];
+    /** @type {[number, number][][]} for each of `waits`, as `kept` */
+    this.left = [];
+    /** @type {Triple[]} as `ribbons` */
+    this.waitingRibbons = [];
     this.seen = {top: 0, bottom: 0};
     /** @type {Ink} */
     this.ink = {fg: "", mut: "", bg: "", bad: "", rib: ""};
@@ -126,7 +131,15 @@ export class Picture {
   }
   destroy() { this.observer.disconnect(); removeEventListener("beforeprint", this.onprint); cancelAnimationFrame(this.pending); this.root.remove(); }
 
-  // ---- what the two pictures override
+  // ---- where the columns are: forward, backward, and the second part of backward where it has two
+  /** Whether backward has two columns. */
+  get divided() { return false; }
+  /** The left edge of backward. */
+  get left2() { return LEFT + this.wide + RIBBONS; }
+  /** The left edge of the second part of backward. */
+  get left3() { return this.left2 + this.wide2 + RIBBONS; }
+
+  // ---- what the pictures override
   /**
    * More buttons of the head.
    * @returns {HTMLElement[]}
@@ -159,6 +172,8 @@ export class Picture {
   showSide() {}
   /** @returns {Chart | null} */
   get chart() { return null; }
+  /** Whether borders can be pointed at. */
+  get showsBorders() { return this.movable; }
   /** Whether borders can be moved: the costs of all possible stages are known. */
   get movable() { return false; }
   /**
@@ -191,6 +206,24 @@ export class Picture {
    */
   mirrored(row) { return null; }
   /**
+   * The ops of a row in the second part of backward.
+   * @param {number} row
+   * @returns {Inner | null}
+   */
+  deferred(row) { return null; }
+  /**
+   * Whether an op of an open row is hatched, because another part has computed it before.
+   * @param {number} op
+   * @param {Inner} inner
+   */
+  isRepeated(op, inner) { return !!inner.up && op < this.late; }
+  /**
+   * Whether nothing runs in a column of an item, which is pale then.
+   * @param {Item} item
+   * @param {0 | 1 | 2} column
+   */
+  isEmpty(item, column) { return false; }
+  /**
    * The colour of a row's box in forward, or in backward if `late`.
    * @param {number} row
    * @param {boolean} late
@@ -200,38 +233,13 @@ export class Picture {
    * What the tooltip says of what is below the mouse.
    * @param {Target} at
    */
-  describe({op, row, frame, ribbon}) {
-    const {ops, data: {unit}} = this, time = (/** @type {number} */ seconds) => duration(seconds, unit);
-    if (op !== undefined) {
-      const source = ops.source(op);
-      return `${ops.name[op]}  (${ops.op(op)})\n${ops.within(op)}\n${ops.value(op)}, ${size(ops.bytes(op))}, ${time(ops.seconds(op))}${source ? `\n${source}` : ""}`;
-    }
-    if (row !== undefined && frame) {
-      const found = this.frameOf(row, frame);
-      return found ? `${found.module}\n${found.ops.length} ops, ${time(sum(found.ops.map(i => ops.seconds(i))))}\ndouble-click ${found.open ? "closes" : "opens"} it` : "";
-    }
-    if (row !== undefined) {
-      const item = this.itemOf[row], price = this.priceOf(item.start, item.end), lines = new Set(this.opsOf[row].map(i => ops.source(i)).filter(line => line));
-      const more = lines.size ? `\n${[...lines].slice(0, 3).join("\n")}${lines.size > 3 ? `\nand ${lines.size - 3} more lines` : ""}` : "";
-      return `${this.name(item)}\nforward ${time(price.forward)}${this.trains ? `, backward ${time(price.backward)}, saved ${size(price.saved)}` : ""}${more}`;
-    }
-    return ribbon ? this.describeRibbon(ribbon) : "";
-  }
+  describe(at) { return targetText(this, at); }
   /**
    * A module inside an open row, in forward or backward.
    * @param {number} row
    * @param {string} key
    */
   frameOf(row, key) { return this.innerOf(this.itemOf[row]).flatMap(([, , inner]) => inner.frames).find(frame => frame.key === key); }
-  /**
-   * @param {[number, number]} ribbon the numbers of two items
-   */
-  describeRibbon([from, to]) {
-    const found = this.ribbons.find(r => r[0] === from && r[1] === to), [a, b] = [this.items[from], this.items[to]];
-    if (!found || !a || !b) return "";
-    const head = `saved for backward: ${size(found[2])}\nmade in ${this.name(a)}${a === b ? "" : `, kept for the backward of ${this.name(b)}`}`;
-    return [head, keptText(this, [from, to])].filter(text => text).join("\n");
-  }
   /**
    * Draw what lies below the boxes.
    * @param {CanvasRenderingContext2D} c
@@ -280,7 +288,8 @@ export class Picture {
     this.height = y - GAP;
     this.wide = Math.max(BOX, ...this.items.map(item => item.w));
     this.wide2 = Math.max(BOX, ...this.items.map(item => item.w2));
-    this.right = LEFT + this.wide + (this.trains ? RIBBONS + this.wide2 : 0);
+    this.wide3 = this.divided ? Math.max(BOX, ...this.items.map(item => item.w3)) : 0;
+    this.right = !this.trains ? LEFT + this.wide : this.divided ? this.left3 + this.wide3 : this.left2 + this.wide2;
     this.fold.textContent = this.folded ? "unfold" : "fold equal layers";
     if (this.options.onstate) this.options.onstate();
     this.draw();
@@ -294,9 +303,9 @@ export class Picture {
   itemAt(start, end, y) {
     // equal layers stay folded when they open, and show the layer opened last
     const shows = [...this.open].filter(row => row >= start && row < end).at(-1) ?? -1, open = shows >= 0;
-    const inner = open ? nested(this.opsOf[shows], this.ops, this.toggled) : null, mirror = open ? this.mirrored(shows) : null;
-    return {start, end, shows, y, inner, mirror, h: inner ? Math.max(inner.height, mirror ? mirror.height : 0) + ROW + 8 : ROW,
-      w: inner ? Math.max(BOX, inner.width + 16) : BOX, w2: mirror ? Math.max(BOX, mirror.width + 16) : BOX};
+    const inner = open ? nested(this.opsOf[shows], this.ops, this.toggled) : null, mirror = open ? this.mirrored(shows) : null, late = open ? this.deferred(shows) : null;
+    const wide = (/** @type {Inner | null} */ of) => of ? Math.max(BOX, of.width + 16) : BOX, high = (/** @type {Inner | null} */ of) => of ? of.height : 0;
+    return {start, end, shows, y, inner, mirror, late, h: inner ? Math.max(high(inner), high(mirror), high(late)) + ROW + 8 : ROW, w: wide(inner), w2: wide(mirror), w3: wide(late)};
   }
   /** @param {Item} item */
   name(item) {
@@ -304,15 +313,18 @@ export class Picture {
     return count === 1 ? rows[item.start].name : `${rows[item.start].name} … ${rows[item.end - 1].name.split(".").pop()}  ×${count}`;
   }
   /**
-   * [left, top, inner graph] of an open item: forward's, and backward's if it is known.
+   * [left, top, inner graph] of an open item: forward's, and those of backward if they are known.
    * @param {Item} item
    * @returns {[number, number, Inner][]}
    */
   innerOf(item) {
-    const top = item.y + ROW, {inner, mirror} = item;
+    const top = item.y + ROW, {inner, mirror, late} = item;
     /** @type {[number, number, Inner][]} */
-    const found = inner ? [[LEFT + (this.wide - inner.width) / 2, top, inner]] : [];
-    return mirror ? [...found, [this.right - this.wide2 + (item.w2 - mirror.width) / 2, top, mirror]] : found;
+    const found = [];
+    if (inner) found.push([LEFT + (this.wide - inner.width) / 2, top, inner]);
+    if (mirror) found.push([this.left2 + (item.w2 - mirror.width) / 2, top, mirror]);
+    if (late) found.push([this.left3 + (item.w3 - late.width) / 2, top, late]);
+    return found;
   }
 
   /**

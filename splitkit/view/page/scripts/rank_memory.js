@@ -102,7 +102,7 @@ function divided(p, run, rank, room) {
     const stays = by.counts > 2 && left === saved, count = (/** @type {number[]} */ point) => point[at] + (stays ? point[at + 3] : 0), dark = (/** @type {number} */ i) => tint(colour, -0.25 - TINTS[i] / 2), light = (/** @type {number} */ i) => tint(colour, TINTS[i]);
     if (weights) modules(below, weights, "weights, state", dark, () => 1);
     else add(below, stage, -1, "weights, state", dark(0), series(() => fixed));
-    const {values, rest} = savedIn(p, run, k), own = values.filter(each => each[1] !== "received");
+    const {values, rest} = p.heldIn(run, k), own = values.filter(each => each[1] !== "received");
     modules(above, own.map(([op, , nbytes]) => [p.ops.row[op], nbytes]), "saved", light, count);
     add(above, stage, -1, "received", tint(colour, 0.8), series(point => sum(values.map(each => each[1] === "received" ? each[2] : 0)) * count(point)));
     add(above, stage, -1, values.length ? "copies" : "saved", tint(colour, 0.75), series(point => rest * count(point)));

@@ -2,10 +2,11 @@
 // Draws the picture that belongs to the data.
 import {Halves} from "./joint.js";
 import {Ladder} from "./ladder.js";
+import {Staged} from "./staged.js";
 
 /**
  * @param {HTMLElement} parent
- * @param {LadderData | JointData} data
+ * @param {LadderData | JointData | StagedData} data
  * @param {Options} [options]
  */
 export function show(parent, data, options = {}) {
@@ -19,7 +20,7 @@ export function show(parent, data, options = {}) {
     if (text !== location.hash.slice(1)) history.replaceState(null, "", text ? `#${text}` : location.pathname + location.search);
   };
   const own = hasAddress ? {...options, onstate} : options;
-  const made = ("choices" in data ? new Halves(data, own) : new Ladder(data, own)).mount(parent);
+  const made = ("choices" in data ? new Halves(data, own) : "waits" in data ? new Staged(data, own) : new Ladder(data, own)).mount(parent);
   if (hasAddress) made.restore(told);
   picture = made;
   onstate();

@@ -20,13 +20,17 @@ export function paintBands(p, c) {
     c.globalAlpha = 1;
     c.fillRect(0, top, 5, bottom - top);
     const rank = rankText(p, k), slowest = isSlowest(p.stages, stage);
-    const lines = [[`stage ${p.partName(k)}`, "600 13px system-ui", fg], ...(rank ? [[rank, SMALL, mut]] : []), [`${duration(stage.seconds, unit)}${slowest ? " ◆" : ""}`, SMALL, mut], ...(p.runsAgain[k] ? [["recomputed", SMALL, mut]] : []), [`${size(stage.peak)} with 1`, SMALL, memory && stage.peak > memory ? bad : mut], ["microbatch", SMALL, mut]];
+    const more = p.notesOf(k).map(text => [text, SMALL, mut]);
+    const lines = [[`stage ${p.partName(k)}`, "600 13px system-ui", fg], ...(rank ? [[rank, SMALL, mut]] : []), [`${duration(stage.seconds, unit)}${slowest ? " ◆" : ""}`, SMALL, mut], ...(p.runsAgain[k] ? [["recomputed", SMALL, mut]] : []), [`${size(stage.peak)} with 1`, SMALL, memory && stage.peak > memory ? bad : mut], ["microbatch", SMALL, mut], ...more];
     lines.slice(0, Math.max(1, Math.floor((bottom - top) / 15))).forEach(([text, font, ink], i) => put(c, text, 12, top + 14 + 15 * i, font, ink));
   });
   heading(p, c, "forward ↓", LEFT + p.wide / 2);
   if (!p.trains) return;
   heading(p, c, "saved for backward", LEFT + p.wide + RIBBONS / 2);
-  heading(p, c, "backward ↑", p.right - p.wide2 + BOX / 2);
+  heading(p, c, p.divided ? "gradients of inputs ↑" : "backward ↑", p.left2 + BOX / 2);
+  if (!p.divided) return;
+  heading(p, c, "waits for the weight part", p.left2 + p.wide2 + RIBBONS / 2);
+  heading(p, c, "gradients of weights", p.left3 + BOX / 2);
 }
 /**
  * Whether a stage takes longest, or as long as the one that does, but for rounding.

@@ -42,9 +42,9 @@ export function showStages(p) {
   if (p.run && p.run.whatIf) side.append(whatIf(p.run.whatIf, {unit: p.run.unit, memory, chosen: p.whatIfChosen, choose: chosen => p.chooseWhatIf(chosen)}));
   if (p.selected) showFacts(p, factsOf(p, p.selected));
   if (note && p.isShipped) side.append(el("h3", "plan"), remark(note));
-  const drag = stages.length === 1 ? "" : !p.movable ? "There are too many stages to move borders." : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";
+  const drag = stages.length === 1 ? "" : !p.movable ? p.whyFixed : marks.length <= data.rows.length ? `Drag a dashed border to move it; it snaps to ${marks.length - 2} places.` : "Drag a dashed border to move it.";
   side.append(legend(p, legendOf(p)));
-  side.append(el("h3", "help"), remark(`Double-click a module to open it. ${drag} The wheel scrolls, with Ctrl it zooms; dragging moves the picture. Arrow keys select, Enter opens, Alt + arrows move a border, Ctrl + Z takes a move back.`));
+  side.append(el("h3", "help"), remark(`Double-click a module to open it. ${drag} The wheel scrolls, with Ctrl it zooms; dragging moves the picture. Arrow keys select, Enter opens${p.movable ? ", Alt + arrows move a border, Ctrl + Z takes a move back" : ""}.`));
 }
 /**
  * @param {Ladder} p
@@ -124,10 +124,10 @@ function showBeside(p, beside, name) {
  */
 function factsOf(p, at) {
   const {op, row} = at, name = (/** @type {number} */ k) => p.partName(k), {unit} = p.data;
-  if (op !== undefined) return [...factsOfOp(p, op), ["stage", name(p.stageOf(p.ops.row[op]))]];
+  if (op !== undefined) return [...factsOfOp(p, op), ["stage", name(p.stageOf(p.ops.row[op]))], ...p.moreFacts(op)];
   if (row !== undefined) {
     const item = p.itemOf[row];
-    return [...factsOfRow(p, row), ["weights, state", size(p.prices.of(item.start, item.end, p.isAgain(p.stageOf(row))).fixed)], ["stage", name(p.stageOf(row))]];
+    return [...factsOfRow(p, row), ["weights, state", size(p.weightsOf(item))], ["stage", name(p.stageOf(row))]];
   }
   const k = at.stage ?? 0, stage = p.stages[k];
   const rank = rankText(p, k);

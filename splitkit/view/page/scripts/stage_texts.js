@@ -47,8 +47,10 @@ export function legendOf(p) {
   const {data} = p, colour = COLOURS[0];
   /** @type {import("./legend.js").Entry[]} */
   const found = [["", colour, "each stage has a colour: its band, boxes and actions"], ARROW];
-  if (p.trains) found.push(RIBBON, ["ribbon", "var(--fg)", "made in one stage, saved in another"]);
+  if (p.trains) found.push(RIBBON);
+  if (p.trains && p.movable) found.push(["ribbon", "var(--fg)", "made in one stage, saved in another"]);
   if (p.runsAgain.includes(true)) found.push(["hatched", colour, "runs again in backward: such a stage keeps only its inputs"]);
+  found.push(...p.moreLegend());
   found.push(["dashed", "var(--fg)", `a border: ▼ bytes sent forward${p.trains ? ", ▲ gradients sent back" : ""}`], ["sign", "var(--fg)", "◆ the slowest stage"]);
   if (data.memory) found.push(LIMIT);
   if (p.run) {

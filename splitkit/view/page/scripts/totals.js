@@ -21,9 +21,10 @@ export const near = (limit, most) => limit && limit <= 3 * most ? limit : 0;
  * Sum [from row, to row, bytes] by item: [from item, to item, bytes].
  * @param {Triple[]} triples
  * @param {Item[]} itemOf
+ * @param {boolean} [up] whether those count that go up
  * @returns {Triple[]}
  */
-export function merge(triples, itemOf) {
+export function merge(triples, itemOf, up = false) {
   const items = [...new Set(itemOf)], place = new Map(items.map((item, i) => [item, i]));
   /** @type {Map<number, number>} */
   const found = new Map();
@@ -31,5 +32,5 @@ export function merge(triples, itemOf) {
     const key = known(place, itemOf[from]) * items.length + known(place, itemOf[to]);
     found.set(key, (found.get(key) || 0) + nbytes);
   }
-  return [...found].map(([key, nbytes]) => /** @type {Triple} */ ([Math.floor(key / items.length), key % items.length, nbytes])).filter(([a, b]) => a <= b);
+  return [...found].map(([key, nbytes]) => /** @type {Triple} */ ([Math.floor(key / items.length), key % items.length, nbytes])).filter(([a, b]) => up || a <= b);
 }

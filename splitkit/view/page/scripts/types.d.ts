@@ -164,8 +164,28 @@ interface Choice extends TimeColumns {
 /** `splitkit.view.data.joint_ladder.HalvesView.to_dict`. */
 interface JointData extends CommonData { late: number; choices: Choice[]; chosen: number }
 
+/** `splitkit.view.data.staged_ladder.StagedView.to_dict`: a training step in stages. Its borders cannot be moved. */
+interface StagedData extends LadderData {
+  divided: boolean;
+  /** the first op of backward */
+  late: number;
+  /** for each op the row and column (0 forward, 1 backward or its input part, 2 weight part) of each part that computes it, one after the other */
+  places: number[][];
+  times: TimeColumns & {weight: number[]; again: number[]};
+  counts: {forward: number[]; backward: number[]; weight: number[]; again: number[]};
+  stages: StageColumns & {weight: number[]; waiting: number[]; again: number[]};
+  waits: Triple[];
+  /** for each of `saved` and of `waits` the ops that make it, or -1, and bytes */
+  kept: [number, number][][];
+  left: [number, number][][];
+  /** for each border the ops whose values cross it, and bytes: activations, then gradients */
+  crossing: [[number, number][], [number, number][]][];
+  /** for each stage what it holds of a microbatch: the op that makes it or -1, how it comes or goes, and bytes */
+  held: [number, string, number][][];
+}
+
 /** The costs of consecutive rows; a stage of a pipeline has more bytes. */
-interface RowPrice { forward: number; backward: number; saved: number }
+interface RowPrice { forward: number; backward: number; saved: number; weight?: number }
 interface Price extends RowPrice { temporary: number; fixed: number; seconds: number; peak: number }
 interface Stage extends Price { start: number; end: number; down: number; up: number }
 
@@ -184,6 +204,8 @@ interface Inner {
   width: number;
   height: number;
   up?: boolean;
+  /** 2 in the second part of backward */
+  column?: number;
 }
 
 /** A row, or a run of equal rows that are folded. */
@@ -199,10 +221,13 @@ interface Item {
   w2: number;
   inner: Inner | null;
   mirror: Inner | null;
+  /** the width of the box of the second part of backward, and its ops */
+  w3: number;
+  late: Inner | null;
 }
 
 /** What the mouse points at, or what is selected; a frame is the module `frame` inside a row. */
-interface Target { op?: number; row?: number; frame?: string; stage?: number; border?: number; ribbon?: [number, number] }
+interface Target { op?: number; row?: number; frame?: string; stage?: number; border?: number; ribbon?: [number, number, number?] }
 
 interface Options {
   dark?: boolean;

@@ -1,0 +1,26 @@
+"""Simulates the step of the schedule that a plan in stages was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitkit.errors import SplitError
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.plans.record import Plan
+
+
+def planned_run(plan: Plan, stages: Sequence[StageCosts]) -> ScheduleRun | None:
+    """Return the step of the schedule, microbatches and links that a plan was made for.
+
+    It is ``None`` if the plan does not know a schedule, if the stages are priced by something other than time, or if
+    the schedule does not go with them.
+    """
+    record = plan.prices
+    if record is None or record.schedule is None or stages[0].unit != "s":
+        return None
+    try:
+        return simulate_schedule(stages, record.schedule, record.microbatches, links=record.links)
+    except SplitError:  # a plan file of another hand may name what does not go together
+        return None

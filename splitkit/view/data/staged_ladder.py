@@ -1,0 +1,369 @@
+"""Turns a training step in pipeline stages into the data of its picture.
+
+::
+
+                forward        saved        backward          or, where backward is two graphs:
+    stage 0   [ h.0     ] == 12 MiB == [ ∇ h.0 //// ]         ... [ ∇x h.0 ] == 3 MiB == [ ∇w h.0 ]
+    - - - - - - - - - - - - - - - - - - - - - - - - -  ▼ 4 MiB  ▲ 4 MiB
+    stage 1   [ h.1     ] == 10 MiB == [ ∇ h.1      ]
+
+A row is a module of one stage. Hatched is what a part computes that another part of the same stage has computed before.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit.engine.joint_stages.staged_step import StagedStep, StageGraphs
+from splitkit.graph.byte_sizes import value_bytes
+from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.prices import Costs, Optimizer
+from splitkit.training.computed_again import computed_again
+from splitkit.training.flow import JointFlow
+from splitkit.training.stage_parts import StagePart, known_part
+from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
+from splitkit.view.data.op_columns import ops_data, rounded
+from splitkit.view.data.rows import LadderRows, ladder_rows
+from splitkit.view.data.stage_memory import memory_data
+
+SCHEMA = "splitkit.stages/1"
+COLUMNS = ("forward", "backward", "weight")
+"""The columns of the picture. The second has backward or its input part."""
+_COLUMN_OF = {"forward": 0, "backward": 1, "input": 1, "weight": 2}
+
+
+class PlacedOp(NamedTuple):
+    """An op in one of the parts that compute it: the row where it is drawn, and its column."""
+
+    row: int
+    column: int
+
+
+class StoredValue(NamedTuple):
+    """A storage that a stage holds for backward, or between the parts of backward.
+
+    Attributes:
+        stage: the stage.
+        maker: the node that makes it, perhaps in another stage.
+        nbytes: its bytes.
+        rows: the row from which its ribbon goes, and the row to which.
+    """
+
+    stage: int
+    maker: Node
+    nbytes: int
+    rows: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class StagedView(LadderModel):
+    """A training step in stages, drawn as a ladder.
+
+    Attributes:
+        flow: facts about the joint graph.
+        step: the stages.
+        costs: the prices of the joint graph's nodes.
+        title: the title above the picture.
+        optimizer: as in `StagedStep.stage_costs`.
+        memory: the memory limit of each device in bytes, if there is one.
+        run: a simulated step of these stages, drawn below the ladder.
+    """
+
+    flow: JointFlow
+    step: StagedStep
+    costs: Costs
+    title: str = ""
+    optimizer: Optimizer = "adam"
+    memory: int | None = None
+    run: ScheduleRun | None = None
+
+    @cached_property
+    def _parts_of(self) -> dict[Node, list[StagePart]]:
+        return {n: [known_part(key) for key in self.step.plan[n]] for n in self.flow.nodes}
+
+    @cached_property
+    def rows(self) -> LadderRows:
+        """The rows from top to bottom; a stage without ops in forward has a row of its own."""
+        count = len(self.step.stages)
+        stage = {n: parts[0].stage for n, parts in self._parts_of.items() if parts}
+        found = ladder_rows(self.flow, stage)
+        missing = sorted({*range(count)}.difference(found.parts))
+        names, parts = list(found.names), list(found.parts)
+        order = sorted(range(len(names) + len(missing)), key=lambda i: (*parts, *missing)[i])
+        place = {row: i for i, row in enumerate(order)}
+        names, parts = [*names, *(f"stage {s}: no forward" for s in missing)], [*parts, *missing]
+        of = {node: place[row] for node, row in found.of.items()}
+        return LadderRows(tuple(names[i] for i in order), of, found.backward, tuple(parts[i] for i in order))
+
+    @cached_property
+    def borders(self) -> list[int]:
+        """The first row of each stage, and the number of rows."""
+        parts = self.rows.parts
+        return [*(parts.index(stage) for stage in range(len(self.step.stages))), len(parts)]
+
+    def _row(self, node: Node, stage: int) -> int:
+        """Return the row of a node in a stage: its own, or the nearest row of the stage."""
+        return min(max(self.rows.of[node], self.borders[stage]), self.borders[stage + 1] - 1)
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The forward nodes by row, then those of backward; nodes that no part computes are left out."""
+        late = self.rows.backward
+        computed = [n for n in self.flow.nodes if self._parts_of[n]]
+        forward = sorted((n for n in computed if n not in late), key=self.rows.of.__getitem__)
+        return [*forward, *(n for n in computed if n in late)]
+
+    @cached_property
+    def nodes_of_rows(self) -> list[list[Node]]:
+        """The forward nodes of each row."""
+        found: list[list[Node]] = [[] for _ in range(len(self.rows))]
+        for node in self.nodes:
+            if node not in self.rows.backward:
+                found[self.rows.of[node]].append(node)
+        return found
+
+    @cached_property
+    def placed(self) -> dict[Node, list[PlacedOp]]:
+        """Node -> where it is drawn, for each part that computes it."""
+        return {
+            node: [PlacedOp(self._row(node, p.stage), _COLUMN_OF[p.half]) for p in self._parts_of[node]]
+            for node in self.nodes
+        }
+
+    @cached_property
+    def stages(self) -> tuple[StageCosts, ...]:
+        """The costs of the stages."""
+        return self.step.stage_costs(self.costs, optimizer=self.optimizer)
+
+    @property
+    def divided(self) -> bool:
+        """Whether the backward of a stage is two graphs."""
+        return any(stage.weight is not None for stage in self.step.stages)
+
+    def still(self) -> dict[str, Any]:
+        """Return what a still picture shows, as plain data; takes time linear in the graph."""
+        times = {column: [0.0] * len(self.rows) for column in (*COLUMNS, "again")}
+        counts = {column: [0] * len(self.rows) for column in (*COLUMNS, "again")}
+        for node, places in self.placed.items():
+            seconds, again = self.costs.seconds(node), computed_again(self.flow, self.step.plan, node)
+            for part, place in zip(self._parts_of[node], places, strict=True):
+                for what in (COLUMNS[place.column], *(["again"] if part in again and place.column == 1 else [])):
+                    times[what][place.row] += seconds
+                    counts[what][place.row] += 1
+        steps = self.step.stages
+        down = [0, *(stage.sent_bytes for stage in steps)]
+        up = [*(stage.gradients_sent_bytes for stage in steps), 0]
+        return self.common() | {
+            "schema": SCHEMA,
+            "note": self.step.plan.note,
+            "trains": True,
+            "divided": self.divided,
+            "parts": [str(stage) for stage in range(len(steps))],
+            "devices": [str(self.step.plan.parts[StagePart("forward", s)].device or "") for s in self._with_forward()],
+            "times": {column: list(map(rounded, seconds)) for column, seconds in times.items()},
+            "stages": self._stage_columns(),
+            "counts": counts,
+            "down": self._at_borders(down),
+            "up": self._at_borders(up),
+            "saved": sums_of_makers(self._ribbons(self.saved_values)),
+            "waits": sums_of_makers(self._ribbons(self.waiting_values)),
+            "rerun": [False] * len(steps),
+        }
+
+    def _with_forward(self) -> list[int]:
+        known = self.step.plan.parts
+        return [s for s in range(len(self.step.stages)) if StagePart("forward", s) in known]
+
+    def _stage_columns(self) -> dict[str, list[float]]:
+        """Return the figures of the stages: seconds of the parts, bytes, and the ops that are computed again."""
+        again = [0] * len(self.stages)
+        for node in self.nodes:
+            for part in computed_again(self.flow, self.step.plan, node):
+                again[part.stage] += part.half != "weight"
+        return {
+            "forward": [s.forward for s in self.stages],
+            "backward": [s.backward_input for s in self.stages],
+            "weight": [s.backward_weight for s in self.stages],
+            "saved": [s.saved_bytes for s in self.stages],
+            "waiting": [stage.waiting_bytes for stage in self.step.stages],
+            "temporary": [s.temporary_bytes for s in self.stages],
+            "fixed": [s.fixed_bytes for s in self.stages],
+            "again": list(map(float, again)),
+        }
+
+    def _at_borders(self, nbytes: Sequence[int]) -> list[int]:
+        """Return for each row, and below the last, the bytes that cross above it; 0 inside a stage."""
+        found = [0] * (len(self.rows) + 1)
+        for row, crossing in zip(self.borders, nbytes, strict=True):
+            found[row] = crossing
+        return found
+
+    def common(self) -> dict[str, Any]:
+        """Return the data that all ladders have; rows are of one kind if their ops run in the same parts, too."""
+        found = super().common()
+        for row, nodes in zip(found["rows"], self.nodes_of_rows, strict=True):
+            halves = "|".join(" ".join(part.half for part in self._parts_of[node]) for node in nodes)
+            row["kind"] = zlib.crc32(f"{row['kind']} {halves}".encode())
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that the page shows, as plain data."""
+        found = self.still()
+        place = {node: i for i, node in enumerate(self.nodes)}
+        return found | {
+            "marks": self.borders,
+            "ops": ops_data(self.flow, self.nodes, self.rows.of.__getitem__, self.costs),
+            "late": sum(node not in self.rows.backward for node in self.nodes),
+            "places": [[number for at in self.placed[node] for number in at] for node in self.nodes],
+            "kept": [self._makers(of, place) for _, of in sorted(self._ribbons(self.saved_values).items())],
+            "left": [self._makers(of, place) for _, of in sorted(self._ribbons(self.waiting_values).items())],
+            "held": self._held(place),
+            "crossing": [self._crossing(k, place) for k in range(len(self.step.stages) - 1)],
+            "stored": [],
+            "taken": [],
+            "shared": [],
+            "alone": {"fixed": self._fixed_of_rows()},
+            "run": None if self.run is None else self._run(self.run),
+            "beside": [],
+        }
+
+    @staticmethod
+    def _makers(of: dict[Node, int], place: dict[Node, int]) -> list[tuple[int, int]]:
+        """Return the places of the ops that make some values (-1: no op does), and bytes; the largest first."""
+        found = [(place.get(maker, -1), nbytes) for maker, nbytes in of.items()]
+        return sorted(found, key=lambda each: (-each[1], each[0]))
+
+    def _held(self, place: dict[Node, int]) -> list[list[tuple[int, str, int]]]:
+        """Return for each stage what it holds of a microbatch: op or -1, how it comes or goes, and bytes.
+
+        The largest are first. Together they are the saved bytes of the stage.
+        """
+        found: list[dict[tuple[int, str], int]] = [{} for _ in self.step.stages]
+        saved = {(value.stage, value.maker) for value in self.saved_values}
+        for value in self.held_values:
+            received = self._parts_of.get(value.maker, [StagePart("forward", value.stage)])[0].stage != value.stage
+            kind = "received" if received else "saved" if (value.stage, value.maker) in saved else "sent"
+            key, of = (place.get(value.maker, -1), kind), found[value.stage]
+            of[key] = of.get(key, 0) + value.nbytes
+        return [
+            [(op, kind, nbytes) for (op, kind), nbytes in sorted(of.items(), key=lambda each: (-each[1], each[0]))]
+            for of in found
+        ]
+
+    def _crossing(self, stage: int, place: dict[Node, int]) -> list[list[tuple[int, int]]]:
+        """Return the ops whose values cross below a stage, -1 for an input, and bytes: activations, then gradients."""
+        above, below = self.step.stages[stage], self.step.stages[stage + 1]
+        found = []
+        for graph, names in ((above.forward, above.sent), (below.backward, below.gradients_sent)):
+            nodes = {node.name: node for node in graph.graph.nodes}
+            of: dict[Node, int] = {}
+            for name in names:
+                node = self._by_name.get(name, nodes[name])
+                of[node] = of.get(node, 0) + value_bytes(nodes[name])
+            found.append(self._makers(of, place))
+        return found
+
+    def _fixed_of_rows(self) -> list[int]:
+        """Return the bytes of weights, gradients and state of each row; what several rows read counts in the first."""
+        found = [0] * len(self.rows)
+        states = STATE_OF[self.optimizer] if self.optimizer else 0
+        inputs = {n.name: n for n in self.flow.graph.find_nodes(op="placeholder")}
+        for stage in range(len(self.step.stages)):
+            own, gradients = self.step.parameter_bytes(stage)
+            for name, nbytes in own.items():
+                rows = [self._row(u, stage) for u in inputs[name].users if u in self.rows.of]
+                row = min(rows, default=self.borders[stage])
+                found[row] += nbytes + (1 + states) * gradients.get(name, 0)
+        return found
+
+    def _run(self, run: ScheduleRun) -> dict[str, Any]:
+        return {
+            "name": run.order.name,
+            "microbatches": run.order.microbatches,
+            "stages": len(run.stages),
+            "ranks": run.ranks,
+            "seconds": run.seconds,
+            "unit": run.unit,
+            "bubble": run.bubble,
+            "peaks": list(run.peaks),
+            "replicas": list(run.replicas),
+            "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
+            "by": memory_data(run, self.stages),
+            "again": None,
+            "whatIf": None,
+            "measured": None,
+        }
+
+    @cached_property
+    def saved_values(self) -> list[StoredValue]:
+        """What the stages save for backward, each storage once; it sums to `StageGraphs.saved_bytes`."""
+        return list(self._values(lambda stage: stage.kept, ("backward", "weight")))
+
+    @cached_property
+    def waiting_values(self) -> list[StoredValue]:
+        """What waits between the parts of backward, each storage once; it sums to `StageGraphs.waiting_bytes`."""
+        return list(self._values(lambda s: (*s.deferred, *s.waiting) if s.weight is not None else (), ("weight",)))
+
+    @cached_property
+    def held_values(self) -> list[StoredValue]:
+        """What the stages hold from forward to backward: what they receive, send and save, each storage once."""
+        return list(self._values(lambda s: (*s.received, *s.sent, *s.kept), ("backward", "weight")))
+
+    def _values(self, names_of: Any, readers: Sequence[str]) -> Iterable[StoredValue]:
+        known = {node.name: node for node in self.flow.index}
+        for number, stage in enumerate(self.step.stages):
+            seen: set[Any] = set()
+            for name in names_of(stage):
+                for origin, nbytes in stage.storages([name]).items():
+                    if origin in seen:
+                        continue
+                    seen.add(origin)
+                    maker = self.flow.producer(known[origin[0]])
+                    start = self._row(maker, number) if maker in self.rows.of else None
+                    end = self._first_reader(stage, number, name, readers)
+                    start = self.borders[number] if start is None else start
+                    yield StoredValue(number, maker, nbytes, (start, start if end is None else end))
+
+    def _first_reader(self, stage: StageGraphs, number: int, name: str, graphs: Sequence[str]) -> int | None:
+        """Return the row of the first op that reads a value in one of the named graphs of a stage."""
+        for graph in graphs:
+            found = _placeholder(getattr(stage, graph), name)
+            for reader in found.users if found is not None else ():
+                if reader.name in self._by_name:
+                    return self._row(self._by_name[reader.name], number)
+        return None
+
+    @cached_property
+    def _by_name(self) -> dict[str, Node]:
+        """Name -> the node, or the node that makes the tuple whose member it is."""
+        found = {node.name: self.flow.producer(node) for node in self.flow.index}
+        return {name: node for name, node in found.items() if node in self.rows.of}
+
+    @staticmethod
+    def _ribbons(values: Iterable[StoredValue]) -> dict[tuple[int, int], dict[Node, int]]:
+        """Return (row, row) -> maker -> bytes of the values between them."""
+        found: dict[tuple[int, int], dict[Node, int]] = {}
+        for value in values:
+            of = found.setdefault(value.rows, {})
+            of[value.maker] = of.get(value.maker, 0) + value.nbytes
+        return found
+
+    def stage_of_row(self, row: int) -> int:
+        """Return the stage of a row."""
+        return bisect_right(self.borders, row) - 1
+
+
+def _placeholder(graph: fx.GraphModule | None, name: str) -> Node | None:
+    if graph is None:
+        return None
+    return next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == name), None)
