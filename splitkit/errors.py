@@ -42,6 +42,8 @@ CODES: dict[str, str] = {
     "SK303": "no plan fits",
     "SK304": "a pattern or name matches nothing",
     "SK305": "the model sets a memory budget of its own",
+    "SK306": "Inductor would write over a saved value",
+    "SK307": "torch's selective checkpointing cannot carry out the plan",
     "SK320": "a device is described wrongly",
     "SK321": "there is no such device",
     "SK322": "links are described wrongly",

@@ -47,7 +47,7 @@ def compile_with(gm: fx.GraphModule, example_inputs: Sequence[Any], partition: P
 
     def divided(joint: fx.GraphModule, inputs: Any, **others: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(joint, inputs, **others)
-        if _saves_views(forward, others["num_fwd_outputs"]):
+        if saves_views(forward, others["num_fwd_outputs"]):
             config.donated_buffer = False
         return forward, backward
 
@@ -60,7 +60,7 @@ def compile_with(gm: fx.GraphModule, example_inputs: Sequence[Any], partition: P
     return made  # type: ignore[no-any-return]
 
 
-def _saves_views(forward: fx.GraphModule, outputs: int) -> bool:
+def saves_views(forward: fx.GraphModule, outputs: int) -> bool:
     """Return whether two saved values share a storage."""
     handed: Any = forward.graph.output_node().args[0][outputs:]  # type: ignore[index]
     saved = [storage_key(v) for n in handed if isinstance(v := value_of(n), torch.Tensor)]
