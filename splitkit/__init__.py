@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from splitkit.errors import ScheduleError as ScheduleError
     from splitkit.errors import SplitError as SplitError
     from splitkit.frontends.capture.capture import capture as capture
+    from splitkit.frontends.checkpoint.checkpoint_context import checkpoint_context as checkpoint_context
+    from splitkit.frontends.checkpoint.dry_run import dry_run as dry_run
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
     from splitkit.frontends.compile.inductor_partitioner import inductor_partitioner as inductor_partitioner
@@ -104,7 +106,9 @@ _HOME = {
     "capture": "frontends.capture.capture",
     "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
+    "checkpoint_context": "frontends.checkpoint.checkpoint_context",
     "compare": "testing.compare",
+    "dry_run": "frontends.checkpoint.dry_run",
     "explore": "studies.explore",
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
