@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -166,7 +167,9 @@ def checkpoint_context(
 def _repeatable(flow: JointFlow) -> JointFlow:
     """Return the facts of a layer whose random ops may run again: checkpoints restore the state of the generator."""
     drawing = {n for n, effects in flow.effects.items() if effects.random and not effects.writes}
-    return replace(flow, once=MappingProxyType({n: why for n, why in flow.once.items() if n not in drawing}))
+    once = {n: why for n, why in flow.once.items() if n not in drawing}
+    kept = {n: tuple(b for b in before if b not in drawing or n not in drawing) for n, before in flow.after.items()}
+    return replace(flow, once=MappingProxyType(once), after=defaultdict(tuple, kept))
 
 
 def _of_one_layer(policy: PolicyLike | BudgetLike) -> PolicyLike:
