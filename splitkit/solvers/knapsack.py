@@ -8,6 +8,7 @@ is better.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from math import fsum
 
 import numpy as np
@@ -59,8 +60,10 @@ def _solved(values: Sequence[float], weights: Sequence[float], capacity: float, 
 
 def _fitting(items: Iterable[int], weights: Sequence[float], capacity: float) -> list[int]:
     """Return the items, each taken once and in this order, that fit beside those before them."""
-    chosen: list[int] = []
+    chosen, room = list[int](), Fraction(capacity)  # fractions, so that no sum is rounded
     for i in dict.fromkeys(items):
-        if weights[i] <= 0 or fsum([*(weights[j] for j in chosen), weights[i]]) <= capacity:
+        weight = Fraction(weights[i])
+        if weight <= 0 or weight <= room:
             chosen.append(i)
+            room -= max(weight, Fraction(0))
     return chosen
