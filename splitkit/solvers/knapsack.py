@@ -53,7 +53,7 @@ def _solved(values: Sequence[float], weights: Sequence[float], capacity: float, 
         integrality=np.ones(len(items)),
         bounds=Bounds(0, 1),
         constraints=rows,
-        options={"mip_rel_gap": _GAP, "node_limit": _NODES},
+        options={"mip_rel_gap": _GAP, "node_limit": _NODES, "presolve": False},
     )
     return [] if found.x is None else [i for i, x in zip(items, found.x, strict=True) if x > 0.5]
 
