@@ -23,8 +23,8 @@ FRONT_DOOR = MODULES | {
     "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile", "NoPlanError", "Pair", "Part", "Plan",
     "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split", "SplitError", "StagedStep", "SynthesizedOrder",
     "analyze", "apply", "backend", "capture", "capture_decoder", "capture_joint", "compare", "explore", "fit",
-    "checkpoint_context", "dry_run", "generator", "inductor_partitioner", "inline", "load", "measure_memory", "memory_budget_solver",
-    "order_messages", "plan", "report", "serve", "simulate_memory",
+    "checkpoint_context", "dry_run", "generator", "inductor_partitioner", "inline", "load", "measure_memory",
+    "memory_budget_solver", "order_messages", "plan", "report", "serve", "simulate_memory",
     "simulate_schedule", "split", "split_module", "stage_costs", "sweep", "synthesize",
 }  # fmt: skip
 CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}

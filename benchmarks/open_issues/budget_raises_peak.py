@@ -1,8 +1,8 @@
-"""pytorch #197838 and its kin: the peak of a step rises while ``activation_memory_budget`` falls. With splitkit it falls.
+"""pytorch #197838: the peak of a step rises while ``activation_memory_budget`` falls. With splitkit it falls.
 
-``python benchmarks/open_issues/budget_raises_peak.py [--layers 16] [--json]`` divides the training step of a Llama by torch's
-partitioner at several budgets, and by ``Budget(share)`` at the same ones, runs each, and measures the peak above what
-the caller holds. Needs nothing but a CPU.
+``python benchmarks/open_issues/budget_raises_peak.py [--layers 16] [--json]`` divides the training step of a Llama by
+torch's partitioner at several budgets, and by ``Budget(share)`` at the same ones, runs each on the CPU, and measures
+the peak above what the caller holds.
 """
 
 from __future__ import annotations

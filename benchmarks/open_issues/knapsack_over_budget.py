@@ -1,7 +1,7 @@
 """pytorch #197871: ``dp_knapsack_sliding_hirschberg`` saves more than its budget. splitkit's solver never does.
 
-``python benchmarks/open_issues/knapsack_over_budget.py [--json]`` solves random instances whose weights are whole units of
-torch's quantisation, so that rounding plays no part, and counts the results over budget.
+``python benchmarks/open_issues/knapsack_over_budget.py [--json]`` solves random instances whose weights are whole units
+of torch's quantisation, so that rounding plays no part, and counts the results over budget.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """pytorch #193193: backward of two checkpointed runs through the same blocks holds several recomputed blocks at once.
 
-``python benchmarks/open_issues/shared_checkpointed_blocks.py [--blocks 8] [--json]`` trains a stack of blocks that runs twice in one
-graph, each block in ``torch.utils.checkpoint``, the second time with another input added (as CoCa and MaMMUT do). It
-measures the peak above what the caller holds in eager mode, divided by torch's partitioner, and by splitkit.
+``python benchmarks/open_issues/shared_checkpointed_blocks.py [--blocks 8] [--json]`` trains a stack of blocks that runs
+twice in one graph, each block in ``torch.utils.checkpoint``, the second time with another input added (as CoCa and
+MaMMUT do). It measures the peak above what the caller holds in eager mode, divided by torch's partitioner, and by
+splitkit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 8 * WIDTH),
+            nn.Linear(8 * WIDTH, WIDTH),
+        )
         self.cross = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -68,7 +73,9 @@ def outcomes(blocks: int = 8) -> dict[str, int]:
     found = {"eager": eager.peak - eager.baseline}
     for name, pair in pairs.items():
         run = sk.measure_memory(
-            lambda primals, tangents, pair=pair: pair.run(list(primals), tangents), joint.primals(*inputs), joint.tangents()
+            lambda primals, tangents, pair=pair: pair.run(list(primals), tangents),
+            joint.primals(*inputs),
+            joint.tangents(),
         )
         found[name] = run.peak - run.baseline
     return found

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,7 +34,7 @@ from splitkit.frontends.checkpoint.recorded_ops import (
 )
 from splitkit.frontends.compile.budget_words import BudgetLike, as_policy
 from splitkit.frontends.joint.joint_capture import Joint, capture_joint
-from splitkit.frontends.joint.train_step import sum_of_outputs
+from splitkit.frontends.joint.train_step import Loss, sum_of_outputs
 from splitkit.graph.node_selection import no_module
 from splitkit.graph.storages import storages_shown
 from splitkit.plans.policy import PolicyLike
@@ -75,8 +75,7 @@ class CheckpointContext:
         Raises:
             PlanError: SK307 inside the contexts, if a layer runs other ops than those which were planned.
         """
-        contexts: Any = create_selective_checkpoint_contexts(_Decisions(self))
-        return contexts  # type: ignore[no-any-return]
+        return create_selective_checkpoint_contexts(_Decisions(self))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Decisions:
@@ -110,8 +109,8 @@ def checkpoint_context(
 ) -> CheckpointContext:
     """Plan what each layer of a model saves for backward, as a ``context_fn`` for ``torch.utils.checkpoint``.
 
-    This is for training in eager mode, with an unmodified model. One plan is made for one layer, and holds for all layers
-    that run the same ops::
+    This is for training in eager mode, with an unmodified model. One plan is made for one layer, and holds for all
+    layers that run the same ops::
 
         context = splitkit.checkpoint_context(model, 0.5, **batch)
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})    # transformers
@@ -120,8 +119,8 @@ def checkpoint_context(
     The context saves, op by op, what the plan of the layer saves. The rest of the layer is computed again when backward
     reaches it, all at once and in the order of forward, also what only led to saved values: that is how
     ``torch.utils.checkpoint`` works. An op with several results is saved as a whole, and a value that the joint graph
-    computes once may be computed twice in eager mode, where its first copy is saved. Random ops are computed again, from
-    the same state of the generator. `dry_run` tells the peak of a step to the byte, without running it.
+    computes once may be computed twice in eager mode, where its first copy is saved. Random ops are computed again,
+    from the same state of the generator. `dry_run` tells the peak of a step to the byte, without running it.
 
     The model runs once, on fake tensors; it is not changed, and nothing is computed.
 
@@ -137,8 +136,8 @@ def checkpoint_context(
 
     Raises:
         CaptureError: SK401 if the model does not run on fakes of the inputs, or a layer cannot be captured.
-        PlanError: SK307 if the layers differ, or a layer cannot be checkpointed by this plan: it writes to its inputs or
-            buffers, or to a value that would be saved, or a saved value is none of eager mode's.
+        PlanError: SK307 if the layers differ, or a layer cannot be checkpointed by this plan: it writes to its
+            inputs or buffers, or to a value that would be saved, or a saved value is none of eager mode's.
         PolicyError: SK304 for a pattern without a layer, else as in `backend`.
     """
     require_module(model)
@@ -197,7 +196,7 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
         raise PlanError(
             "SK307",
             f"the model runs none of its layers {', '.join(names[:3])} ... as checkpoints",
-            "Put it into training mode, or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', **batch).",
+            "Put it into training mode, or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...).",
         )
     first = recorded[0]
     for other in recorded[1:]:
@@ -212,8 +211,8 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
         if any(number < 0 for number in op.writes):
             raise PlanError(
                 "SK307",
-                f"layer {first.name or type(first).__name__} writes to an input, a parameter or a buffer ({op.target}), "
-                "and a checkpoint would write again in backward",
+                f"layer {first.name or type(first).__name__} writes to an input, a parameter or a buffer "
+                f"({op.target}), and a checkpoint would write again in backward",
                 "Use splitkit.apply, which never runs a write twice, or leave this layer out of the checkpoints.",
             )
     return first
@@ -230,7 +229,7 @@ def _joint(layer: nn.Module, recorded: RecordedLayer) -> Joint:
     if is_transformers_layer(layer):
         plain.gradient_checkpointing = False  # type: ignore[assignment]
     args, kwargs = pytree.tree_map_only(Tensor, real, (recorded.args, dict(recorded.kwargs)))
-    return capture_joint(plain, *args, loss=sum_of_outputs, **kwargs)
+    return capture_joint(plain, *args, loss=cast(Loss, sum_of_outputs), **kwargs)
 
 
 def _tag_unsavable(joint: Joint, unsavable: Collection[Node]) -> None:

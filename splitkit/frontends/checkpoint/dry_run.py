@@ -37,7 +37,7 @@ def dry_run(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: An
         value = (loss_of if loss is None else loss)(module(*inputs, **named))
         if value is None:
             raise no_loss_error(model, args, kwargs)
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
 
     try:
         with on_fakes(model, (args, kwargs)) as (copied, (inputs, named)):

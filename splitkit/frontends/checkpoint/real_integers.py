@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from splitkit._torch import FakeTensor, FakeTensorMode, fake_mode, pytree
 
 
-class RealIntegers(TorchDispatchMode):
+class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes ops whose inputs and results are integers or booleans; all others run on fakes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,7 +55,6 @@ def on_fakes(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Any]]:
     The state of the random generators is restored at the end.
     """
     with fake_mode() as mode, RealIntegers(mode), torch.enable_grad(), torch.random.fork_rng():
-
         made: dict[int, Tensor] = {}
 
         def fake(tensor: Tensor) -> Tensor:

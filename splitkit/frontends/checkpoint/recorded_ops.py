@@ -106,7 +106,7 @@ def is_transformers_layer(module: nn.Module) -> bool:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the ops that run, with the keys of their results."""
 
     layer: nn.Module
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
     ops: list[RecordedOp] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._keys: dict[int, Hashable] = {}
         self._alive: list[Tensor] = []  # so that no id is used again
         self._storages: dict[Any, int] = {}

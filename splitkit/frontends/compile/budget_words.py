@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from splitkit.plans.policy import PolicyLike, require_policy
 
 BudgetLike = str | int | float
@@ -19,4 +21,4 @@ def as_policy(policy: PolicyLike | BudgetLike) -> PolicyLike:
 
         return Budget(policy)
     require_policy(policy)
-    return policy
+    return cast(PolicyLike, policy)

@@ -132,6 +132,7 @@ class Backend:
 
 def _told(joint: fx.Graph, pair: Pair) -> str:
     """Return the peaks of a graph in eager mode and as divided, and the note of its plan."""
+    assert joint.owning_module is not None
     flow = joint_flow(joint.owning_module, pair.outputs)
     eager = Peaks(flow).trace(eager_plan(flow)).peak
     here = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
@@ -156,8 +157,8 @@ def backend(
             generated kernels on the device of the graph (`splitkit.costs.fused`).
 
     Raises:
-        PolicyError: SK301 if ``policy`` is not a policy, SK302 for an unknown ``inner`` or a bad budget. A policy's refusal arrives
-            as the ``inner_exception`` of Dynamo's ``BackendCompilerFailed``.
+        PolicyError: SK301 if ``policy`` is not a policy, SK302 for an unknown ``inner`` or a bad budget. A policy's refusal
+            arrives as the ``inner_exception`` of Dynamo's ``BackendCompilerFailed``.
         CostError: SK323 if ``costs`` is not a function.
     """
     if inner not in _INNER:

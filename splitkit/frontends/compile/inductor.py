@@ -61,7 +61,7 @@ def compile_with(gm: fx.GraphModule, example_inputs: Sequence[Any], partition: P
 
 
 def saves_views(forward: fx.GraphModule, outputs: int) -> bool:
-    """Return whether two saved values share a storage which is neither an input's nor an output's: the caller's stay."""
+    """Return whether two saved values share a storage that is neither an input's nor an output's."""
     values: Any = forward.graph.output_node().args[0]
     kept = {*_storages(forward.graph.find_nodes(op="placeholder")), *_storages(values[:outputs])}
     saved = [key for key in _storages(values[outputs:]) if key not in kept]

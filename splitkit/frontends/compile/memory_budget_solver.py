@@ -52,7 +52,7 @@ def memory_budget_solver() -> MemoryBudgetSolver:
     round sizes to 1e-4 of what can be saved, and may save several times the budget; its
     ``dp_knapsack_sliding_hirschberg`` gives both halves of its recursion a unit too much.
 
-    The budget bounds the saved bytes of torch's partitioner, whose peak may rise while they fall. `inductor_partitioner`
-    bounds the peak.
+    The budget bounds the saved bytes of torch's partitioner, whose peak may rise while they fall.
+    `inductor_partitioner` bounds the peak.
     """
     return MemoryBudgetSolver()
