@@ -61,7 +61,7 @@ def test_solvers_are_pure(file):
     names = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
     plain = "__future__ collections dataclasses functools heapq importlib itertools math sys time types typing"
-    assert names <= {*plain.split(), "numpy", "scipy", "splitkit"}
+    assert names <= {*plain.split(), "fractions", "numpy", "scipy", "splitkit"}
 
 
 PRIVATE_PACKAGES = ("_torch.py", "frontends/", "graph/ops/", "memory/storage_watch.py")

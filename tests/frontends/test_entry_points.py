@@ -74,7 +74,7 @@ def caplog_at_info():
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("splitkit.compile")
+    logger = logging.getLogger("splitkit.frontends.compile")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield told

@@ -40,15 +40,15 @@ from splitkit.units import size
 Inner = Literal["eager", "aot_eager", "inductor"]
 _INNER = ("eager", "aot_eager", "inductor")
 Module = TypeVar("Module", bound=nn.Module)
-_log = logging.getLogger("splitkit.compile")
+_log = logging.getLogger("splitkit.frontends.compile")
 
 
 class Backend:
     """A backend for ``torch.compile``; make one with `backend`.
 
     ``print(backend)`` shows, for each graph that takes gradients, its peak under the policy and in eager mode, as
-    simulated, and the note of its plan. The logger ``splitkit.compile`` reports the same when a graph is compiled, at
-    the level INFO.
+    simulated, and the note of its plan. The logger ``splitkit.frontends.compile`` reports the same at the level INFO
+    when a graph is compiled.
 
     Attributes:
         pairs: the pairs made so far, one for each graph that takes gradients. A model with more than one has graph
@@ -157,7 +157,7 @@ def backend(
             generated kernels on the device of the graph (`splitkit.costs.fused`).
 
     Raises:
-        PolicyError: SK301 if ``policy`` is not a policy, SK302 for an unknown ``inner`` or a bad budget. A policy's refusal
+        PolicyError: SK301 if ``policy`` is not a policy, SK302 for a bad ``inner`` or budget. A policy's refusal
             arrives as the ``inner_exception`` of Dynamo's ``BackendCompilerFailed``.
         CostError: SK323 if ``costs`` is not a function.
     """
