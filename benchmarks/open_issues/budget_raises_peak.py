@@ -1,6 +1,6 @@
 """pytorch #197838: the peak of a step rises while ``activation_memory_budget`` falls. With splitkit it falls.
 
-``python benchmarks/open_issues/budget_raises_peak.py [--layers 16] [--json]`` divides the training step of a Llama by
+``python benchmarks/open_issues/budget_raises_peak.py [--layers 6] [--json]`` divides the training step of a Llama by
 torch's partitioner at several budgets, and by ``Budget(share)`` at the same ones, runs each on the CPU, and measures
 the peak above what the caller holds.
 """
@@ -20,7 +20,7 @@ import splitkit as sk
 from splitkit.policies import Budget
 from splitkit.testing import models
 
-BUDGETS = (0.0, 0.02, 0.05, 0.1, 0.3, 0.5, 1.0)
+BUDGETS = (0.0, 0.1, 0.3, 1.0)
 
 
 def peak(joint: sk.Joint, pair: sk.Pair, inputs: dict[str, Any]) -> int:
@@ -30,7 +30,7 @@ def peak(joint: sk.Joint, pair: sk.Pair, inputs: dict[str, Any]) -> int:
     return found.peak - found.baseline
 
 
-def outcomes(layers: int = 16, budgets: Sequence[float] = BUDGETS) -> dict[str, dict[float, int]]:
+def outcomes(layers: int = 6, budgets: Sequence[float] = BUDGETS) -> dict[str, dict[float, int]]:
     """Return "torch" and "splitkit" -> budget -> bytes."""
     example = models.build("llama", layers=layers, width=64, heads=4, vocab=100, batch=2, seq=64)
     joint = sk.capture_joint(example.model, **example.kwargs)
@@ -47,7 +47,7 @@ def outcomes(layers: int = 16, budgets: Sequence[float] = BUDGETS) -> dict[str, 
 def main(arguments: list[str] | None = None) -> None:
     """Print a row for each budget."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
