@@ -500,3 +500,13 @@ def test_dynamic_sizes_may_be_0_and_1():
     with trace_settings.without_special_sizes():
         program = torch.export.export(torch.nn.ReLU(), (x,), dynamic_shapes=shapes)
     assert [len(program.module()(torch.ones(n))) for n in (0, 1, 5)] == [0, 1, 5]
+
+
+def test_torchs_budget_and_checkpoints_have_the_names_that_entry_points_use():
+    from torch._functorch.partitioners import estimate_runtime
+    from torch._inductor.custom_graph_pass import CustomKnapsackSolver
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    assert torch.ops.aten.detach.default in SAC_IGNORED_OPS and callable(estimate_runtime)
+    assert {"__call__", "uuid"} == set(CustomKnapsackSolver.__abstractmethods__)
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli_.float.tags
