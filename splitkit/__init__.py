@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from splitkit.display import Shown as _Shown
+from splitkit.late_policies import LatePolicies as _LatePolicies
 
 if TYPE_CHECKING:
     from splitkit import costs as costs
@@ -46,8 +47,12 @@ if TYPE_CHECKING:
     from splitkit.exports.import_plan import import_plan as import_plan
     from splitkit.frontends.capability_partitioner import CapabilityBasedPartitioner as CapabilityBasedPartitioner
     from splitkit.frontends.capture.capture import capture as capture
+    from splitkit.frontends.checkpoint.checkpoint_context import checkpoint_context as checkpoint_context
+    from splitkit.frontends.checkpoint.dry_run import dry_run as dry_run
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
+    from splitkit.frontends.compile.inductor_partitioner import inductor_partitioner as inductor_partitioner
+    from splitkit.frontends.compile.memory_budget_solver import memory_budget_solver as memory_budget_solver
     from splitkit.frontends.decoder.capture_decoder import capture_decoder as capture_decoder
     from splitkit.frontends.joint.joint_capture import Joint as Joint
     from splitkit.frontends.joint.joint_capture import capture_joint as capture_joint
@@ -79,6 +84,7 @@ if TYPE_CHECKING:
     from splitkit.testing.compare import compare as compare
     from splitkit.view.data.report import report as report
 
+_LatePolicies.budget = staticmethod(lambda: import_module("splitkit.policies.budget").Budget)  # it imports HiGHS
 _Shown.drawer = staticmethod(lambda: import_module("splitkit.view.renderers"))  # lower layers cannot import view
 _Shown.explainer = staticmethod(lambda: import_module("splitkit.studies.explanation.explain").explain)  # nor studies
 
@@ -110,16 +116,20 @@ _HOME = {
     "capture": "frontends.capture.capture",
     "capture_decoder": "frontends.decoder.capture_decoder",
     "capture_joint": "frontends.joint.joint_capture",
+    "checkpoint_context": "frontends.checkpoint.checkpoint_context",
     "compare": "testing.compare",
     "compare_plans": "studies.explanation.compare_plans",
+    "dry_run": "frontends.checkpoint.dry_run",
     "explore": "studies.explore",
     "export": "exports.export",
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
     "import_plan": "exports.import_plan",
+    "inductor_partitioner": "frontends.compile.inductor_partitioner",
     "inline": "engine.inlining.inline",
     "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",
+    "memory_budget_solver": "frontends.compile.memory_budget_solver",
     "order_messages": "pipeline.order_messages",
     "plan": "engine.split",
     "report": "view.data.report",

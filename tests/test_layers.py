@@ -77,7 +77,9 @@ def test_cycles_and_bad_imports_would_be_seen(tmp_path):
 
 
 def test_solvers_are_pure():
-    plain = "__future__ collections dataclasses functools heapq importlib itertools math sys time types typing"
+    plain = (
+        "__future__ collections dataclasses fractions functools heapq importlib itertools math sys time types typing"
+    )
     allowed, solvers = {*plain.split(), "numpy", "scipy", "splitkit"}, [f for f in FILES if package_of(f) == "solvers"]
     assert solvers
     imported = {file: sorted(_imported_packages(SOURCES.nodes(file)) - allowed) for file in solvers}

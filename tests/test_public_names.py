@@ -23,8 +23,9 @@ FRONT_DOOR = MODULES | {
     "Export", "FileError", "Fit", "Frontier", "GraphError", "Joint", "MeasuredMemory", "MeasuredStep", "MemoryProfile",
     "NoPlanError", "Pair", "Part", "Plan", "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split",
     "SplitError", "StagedStep", "SynthesizedOrder", "analyze", "apply", "backend", "capture", "capture_decoder",
-    "capture_joint", "compare", "compare_plans", "explore", "export", "fit", "generator", "import_plan", "inline",
-    "load", "measure_memory", "order_messages", "plan", "report", "serve", "simulate_memory", "simulate_schedule",
+    "capture_joint", "checkpoint_context", "compare", "compare_plans", "dry_run", "explore", "export", "fit",
+    "generator", "import_plan", "inductor_partitioner", "inline", "load", "measure_memory", "memory_budget_solver",
+    "order_messages", "plan", "report", "serve", "simulate_memory", "simulate_schedule",
     "split", "split_module", "stage_costs", "sweep", "synthesize",
 }  # fmt: skip
 CONSTANTS = {"CUDA_BLOCK", "PARENT", "Ops", "PartKey"}

@@ -513,3 +513,13 @@ def test_impure_modules_survive_dead_code_elimination():
     gm = fx.GraphModule(root, graph)
     gm.graph.eliminate_dead_code()
     assert [n.target for n in gm.graph.nodes if n.op == "call_module"] == ["kept"]
+
+
+def test_torchs_budget_and_checkpoints_have_the_names_that_entry_points_use():
+    from torch._functorch.partitioners import estimate_runtime
+    from torch._inductor.custom_graph_pass import CustomKnapsackSolver
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    assert torch.ops.aten.detach.default in SAC_IGNORED_OPS and callable(estimate_runtime)
+    assert {"__call__", "uuid"} == set(CustomKnapsackSolver.__abstractmethods__)
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli_.float.tags

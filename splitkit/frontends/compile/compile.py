@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,25 +20,35 @@ from splitkit.costs import Costs, default
 from splitkit.costs.named import by_inductor
 from splitkit.engine.pair import Pair
 from splitkit.errors import CostError, PolicyError, SplitError
-from splitkit.frontends.aot import PartitionFn, divide_joint, with_model_line
+from splitkit.frontends.aot import PartitionFn, divide_joint, joint_flow, with_model_line
 from splitkit.frontends.capture.capture import dicts_restored
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.capture.first_call import call_once
+from splitkit.frontends.compile.budget_words import BudgetLike, as_policy
 from splitkit.frontends.compile.changing_sizes import CompileHistory, SizeWatch
 from splitkit.frontends.compile.later_writes import LaterWrites, WriteWatch, overwritten_error, overwritten_saves
 from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.input_copies import copy_inputs
 from splitkit.frontends.module_state import buffers_kept, is_uninitialised, owned_dicts
 from splitkit.frontends.trace_settings import without_meta_errors
-from splitkit.plans.policy import PolicyLike, require_policy
+from splitkit.memory.profile import simulate_memory
+from splitkit.plans.policy import PolicyLike
+from splitkit.training.checkpoints import eager_plan
+from splitkit.training.peaks import Peaks
+from splitkit.units import size
 
 Inner = Literal["eager", "aot_eager", "inductor"]
 _INNER = ("eager", "aot_eager", "inductor")
 Module = TypeVar("Module", bound=nn.Module)
+_log = logging.getLogger("splitkit.frontends.compile")
 
 
 class Backend:
     """A backend for ``torch.compile``; make one with `backend`.
+
+    ``print(backend)`` shows, for each graph that takes gradients, its peak under the policy and in eager mode, as
+    simulated, and the note of its plan. The logger ``splitkit.frontends.compile`` reports the same at the level INFO
+    when a graph is compiled.
 
     Attributes:
         pairs: the pairs made so far, one for each graph that takes gradients. A model with more than one has graph
@@ -101,7 +112,13 @@ class Backend:
         if (watch := policy.guard(pair)) is not None:
             self._sizes[number] = watch
         self._joints[number] = joint.graph, pair
+        if _log.isEnabledFor(logging.INFO):
+            _log.info("graph %d: %s", number, _told(joint.graph, pair))
         return pair.forward, pair.backward
+
+    def __str__(self) -> str:
+        lines = [f"graph {number}: {_told(*known)}" for number, known in self._joints.items()]
+        return "\n".join([f"splitkit backend, {len(self.pairs)} graphs with gradients", *lines])
 
     def overwritten_later(self, written: Mapping[int, LaterWrites]) -> list[str]:
         """Return the names of values that backward needs and that were written to after their graph had run."""
@@ -113,28 +130,40 @@ class Backend:
         return found
 
 
+def _told(joint: fx.Graph, pair: Pair) -> str:
+    """Return the peaks of a graph in eager mode and as divided, and the note of its plan."""
+    assert joint.owning_module is not None
+    flow = joint_flow(joint.owning_module, pair.outputs)
+    eager = Peaks(flow).trace(eager_plan(flow)).peak
+    here = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
+    note = f"; {pair.plan.note}" if pair.plan is not None and pair.plan.note else ""
+    return f"peak {size(here)} instead of {size(eager)} in eager mode{note}"
+
+
 def backend(
-    policy: PolicyLike, inner: Inner = "eager", *, costs: Callable[[fx.GraphModule], Costs] | None = None
+    policy: PolicyLike | BudgetLike, inner: Inner = "eager", *, costs: Callable[[fx.GraphModule], Costs] | None = None
 ) -> Backend:
     """Return a backend for ``torch.compile(model, backend=splitkit.backend(policy))`` that divides training graphs.
 
     Each graph that Dynamo captures is divided on its own; graphs that take no gradient are not divided.
 
     Args:
-        policy: places nodes in ``"forward"`` and ``"backward"``, such as `splitkit.policies.SaveAll`.
+        policy: places nodes in ``"forward"`` and ``"backward"``, such as `splitkit.policies.SaveAll`; or what
+            `splitkit.policies.Budget` takes: ``"least"`` for the lowest peak that is found, bytes (``"2GiB"``) or a
+            share (0.5) of the range from there to eager mode's peak.
         inner: runs the halves. ``"eager"`` and ``"aot_eager"`` (torch's name for the same) run them op by op;
             ``"inductor"`` compiles them, after its own passes over the joint graph.
         costs: returns the costs of a joint graph. The default is FLOPs, and for ``"inductor"`` the time of the
             generated kernels on the device of the graph (`splitkit.costs.fused`).
 
     Raises:
-        PolicyError: SK301 if ``policy`` is not a policy, SK302 for an unknown ``inner``. A policy's refusal arrives
-            as the ``inner_exception`` of Dynamo's ``BackendCompilerFailed``.
+        PolicyError: SK301 if ``policy`` is not a policy, SK302 for a bad ``inner`` or budget. A policy's refusal
+            arrives as the ``inner_exception`` of Dynamo's ``BackendCompilerFailed``.
         CostError: SK323 if ``costs`` is not a function.
     """
     if inner not in _INNER:
         raise PolicyError("SK302", f"there is no inner compiler {inner!r}", f"Choose one of {', '.join(_INNER)}.")
-    require_policy(policy)
+    policy = as_policy(policy)
     if costs is not None and not callable(costs):
         raise CostError(
             "SK323",
@@ -146,7 +175,7 @@ def backend(
 
 def apply(
     model: Module,
-    policy: PolicyLike,
+    policy: PolicyLike | BudgetLike,
     *args: Any,
     inner: Inner = "eager",
     costs: Callable[[fx.GraphModule], Costs] | None = None,
@@ -173,7 +202,7 @@ def apply(
 
     Args:
         model: the model, in the mode (train or eval) that is meant.
-        policy: places nodes in ``"forward"`` and ``"backward"``.
+        policy: places nodes in ``"forward"`` and ``"backward"``; or a budget, as in `backend`.
         args: example inputs, which may be left out.
         inner: runs the halves, as in `backend`.
         costs: returns the costs of a joint graph, as in `backend`.

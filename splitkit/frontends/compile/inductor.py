@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -47,7 +47,7 @@ def compile_with(gm: fx.GraphModule, example_inputs: Sequence[Any], partition: P
 
     def divided(joint: fx.GraphModule, inputs: Any, **others: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition(joint, inputs, **others)
-        if _saves_views(forward, others["num_fwd_outputs"]):
+        if saves_views(forward, others["num_fwd_outputs"]):
             config.donated_buffer = False
         return forward, backward
 
@@ -60,8 +60,14 @@ def compile_with(gm: fx.GraphModule, example_inputs: Sequence[Any], partition: P
     return made  # type: ignore[no-any-return]
 
 
-def _saves_views(forward: fx.GraphModule, outputs: int) -> bool:
-    """Return whether two saved values share a storage."""
-    handed: Any = forward.graph.output_node().args[0][outputs:]  # type: ignore[index]
-    saved = [storage_key(v) for n in handed if isinstance(v := value_of(n), torch.Tensor)]
+def saves_views(forward: fx.GraphModule, outputs: int) -> bool:
+    """Return whether two saved values share a storage that is neither an input's nor an output's."""
+    values: Any = forward.graph.output_node().args[0]
+    kept = {*_storages(forward.graph.find_nodes(op="placeholder")), *_storages(values[:outputs])}
+    saved = [key for key in _storages(values[outputs:]) if key not in kept]
     return len(set(saved)) < len(saved)
+
+
+def _storages(nodes: Iterable[Any]) -> list[Hashable]:
+    values = (value_of(node) for node in nodes if isinstance(node, fx.Node))
+    return [storage_key(value) for value in values if isinstance(value, torch.Tensor)]

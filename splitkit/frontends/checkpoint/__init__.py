@@ -1,0 +1,1 @@
+"""Carry out plans with torch.utils.checkpoint, in eager mode."""

@@ -1,0 +1,68 @@
+"""Run a model on fake tensors, but compute its integers and booleans, so that it takes the path of a real run.
+
+transformers, for instance, looks whether a mask is all ones, or positions begin anew, and builds a causal mask only if
+it must. On fakes it cannot look, and always builds one: another run, with another peak.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11, 2.13, 2.15
+
+from splitkit._torch import FakeTensor, FakeTensorMode, fake_mode, pytree
+
+
+class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes ops whose inputs and results are integers or booleans; all others run on fakes."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, on fakes if a float is among its inputs or results."""
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(t, FakeTensor) or is_inexact(t) for t in given):
+            return func(*args, **kwargs)
+        if not given:
+            made = func(*args, **kwargs)  # fake
+            if any(is_inexact(t) for t in pytree.tree_leaves(made) if isinstance(t, Tensor)):
+                return made
+        with _disable_current_modes():
+            made = func(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, self._fake_if_inexact, made)
+
+    def _fake_if_inexact(self, tensor: Tensor) -> Tensor:
+        return self.mode.from_tensor(tensor) if is_inexact(tensor) else tensor
+
+
+def is_inexact(tensor: Tensor) -> bool:
+    """Return whether a tensor has floats or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+@contextmanager
+def on_fakes(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a copy of a model with fake parameters, and its inputs; inside, only integers are computed.
+
+    The state of the random generators is restored at the end.
+    """
+    with fake_mode() as mode, RealIntegers(mode), torch.enable_grad(), torch.random.fork_rng():
+        made: dict[int, Tensor] = {}
+
+        def fake(tensor: Tensor) -> Tensor:
+            if id(tensor) not in made:
+                with _disable_current_modes():
+                    made[id(tensor)] = mode.from_tensor(tensor) if is_inexact(tensor) else tensor.clone()
+            return made[id(tensor)]
+
+        state = {id(t): fake(t) for t in (*model.parameters(), *model.buffers())}
+        copied = copy.deepcopy(model, dict[int, Any](state))
+        yield copied, pytree.tree_map_only(Tensor, fake, inputs)

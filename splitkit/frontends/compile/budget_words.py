@@ -1,0 +1,24 @@
+"""A budget such as ``"least"``, ``"2GiB"`` or 0.5 in the place of a policy."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from splitkit.late_policies import LatePolicies
+from splitkit.plans.policy import PolicyLike, require_policy
+
+BudgetLike = str | int | float
+"""What `splitkit.policies.Budget` takes as its budget."""
+
+
+def as_policy(policy: PolicyLike | BudgetLike) -> PolicyLike:
+    """Return the policy; for a budget, the policy that keeps it.
+
+    Raises:
+        PolicyError: SK301 if it is neither, SK302 for a bad budget.
+    """
+    if isinstance(policy, str | int | float) and not isinstance(policy, bool):
+        made: PolicyLike = LatePolicies.budget()(policy)
+        return made
+    require_policy(policy)
+    return cast(PolicyLike, policy)

@@ -1,0 +1,58 @@
+"""A solver for torch's own memory budget that never exceeds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+from torch._functorch.partitioners import estimate_runtime  # 2.11, 2.13
+from torch._inductor.custom_graph_pass import CustomKnapsackSolver  # 2.13
+
+from splitkit.solvers.knapsack import fill_knapsack
+
+
+class MemoryBudgetSolver(CustomKnapsackSolver):
+    """The knapsack of torch's partitioner, within its budget; make one with `memory_budget_solver`."""
+
+    def __call__(
+        self,
+        memory: Sequence[float],
+        joint_graph: fx.Graph,
+        max_memory: float,
+        node_info: Any,
+        all_recomputable_banned_nodes: Sequence[fx.Node],
+    ) -> tuple[list[int], list[int]]:
+        """Return the positions of the nodes to save and of those to recompute, as torch's partitioner asks.
+
+        Args:
+            memory: bytes of each node, relative to what the budget 1.0 saves beyond the inputs.
+            joint_graph: the joint graph.
+            max_memory: the budget.
+            node_info: torch's classes of nodes.
+            all_recomputable_banned_nodes: the nodes, which torch prices by ``activation_memory_budget_runtime_
+                estimator``.
+        """
+        prices = [float(estimate_runtime(node)) for node in all_recomputable_banned_nodes]
+        saved = fill_knapsack(prices, memory, max_memory)
+        return saved, sorted(set(range(len(memory))) - set(saved))
+
+    def uuid(self) -> str:
+        """Return the id by which torch's caches know the solver."""
+        return "splitkit.memory_budget_solver 1"
+
+
+def memory_budget_solver() -> MemoryBudgetSolver:
+    """Return a solver for ``torch._functorch.config.activation_memory_budget_solver`` that keeps the budget.
+
+    >>> torch._functorch.config.activation_memory_budget = 0.5
+    >>> torch._functorch.config.activation_memory_budget_solver = splitkit.memory_budget_solver()
+
+    It saves the values of the largest total runtime within the budget (a 0/1 knapsack, to 1e-4). torch's own solvers
+    round sizes to 1e-4 of what can be saved, and may save several times the budget; its
+    ``dp_knapsack_sliding_hirschberg`` gives both halves of its recursion a unit too much.
+
+    The budget bounds the saved bytes of torch's partitioner, whose peak may rise while they fall.
+    `inductor_partitioner` bounds the peak.
+    """
+    return MemoryBudgetSolver()

@@ -1,0 +1,179 @@
+"""Eager selective checkpointing by a plan: the gradients of eager mode, the saved ops, the predicted peak."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import splitkit as sk
+from splitkit.policies import Budget, Remat, SaveAll
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.dropout = dropout
+
+    def forward(self, x, scale=1.0):
+        hidden = torch.nn.functional.gelu(self.wide(self.norm(x))).sin() * scale
+        return x + torch.nn.functional.dropout(self.narrow(hidden), self.dropout)
+
+
+class Net(nn.Module):
+    def __init__(self, count=3, dropout=0.0, make=Block):
+        super().__init__()
+        self.blocks, self.context = nn.ModuleList(make(dropout) for _ in range(count)), None
+
+    def forward(self, x):
+        for block in self.blocks:
+            given = {"use_reentrant": False, "context_fn": self.context}
+            x = block(x) if self.context is None else checkpoint(block, x, **given)
+        return x.square().mean()
+
+
+X = torch.randn(64, 16)
+
+
+def step(net):
+    net.zero_grad()
+    torch.manual_seed(1)
+    net(X).backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def measured(net):
+    net.zero_grad()
+    return sk.measure_memory(lambda module, x: module(x).backward(), net, X).peak
+
+
+@pytest.mark.parametrize(
+    ("policy", "dropout"), [("least", 0.2), (0.5, 0.0), (SaveAll(), 0.2), (Remat(keep=["aten.addmm"]), 0.0)], ids=str
+)
+def test_a_plan_of_one_layer_is_carried_out_in_all(policy, dropout):
+    torch.manual_seed(0)
+    net = Net(dropout=dropout)
+    expected, without = step(net), measured(net)
+    net.zero_grad()
+    net.context = sk.checkpoint_context(net, policy, X, layers="blocks.*")
+    assert net.context.layers == ("blocks.0", "blocks.1", "blocks.2")
+    assert all(torch.equal(a, b) for a, b in zip(step(net), expected, strict=True))
+    net.zero_grad()
+    predicted = sk.dry_run(net, X)
+    found = measured(net)
+    assert predicted.peak == found
+    if policy == "least":
+        assert not net.context.saved and found < without
+
+
+def test_each_op_is_saved_or_recomputed_as_planned():
+    torch.manual_seed(0)
+    net = Net(count=1)
+    net.context = sk.checkpoint_context(net, Remat(keep=["aten.gelu", "aten.addmm"]), X, layers="blocks.*")
+    saved = {str(net.context.ops[i]) for i in net.context.saved}
+    assert saved == {"aten.gelu.default", "aten.addmm.default"}
+    loss = net(X)
+    ran = sk.measure_memory(loss.backward).ops
+    # The second product is no input of backward: it is not saved, and not reached again, since torch stops early.
+    assert "aten.gelu.default" not in ran and ran.count("aten.sin.default") == 1
+    assert "gelu" in str(net.context) and "1 layers of" in str(net.context)
+
+
+def test_a_smaller_share_never_has_a_higher_peak():
+    torch.manual_seed(0)
+    net, peaks = Net(count=4), []
+    for share in (0.0, 0.4, 1.0):
+        net.context = sk.checkpoint_context(net, share, X, layers="blocks.*")
+        peaks.append(sk.dry_run(net, X).peak)
+        net.context = None
+    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
+
+
+class Inner(Block):
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout)
+        self.norm = nn.Identity()
+
+    def forward(self, x, scale=1.0):
+        hidden = self.wide(x)
+        hidden.mul_(2)  # the result of the product can no longer be saved
+        return x + self.narrow(hidden.sin())
+
+
+def test_what_is_written_to_later_is_not_saved_but_computed_again():
+    net = Net(make=Inner)
+    expected = step(net)
+    net.context = sk.checkpoint_context(net, SaveAll(), X, layers="blocks.*")
+    targets = [str(net.context.ops[i]) for i in sorted(net.context.saved)]
+    assert "aten.mul_.Tensor" in map(str, net.context.ops) and "aten.mul_.Tensor" not in targets
+    assert all(torch.equal(a, b) for a, b in zip(step(net), expected, strict=True))
+
+
+class Counting(Block):
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, scale=1.0):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_checkpoints_cannot_do_is_refused():
+    with pytest.raises(sk.PlanError, match="SK307.*writes to an input, a parameter or a buffer"):
+        sk.checkpoint_context(Net(make=Counting), 0.5, X, layers="blocks.*")
+    mixed = Net()
+    mixed.blocks[1] = Inner()
+    with pytest.raises(sk.PlanError, match=r"SK307.*blocks.0 and blocks.1 run different ops"):
+        sk.checkpoint_context(mixed, 0.5, X, layers="blocks.*")
+    with pytest.raises(sk.PolicyError, match="SK304.*no module|SK304.*matches no module"):
+        sk.checkpoint_context(Net(), 0.5, X, layers="block.*")
+    with pytest.raises(sk.PolicyError, match="SK302"):
+        sk.checkpoint_context(Net(), "much", X, layers="blocks.*")
+    with pytest.raises(sk.PolicyError, match="SK301"):
+        sk.checkpoint_context(Net(), None, X, layers="blocks.*")
+    with pytest.raises(sk.CaptureError, match="SK401"):
+        sk.checkpoint_context(Net(), 0.5, torch.randn(8, 3), layers="blocks.*")
+    with pytest.raises(sk.CaptureError, match="SK401"):
+        sk.dry_run(Net(), torch.randn(8, 3))
+    with pytest.raises(sk.CaptureError, match="SK401"):
+        sk.dry_run(nn.Linear(16, 2), X)
+
+
+def test_other_ops_than_planned_are_refused_in_forward():
+    net = Net()
+    net.context = sk.checkpoint_context(net, 0.5, X, layers="blocks.*")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sk.PlanError, match="SK307.*was planned"):
+        net(X)
+
+
+def test_a_layer_alone_and_a_plan_of_bytes():
+    block = Block()
+    context = sk.checkpoint_context(block, Budget("1KiB", of="saved"), X.clone().requires_grad_(), scale=2.0)
+    assert context.layers == ("",) and context.note.startswith("saved within 1.00 KiB")
+
+
+def test_a_model_of_transformers_as_it_is():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=50)).train()
+    ids = torch.randint(0, 50, (2, 24))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def gradients():
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    model.zero_grad()
+    context = sk.checkpoint_context(model, 0.5, **batch)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    predicted = sk.dry_run(model, **batch).peak
+    found = sk.measure_memory(lambda m, **batch: m(**batch).loss.backward(), model, **batch).peak
+    assert predicted == found and len(context.layers) == 2 and context.saved
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
