@@ -10,8 +10,8 @@ class LatePolicies:
     """Policies that are imported when they are first needed.
 
     Attributes:
-        budget: gives the class `splitkit.policies.Budget`. ``splitkit/__init__.py`` sets it, as packages know only those
-            below them.
+        budget: gives the class `splitkit.policies.Budget`. ``splitkit/__init__.py`` sets it, as packages know only
+            those below them.
     """
 
     budget: ClassVar[Callable[[], Any]]
