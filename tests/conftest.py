@@ -45,7 +45,10 @@ def _seed(torch):
 
 
 def _leave_autocast(torch):
-    """Regions that interleave leave torch's count of open ones too high; then casts of weights are never dropped."""
+    """Graphs that torch cuts wrongly leave autocast on; regions that interleave leave its count of open ones too high,
+    and then casts of weights are never dropped.
+    """
+    torch.set_autocast_enabled("cpu", False)
     torch.autocast_increment_nesting()
     while torch.autocast_decrement_nesting() > 0:
         pass
