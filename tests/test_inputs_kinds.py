@@ -42,7 +42,7 @@ def test_other_objects_than_the_wanted_ones_are_refused_with_a_code(wrong):
         "SK101": [
             lambda: sk.inline(given),
             lambda: sk.simulate_memory(given),
-            lambda: sk.sweep(given, costs),
+            *(() if wrong == "joint" else (lambda: sk.sweep(given, costs),)),
             lambda: sk.costs.default(given),
             *(() if wrong == "joint" else (lambda: sk.stage_costs(given, plan, costs), lambda: sk.report(given, plan))),
             *(
@@ -55,12 +55,12 @@ def test_other_objects_than_the_wanted_ones_are_refused_with_a_code(wrong):
         "SK205": [lambda: sk.Plan.of(given)],
         "SK301": [
             lambda: sk.split(gm, given),
-            lambda: sk.backend(given),
-            lambda: sk.apply(model, given, x),
+            *(() if wrong == "text" else (lambda: sk.backend(given), lambda: sk.apply(model, given, x))),
             lambda: sk.extend.relay(flow, given),
             *(() if wrong == "none" else (lambda: sk.report(gm, given),)),
             *(() if wrong == "none" else (lambda: sk.stage_costs(flow, given, costs),)),
         ],
+        "SK302": [lambda: sk.backend(given), lambda: sk.apply(model, given, x)] if wrong == "text" else [],  # a budget
         "SK323": []
         if wrong == "none"  # then the prices of the plan count
         else [lambda: sk.stage_costs(flow, plan, given), lambda: sk.split(gm, stages, costs=given)],
