@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import placement
 from splitkit.cli.commands.plan_training import prepare_step, priced_step
-from splitkit.cli.commands.sweep_pipelines import advice, kind_of_device, tracked
+from splitkit.cli.commands.sweep_pipelines import advice, ranks_of_sweep, tracked
 from splitkit.cli.common import TRAINING
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
@@ -40,12 +39,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         ScheduleError: SK330 for an unknown schedule.
         CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
-    devices = kind_of_device(args.devices)
-    memory = placement.memory_option(args, devices)
-    assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
-    if memory is None and devices is not None:
-        memory = devices.devices[0].memory
-    links, why = placement.links_option(args.links, devices)
+    devices, memory, links, why = ranks_of_sweep(args)
     each = training_combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules, args.chunks)
     if devices is None or args.costs is not None:
         work, costs = priced_step(args, wanted)

@@ -34,12 +34,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         ScheduleError: SK330 for an unknown schedule.
         CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
-    devices = kind_of_device(args.devices)
-    memory = placement.memory_option(args, devices)
-    assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
-    if memory is None and devices is not None:
-        memory = devices.devices[0].memory
-    links, why = placement.links_option(args.links, devices)
+    devices, memory, links, why = ranks_of_sweep(args)
     each = combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules)
     check_costs(args.costs)
     work = prepare(wanted)
@@ -73,6 +68,21 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         files[args.view] = page = still_pages(work.source.spec, {f"pipelines of {work.source.spec}": found})
         text.append(wrote(args.view, page))
     return Outcome(data, text, files=files)
+
+
+def ranks_of_sweep(args: Namespace) -> tuple[DeviceList | None, int | None, str | None, str]:
+    """Return the kind of device of all ranks, the memory of each, their links, and why it is those links.
+
+    Raises:
+        UsageError: SK601 for devices of several kinds.
+        CostError: SK321 for an unknown device, SK322 for an unknown link.
+    """
+    devices = kind_of_device(args.devices)
+    memory = placement.memory_option(args, devices)
+    assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
+    if memory is None and devices is not None:
+        memory = devices.devices[0].memory
+    return devices, memory, *placement.links_option(args.links, devices)
 
 
 def kind_of_device(text: str | None) -> DeviceList | None:

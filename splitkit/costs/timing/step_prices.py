@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.costs.base import WrappedCosts
+from splitkit.costs.base import StepCosts
 from splitkit.costs.timing.cpu_time import OwnTime
 from splitkit.costs.timing.measuring_run import BUSY, Measured, MeasuringRun
 from splitkit.costs.timing.op_timing import MeasuredRuns, TimedRun, timing_rounds
@@ -35,7 +35,7 @@ from splitkit.short_repr import brief
 
 
 @dataclass(frozen=True)
-class MeasuredSteps(WrappedCosts):
+class MeasuredSteps(StepCosts):
     """The costs of `splitkit.costs.measured` with ``backward``.
 
     Attributes:
@@ -61,24 +61,13 @@ class MeasuredSteps(WrappedCosts):
         """What the seconds are, for reports."""
         return f"measured on {self.costs.device}, forward and backward{BUSY if self.busy else ''}"
 
-    def seconds(self, node: Node) -> float:
-        """Time of forward and backward of the node's group; 0 for inputs, attributes and state ops."""
-        if node not in self._seconds:
-            return self.costs.seconds(node)
-        return sum(self._seconds[node])
-
-    def backward(self, node: Node) -> float:
-        """Ratio of the node's time in backward to its time in forward."""
-        forward, backward = self._seconds.get(node, (0.0, 0.0))
-        return backward / forward if forward else 0.0
+    def both(self, node: Node) -> tuple[float, float]:
+        """Seconds of forward and of backward of the node's group; 0 for inputs, attributes and state ops."""
+        return self._seconds.get(node) or (self.costs.seconds(node), 0.0)
 
     def workspace(self, node: Node) -> int:
         """Peak bytes allocated while the node runs forward, beyond its inputs and results."""
         return self.costs.workspace(node)
-
-    def flops(self, node: Node) -> float:
-        """FLOPs of forward and backward, by formula."""
-        return self.formula.flops(node)
 
 
 def require_steps(flow: Dataflow, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
-from splitkit.costs.base import WrappedCosts
+from splitkit.costs.base import StepCosts
 from splitkit.costs.formulas.flop_count import CountedCosts, Flops, flops
 from splitkit.costs.timing.profiler_trace import ProfiledOp, ProfiledStep, load_steps
 from splitkit.costs.training import FromFormula
@@ -86,7 +86,7 @@ class Traced(CountedCosts):
 
 
 @dataclass(frozen=True)
-class TracedSteps(WrappedCosts):
+class TracedSteps(StepCosts):
     """The costs of `traced` for a trace with backward.
 
     Attributes:
@@ -109,18 +109,13 @@ class TracedSteps(WrappedCosts):
         """What the seconds are, for reports."""
         return f"{self.costs.note}, forward and backward"
 
-    def seconds(self, node: Node) -> float:
-        """Time of forward and backward; 0 for inputs, attributes and state ops."""
-        return sum(self.costs.both(node))
+    def both(self, node: Node) -> Seconds:
+        """Median seconds of forward and of backward; 0 for inputs, attributes and state ops.
 
-    def backward(self, node: Node) -> float:
-        """Ratio of the node's time in backward to its time in forward."""
-        forward, backward = self.costs.both(node)
-        return backward / forward if forward else 0.0
-
-    def flops(self, node: Node) -> float:
-        """FLOPs of forward and backward, by formula."""
-        return self.formula.flops(node)
+        Raises:
+            CostError: SK325 for a node of another graph.
+        """
+        return self.costs.both(node)
 
 
 def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Traced | TracedSteps:

@@ -32,7 +32,7 @@ from splitkit.view.data.page_data import border_marks, resimulated, simulation
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rerun_parts import Taken, kept_between, rerun, step_choices, taken_values
 from splitkit.view.data.rows import LadderRows, ladder_rows
-from splitkit.view.data.stage_memory import HeldStorage, held_storages, memory_data, shared_weights
+from splitkit.view.data.stage_memory import HeldStorage, held_storages, run_data, shared_weights
 from splitkit.view.data.what_if import what_if
 
 SCHEMA = "splitkit.ladder/2"
@@ -228,18 +228,7 @@ class LadderView(LadderModel):
     def _run(self, run: ScheduleRun, found: Mapping[str, Any], at: Sequence[int]) -> dict[str, Any]:
         """Return a simulated step: actions and memory of each rank, and what the page resimulates it with."""
         down, up = ([found[way][row] for row in at] for way in ("down", "up"))
-        return {
-            "name": run.order.name,
-            "microbatches": run.order.microbatches,
-            "stages": len(run.stages),
-            "ranks": run.ranks,
-            "seconds": run.seconds,
-            "unit": run.unit,
-            "bubble": run.bubble,
-            "peaks": list(run.peaks),
-            "replicas": list(run.replicas),
-            "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
-            "by": memory_data(run, self.stages),
+        return run_data(run, self.stages) | {
             "again": simulation(run, self.stages, down, up),
             "whatIf": what_if(run, step_choices(replace(self._prices, divided=True), self.plan, run)),
             "measured": None if self.measured is None else _measured(self.measured, run),

@@ -110,6 +110,23 @@ def shared_weights(memory: OrderMemory, ends: Sequence[int], optimizer: Optimize
     return [[int(nbytes[item]), *of] for item, of in rows.items() if len(of) > 1]
 
 
+def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
+    """Return a simulated step as the page draws it; ``stages`` are those of the picture."""
+    return {
+        "name": run.order.name,
+        "microbatches": run.order.microbatches,
+        "stages": len(run.stages),
+        "ranks": run.ranks,
+        "seconds": run.seconds,
+        "unit": run.unit,
+        "bubble": run.bubble,
+        "peaks": list(run.peaks),
+        "replicas": list(run.replicas),
+        "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
+        "by": memory_data(run, stages),
+    }
+
+
 def memory_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
     """Return the memory of each rank of a step by stage and kind; ``stages`` are those of the picture.
 

@@ -34,7 +34,7 @@ from splitkit.training.stage_parts import StagePart, known_part
 from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
 from splitkit.view.data.op_columns import ops_data, rounded
 from splitkit.view.data.rows import LadderRows, ladder_rows
-from splitkit.view.data.stage_memory import memory_data
+from splitkit.view.data.stage_memory import run_data
 
 SCHEMA = "splitkit.stages/1"
 COLUMNS = ("forward", "backward", "weight")
@@ -287,22 +287,7 @@ class StagedView(LadderModel):
         return found
 
     def _run(self, run: ScheduleRun) -> dict[str, Any]:
-        return {
-            "name": run.order.name,
-            "microbatches": run.order.microbatches,
-            "stages": len(run.stages),
-            "ranks": run.ranks,
-            "seconds": run.seconds,
-            "unit": run.unit,
-            "bubble": run.bubble,
-            "peaks": list(run.peaks),
-            "replicas": list(run.replicas),
-            "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
-            "by": memory_data(run, self.stages),
-            "again": None,
-            "whatIf": None,
-            "measured": None,
-        }
+        return run_data(run, self.stages) | {"again": None, "whatIf": None, "measured": None}
 
     @cached_property
     def saved_values(self) -> list[StoredValue]:
