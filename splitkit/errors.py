@@ -209,6 +209,11 @@ class ViewError(SplitError):
     """Something cannot be drawn (SK9xx)."""
 
 
+def message_line(error: BaseException) -> str:
+    """Return the first line of an exception's message; the name of its type if that is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def near(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
     """Return the names in ``known`` that are spelled nearly like ``name``, ignoring case, the nearest first."""
     spelled = {other.lower(): other for other in known}

@@ -8,7 +8,7 @@ import pytest
 
 import splitkit
 from splitkit import errors
-from splitkit.errors import CODES, CheckError, CycleError, PlanError, SplitError, listed, near, nearest
+from splitkit.errors import CODES, CheckError, CycleError, PlanError, SplitError, listed, message_line, near, nearest
 
 SOURCE = "\n".join(p.read_text() for p in Path(splitkit.__file__).parent.rglob("*.py") if p.name != "errors.py")
 
@@ -52,3 +52,8 @@ def test_names_that_are_near_whatever_their_case():
 def test_a_list_says_how_many_more_there_are():
     assert listed(["a", "b"], 2) == "a, b" and listed([], 2) == ""
     assert listed(["a", "b", 3], 2) == "a, b and 1 more"
+
+
+def test_the_first_line_of_a_message_or_the_name_of_the_type():
+    assert message_line(ValueError("\n a b\nc")) == "a b"
+    assert message_line(AssertionError()) == message_line(AssertionError(" \n")) == "AssertionError"

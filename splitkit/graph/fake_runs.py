@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import FakeTensor, FakeTensorMode, attributes_of, fake_mode, pytree
-from splitkit.errors import GraphError
+from splitkit.errors import GraphError, message_line
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
 
@@ -40,7 +40,7 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
     except Exception as error:
         raise GraphError(
             "SK109",
-            f"the graph does not run on fakes of these inputs: {str(error).strip().splitlines()[0]}",
+            f"the graph does not run on fakes of these inputs: {message_line(error)}",
             "Give inputs that gm(*args, **kwargs) takes; register fakes for custom ops.",
         ) from error
 
@@ -101,7 +101,7 @@ def values_again(gm: fx.GraphModule, kind: Callable[..., Values] | None = None) 
         raise GraphError(
             "SK109",
             "the values of the graph do not show who shares memory, and it does not run on fakes: "
-            f"{str(error).strip().splitlines()[0]}",
+            f"{message_line(error)}",
             "Capture with splitkit.capture, or make_fx(..., tracing_mode='fake'); register fakes for custom ops.",
         ) from error
     finally:

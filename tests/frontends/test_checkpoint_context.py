@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -177,3 +179,16 @@ def test_a_model_of_transformers_as_it_is():
     found = sk.measure_memory(lambda m, **batch: m(**batch).loss.backward(), model, **batch).peak
     assert predicted == found and len(context.layers) == 2 and context.saved
     assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+class Strict(nn.Module):
+    def forward(self, x):
+        if x.shape[0] != 3:
+            raise ValueError
+        return x
+
+
+@pytest.mark.parametrize("call", [partial(sk.dry_run, Strict()), partial(sk.checkpoint_context, Strict(), 0.5)])
+def test_a_failure_without_a_message_is_named_by_its_type(call):
+    with pytest.raises(sk.CaptureError, match="SK401.*fakes of these inputs: ValueError"):
+        call(torch.ones(2))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
 from splitkit.engine.pair import Pair, divide
-from splitkit.errors import CaptureError, PlanError
+from splitkit.errors import CaptureError, PlanError, message_line
 from splitkit.frontends.capture.capture_errors import require_module
 from splitkit.frontends.checkpoint.recorded_ops import (
     DRAWN,
@@ -149,7 +149,7 @@ def checkpoint_context(
     except Exception as error:
         raise CaptureError(
             "SK401",
-            f"the model does not run on fakes of these inputs: {str(error).strip().splitlines()[0]}",
+            f"the model does not run on fakes of these inputs: {message_line(error)}",
             "Give inputs that the model takes; register fakes for custom ops.",
         ) from error
     first = _equal(recorded, names)

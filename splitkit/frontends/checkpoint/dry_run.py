@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, message_line
 from splitkit.frontends.capture.capture_errors import require_module
 from splitkit.frontends.checkpoint.real_integers import on_fakes
 from splitkit.frontends.joint.joint_checks import no_loss_error
@@ -47,6 +47,6 @@ def dry_run(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: An
     except Exception as error:
         raise CaptureError(
             "SK401",
-            f"the model does not run on fakes of these inputs: {str(error).strip().splitlines()[0]}",
+            f"the model does not run on fakes of these inputs: {message_line(error)}",
             "Give inputs that the model takes; register fakes for custom ops; data-dependent control flow cannot run.",
         ) from error

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from splitkit import _torch
-from splitkit.errors import PipelineError, SplitError
+from splitkit.errors import PipelineError, SplitError, message_line
 from splitkit.pipeline.action import KINDS, Action
 from splitkit.runtime.ranks.first_cause import first_cause, leave, report_cause
 from splitkit.runtime.ranks.replicas import Replicas
@@ -263,11 +263,10 @@ def _others(progress: RankProgress, cause: BaseException, known: str, waited: st
     own = progress.rank
     said = known or first_cause(progress.ranks, own, progress.waited_for(), not late)
     reason = said or ("another rank does not answer" if late else "another rank is gone")
-    first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     return PipelineError(
         "SK805",
         f"{reason}; rank {own} {waited or progress.waits()}",
-        f"Look at the messages of that rank. Here: {first[:200]}",
+        f"Look at the messages of that rank. Here: {message_line(cause)[:200]}",
     )
 
 
