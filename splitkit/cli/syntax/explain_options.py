@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from splitkit.cli.syntax.arguments import Parser
-from splitkit.cli.syntax.options import Commands, add_model_options, command
+from splitkit.cli.syntax.options import Commands, add_model_of_plan, add_model_options, command
 
 
 def add_explain(commands: Commands[Parser]) -> None:
@@ -20,7 +20,8 @@ def add_explain(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "where", metavar="NODE|PART", nargs="?", help="a node or a part of it (default: the whole plan)"
     )
-    _add_model(parser)
+    add_model_of_plan(parser)
+    add_model_options(parser)
     parser.add_argument(
         "--policy",
         metavar="EXPR",
@@ -37,13 +38,5 @@ def add_compare(commands: Commands[Parser]) -> None:
     parser = command(commands, "compare", "say what two plans of one model put elsewhere, and what that costs", example)
     parser.add_argument("target", metavar="A.json", help="a plan file; its prices and limits hold for both")
     parser.add_argument("other", metavar="B.json", help="another plan file of the same model")
-    _add_model(parser)
-
-
-def _add_model(parser: Parser) -> None:
-    parser.add_argument(
-        "--model",
-        metavar="SPEC",
-        help="the model of the plan; required if it is your own, as the plan file alone may not run code",
-    )
+    add_model_of_plan(parser)
     add_model_options(parser)

@@ -9,6 +9,7 @@ from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,
     add_links,
+    add_model_of_plan,
     add_model_options,
     add_policy_options,
     add_recompute,
@@ -33,11 +34,7 @@ def add_export(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "target", nargs="?", metavar="PLAN.json|MODEL", help=f"a plan file, or {MODEL_HELP}; none with --to list"
     )
-    parser.add_argument(
-        "--model",
-        metavar="SPEC",
-        help="the model of the plan; required if it is your own, as the plan file alone may not run code",
-    )
+    add_model_of_plan(parser)
     parser.add_argument("--to", required=True, metavar="FORMAT", help="the format, or list")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text (default: print it)")
     group = parser.add_argument_group("schedule and memory of the stages")

@@ -77,6 +77,11 @@ def add_plan_or_model(parser: Parser) -> None:
 def add_plan_target(parser: Parser) -> None:
     """Add the argument for the plan file or model that a command works on."""
     parser.add_argument("target", metavar="PLAN.json|MODEL", help=f"a plan file, or {MODEL_HELP}")
+    add_model_of_plan(parser)
+
+
+def add_model_of_plan(parser: Parser) -> None:
+    """Add ``--model`` for a plan file."""
     parser.add_argument(
         "--model",
         metavar="SPEC",

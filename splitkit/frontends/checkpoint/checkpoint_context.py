@@ -37,7 +37,6 @@ from splitkit.frontends.joint.joint_capture import Joint, capture_joint
 from splitkit.frontends.joint.train_step import Loss, sum_of_outputs
 from splitkit.graph.node_selection import no_module
 from splitkit.graph.storages import storages_shown
-from splitkit.late_policies import LatePolicies
 from splitkit.plans.policy import PolicyLike
 from splitkit.short_repr import brief
 from splitkit.training.flow import JointFlow
@@ -142,7 +141,7 @@ def checkpoint_context(
         PolicyError: SK304 for a pattern without a layer, else as in `backend`.
     """
     require_module(model)
-    chosen = _of_one_layer(policy)
+    chosen = as_policy(policy, of="saved")
     names = _names(model, layers)
     try:
         recorded = record_layers(model, names, args, kwargs)
@@ -170,13 +169,6 @@ def _repeatable(flow: JointFlow) -> JointFlow:
     once = {n: why for n, why in flow.once.items() if n not in drawing}
     kept = {n: tuple(b for b in before if b not in drawing or n not in drawing) for n, before in flow.after.items()}
     return replace(flow, once=MappingProxyType(once), after=defaultdict(tuple, kept))
-
-
-def _of_one_layer(policy: PolicyLike | BudgetLike) -> PolicyLike:
-    if isinstance(policy, str | int | float) and not isinstance(policy, bool):
-        made: PolicyLike = LatePolicies.budget()(policy, of="saved")
-        return made
-    return as_policy(policy)
 
 
 def _names(model: nn.Module, pattern: str | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Literal, cast
 
 from splitkit.late_policies import LatePolicies
 from splitkit.plans.policy import PolicyLike, require_policy
@@ -11,14 +11,14 @@ BudgetLike = str | int | float
 """What `splitkit.policies.Budget` takes as its budget."""
 
 
-def as_policy(policy: PolicyLike | BudgetLike) -> PolicyLike:
-    """Return the policy; for a budget, the policy that keeps it.
+def as_policy(policy: PolicyLike | BudgetLike, of: Literal["peak", "saved"] = "peak") -> PolicyLike:
+    """Return the policy; for a budget, the policy that keeps it for the peak, or for what is saved.
 
     Raises:
         PolicyError: SK301 if it is neither, SK302 for a bad budget.
     """
     if isinstance(policy, str | int | float) and not isinstance(policy, bool):
-        made: PolicyLike = LatePolicies.budget()(policy)
+        made: PolicyLike = LatePolicies.budget()(policy, of=of)
         return made
     require_policy(policy)
     return cast(PolicyLike, policy)

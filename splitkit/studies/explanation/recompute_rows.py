@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -245,12 +245,12 @@ class RecomputeChoices:
 
     def _priced(self, row: RecomputeRow, other: Seen) -> RecomputeRow:
         more = other.seconds - self.seen.seconds
-        values = asdict(row) | {
-            "seconds": max(0.0, more if row.decision == SAVED else -more),
-            "saved_change": other.saved - self.seen.saved,
-            "peak_change": other.peak - self.seen.peak if self.has_peak else None,
-        }
-        return RecomputeRow(**values)
+        return replace(
+            row,
+            seconds=max(0.0, more if row.decision == SAVED else -more),
+            saved_change=other.saved - self.seen.saved,
+            peak_change=other.peak - self.seen.peak if self.has_peak else None,
+        )
 
     def runs_again(self, node: Node) -> bool:
         """Whether backward computes what forward computed."""

@@ -42,7 +42,6 @@ class StageMove:
         before: the figures of the plan.
         after: the figures of the plan with the move, priced from scratch.
         excess: the bytes by which a rank then exceeds its memory; 0 if the plan fits.
-        nearest: the name of the node whose price was asked for; empty for a move that was found.
     """
 
     nodes: tuple[str, ...]
@@ -52,7 +51,6 @@ class StageMove:
     before: StageFigures
     after: StageFigures
     excess: int
-    nearest: str = ""
 
     @property
     def matters(self) -> bool:
@@ -229,15 +227,15 @@ class StageMoves:
         if target is None or not self.is_movable(node):
             return None
         nodes = self.closure([node], step)
-        return None if len(nodes) == len(self.members[source]) else self.priced(nodes, target, node.name)
+        return None if len(nodes) == len(self.members[source]) else self.priced(nodes, target)
 
-    def priced(self, nodes: Sequence[Node], target: PartKey, nearest: str = "") -> StageMove:
+    def priced(self, nodes: Sequence[Node], target: PartKey) -> StageMove:
         """Return a move with its price."""
         after = self.pricing.figures(self.moved(nodes, target))
         modules = folded_modules(nodes, self.pricing.flow)
         source = self.plan.home(nodes[0])
         excess = self.pricing.excess(after)
-        return StageMove(tuple(n.name for n in nodes), modules, source, target, self.figures, after, excess, nearest)
+        return StageMove(tuple(n.name for n in nodes), modules, source, target, self.figures, after, excess)
 
     @cached_property
     def found(self) -> list[StageMove]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
@@ -17,16 +18,16 @@ Section = Union[str, "Table"]
 _WIDTH = 110
 
 
-class Told:
+class Told(ABC):
     """An object that is told in paragraphs and tables; ``print`` shows them, and a notebook shows HTML."""
 
+    @abstractmethod
     def sections(self) -> Sequence[Section]:
         """Return the paragraphs and tables, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        raise NotImplementedError
 
     def lines(self) -> list[Section]:
         """Return paragraphs in lines of bounded length and tables, with empty lines between, for a terminal."""
