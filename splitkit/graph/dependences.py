@@ -14,6 +14,15 @@ Before = Mapping[Node, Iterable[Node]]
 """Node -> the nodes that must run before it, each once."""
 
 
+def nodes_after(before: Before) -> dict[Node, list[Node]]:
+    """Return node -> the nodes that must run after it."""
+    after: dict[Node, list[Node]] = {node: [] for node in before}
+    for node, earlier in before.items():
+        for n in earlier:
+            after[n].append(node)
+    return after
+
+
 def all_dependences(flow: Dataflow) -> Before:
     """Return the nodes that must run before each node of a graph whose state ops stay where they are.
 

@@ -80,7 +80,7 @@ def load_steps(path: PathLike) -> list[ProfiledStep]:
     if not any(event.is_op for event in events):
         raise FileError("SK510", f"{path} has no op of torch", _REMEDY)
     events.sort(key=lambda event: (event.start, -event.end))
-    return [step for step in map(_step, _divided(events)) if step.ops]
+    return [step for step in (_step(*each) for each in _divided(events)) if step.ops]
 
 
 @dataclass(frozen=True)
@@ -127,35 +127,36 @@ class _Event:
         return tuple(first) if all(isinstance(size, int) for size in first) else ()
 
 
+_Launched = Mapping[Any, Sequence[_Event]]
+
+
 def _counts(told: object) -> bool:
     kinds = ("cpu_op", "user_annotation", *_ON_DEVICE)
     return isinstance(told, dict) and told.get("ph") == "X" and told.get("cat") in kinds
 
 
-def _divided(events: Sequence[_Event]) -> Iterator[list[_Event]]:
-    """Yield the events of each step; what a GPU runs later belongs to the step that launched it."""
+def _divided(events: Sequence[_Event]) -> Iterator[tuple[list[_Event], _Launched]]:
+    """Yield the events of each step on the CPU, with what they launched, though a GPU runs it later."""
+    on_cpu, launched = [event for event in events if event.kind == "cpu_op"], _by_launcher(events)
     marks = [event for event in events if event.kind == "user_annotation" and event.name.startswith(_STEP)]
     if not marks:
-        yield list(events)
-        return
-    launched = _by_launcher(events)
+        yield on_cpu, launched
     for mark in marks:
-        own = [e for e in events if e.kind == "cpu_op" and mark.start <= e.start < mark.end]
-        yield own + [kernel for event in own for kernel in launched.get(event.args.get("External id"), ())]
+        own = [event for event in on_cpu if mark.start <= event.start < mark.end]
+        ids = {event.args.get("External id") for event in own}
+        yield own, {key: kernels for key, kernels in launched.items() if key in ids}
 
 
-def _by_launcher(events: Iterable[_Event]) -> dict[Any, list[_Event]]:
+def _by_launcher(events: Iterable[_Event]) -> _Launched:
     """Return the id of an op -> the kernels that it launched."""
-    found = defaultdict(list)
+    found: dict[Any, list[_Event]] = defaultdict(list)
     for event in events:
         if event.kind in _ON_DEVICE:
             found[event.args.get("External id")].append(event)
     return found
 
 
-def _step(events: Sequence[_Event]) -> ProfiledStep:
-    launched = _by_launcher(events)
-    on_cpu = [event for event in events if event.kind == "cpu_op"]
+def _step(on_cpu: Sequence[_Event], launched: _Launched) -> ProfiledStep:
     back = [event for event in on_cpu if event.is_backward]
     begins = min((event.start for event in back), default=float("inf"))
     ops = [event for event in on_cpu if event.is_op and event.start < begins]
@@ -190,7 +191,7 @@ def _outermost(events: Sequence[_Event]) -> tuple[list[_Event], dict[int, int]]:
     return roots, owner
 
 
-def _device_seconds(events: Sequence[_Event], launched: Mapping[Any, Sequence[_Event]]) -> dict[int, float]:
+def _device_seconds(events: Sequence[_Event], launched: _Launched) -> dict[int, float]:
     """Return ``id`` of an event -> the seconds of the kernels that it and the events inside it launched."""
     found: dict[int, float] = defaultdict(float)
     open_events: dict[tuple[str, str], list[_Event]] = defaultdict(list)

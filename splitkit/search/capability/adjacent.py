@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from splitkit.graph.dependences import Before
+from splitkit.graph.dependences import Before, nodes_after
 from splitkit.search.capability.resources import Load, PartitionLimits
 
 
@@ -29,10 +29,7 @@ def by_readers(
     Torch numbers the supported nodes from the end of the graph, and a merged partition keeps the id of the larger one,
     of the earlier node's if both are equal.
     """
-    after: dict[Node, list[Node]] = {node: [] for node in before}
-    for node, earlier in before.items():
-        for n in earlier:
-            after[n].append(node)
+    after = nodes_after(before)
     blocks = _Blocks(limits)
     of_node: dict[Node, int] = {}
     numbers = itertools.count()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch.fx import Node
 
-from splitkit.graph.dependences import Before
+from splitkit.graph.dependences import Before, nodes_after
 from splitkit.search.capability.resources import Load, PartitionLimits
 
 
@@ -31,10 +31,7 @@ def fewest_partitions(
         limits: what a partition may hold.
         loads: member -> what it holds, if there are limits.
     """
-    after: dict[Node, list[Node]] = {node: [] for node in before}
-    for node, earlier in before.items():
-        for n in earlier:
-            after[n].append(node)
+    after = nodes_after(before)
     nodes = list(before)
     bounds = [0]
     for order, behind in ((nodes, before), (nodes[::-1], after)):

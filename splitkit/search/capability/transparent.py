@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.graph.dependences import Before
+from splitkit.graph.dependences import Before, nodes_after
 
 ALWAYS_TRANSPARENT = frozenset({"torch.ops.aten.view", "_operator.getitem"})
 """What torch's partitioner never counts as computing."""
@@ -33,13 +33,9 @@ def border_nodes(
     inside = set(nodes)
     calls = [n for n in nodes if n.op == "call_function" and _torch.qualified_name(n.target) in transparent]
     order = sorted(inside, key=index.__getitem__)
-    after: dict[Node, list[Node]] = {node: [] for node in order}
-    for node in order:
-        for n in before[node]:
-            if n in inside:
-                after[n].append(node)
-    first = _closed(order, lambda node: (n for n in before[node] if n in inside), set(calls))
-    last = _closed(reversed(order), after.__getitem__, set(calls))
+    own = {node: [n for n in before[node] if n in inside] for node in order}
+    first = _closed(order, own.__getitem__, set(calls))
+    last = _closed(reversed(order), nodes_after(own).__getitem__, set(calls))
     return first | last
 
 
