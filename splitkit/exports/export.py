@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from splitkit.checks import is_whole, shown
+from splitkit.checks import nbytes, shown
 from splitkit.costs import Costs
 from splitkit.costs.recorded import costs_of
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair
 from splitkit.engine.split import Split
-from splitkit.errors import CostError, GraphError, PolicyError
+from splitkit.errors import CostError, GraphError
 from splitkit.exports.carried_plan import CarriedPlan, cannot_carry, parameters_in_stages
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.formats import format_named
@@ -32,11 +32,10 @@ from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.schedules import pipeline_order, schedule_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
 from splitkit.plans.parts import PARENT, Part, PartKey
-from splitkit.plans.record import Plan, plan_of
+from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import Optimizer, require_costs
 from splitkit.short_repr import brief
 from splitkit.training.stage_parts import is_staged
-from splitkit.units import read_size
 
 _TOOLS_OWN = "Leave the schedule out."
 
@@ -152,11 +151,9 @@ def graph_of(plan: Plan) -> fx.GraphModule:
     Raises:
         GraphError: SK101 if the plan is empty or its graph has no module.
     """
-    first = next(iter(plan), None)
-    root = None if first is None else first.graph.owning_module
-    if isinstance(root, fx.GraphModule):
+    if (root := module_of_plan(plan)) is not None:
         return root
-    reason = "the plan places no node" if first is None else "the plan does not know the module of its graph"
+    reason = "the plan does not know the module of its graph" if plan else "the plan places no node"
     raise GraphError("SK101", reason, "Give the split: splitkit.export(splitkit.split(gm, plan), to=...).")
 
 
@@ -174,19 +171,10 @@ def pricing_of(
     check_stage_optimizer(optimizer)
     if links is not None and not isinstance(links, str):
         raise CostError("SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: all links are alike.")
+    limit = None if memory is None else nbytes("export", "memory", memory, 1)
     return PlanPricing.of(
-        flow, require_costs(costs), order=order, memory=_bytes(memory), links=links or recorded, optimizer=optimizer
+        flow, require_costs(costs), order=order, memory=limit, links=links or recorded, optimizer=optimizer
     )
-
-
-def _bytes(memory: int | str | None) -> int | None:
-    """Return bytes that are given as a number or a text; SK302 for anything else."""
-    found = read_size(memory) if isinstance(memory, str) else memory
-    if memory is not None and not is_whole(found, 1):
-        raise PolicyError(
-            "SK302", f"memory is {shown(memory)}", 'Give the bytes of a rank: "80GiB", or a whole number.'
-        )
-    return None if found is None else int(found)
 
 
 def _of_placed_nodes(flow: Dataflow, plan: Plan) -> Plan:

@@ -208,3 +208,10 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
     def load(path: str, graph: fx.Graph) -> Plan:
         """Read a plan that was made for ``graph``; no code from the file is run."""
         return Plan.from_dict(graph, plan_file.read_json(path))
+
+
+def module_of_plan(plan: Plan) -> fx.GraphModule | None:
+    """Return the graph module whose nodes a plan places; ``None`` if it places none, or that module is gone."""
+    graph = next(iter(plan)).graph if plan else None
+    root = None if graph is None else graph.owning_module
+    return root if isinstance(root, fx.GraphModule) and root.graph is graph else None

@@ -24,7 +24,7 @@ from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.plans.record import Plan, plan_of
+from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import Optimizer, require_times
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.saved_values import SavedValue
@@ -209,11 +209,9 @@ def _module_of(plan: Plan) -> fx.GraphModule:
     Raises:
         ViewError: SK901 if the plan is empty or its graph has no module.
     """
-    first = next(iter(plan), None)
-    found = None if first is None else first.graph.owning_module
-    if isinstance(found, fx.GraphModule) and first is not None and found.graph is first.graph:
+    if (found := module_of_plan(plan)) is not None:
         return found
-    what = "places no node" if first is None else "does not know the module of its graph"
+    what = "does not know the module of its graph" if plan else "places no node"
     raise ViewError(
         "SK901", f"the plan {what}, so it cannot be drawn alone", "splitkit.split(gm, plan).view() draws it."
     )
