@@ -79,6 +79,21 @@ def test_the_mouse_over_a_border_tells_what_crosses_and_cannot_move_it(opened):
     assert_quiet(opened)
 
 
+def test_the_mouse_beside_a_stage_tells_the_times_of_its_three_parts(opened):
+    stage = pictured(divided()).ladder().stages[1]
+    x, y = opened.value(
+        """(() => { const s = splitkit, box = s.canvas.getBoundingClientRect();
+        return [box.left + s.x + 60 * s.zoom, box.top + s.y + (s.itemOf[s.borders[1]].y + 13) * s.zoom]; })()"""
+    )
+    opened.mouse("moved", x, y)
+    opened.settle()
+    assert opened.value("splitkit.hovered") == {"stage": 1}
+    times = [duration(each, "s") for each in (stage.forward, stage.backward_input, stage.backward_weight)]
+    words = "forward {}, gradients of inputs {}, of weights {}\n".format(*times)
+    assert words in opened.value("splitkit.tip.textContent")
+    assert_quiet(opened)
+
+
 def test_a_click_selects_and_a_double_click_opens_all_three_parts(opened):
     row = row_with(opened, "waits")
     opened.click(*place(opened, row, WEIGHT))

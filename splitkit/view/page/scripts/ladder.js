@@ -151,6 +151,11 @@ export class Ladder extends Picture {
    */
   notesOf(k) { return []; }
   /**
+   * More times of a stage, after those of forward and backward.
+   * @param {number} k
+   */
+  moreTimes(k) { return ""; }
+  /**
    * What a stage holds of a microbatch of a step.
    * @param {Run} run
    * @param {number} k

@@ -172,6 +172,8 @@ export class Picture {
   showSide() {}
   /** @returns {Chart | null} */
   get chart() { return null; }
+  /** What the second column computes. */
+  get backwardName() { return "backward"; }
   /** Whether borders can be pointed at. */
   get showsBorders() { return this.movable; }
   /** Whether borders can be moved: the costs of all possible stages are known. */

@@ -55,6 +55,9 @@ export class Staged extends Ladder {
     const {again, waiting} = this.staged.stages;
     return [...(again[k] ? [`${again[k]} ops again`] : []), ...(waiting[k] ? [`${size(waiting[k])} waits`] : [])];
   }
+  get backwardName() { return this.divided ? "gradients of inputs" : "backward"; }
+  /** @param {number} k */
+  moreTimes(k) { return this.divided ? `, of weights ${duration(this.staged.stages.weight[k], this.data.unit)}` : ""; }
   /**
    * @param {number} start
    * @param {number} end
@@ -141,13 +144,12 @@ export class Staged extends Ladder {
   describe(at) {
     const {op, row, frame} = at, {unit} = this.data;
     if (at.border) return this.borderText(at.border);
-    if (at.stage !== undefined && this.divided) return super.describe(at).replace(/, backward (.*)/, `, gradients of inputs $1, of weights ${duration(this.staged.stages.weight[at.stage], unit)}`);
     if (op !== undefined) return `${super.describe(at)}\nruns in ${this.partsOf(op)}`;
     if (row === undefined || frame) return super.describe(at);
     const item = this.itemOf[row], {start, end} = item, again = sum(this.staged.counts.again.slice(start, end)), {weight} = this.priceOf(start, end);
     const [head, figures, ...more] = super.describe(at).split("\n");
     const lines = [...(this.divided ? [`gradients of weights ${duration(weight ?? 0, unit)}`] : []), ...(again ? [`${again} ops computed again in backward: ${duration(sum(this.staged.times.again.slice(start, end)), unit)}`] : [])];
-    return [head, this.divided ? figures.replace("backward", "gradients of inputs") : figures, ...lines, ...more].join("\n");
+    return [head, figures, ...lines, ...more].join("\n");
   }
   /**
    * The parts that compute an op.

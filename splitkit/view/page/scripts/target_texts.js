@@ -29,7 +29,7 @@ export function targetText(p, {op, row, frame, ribbon}) {
 function rowText(p, row) {
   const {ops, data: {unit}} = p, item = p.itemOf[row], price = p.priceOf(item.start, item.end), lines = new Set(p.opsOf[row].map(i => ops.source(i)).filter(line => line));
   const more = lines.size ? `\n${[...lines].slice(0, 3).join("\n")}${lines.size > 3 ? `\nand ${lines.size - 3} more lines` : ""}` : "";
-  return `${p.name(item)}\nforward ${duration(price.forward, unit)}${p.trains ? `, backward ${duration(price.backward, unit)}, saved ${size(price.saved)}` : ""}${more}`;
+  return `${p.name(item)}\nforward ${duration(price.forward, unit)}${p.trains ? `, ${p.backwardName} ${duration(price.backward, unit)}, saved ${size(price.saved)}` : ""}${more}`;
 }
 /**
  * @param {AnyPicture} p
