@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-from scipy.optimize import linear_sum_assignment
 from torch.fx import Node
 
 from splitkit.costs import Costs
@@ -22,6 +20,7 @@ from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import price_name, require_costs, unit_of
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.folded_names import folded_modules
+from splitkit.studies.explanation.paired_parts import name_of_part, paired
 from splitkit.studies.explanation.plan_graph import graph_of_plan
 from splitkit.studies.explanation.recompute_explanation import choices_of
 from splitkit.studies.explanation.recorded_policy import recorded_policy
@@ -226,15 +225,7 @@ def _matched(flow: Dataflow, first: Plan, second: Plan) -> dict[PartKey, PartKey
         return {key: exact[key] for key in second.parts if key in exact}
     known = {key: key for key in second.parts if key in first.parts}
     ours, theirs = ([k for k in plan.parts if k not in known] for plan in (first, second))
-    if ours and theirs:
-        row, column = ({key: i for i, key in enumerate(keys)} for keys in (theirs, ours))
-        shared = np.zeros((len(theirs), len(ours)))
-        for here, there in homes:
-            if there in row and here in column:
-                shared[row[there], column[here]] += 1
-        pairs = zip(*linear_sum_assignment(-shared), strict=True)
-        known |= {theirs[i]: ours[j] for i, j in pairs if shared[i, j]}
-    return known
+    return known | paired(homes, ours, theirs)
 
 
 def _moved(
@@ -252,18 +243,17 @@ def _moved(
         if before[:1] != mapped[:1] or set(before) != set(mapped):
             unmatched = {key for key in after if key is not PARENT and key not in renamed}
             target = _places(
-                [f"{_name(k)} (new)" if o in unmatched else _name(k) for k, o in zip(mapped, after, strict=True)]
+                [
+                    f"{name_of_part(k)} (new)" if o in unmatched else name_of_part(k)
+                    for k, o in zip(mapped, after, strict=True)
+                ]
             )
-            groups.setdefault((_places(map(_name, before)), target), []).append(node)
+            groups.setdefault((_places(map(name_of_part, before)), target), []).append(node)
     rows = [
         MovedNodes(source, target, tuple(n.name for n in nodes), folded_modules(nodes, flow))
         for (source, target), nodes in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -len(row.nodes)))
-
-
-def _name(key: PartKey) -> str:
-    return "parent" if key is PARENT else part_title(key)
 
 
 def _places(names: Any) -> str:

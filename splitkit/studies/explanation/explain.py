@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import numpy as np
-from scipy.optimize import linear_sum_assignment
 from torch.fx import Node
 
 from splitkit.costs import Costs
@@ -20,6 +18,7 @@ from splitkit.plans.record import Plan, plan_of
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
 from splitkit.studies.explanation.node_explanation import explain_node
+from splitkit.studies.explanation.paired_parts import paired
 from splitkit.studies.explanation.part_explanation import explain_part
 from splitkit.studies.explanation.plan_graph import graph_of_plan
 from splitkit.studies.explanation.recompute_explanation import explain_recompute
@@ -115,11 +114,8 @@ def _moved(pricing: StagePricing, plan: Plan, found: Plan) -> int:
     """Return how many nodes are on other devices, with the devices paired so that these are few."""
     homes = [(pricing.device_of(plan.home(node)), found.home(node)) for node in pricing.flow.nodes]
     ours, theirs = (list(dict.fromkeys(pair[i] for pair in homes)) for i in (0, 1))
-    shared = np.zeros((len(ours), len(theirs)))
-    for here, there in homes:
-        shared[ours.index(here), theirs.index(there)] += 1
-    rows, columns = linear_sum_assignment(-shared)
-    return len(homes) - int(shared[rows, columns].sum())
+    pairs = paired(homes, ours, theirs)
+    return sum(there not in pairs or pairs[there] != here for here, there in homes)
 
 
 def _of_step(flow: JointFlow, plan: Plan, where: Any, policy: object, costs: Costs, again: bool) -> Told:

@@ -15,6 +15,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Costs
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.move_text import move_text
+from splitkit.studies.explanation.paired_parts import name_of_part
 from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.stage_moves import StageMove, StageMoves
 from splitkit.studies.explanation.told import Section, Told
@@ -167,14 +168,10 @@ def _values(flow: Dataflow, plan: Plan, key: PartKey, costs: Costs) -> Iterable[
     for node in own.inputs:
         home = flow.producer(node)
         source = whole.source(home, key)
-        yield CrossingValue("in", node.name, module_path(node), (_name(source),), costs.nbytes(node))
+        yield CrossingValue("in", node.name, module_path(node), (name_of_part(source),), costs.nbytes(node))
     for node in own.outputs:
         readers = {other for user in node.users for other in whole.places.get(user, (PARENT,))} - {key}
         yield CrossingValue("out", node.name, module_path(node), tuple(_names(readers, plan)), costs.nbytes(node))
-
-
-def _name(key: PartKey) -> str:
-    return "parent" if key is PARENT else part_title(key)
 
 
 def _names(keys: Iterable[PartKey], plan: Plan) -> list[str]:
