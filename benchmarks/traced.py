@@ -5,6 +5,10 @@ priced by this trace alone and simulated under two schedules each, and `splitkit
 processes. Printed are the simulated and the measured step, the median error, and the share of pairs that were predicted
 in the order in which they ran (pairs of one model; ``--apart`` leaves out those that were measured closer together).
 
+A machine whose speed drifts spoils absolute times, so a plain step in one process is timed right before and after each
+run. ``measured`` is what the run would have taken at the speed at which the trace was made: the seconds of the run
+times those of the traced step over those of the step beside it.
+
     OMP_NUM_THREADS=1 python benchmarks/traced.py --plans 8
 """
 
@@ -16,6 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -27,21 +32,23 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import splitkit as sk
 from splitkit.testing import models
 
-LAYERS, SIZES = 8, {"width": 128, "heads": 4, "vocab": 512, "seq": 64}
+LAYERS, SIZES = 8, {"width": 256, "heads": 4, "vocab": 2000, "seq": 128}
 SCHEDULES = {2: ("gpipe", "1f1b"), 4: ("interleaved1f1b", "interleavedzerobubble")}
+TRACED = 8
+"""Steps in a trace."""
 
 
 def record(name: str, folder: Path) -> Path:
-    """Trace three steps of a model."""
+    """Trace a few steps of a model."""
     example = models.build(name, layers=LAYERS, **SIZES)
     path = folder / f"{name}.json"
     with profile(
         activities=[ProfilerActivity.CPU],
         record_shapes=True,
-        schedule=schedule(wait=1, warmup=1, active=3, repeat=1),
+        schedule=schedule(wait=1, warmup=1, active=TRACED, repeat=1),
         on_trace_ready=lambda found: found.export_chrome_trace(str(path)),
     ) as prof:
-        for _ in range(5):
+        for _ in range(2 + TRACED):
             example.model(*example.args, **example.kwargs).loss.backward()
             prof.step()
     return path
@@ -51,6 +58,16 @@ def random_layers(stages: int, draw: random.Random) -> tuple[int, ...]:
     """Return numbers of layers that add up, each stage with one at least."""
     cuts = sorted(draw.sample(range(1, LAYERS), stages - 1))
     return tuple(b - a for a, b in zip([0, *cuts], [*cuts, LAYERS], strict=True))
+
+
+def plain_step(example: Any) -> float:
+    """Return the median seconds of a step of the whole model in this process."""
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        example.model(*example.args, **example.kwargs).loss.backward()
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def measured(name: str, layers: tuple[int, ...], microbatches: int, folder: Path) -> list[dict[str, Any]]:
@@ -78,24 +95,27 @@ def rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         example = models.build(name, layers=LAYERS, **SIZES)
         gm = sk.capture(example.model, *example.args, **example.kwargs)
         costs, draw = sk.costs.traced(gm, trace), random.Random(0)
+        traced_step = sum(map(costs.seconds, gm.graph.nodes))
         for number in range(args.plans):
             layers = random_layers((2, 4)[number % 2], draw)
             plan = sk.plan(gm, sk.policies.Expert(layers))
             stages = sk.stage_costs(sk.analyze(gm), plan, costs, optimizer="sgd")
-            for word, run in zip(
-                SCHEDULES[len(layers)], measured(name, layers, args.microbatches, folder), strict=True
-            ):
+            before = plain_step(example)
+            runs = measured(name, layers, args.microbatches, folder)
+            speed = 2 * traced_step / (before + plain_step(example))
+            for word, run in zip(SCHEDULES[len(layers)], runs, strict=True):
                 step = sk.simulate_schedule(stages, word, args.microbatches, ranks=2).seconds
-                real = run["step"]["measured"]
+                real = run["step"]["measured"] * speed
                 row = {
                     "model": name,
                     "layers": layers,
                     "schedule": run["schedule"],
                     "predicted": step,
                     "measured": real,
+                    "speed": speed,
                 }
                 found.append(row | {"error": step / real - 1})
-                print(f"{name} {layers} {run['schedule']}: {step * 1e3:.0f} / {real * 1e3:.0f} ms", file=sys.stderr)
+                print(f"{name} {layers} {run['schedule']}: {step * 1e3:.0f} / {real * 1e3:.0f} ms, {speed:.2f}", file=sys.stderr)
     return found
 
 
