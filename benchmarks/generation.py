@@ -175,7 +175,6 @@ def main() -> None:
         "in flight",
         "waits",
         "step ms",
-        "bare ms",
         "overhead us",
         "accelerate ms",
     )
