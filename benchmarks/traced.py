@@ -115,7 +115,8 @@ def rows(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     "speed": speed,
                 }
                 found.append(row | {"error": step / real - 1})
-                print(f"{name} {layers} {run['schedule']}: {step * 1e3:.0f} / {real * 1e3:.0f} ms, {speed:.2f}", file=sys.stderr)
+                told = f"{step * 1e3:.0f} / {real * 1e3:.0f} ms, speed {speed:.2f}"
+                print(f"{name} {layers} {run['schedule']}: {told}", file=sys.stderr)
     return found
 
 
