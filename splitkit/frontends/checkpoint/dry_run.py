@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from splitkit.errors import CaptureError, message_line
 from splitkit.frontends.capture.capture_errors import require_module
@@ -15,22 +16,40 @@ from splitkit.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
 
-def dry_run(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> MeasuredMemory:
-    """Return the memory of an eager training step of a model as `measure_memory` would measure it, without running it.
+def dry_run(
+    model: nn.Module,
+    *args: Any,
+    loss: Loss | None = None,
+    backend: str | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]] | None = None,
+    **kwargs: Any,
+) -> MeasuredMemory:
+    """Return the memory of a training step of a model as `measure_memory` would measure it, without running it.
 
     The step is forward, the loss and backward, with the checkpoints, hooks and autograd functions that the model has. A
     copy of the model runs on fake tensors: nothing is computed or allocated, and the model is not changed.
+
+    With a backend it is the step of ``torch.compile(model, backend=backend)``. For ``"inductor"``, and for
+    ``splitkit.backend("least", "inductor")``, Inductor fuses, orders and generates code as it would, and its
+    allocations count; no kernel is compiled. The model must be on the CPU and make one graph, without graph breaks.
 
     Args:
         model: the model, in the mode that is meant.
         args: inputs, of which only shapes and dtypes count.
         loss: a function of the model's output that returns a scalar; the default is as in `capture_joint`.
+        backend: what ``torch.compile`` takes: a name, `splitkit.backend`, or a function; ``None`` for eager mode.
         kwargs: keyword inputs.
 
     Raises:
-        CaptureError: SK401 if the model does not run on fakes of the inputs, or has no loss.
+        CaptureError: SK401 if the model does not run on fakes of the inputs, cannot be captured, is on another device
+            than the CPU (with a backend), or has no loss.
+        PolicyError: SK302 if there is no such backend.
+        SplitError: what the policy of a backend refuses.
     """
     require_module(model)
+    if backend is not None:
+        from splitkit.frontends.compile.compiled_dry_run import compiled_dry_run
+
+        return compiled_dry_run(model, backend, loss, args, kwargs)
 
     def step(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         # The output is not held during backward, as in `model(**batch).loss.backward()`.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import lookup_backend  # 2.11, 2.13, 2.15
+from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend, TorchDynamoException  # 2.11, 2.13, 2.15
 
 from splitkit._torch import fake_mode, pytree
+from splitkit.errors import CaptureError, PolicyError, SplitError
 from splitkit.frontends.capture.capture import dicts_restored
+from splitkit.frontends.capture.capture_errors import capture_error
 from splitkit.frontends.compile.compile import Backend, own_code
 from splitkit.frontends.compile.generated_code import without_kernels
 from splitkit.frontends.joint.joint_checks import no_loss_error
@@ -20,21 +23,21 @@ from splitkit.frontends.module_state import owned_dicts
 from splitkit.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
-Compiler = Callable[..., Callable[..., Any]]
+CompileBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 """A backend of ``torch.compile``."""
 
 
 class FakeRun:
-    """A backend of ``torch.compile`` that compiles by another one, and runs what that returns on fakes.
+    """A backend of ``torch.compile`` that compiles by another one, and runs the compiled code on fakes.
 
     Attributes:
         compiler: the other backend.
         mode: the mode of the fakes.
     """
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: CompileBackend) -> None:
         self.compiler, self.mode = compiler, fake_mode()
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the real tensor, so that its id stays its own; a fake
+        self._made: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}  # (real tensor, its fake, the fake's gradient)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph."""
@@ -43,14 +46,15 @@ class FakeRun:
     def fake(self, tensor: Tensor) -> Tensor:
         """Return the one fake of a real tensor."""
         if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, self.mode.from_tensor(tensor)
+            made = self.mode.from_tensor(tensor)
+            self._made[id(tensor)] = tensor, made, made.grad if made.is_leaf else None
         return self._made[id(tensor)][1]
 
-    def clear_gradients(self) -> None:
-        """Forget the gradients of all fakes."""
-        for _, fake in self._made.values():
-            if fake.is_leaf:
-                fake.grad = None
+    def restore_gradients(self) -> None:
+        """Give all fakes the gradients that their real tensors have."""
+        for _, made, gradient in self._made.values():
+            if made.is_leaf:
+                made.grad = gradient
 
     def _run(self, compiled: Callable[..., Any], *args: Any) -> Any:
         with self.mode:
@@ -58,9 +62,17 @@ class FakeRun:
 
 
 def compiled_dry_run(
-    model: nn.Module, backend: str | Compiler, loss: Callable[[Any], Any] | None, args: Any, kwargs: Any
+    model: nn.Module,
+    backend: str | CompileBackend,
+    loss: Callable[[Any], Any] | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> MeasuredMemory:
-    """Return the memory of a training step of ``torch.compile(model, backend=backend)``, as `dry_run` does."""
+    """Return the memory of a training step of ``torch.compile(model, backend=backend)``, as `splitkit.dry_run` does.
+
+    Dynamo traces the model itself, as in a real run, but computes nothing. The code that the backend returns runs on
+    fakes of the parameters and inputs, twice: the first run also compiles backward.
+    """
     run = FakeRun(_fresh(backend))
     compiled = torch.compile(own_code(model), backend=run, fullgraph=True)
 
@@ -68,20 +80,51 @@ def compiled_dry_run(
         output = compiled(*args, **kwargs)
         with run.mode:
             value = (loss_of if loss is None else loss)(output)
-            del output
+            del output  # as in `model(**batch).loss.backward()`
             if value is None:
                 raise no_loss_error(model, args, kwargs)
             value.backward()
 
-    state = {id(t): run.fake(t) for t in (*model.parameters(), *model.buffers())}
-    held = copy.deepcopy(model, dict[int, Any](state)), pytree.tree_map_only(Tensor, run.fake, (args, kwargs))
+    state = (*model.parameters(), *model.buffers())
+    _require_cpu(model, [*state, *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
+    copied = copy.deepcopy(model, {id(tensor): run.fake(tensor) for tensor in state})
+    given = pytree.tree_map_only(Tensor, run.fake, (args, kwargs))
     with without_kernels(), torch.random.fork_rng(), torch.enable_grad(), dicts_restored(owned_dicts(model)):
-        step()  # compiles both halves
-        run.clear_gradients()
-        return measure_memory(step, *held)
+        try:
+            step()
+        except BackendCompilerFailed as failed:
+            if isinstance(failed.inner_exception, SplitError):
+                raise failed.inner_exception from None
+            raise
+        except TorchDynamoException as error:
+            raise capture_error(model, "dynamo", error, _WHOLE) from error
+        run.restore_gradients()
+        return measure_memory(step, copied, given)
 
 
-def _fresh(backend: str | Compiler) -> Compiler:
+_WHOLE = "A dry run needs the whole model in one graph: remove the graph breaks (TORCH_LOGS=graph_breaks shows where)."
+
+
+def _fresh(backend: str | CompileBackend) -> CompileBackend:
+    """Return the backend; for one of `splitkit.backend`, another with the same settings, since it notes its graphs."""
     if isinstance(backend, Backend):
         return Backend(backend.policy, backend.inner, backend.costs)
-    return lookup_backend(backend)
+    if not isinstance(backend, str) and not callable(backend):
+        problem = f"a {type(backend).__name__} is no backend of torch.compile"
+        raise PolicyError("SK302", problem, "Give splitkit.backend(...), a function or a name such as 'inductor'.")
+    try:
+        found: CompileBackend = lookup_backend(backend)
+    except InvalidBackend as error:
+        remedy = f"Choose one of {', '.join(torch.compiler.list_backends())}, or give splitkit.backend(...)."
+        raise PolicyError("SK302", f"torch.compile has no backend {backend!r}", remedy) from error
+    return found
+
+
+def _require_cpu(model: nn.Module, tensors: Sequence[Tensor]) -> None:
+    devices = sorted({str(t.device) for t in tensors} - {"cpu"})
+    if devices:
+        raise CaptureError(
+            "SK401",
+            f"{type(model).__name__} has tensors on {', '.join(devices)}; compiled code is only simulated on the CPU",
+            "Give the model and the inputs on the CPU.",
+        )
