@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from splitkit.errors import CaptureError, message_line
-from splitkit.frontends.capture.capture_errors import require_module
+from splitkit.errors import CaptureError, SplitError, message_line
+from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.checkpoint.real_integers import on_fakes
 from splitkit.frontends.joint.joint_checks import no_loss_error
 from splitkit.frontends.joint.train_step import Loss
+from splitkit.frontends.trace_settings import without_meta_errors
 from splitkit.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
@@ -46,10 +47,24 @@ def dry_run(
         SplitError: what the policy of a backend refuses.
     """
     require_module(model)
-    if backend is not None:
-        from splitkit.frontends.compile.compiled_dry_run import compiled_dry_run
+    if backend is None:
+        return _eager(model, loss, args, kwargs)
+    from splitkit.frontends.compile.compiled_dry_run import compiled_dry_run
 
+    try:
         return compiled_dry_run(model, backend, loss, args, kwargs)
+    except SplitError:
+        raise
+    except Exception as error:
+        _eager(model, loss, args, kwargs)  # a model that does not run at all is refused here
+        raise capture_error(model, "dynamo", error, _WHOLE) from error
+
+
+_WHOLE = "A dry run with a backend needs a model that becomes one graph (torch.compile(model, fullgraph=True))."
+
+
+def _eager(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredMemory:
+    """Measure the step in eager mode."""
 
     def step(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         # The output is not held during backward, as in `model(**batch).loss.backward()`.
@@ -59,7 +74,7 @@ def dry_run(
         value.backward()  # type: ignore[no-untyped-call]
 
     try:
-        with on_fakes(model, (args, kwargs)) as (copied, (inputs, named)):
+        with without_meta_errors(), on_fakes(model, (args, kwargs)) as (copied, (inputs, named)):
             return measure_memory(step, copied, inputs, named)
     except CaptureError:
         raise

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import lookup_backend  # 2.11, 2.13, 2.15
-from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend, TorchDynamoException  # 2.11, 2.13, 2.15
+from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend  # 2.11, 2.13, 2.15
 
 from splitkit._torch import fake_mode, pytree
 from splitkit.errors import CaptureError, PolicyError, SplitError
-from splitkit.frontends.capture.capture import dicts_restored
-from splitkit.frontends.capture.capture_errors import capture_error
 from splitkit.frontends.compile.compile import Backend, own_code
 from splitkit.frontends.compile.generated_code import without_kernels
 from splitkit.frontends.joint.joint_checks import no_loss_error
-from splitkit.frontends.module_state import owned_dicts
+from splitkit.frontends.trace_settings import without_logging, without_meta_errors
 from splitkit.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
@@ -70,11 +68,21 @@ def compiled_dry_run(
 ) -> MeasuredMemory:
     """Return the memory of a training step of ``torch.compile(model, backend=backend)``, as `splitkit.dry_run` does.
 
-    Dynamo traces the model itself, as in a real run, but computes nothing. The code that the backend returns runs on
-    fakes of the parameters and inputs, twice: the first run also compiles backward.
+    Dynamo traces a copy of the model with the same parameters, as in a real run, but computes nothing. The code that
+    the backend returns runs on fakes of the parameters and inputs, twice: the first run also compiles backward.
+
+    Raises:
+        CaptureError: SK401 if a tensor is not on the CPU, or there is no loss.
+        PolicyError: SK302 if there is no such backend.
+        SplitError: what the policy of a backend refuses.
+        TorchDynamoException: if the model does not become one graph.
     """
     run = FakeRun(_fresh(backend))
-    compiled = torch.compile(own_code(model), backend=run, fullgraph=True)
+    state = (*model.parameters(), *model.buffers())
+    _require_cpu(model, [*state, *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
+    traced = copy.deepcopy(model, {id(tensor): tensor for tensor in state})  # tracing may change attributes
+    # Dynamo remembers the sizes of earlier calls, and would make those symbolic that differ.
+    compiled = torch.compile(own_code(traced), backend=run, fullgraph=True, dynamic=False)
 
     def step(*held: Any) -> None:
         output = compiled(*args, **kwargs)
@@ -85,24 +93,17 @@ def compiled_dry_run(
                 raise no_loss_error(model, args, kwargs)
             value.backward()
 
-    state = (*model.parameters(), *model.buffers())
-    _require_cpu(model, [*state, *(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))])
-    copied = copy.deepcopy(model, {id(tensor): run.fake(tensor) for tensor in state})
+    held = copy.deepcopy(model, {id(tensor): run.fake(tensor) for tensor in state})
     given = pytree.tree_map_only(Tensor, run.fake, (args, kwargs))
-    with without_kernels(), torch.random.fork_rng(), torch.enable_grad(), dicts_restored(owned_dicts(model)):
+    with without_kernels(), without_logging(), without_meta_errors(), torch.random.fork_rng(), torch.enable_grad():
         try:
             step()
         except BackendCompilerFailed as failed:
             if isinstance(failed.inner_exception, SplitError):
                 raise failed.inner_exception from None
             raise
-        except TorchDynamoException as error:
-            raise capture_error(model, "dynamo", error, _WHOLE) from error
         run.restore_gradients()
-        return measure_memory(step, copied, given)
-
-
-_WHOLE = "A dry run needs the whole model in one graph: remove the graph breaks (TORCH_LOGS=graph_breaks shows where)."
+        return measure_memory(step, held, given)
 
 
 def _fresh(backend: str | CompileBackend) -> CompileBackend:
@@ -115,7 +116,7 @@ def _fresh(backend: str | CompileBackend) -> CompileBackend:
     try:
         found: CompileBackend = lookup_backend(backend)
     except InvalidBackend as error:
-        remedy = f"Choose one of {', '.join(torch.compiler.list_backends())}, or give splitkit.backend(...)."
+        remedy = f"Choose one of {', '.join(torch.compiler.list_backends(()))}, or give splitkit.backend(...)."
         raise PolicyError("SK302", f"torch.compile has no backend {backend!r}", remedy) from error
     return found
 

@@ -16,7 +16,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import async_compile, config  # AsyncCompile, force_disable_caches: 2.11, 2.13, 2.15
+from torch._functorch import config as functorch_config  # 2.11, 2.13, 2.15
+from torch._inductor import async_compile, config  # AsyncCompile: 2.11, 2.13, 2.15
 from torch._inductor.codecache import PyCodeCache  # load_by_key_path: 2.11, 2.13, 2.15
 
 
@@ -44,7 +45,8 @@ class _NoCompiler:
 def without_kernels() -> Iterator[None]:
     """Let all graphs that Inductor compiles inside run on fake tensors; nothing of them stays in its caches."""
     with (
-        config.patch(force_disable_caches=True),
+        config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
         mock.patch.object(PyCodeCache, "load_by_key_path", _load),
     ):
         yield
