@@ -106,7 +106,7 @@ def compiled_dry_run(
         return measure_memory(step, held, given)
 
 
-def _fresh(backend: str | CompileBackend) -> CompileBackend:
+def _fresh(backend: object) -> CompileBackend:
     """Return the backend; for one of `splitkit.backend`, another with the same settings, since it notes its graphs."""
     if isinstance(backend, Backend):
         return Backend(backend.policy, backend.inner, backend.costs)
@@ -114,11 +114,11 @@ def _fresh(backend: str | CompileBackend) -> CompileBackend:
         problem = f"a {type(backend).__name__} is no backend of torch.compile"
         raise PolicyError("SK302", problem, "Give splitkit.backend(...), a function or a name such as 'inductor'.")
     try:
-        found: CompileBackend = lookup_backend(backend)
+        found: Any = lookup_backend(backend)
     except InvalidBackend as error:
         remedy = f"Choose one of {', '.join(torch.compiler.list_backends(()))}, or give splitkit.backend(...)."
         raise PolicyError("SK302", f"torch.compile has no backend {backend!r}", remedy) from error
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def _require_cpu(model: nn.Module, tensors: Sequence[Tensor]) -> None:
