@@ -24,9 +24,9 @@ def budgets():
         sys.path.remove(str(FOLDER))
 
 
-def row(name, torch, splitkit):
+def row(name, torch, splitkit, again=False):
     peaks = {"torch": torch, "splitkit": splitkit}
-    kinds = {who: {"measured": found, "predicted": found} for who, found in peaks.items()}
+    kinds = {who: {"measured": found, "predicted": found, "draws again": [again] * 3} for who, found in peaks.items()}
     return {"model": name, "budgets": [0.0, 0.5, 1.0], "held": 10, **kinds}
 
 
@@ -37,7 +37,11 @@ def test_a_rise_is_a_pair_of_budgets_whose_smaller_one_has_the_higher_peak(budge
 
 def test_a_run_goes_on_where_it_was_cut_off(budgets, tmp_path):
     first, second, third = list(budgets.specimens())[:3]
-    rows = [row(first, [40, 20, 30], [15, 20, 40]), {"model": second, "error": "no"}, row(third, [20] * 3, [20] * 3)]
+    rows = [
+        row(first, [40, 20, 30], [15, 20, 40]),
+        {"model": second, "error": "no"},
+        row(third, [20] * 3, [20] * 3, True),
+    ]
     for found in rows:
         (tmp_path / f"{found['model']}.json").write_text(json.dumps(found))
     assert budgets.table(2, tmp_path) == rows
@@ -46,8 +50,10 @@ def test_a_run_goes_on_where_it_was_cut_off(budgets, tmp_path):
     assert total["measured rises"] == {"torch": 2, "splitkit": 0}
     assert total["models with measured rises"] == {"torch": 1, "splitkit": 0}
     assert total["predicted is measured"] == {"torch": 6, "splitkit": 6}
-    assert total["lowest peak, splitkit / torch"] == {"median": 0.875, "least": 0.75, "most": 1.0}
-    assert total["lowest peak above what the caller holds, splitkit / torch"]["least"] == 0.5
+    ratio = "lowest peak above what the caller holds, splitkit / torch"
+    assert total[f"{ratio}, all"] == {"median": 0.75, "least": 0.5, "most": 1.0}
+    assert total[f"{ratio}, no numbers drawn again"] == {"median": 0.5, "least": 0.5, "most": 0.5}
+    assert total["models in which torch draws random numbers again"] == 1
     assert total["left out"] == {second: "no"}
 
 
