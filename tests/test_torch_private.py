@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 
 import pytest
 import torch
@@ -252,6 +253,16 @@ def test_inductor_takes_a_partitioner():
     with config.patch({"custom_partitioner_fn": partitioner}):
         assert config.custom_partitioner_fn is partitioner
     assert partitioner.uuid() != Partitioner(partitioner.partition).uuid()
+
+
+def test_inductors_code_is_loaded_and_allocates_through_these_names():
+    from torch._inductor import async_compile
+    from torch._inductor.codecache import PyCodeCache
+
+    assert isinstance(PyCodeCache.modules, list) and callable(async_compile.AsyncCompile)
+    assert list(inspect.signature(PyCodeCache.load_by_key_path).parameters)[:4] == ["key", "path", "linemap", "attrs"]
+    buffer = torch._C._dynamo.guards._empty_strided_cpu((2, 3), (3, 1), torch.float64)
+    assert buffer.shape == (2, 3) and buffer.dtype is torch.float64
 
 
 def test_modules_are_compiled_through_one_attribute():

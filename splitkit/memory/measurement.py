@@ -75,10 +75,10 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
     the state of an optimizer. The caller holds the arguments: ``fn`` cannot free them.
 
     An op is what reaches the dispatcher below autograd: a composite such as ``linear`` is several, a higher-order or
-    custom op is one. Memory that a kernel allocates besides its results is not seen, and neither is memory allocated
-    without the dispatcher: RNG states, and the buffers of Inductor's code, which count from the start if an op reads
-    them. ``allocator=True`` sees all of it. ``fn`` may run backward, use checkpoints, call this function, and call
-    compiled code. On fake tensors nothing is allocated, and the numbers are those of real tensors.
+    custom op is one. In the code of Inductor, whose kernels are not ops, each allocation of a buffer counts as one.
+    Memory that a kernel allocates besides its results is not seen, and neither are RNG states; ``allocator=True`` sees
+    all of it. ``fn`` may run backward, use checkpoints, call this function, and call compiled code. On fake tensors
+    nothing is allocated, and the numbers are those of real tensors.
 
     Python's garbage collector is paused: what only a reference cycle holds stays alive, so that runs give the same
     numbers. (The first may not, if ``fn`` imports or compiles something.) Watching takes some 30 microseconds per op.

@@ -7,8 +7,9 @@ alive as long as the storage itself, so nothing is held here that the run frees.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -91,7 +92,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Watch the ops that run inside; storages that die later count as alive at the end."""
         _wake_dispatch()
         try:
-            with self, _resizes_seen_by(self):
+            with self, _resizes_seen_by(self), _inductor_buffers_seen_by(self):
                 yield
         finally:
             self._storages.clear()  # drops the weak references, and with them the callbacks
@@ -209,6 +210,9 @@ def _wake_dispatch() -> None:
         torch.empty(0).detach()
 
 
+_ALLOCATES = "_empty_strided_"
+"""The start of the names of the functions by which Inductor's code allocates, one for each device."""
+
 _COMPOSITE: Any = torch._C.DispatchKey.CompositeImplicitAutograd  # and OpOverload._op_dk: 2.11, 2.13, 2.15
 
 # Ops whose argument is a tensor that no op has made: from `torch.tensor`, `torch.as_tensor`, `torch.from_numpy`. Not
@@ -241,6 +245,44 @@ def _resizes_seen_by(watch: StorageWatch) -> Iterator[None]:
             del kind.resize_
         else:
             kind.resize_ = before
+
+
+@contextmanager
+def _inductor_buffers_seen_by(watch: StorageWatch) -> Iterator[None]:
+    """Record each buffer that Inductor's code allocates as an op: its functions go past the dispatcher.
+
+    Generated modules have the functions as globals, taken from torch when they are loaded. While the watch is on, torch
+    and the modules loaded before have functions that report to the watch; at the end all modules have the former ones.
+    """
+
+    def reporting(name: str, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_and_report(*args: Any, **kwargs: Any) -> torch.Tensor:
+            buffer = allocate(*args, **kwargs)
+            watch.see(buffer, name, len(watch.ops))
+            watch.done(name)
+            return buffer
+
+        return allocate_and_report
+
+    source: Any = torch._C._dynamo.guards  # and its functions: 2.11, 2.13, 2.15
+    former = {name: getattr(source, name) for name in vars(source) if name.startswith(_ALLOCATES)}
+    during = {name: reporting(f"inductor.{name[1:]}", function) for name, function in former.items()}
+    _exchange(source, former, during)
+    try:
+        yield
+    finally:
+        _exchange(source, during, former)
+
+
+def _exchange(source: Any, old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Exchange functions in torch and in Inductor's generated modules, which name them without the underscore."""
+    for name, function in new.items():
+        setattr(source, name, function)
+    cache = sys.modules.get("torch._inductor.codecache")  # PyCodeCache.modules: 2.11, 2.13, 2.15
+    for module in cache.PyCodeCache.modules if cache else ():
+        for name, function in old.items():
+            if vars(module).get(name[1:]) is function:
+                setattr(module, name[1:], new[name])
 
 
 def _is_composite(func: Any, given: list[torch.Tensor]) -> bool:

@@ -239,7 +239,7 @@ def apply(
 
 def _compile(applied: nn.Module, divided: Backend, fullgraph: bool) -> None:
     # the attribute that nn.Module.compile sets: 2.11, 2.13, 2.15
-    applied._compiled_call_impl = torch.compile(_own_code(applied), backend=divided, fullgraph=fullgraph)
+    applied._compiled_call_impl = torch.compile(own_code(applied), backend=divided, fullgraph=fullgraph)
 
 
 def _uncompiled(applied: nn.Module) -> nn.Module:
@@ -248,7 +248,7 @@ def _uncompiled(applied: nn.Module) -> nn.Module:
     return model
 
 
-def _own_code(self: nn.Module) -> Callable[..., Any]:
+def own_code(self: nn.Module) -> Callable[..., Any]:
     """Return a call of the module with a code object of its own.
 
     Dynamo caches what it compiled by code object, and gives up after eight entries (``recompile_limit``), which models
