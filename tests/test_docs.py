@@ -62,7 +62,7 @@ def test_the_python_blocks_of_placement_run_one_after_another():
     blocks = re.findall(r"```python\n(.*?)```", PLACEMENT, re.S)
     assert len(blocks) == 8
     for block in blocks:
-        exec(re.sub(r"(Stages\(\d, )", r"\1seconds=0.2, ", block), scope)  # which run as well in ten
+        exec(re.sub(r"(Stages\(\d, )", r"\1seconds=0.5, ", block), scope)  # which run as well in ten
 
 
 @pytest.mark.parametrize("file", ["torch_wrong", "torch_raises", "torch_loses", "torch_lacks"])
@@ -139,7 +139,7 @@ def test_its_policies_do_what_it_says_of_them(step):
     assert not again(whole) and saved(least) == saved(pairs["fewest bytes"]) < min(
         saved(pair) for name, pair in pairs.items() if name not in ("recompute all", "fewest bytes")
     )
-    assert saved(pairs["half of the bytes"]) <= saved(whole) / 2 and peak(pairs["peak"]) <= 0.9 * peak(whole)
+    assert saved(pairs["half of the bytes"]) <= saved(whole) / 2 and peak(pairs["peak"]) <= 0.92 * peak(whole)
     assert "at least" in pairs["half of the bytes"].plan.note
     assert saved(pairs["10 % less"]) <= 0.9 * saved(whole)
     assert not {"aten.mm.default", "aten.bmm.default"} & again(pairs["products kept"]).keys()

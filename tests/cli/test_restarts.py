@@ -65,7 +65,7 @@ def test_a_rank_that_is_killed_changes_no_loss_and_no_weight(tmp_path, monkeypat
     monkeypatch.setenv("DIES", "1")
     if starter == "forks":
         lines = launch("cli/commanded.py", 2, *words, str(tmp_path / "again"), check=False)
-        assert [line["code"] for line in lines if line["rank"] == 1 and "code" in line] == [-signal.SIGKILL]
+        assert [line["code"] for line in lines if line.get("rank") == 1 and "code" in line] == [-signal.SIGKILL]
         (line,) = [x for x in lines if "ended" in x]
         assert (line["ended"], line["data"]["error"]["code"]) == (1, "SK805")
         assert "rank 1 is gone" in line["data"]["error"]["reason"]
