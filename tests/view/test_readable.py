@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 
 @pytest.fixture(scope="module")
 def view():
-    flow, plan, costs = planned("llama", 2, layers=24, width=64, heads=4, seq=16, vocab=100)
+    flow, plan, costs = planned("llama", 2, layers=48, width=64, heads=4, seq=16, vocab=100)
     return LadderView(flow, plan, costs)
 
 
@@ -42,7 +42,7 @@ def test_rows_of_a_tall_picture_stay_readable_and_the_wheel_scrolls_to_its_end(o
     unfold(opened)
     assert opened.value("splitkit.zoom") >= 0.85
     assert opened.value("splitkit.height * splitkit.zoom > splitkit.main.clientHeight")
-    for _ in range(40):
+    for _ in range(60):
         opened.mouse("wheel", 500, 400, deltaX=0, deltaY=100)
     opened.settle()
     last = opened.value("splitkit.y + splitkit.height * splitkit.zoom - splitkit.main.clientHeight")
