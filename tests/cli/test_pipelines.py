@@ -10,7 +10,7 @@ import splitkit as sk
 from splitkit import cli
 from splitkit.testing import models
 
-SIZE = ["--size", "layers=1,width=64,heads=2", "--size", "vocab=64,seq=8"]
+SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
 SWEEP = ["sweep", "gpt2", *SIZE]
 SMALL = ["--stages", "2,4", "--microbatches", "2,4", "--schedules", "gpipe,1f1b,zbv"]
 
@@ -26,7 +26,7 @@ def test_the_rows_are_those_of_the_library(data):
     assert code == 0 and found["command"] == "sweep" and found["device"] == "h200"
     assert (found["links"], found["memory"], found["optimizer"]) == ("nvlink4", 141_000_000_000, "adam")
     assert found["prices"] == "roofline of h200"
-    example = models.build("gpt2", layers=1, width=64, heads=2, vocab=64, seq=8)
+    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=512, seq=16)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
     from splitkit.studies.sweep import sweep
 
