@@ -76,7 +76,7 @@ def modes(model):
     return {module: module.training for module in model.modules()}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def once():
     return Once()
 

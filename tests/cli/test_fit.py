@@ -51,15 +51,12 @@ def test_what_does_not_fit_ends_with_3(capsys):
     assert "does not fit" in text and "too much" in text and "more device" in text
 
 
-@pytest.mark.campaign  # the whole road runs the command that it is told
 @pytest.mark.parametrize(
     "options",
     these_first(
+        [["--devices", "600KiB,700KiB", "--tokens", "64"]],
         [
-            ["--devices", "600KiB,700KiB", "--tokens", "64"],
             ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"],
-        ],
-        [
             ["--devices", "2x600KiB", "--tokens", "64"],
             ["--devices", "2x300KiB", "--tokens", "64", "--dtype", "int4"],
             ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"],
@@ -76,6 +73,16 @@ def test_the_next_command_plans_the_model(capsys, options):
     assert words[2:5] == [".", "--how", "decoder"]
     # no --model: a configuration runs no code of a user
     assert main(["split", "plan.json", "-o", "stages"]) == 0
+
+
+def test_the_next_command_of_training_has_its_options(capsys):
+    options = ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"]
+    words = shlex.split(run(capsys, "fit", ".", *options)["next"])
+    assert words[:3] == ["splitkit", "plan", "."]
+    told = make_parser().parse_args(words[1:])
+    assert (told.schedule, told.optimizer, told.recompute) == ("1f1b", "sgd", True)
+    assert (str(told.stages), str(told.microbatches), told.output) == ("2", "2", "plan.json")
+    assert "--memory" in words and "seq=32" in " ".join(words)
 
 
 @pytest.mark.campaign  # its commands are above, in test_generate, and one after another in the eighth notebook

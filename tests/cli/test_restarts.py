@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,22 +51,34 @@ def kept(folder):
     return held
 
 
-@pytest.mark.parametrize("starter", these_first(["nproc"], ["torchrun"]))
+@pytest.mark.parametrize("starter", these_first(["forks"], ["nproc", "torchrun"]))
 def test_a_rank_that_is_killed_changes_no_loss_and_no_weight(tmp_path, monkeypatch, capsys, starter):
-    """The command had no such option, and under torchrun all attempts ended in gloo's connect."""
+    """The command had no such option, and under torchrun all attempts ended in gloo's connect.
+
+    Always with ranks that are forked, and forked again; `--max-restarts` and torchrun start processes anew.
+    """
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "dying.py").write_text(DYING)
     words = ["train", str(tmp_path / "dying.py") + ":net", *WORDS, "--checkpoint"]
     (line,) = [x for x in launch("cli/commanded.py", 2, *words, str(tmp_path / "whole")) if "ended" in x]
     whole = line["data"]
     monkeypatch.setenv("DIES", "1")
-    if starter == "nproc":
+    if starter == "forks":
+        lines = launch("cli/commanded.py", 2, *words, str(tmp_path / "again"), check=False)
+        assert [line["code"] for line in lines if line.get("rank") == 1 and "code" in line] == [-signal.SIGKILL]
+        (line,) = [x for x in lines if "ended" in x]
+        assert (line["ended"], line["data"]["error"]["code"]) == (1, "SK805")
+        assert "rank 1 is gone" in line["data"]["error"]["reason"]
+        lines = launch("cli/commanded.py", 2, *words, str(tmp_path / "again"), "--resume")
+        (code, again), *_ = [(x["ended"], x["data"]) for x in lines if "ended" in x]
+    elif starter == "nproc":
         more = ["--nproc", "2", "--max-restarts", "1", "--json"]
         code, out, _ = with_ranks(tmp_path, monkeypatch, *words, str(tmp_path / "again"), *more)
         assert "rank 1 was ended by SIGKILL; restart 1 of 1" in capsys.readouterr().err
+        again = json.loads(out)
     else:
         code, out = torchrun(*words, str(tmp_path / "again"), "--resume", "--json")
-    again = json.loads(out)
+        again = json.loads(out)
     assert code == 0 and (tmp_path / "died").exists()
     # the third step was done but not saved
     assert again["first_step"] == 2 and again["losses"] == whole["losses"][2:]

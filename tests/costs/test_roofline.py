@@ -278,15 +278,15 @@ def test_real_models_on_every_device_of_the_table(name):
     sizes = {"layers": 2, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}
     example = models.build(name, **sizes)
     gm = capture(example.model, **example.kwargs)
-    nodes = list(gm.graph.nodes)
+    nodes, flops = list(gm.graph.nodes), costs.flops(gm)
+    counted = sum(map(flops.counted, nodes))
     for device in costs.devices().values():
         prices = costs.roofline(gm, device)
         total = sum(map(prices.seconds, nodes))
         kernels = sum(prices.seconds(n) > 0 for n in nodes)
         peak = max(device.peak.values())
-        assert total >= kernels * device.launch + sum(map(costs.flops(gm).counted, nodes)) / peak > 0
+        assert total >= kernels * device.launch + counted / peak > 0
         assert prices.note == f"roofline of {device.name}"
-    flops = costs.flops(gm)
     assert all(prices.flops(n) == flops.flops(n) and prices.nbytes(n) == flops.nbytes(n) for n in nodes)
     assert all(prices.param_bytes(n) == flops.param_bytes(n) for n in nodes)
 

@@ -14,7 +14,7 @@ from worklines import lines_run
 
 import splitkit as sk
 
-LENGTH = 24
+LENGTH = 12
 
 
 def _labels(gm: fx.GraphModule, part: Callable[[int, int], int]) -> dict[Node, int]:

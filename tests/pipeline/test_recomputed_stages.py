@@ -68,7 +68,7 @@ def check(model, *args, stages=3, slack=1.3, **kwargs):
     return gm, plan, found, parts.rows
 
 
-@pytest.mark.parametrize("name", these_first(["gpt2", "llama"], sorted({*MODELS} - {"gpt2", "llama"})))
+@pytest.mark.parametrize("name", these_first(["gpt2"], sorted({*MODELS} - {"gpt2"})))
 def test_a_stage_holds_its_inputs_and_its_peak_has_one_recomputed_microbatch(name):
     example = build(name, **MODELS[name])
     gm, plan, found, _ = check(LossOnly(example.model), *example.args, slack=1.15, **example.kwargs)
