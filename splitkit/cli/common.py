@@ -179,7 +179,7 @@ def check_costs(kind: str | None) -> None:
 
 
 def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
-    """Refuse a page with a schedule by prices that are no times, before the model is made.
+    """Refuse a page with a schedule by prices that are not times, before the model is made.
 
     Raises:
         ViewError: SK903.
@@ -261,7 +261,7 @@ def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | 
 
     Raises:
         UsageError: SK601 for options that the plan file has already decided.
-        FileError: SK501 if the file is no plan, SK504 if it cannot be read.
+        FileError: SK501 if the file is not a plan, SK504 if it cannot be read.
     """
     if not args.target.endswith(".json"):
         return None
@@ -314,7 +314,7 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
 
 
 def _require_plan(path: str, data: dict[str, Any]) -> None:
-    """Refuse a file that is no plan, before the model is made."""
+    """Refuse a file that is not a plan, before the model is made."""
     if data.get("kind") != "splitkit plan":
         what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
         found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""

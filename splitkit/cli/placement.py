@@ -125,13 +125,15 @@ def check_memory(args: Namespace, least: bool = True) -> None:
         return
     if "%" in args.memory:
         if not read_percent(args.memory):
-            raise UsageError("SK601", f"--memory {args.memory:.60} is no share", "Write a share above 0%, such as 80%.")
+            raise UsageError(
+                "SK601", f"--memory {args.memory:.60} is not a share", "Write a share above 0%, such as 80%."
+            )
         if args.devices is None:
             remedy = "Name the devices whose memory it is a share of, such as --devices 4xh200; or write bytes: 80GiB."
             raise UsageError("SK601", f"--memory {args.memory} is a share, but no device is named", remedy)
     elif (found := read_size(args.memory)) is None or found > MOST_BYTES:
         raise UsageError(
-            "SK601", f"--memory {args.memory:.60} is no size", "Write bytes, 80GiB, or 80% with --devices."
+            "SK601", f"--memory {args.memory:.60} is not a size", "Write bytes, 80GiB, or 80% with --devices."
         )
 
 

@@ -45,7 +45,7 @@ def room_of_host(owner: object, host: int | str | None) -> float:
 
 
 def require_seconds(costs: Costs) -> None:
-    """Refuse prices that are no seconds: copies take time.
+    """Refuse prices that are not seconds: copies take time.
 
     Raises:
         PolicyError: SK302.

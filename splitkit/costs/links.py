@@ -85,7 +85,7 @@ def _link(link: object) -> Link:
             return PRESETS[names[_plain(link)]]
         hint = nearest(link, PRESETS) or f"Known are {', '.join(PRESETS)}; or give a Link."
         raise CostError("SK322", f"no link is called {link!r}", hint)
-    raise CostError("SK322", f"{shown(link)} is no link", f"Give a Link, or one of {', '.join(PRESETS)}.")
+    raise CostError("SK322", f"{shown(link)} is not a link", f"Give a Link, or one of {', '.join(PRESETS)}.")
 
 
 def _plain(name: str) -> str:
@@ -156,7 +156,7 @@ class Links:
             between: the link of two devices of different nodes.
 
         Raises:
-            CostError: SK322 if ``size`` is no positive whole number or a link is unknown.
+            CostError: SK322 if ``size`` is not a positive whole number or a link is unknown.
         """
         if not is_whole(size, 1):
             raise CostError("SK322", f"a node of {shown(size)} devices", "Give a whole number, 1 or more.")
@@ -179,7 +179,9 @@ class Links:
         try:
             speeds, waits = np.asarray(bandwidth, float), np.asarray(latency, float)
         except (TypeError, ValueError, OverflowError) as error:
-            raise CostError("SK322", f"bandwidth or latency is no matrix: {error}", "Give rows of numbers.") from error
+            raise CostError(
+                "SK322", f"bandwidth or latency is not a matrix: {error}", "Give rows of numbers."
+            ) from error
         if speeds.ndim != 2 or speeds.shape[0] != speeds.shape[1]:
             raise CostError("SK322", f"bandwidth has the shape {speeds.shape}", "Give a square matrix.")
         if waits.ndim and waits.shape != speeds.shape:

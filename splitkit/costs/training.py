@@ -51,7 +51,7 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
         gm: the graph, or facts about it; not needed if ``costs`` has an attribute ``gm``.
 
     Raises:
-        CostError: SK323 if the graph is not known, or if ``costs`` are no costs or include backward already.
+        CostError: SK323 if the graph is not known, or if ``costs`` are not costs or include backward already.
         GraphError: SK102 if nodes have no ``meta["val"]``.
     """
     if includes_backward(as_given(costs)):

@@ -269,4 +269,4 @@ def _device(form: ExportFormat, name: str) -> torch.device | None:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise _misfit(form, f"{name!r} is no device", "Name devices as torch does: cuda:0, cpu.") from error
+        raise _misfit(form, f"{name!r} is not a device", "Name devices as torch does: cuda:0, cpu.") from error

@@ -39,7 +39,7 @@ def _write(carried: CarriedPlan) -> str:
 def _read(text: str) -> StagesInText:
     stages = (json_object(text) or {}).get("pipeline_stage")
     if not isinstance(stages, dict) or not stages or not all(type(s) is int and s >= 0 for s in stages.values()):
-        raise no_such_text("ONNX", "it is no JSON with a pipeline_stage for each node", _EXAMPLE)
+        raise no_such_text("ONNX", "it is not JSON with a pipeline_stage for each node", _EXAMPLE)
     return StagesInText(nodes=stages)
 
 

@@ -44,7 +44,7 @@ class CapabilityBasedPartitioner:
             counts as unsupported.
 
     Raises:
-        GraphError: SK101 if ``graph_module`` is no graph module.
+        GraphError: SK101 if ``graph_module`` is not a graph module.
         PolicyError: SK302 if a limit is not a positive number, names are one text, or ``operator_support`` cannot be
             asked.
     """

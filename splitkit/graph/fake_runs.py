@@ -31,7 +31,7 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
         kwargs: example keyword inputs.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph module, SK109 if it does not run on fakes of these inputs.
+        GraphError: SK101 if ``gm`` is not a graph module, SK109 if it does not run on fakes of these inputs.
     """
     require_graph(gm)
     require_made(parameters_and_buffers(gm))

@@ -94,7 +94,7 @@ class PipelineOrder:
         left out.
 
         Raises:
-            ScheduleError: SK331 if the texts are no order; names what cannot be read.
+            ScheduleError: SK331 if the texts are not an order; names what cannot be read.
         """
         return cls(name, tuple(tuple(_parsed(line)) for line in ranks))
 
@@ -136,14 +136,16 @@ def _parsed(line: str) -> Iterator[Action]:
         if ACTION.fullmatch(word):
             yield action_of(word)
         elif not OTHER_CELL.fullmatch(word):
-            raise ScheduleError("SK331", f"{word!r} is no action", "Write stage, F, B, I or W, and microbatch: 3F0.")
+            raise ScheduleError(
+                "SK331", f"{word!r} is not an action", "Write stage, F, B, I or W, and microbatch: 3F0."
+            )
 
 
 def _check(order: PipelineOrder) -> None:
     """Refuse an order unless each action is there once, each stage is on one rank, and no ranks deadlock."""
     unknown = [a for actions in order.ranks for a in actions if a.kind not in KINDS or min(a.stage, a.microbatch) < 0]
     if unknown:
-        raise ScheduleError("SK331", f"{unknown[0]!r} is no action", "Give stage, F, B, I or W, and microbatch.")
+        raise ScheduleError("SK331", f"{unknown[0]!r} is not an action", "Give stage, F, B, I or W, and microbatch.")
     total = sum(map(len, order.ranks))
     far = [action for actions in order.ranks for action in actions if max(action.stage, action.microbatch) >= total]
     if far:  # checked before a table of stages x microbatches is allocated

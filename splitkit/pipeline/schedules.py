@@ -158,7 +158,7 @@ def register_schedule(schedule: Schedule) -> None:
         ScheduleError: SK333 if a name is taken by another schedule.
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError("SK333", f"{shown(schedule)} is no schedule", "Give a splitkit.extend.Schedule.")
+        raise ScheduleError("SK333", f"{shown(schedule)} is not a schedule", "Give a splitkit.extend.Schedule.")
     names = [plain(name) for name in (schedule.name, schedule.word)]
     for name in names:
         other = _KNOWN.get(name, schedule)

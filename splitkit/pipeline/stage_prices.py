@@ -323,7 +323,7 @@ def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:
     found = items_of(nodes)
     strange = [nodes] if found is None else [n for n in found if not isinstance(n, Node) or not flow.is_placeable(n)]
     if found is None or strange:
-        reason = f"a part is given with {shown(strange[0])}, which is no node of the graph that is placed"
+        reason = f"a part is given with {shown(strange[0])}, which is not a node of the graph that is placed"
         raise PolicyError("SK301", reason, "Give sets of nodes of Dataflow.nodes, or a plan.", strange[:1])
     return found
 

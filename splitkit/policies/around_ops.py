@@ -38,7 +38,7 @@ class AroundOps:
 
     Attributes:
         ops: ops, names of ops, or a rule ``node -> bool``; see `splitkit.graph.node_selection.Ops`. Ops that the graph
-            does not have are no error: such lists are written for many models.
+            does not have are not errors: such lists are written for many models.
     """
 
     ops: Ops

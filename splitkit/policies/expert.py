@@ -132,7 +132,7 @@ def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:
             first.setdefault(".".join(atoms[:end]), node)
     for name in names:
         if not name or name not in first:
-            raise no_module(f"Expert: {name!r} is no module of the graph", name, first)
+            raise no_module(f"Expert: {name!r} is not a module of the graph", name, first)
     owner: dict[Node, str] = {}
     for name in names:
         node = first[name]

@@ -72,7 +72,7 @@ class MinCut:
         functions: dict[str, tuple[object, str]] = {"size": (self.size, _SIZE), "rules": (self.rules, _RULES)}
         for name, (value, remedy) in functions.items():
             if value is not None and not callable(value):
-                raise PolicyError("SK302", f"MinCut has {name}={value!r:.200}, which is no function", remedy)
+                raise PolicyError("SK302", f"MinCut has {name}={value!r:.200}, which is not a function", remedy)
 
     @classmethod
     def functorch(cls) -> MinCut:

@@ -42,7 +42,7 @@ class Precompute:
         base: object = self.base
         if not isinstance(base, Policy) or isinstance(base, type):
             remedy = "Give a policy object for a joint graph: Precompute(SaveAll())."
-            raise PolicyError("SK302", f"Precompute has base={base!r:.200}, which is no policy object", remedy)
+            raise PolicyError("SK302", f"Precompute has base={base!r:.200}, which is not a policy object", remedy)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan with the parts ``"forward"`` and ``"backward"``; SK302 for a graph that is not a joint graph,

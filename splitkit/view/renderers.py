@@ -259,7 +259,7 @@ def limit_of(memory: float | str | None) -> int | None:
     """Return the memory limit that a picture marks, in bytes.
 
     Raises:
-        PolicyError: SK302 if ``memory`` is no number of bytes.
+        PolicyError: SK302 if ``memory`` is not a number of bytes.
     """
     return None if memory is None else nbytes("view", "memory", memory)
 

@@ -76,7 +76,7 @@ def test_links_are_values():
     "make, reason",
     [
         (lambda: Links.preset("nvlink44"), r"no link is called 'nvlink44'\n  Did you mean nvlink4\?"),
-        (lambda: Links.preset(4), "4 is no link"),
+        (lambda: Links.preset(4), "4 is not a link"),
         (lambda: Links.uniform(0), "bandwidth is 0"),
         (lambda: Links.uniform(math.nan), "bandwidth is nan"),
         (lambda: Links.uniform("fast"), "bandwidth is 'fast'"),

@@ -156,8 +156,8 @@ def test_the_weight_part_gives_nothing_to_others(tied):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("backward", "is no part of a stage"),
-        (("backwards", 1), "is no part of a stage"),
+        ("backward", "is not part of a stage"),
+        (("backwards", 1), "is not part of a stage"),
         (("forward", 3), "no node is planned in stage 2 of 4"),
         (("input", 1), "either one part, 'backward', or two"),
     ],

@@ -78,7 +78,7 @@ def test_each_op_is_saved_or_recomputed_as_planned():
     assert saved == {"aten.gelu.default", "aten.addmm.default"}
     loss = net(X)
     ran = sk.measure_memory(loss.backward).ops
-    # The second product is no input of backward: it is not saved, and not reached again, since torch stops early.
+    # The second product is not an input of backward: it is not saved, and not reached again, since torch stops early.
     assert "aten.gelu.default" not in ran and ran.count("aten.sin.default") == 1
     assert "gelu" in str(net.context) and "1 layers of" in str(net.context)
 

@@ -134,7 +134,7 @@ def test_the_command_prints_one_that_plans_the_best_row(tmp_path, monkeypatch, c
         (["--what", "fwd-bwd", "--recompute"], "--recompute does not go with"),
         (["--offload", "pcie5"], "--what fwd-bwd"),
         (["--what", "fwd-bwd", "--offload", "pcie5"], "--memory 80GiB"),
-        (["--what", "fwd-bwd", "--offload", "pcie5", "--memory", "1GiB", "--host", "x"], "is no size"),
+        (["--what", "fwd-bwd", "--offload", "pcie5", "--memory", "1GiB", "--host", "x"], "is not a size"),
         (["--what", "fwd-bwd", "--host", "1GiB"], "--host without --offload"),
     ],
 )

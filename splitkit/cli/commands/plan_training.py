@@ -142,7 +142,7 @@ def _card(args: Namespace) -> Policy:
 
 def _require_size(memory: str, remedy: str) -> None:
     if (found := read_size(memory)) is None or found > MOST_BYTES:
-        raise UsageError("SK601", f"--memory {memory:.60} is no size", remedy)
+        raise UsageError("SK601", f"--memory {memory:.60} is not a size", remedy)
 
 
 def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:

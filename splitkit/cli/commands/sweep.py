@@ -85,7 +85,7 @@ def _check_offload(args: Namespace) -> None:
     if args.stages is not None and args.memory is None and args.devices is None:
         raise UsageError("SK601", "--offload without a memory to keep to", "Add --memory 80GiB.")
     if args.host is not None and not read_size(args.host):
-        raise UsageError("SK601", f"--host {args.host} is no size", "Write --host 64GiB.")
+        raise UsageError("SK601", f"--host {args.host} is not a size", "Write --host 64GiB.")
 
 
 def _frontier(args: Namespace, wanted: Source) -> Outcome:

@@ -142,8 +142,8 @@ def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Traced | TracedSte
         trace: what ``export_chrome_trace`` wrote. The file is read as JSON; no code of it runs.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph, SK102 if nodes have no ``meta["val"]``.
-        FileError: SK504 if the file cannot be read, SK510 if it is no trace of torch's profiler.
+        GraphError: SK101 if ``gm`` is not a graph, SK102 if nodes have no ``meta["val"]``.
+        FileError: SK504 if the file cannot be read, SK510 if it is not a trace of torch's profiler.
         CostError: SK326 if the trace is of another model or of other sizes.
     """
     flow = facts_of(gm)

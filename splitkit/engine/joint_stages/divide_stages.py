@@ -44,7 +44,7 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
     """Divide a joint graph into the stages of a plan, after checking that they compute what the graph computes.
 
     Raises:
-        PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are no stages, SK208
+        PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are not stages, SK208
             for a node that is needed but has no part, SK210 for an effect in a part where it may run too late,
             SK220 for a value that cannot wait on the host.
         CycleError: SK203 for a value, or an effect, that is needed before it is there.

@@ -29,7 +29,7 @@ def stage_line(plan: Plan) -> StageLine:
         if part is None:
             raise PlanError(
                 "SK206",
-                f"{key!r} is no part of a stage, as others of this plan are",
+                f"{key!r} is not part of a stage, unlike the other parts of this plan",
                 f"Parts of stages are {', '.join(repr((half, 0)) for half in FULL_BACKWARD)}, and so on, or "
                 f"{', '.join(repr((half, 0)) for half in SPLIT_BACKWARD)}.",
             )

@@ -230,8 +230,8 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return dynamic shapes with ``Dim.AUTO`` for every size of every tensor among the inputs.
 
-    Of a cache only sequences and positions, ``[sequences, heads, positions, head_dim]``; a single head is no variable.
-    Of states of constant size only the sequences.
+    Of a cache only sequences and positions, ``[sequences, heads, positions, head_dim]``; a single head is not a
+    variable. Of states of constant size only the sequences.
     """
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache):

@@ -220,7 +220,7 @@ def _traced(
             gm = aot.trace_joint(step, args, kwargs)
         except Exception as error:
             if NO_TENSOR in str(error):
-                raise no_scalar_error(model, "is no tensor") from None
+                raise no_scalar_error(model, "is not a tensor") from None
             if NO_LOSS in str(error):
                 raise no_loss_error(model, args, kwargs) from None
             raise aot.with_model_line(capture_error(model, "dynamo", error), error) from error

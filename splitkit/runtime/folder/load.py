@@ -182,7 +182,7 @@ class StageFolder:
         made = torch.empty_strided(like.shape, steps, dtype=like.dtype, device=device)
         grad = row["requires_grad"].flag()
         if grad and not like.is_floating_point() and not like.is_complex():
-            raise row["requires_grad"].damaged("false, for it is no float")
+            raise row["requires_grad"].damaged("false, for it is not a float")
         return nn.Parameter(made, grad) if row["parameter"].flag() else made.requires_grad_(grad)
 
     def _fill(self, fresh: Mapping[int, torch.Tensor]) -> None:

@@ -190,7 +190,7 @@ class BatchSplitter:
     def _shared_out(self, values: Mapping[str, Any]) -> list[dict[str, int]]:
         """Return the sizes of each microbatch, with the rows shared out as evenly as possible.
 
-        Inputs that had other rows than the first one at capture, and have as many again, are no part of the batch.
+        Inputs that had other rows than the first one at capture, and have as many again, are not part of the batch.
 
         Raises:
             PipelineError: SK802 if inputs have different numbers of rows, or fewer than there are microbatches.

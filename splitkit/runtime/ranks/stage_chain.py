@@ -78,7 +78,7 @@ class ChainFacts:
     Attributes:
         values: name of a node of the parent -> how its value crosses a border.
         inputs: input of the graph -> a tensor on ``meta`` of the shape and dtype of one microbatch; ``None`` for an
-            input that is no tensor.
+            input that is not a tensor.
         draws: stage -> whether it draws random numbers.
         writes: buffers that forward writes, by their names in the original.
         identity: name of a fact -> digest that must be the same on all ranks.

@@ -179,7 +179,7 @@ def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Cost
     Raises:
         FileError: SK502 if the plans are for different graphs; it names the first difference.
         PlanError: SK314 if one of them places no node.
-        PolicyError: SK301 if one of them is no plan.
+        PolicyError: SK301 if one of them is not a plan.
     """
     first, second = plan_of(a), plan_of(b)
     flow, other = graph_of_plan(first), graph_of_plan(second)

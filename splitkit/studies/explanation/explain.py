@@ -57,7 +57,7 @@ def explain(
 
     Raises:
         PlanError: SK314 if the plan has no such part or node, or places no node at all.
-        PolicyError: SK301 if ``plan`` is no plan, or ``policy`` no policy.
+        PolicyError: SK301 if ``plan`` is not a plan, or ``policy`` is not a policy.
         CycleError: SK203 if parts wait for each other in a cycle.
     """
     plan = plan_of(plan)

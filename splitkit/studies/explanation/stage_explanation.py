@@ -164,7 +164,9 @@ class StageExplanation(Told):
     def _quality(self) -> str:
         claim = self.claim
         if claim is None and self.parent:
-            return "This plan was not optimised, and the parent runs some nodes itself, so it is no pipeline of stages."
+            return (
+                "This plan was not optimised, and the parent runs some nodes itself, so it is not a pipeline of stages."
+            )
         if claim is None:
             gap = 1 - self.least / self.figures.value if self.figures.value else 0.0
             return (
