@@ -108,7 +108,7 @@ def _example(wanted: Source) -> Example:
         try:
             return models.load(wanted.spec, **wanted.sizes)
         except SystemExit as error:
-            raise CaptureError("SK403", f"{wanted.spec} left with sys.exit({error.code})") from error
+            raise CaptureError("SK403", f"{wanted.spec} called sys.exit({error.code})") from error
 
 
 def find_own_code(spec: str) -> None:
@@ -216,7 +216,9 @@ def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[CapturedMo
         return _from_file(args, file)
     if args.model is not None:
         raise UsageError(
-            "SK601", "--model goes with a plan file only", "Name just the model, or a plan whose name ends in .json."
+            "SK601",
+            "--model can only be used with a plan file",
+            "Name just the model, or a plan whose name ends in .json.",
         )
     require_policy_option(args)
     return make_plan(args, args.target)
@@ -270,7 +272,9 @@ def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | 
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"
         raise UsageError(
-            "SK601", f"{option} does not go with a plan file, which has already decided it", "Plan again with it."
+            "SK601",
+            f"{option} cannot be combined with a plan file, which has already decided it",
+            "Plan again with it.",
         )
     return read_plan(args.target)
 

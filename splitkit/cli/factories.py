@@ -50,7 +50,9 @@ def _check_word(spec: str, plans: bool) -> None:
         return
     path = Path(spec)
     if path.suffix == ".json":
-        raise UsageError("SK602", f"{spec} is not a model", "Name a model; `splitkit run PLAN.json` runs a plan.")
+        raise UsageError(
+            "SK602", f"{spec} is not a model", "Pass a model; to run a plan, use `splitkit run PLAN.json`."
+        )
     if path.suffix == ".py" or (path.is_file() and path.suffix != ""):
         lack = " but no function in it" if path.is_file() else " that does not exist, and no function in it"
         raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))

@@ -140,7 +140,9 @@ def _parsed(where: str, text: str) -> dict[str, Device]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise CostError("SK320", f"{where} is not TOML: {error}", "One table a device; see load_devices.") from error
+        raise CostError(
+            "SK320", f"{where} is not TOML: {error}", "Write one table per device; see load_devices."
+        ) from error
     return {name: device_from_table(where, name, table) for name, table in tables.items()}
 
 

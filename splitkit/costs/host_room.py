@@ -36,7 +36,7 @@ def require_offload(owner: object, offload: Offload, host: int | str | None, exa
     HostLink.of(offload)
     if host is not None and not nbytes(owner, "host", host):
         remedy = "Give the bytes that it has room for, or leave host= or offload= out."
-        raise PolicyError("SK302", f"{name} offloads to a host without room: host={shown(host)}", remedy)
+        raise PolicyError("SK302", f"{name} offloads to a host without memory: host={shown(host)}", remedy)
 
 
 def room_of_host(owner: object, host: int | str | None) -> float:

@@ -183,9 +183,11 @@ class Links:
                 "SK322", f"bandwidth or latency is not a matrix: {error}", "Give rows of numbers."
             ) from error
         if speeds.ndim != 2 or speeds.shape[0] != speeds.shape[1]:
-            raise CostError("SK322", f"bandwidth has the shape {speeds.shape}", "Give a square matrix.")
+            raise CostError("SK322", f"bandwidth has shape {speeds.shape}", "Give a square matrix.")
         if waits.ndim and waits.shape != speeds.shape:
-            raise CostError("SK322", f"latency has the shape {waits.shape}, bandwidth {speeds.shape}", "Give the same.")
+            raise CostError(
+                "SK322", f"latency has shape {waits.shape}, bandwidth {speeds.shape}", "Give both the same shape."
+            )
         names = _names_of(devices, len(speeds))
         if len(set(names)) != len(speeds) or len(names) != len(speeds):
             raise CostError("SK322", f"{len(speeds)} rows have {len(set(names))} distinct devices", "Name each once.")
@@ -215,7 +217,9 @@ class Links:
         """
         names = _names_of(devices, 0)
         if len(set(names)) < 2 or len(set(names)) != len(names):
-            raise CostError("SK322", f"{names} are not two or more distinct devices", "Name each once, two at least.")
+            raise CostError(
+                "SK322", f"{names} are not two or more distinct devices", "Name each once, and at least two."
+            )
         known = items_of(sizes)
         if known is None or not all(is_whole(n, 1) and n < 2**50 for n in known) or len(set(known)) < 2:
             raise CostError("SK322", f"sizes are {shown(sizes)}", "Give two or more positive sizes in bytes.")
@@ -336,7 +340,7 @@ def _copy_seconds(source: str, target: str, nbytes: int, repeats: int = 10) -> f
         received = torch.empty(nbytes, dtype=torch.uint8, device=target)
         _wait((sent.device, received.device))  # on meta nothing is copied
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
-        raise CostError("SK322", f"{source} or {target} does not exist: {error}", "Name devices that do.") from error
+        raise CostError("SK322", f"{source} or {target} does not exist: {error}", "Name devices that exist.") from error
     received.copy_(sent)  # the first copy between two GPUs sets up their peering
     return min(_timed(lambda: received.copy_(sent), (sent.device, received.device)) for _ in range(repeats))
 

@@ -62,7 +62,7 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
     if not isinstance(root, fx.GraphModule):
         raise CostError(
             "SK323",
-            f"{type(as_given(costs)).__name__} does not say which graph it is of",
+            f"{type(as_given(costs)).__name__} does not say which graph it prices",
             "Pass it: training(costs, gm).",
         )
     if is_joint(root.graph):
@@ -89,7 +89,9 @@ def forward_and_backward(costs: Costs, node: Node) -> tuple[float, float]:
         return forward, forward * ratio
     if not is_number(ratio):
         reason = f"{type(given).__name__}.backward({node.name}) is {shown(ratio)}"
-        raise CostError("SK323", reason, "Say how many times its forward a node takes in backward.", [node])
+        raise CostError(
+            "SK323", reason, "Say how many times as long as its forward the backward of a node takes.", [node]
+        )
     both = costs.seconds(node)
     forward = both / (1 + float(ratio))
     return forward, both - forward

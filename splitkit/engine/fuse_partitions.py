@@ -104,7 +104,7 @@ def fusible_nodes(flow: Dataflow, partitions: Iterable[Iterable[Node]]) -> dict[
                 )  # fmt: skip
             if number_of.setdefault(node, number) != number:
                 raise PlanError(
-                    "SK310", f"{node.name} is in the partitions {number_of[node]} and {number}",
+                    "SK310", f"{node.name} is in partitions {number_of[node]} and {number}",
                     "Give each node one partition.", [node],
                 )  # fmt: skip
         if inside := [node for node in inside if node.op not in ("placeholder", "output")]:

@@ -170,7 +170,9 @@ def pricing_of(
     recorded = plan.prices.links if plan.prices is not None else None
     check_stage_optimizer(optimizer)
     if links is not None and not isinstance(links, str):
-        raise CostError("SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: all links are alike.")
+        raise CostError(
+            "SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: exports assume equal links."
+        )
     limit = None if memory is None else nbytes("export", "memory", memory, 1)
     return PlanPricing.of(
         flow, require_costs(costs), order=order, memory=limit, links=links or recorded, optimizer=optimizer

@@ -197,7 +197,7 @@ def require_order(graph: fx.Graph) -> None:
             raise GraphError(
                 "SK111",
                 f"{node.name} reads {wrong.name}, which {where}",
-                "Mend the edit that left it: give the node an input of its own graph that comes before it "
+                "Correct the edit that caused this: give the node an input from its own graph that comes before it "
                 "(gm.graph.lint() checks that).",
                 [node, wrong],
             )

@@ -157,7 +157,7 @@ def _parsed(order: MessageOrder, rank: int, numbers: dict[str, int], ends: dict[
             what, end = found[2], f"{int(found[1])}{found[2].removeprefix('WAIT_')}_{found[3]}{int(found[4])}"
             if end not in ends:
                 reason = f"{here} is not a message between two ranks of {order.name}"
-                raise ScheduleError("SK331", reason, "Leave it out: stages of one rank hand on values by themselves.")
+                raise ScheduleError("SK331", reason, "Leave it out: stages on one rank pass on values by themselves.")
             place = order.columns.rank[order.readers[ends[end]] if what == "RECV" else ends[end]]
             if place != rank:
                 raise ScheduleError("SK331", f"{here} belongs to rank {place}", f"Move it to row {place + 1}.")

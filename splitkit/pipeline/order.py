@@ -154,11 +154,11 @@ def _check(order: PipelineOrder) -> None:
     stages = np.unique(stage)
     if stages.tolist() != list(range(max(1, len(stages)))):
         raise ScheduleError(
-            "SK331", f"{order.name} has the stages {stages.tolist()}", "Number them from 0, one at least."
+            "SK331", f"{order.name} has stages {stages.tolist()}", "Number them from 0, and give at least one."
         )
     if len(bad := np.flatnonzero(rank != np.take(order.rank_of, stage))):
         ranks = f"{order.rank_of[stage[bad[0]]]} and {rank[bad[0]]}"
-        raise ScheduleError("SK331", f"stage {stage[bad[0]]} is on the ranks {ranks}", _REMEDY)
+        raise ScheduleError("SK331", f"stage {stage[bad[0]]} is on ranks {ranks}", _REMEDY)
     for number, actions in enumerate(order.ranks):
         if len(seen := set(actions)) < len(actions):
             twice = min(action for action in seen if actions.count(action) > 1)
@@ -235,7 +235,7 @@ def _deadlock(order: PipelineOrder, following: Sequence[int], done: bytearray) -
             where = f"of rank {order.rank_of[name.stage]}" if name in there else "that no rank runs"
             lines.append(f"rank {rank} waits at {flat[number]} for {name} {where}")
     text = f"{order.name} never ends: " + "; ".join(lines)
-    return ScheduleError("SK331", text, "Change the order so that what is waited for comes first.")
+    return ScheduleError("SK331", text, "Change the order so that the action that is waited for comes first.")
 
 
 def _at(order: PipelineOrder, numbers: Sequence[int]) -> list[tuple[int, int]]:

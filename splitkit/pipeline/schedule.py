@@ -183,7 +183,7 @@ def require_numbers(stages: object, microbatches: object, ranks: object = 1) -> 
             raise ScheduleError("SK330", f"{shown(number)} {what}", "Give a whole number, 1 or more.")
     if int(stages) * int(microbatches) > MOST:  # type: ignore[call-overload]
         text = f"{shown(stages)} stages and {shown(microbatches)} microbatches"
-        raise ScheduleError("SK330", text, f"A step has {MOST} forward actions at most: use fewer.")
+        raise ScheduleError("SK330", text, f"A step has at most {MOST} forward actions: use fewer.")
 
 
 def plain(name: str) -> str:

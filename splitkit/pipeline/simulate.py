@@ -141,7 +141,9 @@ def _order(
     stages: Sequence[StageCosts], schedule: str | PipelineOrder, microbatches: int | None, ranks: int | None
 ) -> PipelineOrder:
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError("SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, one at least.")
+        raise ScheduleError(
+            "SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, and at least one."
+        )
     if not isinstance(schedule, PipelineOrder):
         if microbatches is None:
             raise ScheduleError("SK330", "the number of microbatches is not given", "Give microbatches=8, for example.")
@@ -170,7 +172,7 @@ def _replicas(order: PipelineOrder, stages: Sequence[StageCosts]) -> list[int]:
     for rank, stage in zip(order.rank_of, stages, strict=True):
         if found.setdefault(rank, stage.replicas) != stage.replicas:
             text = f"the stages of rank {rank} have {found[rank]} and {stage.replicas} replicas"
-            raise ScheduleError("SK330", text, "Give stages of one rank as many.")
+            raise ScheduleError("SK330", text, "Give all stages of one rank the same number.")
     return [found.get(rank, 1) for rank in range(len(order.ranks))]
 
 

@@ -105,7 +105,9 @@ def _require_copies(value: object, saved: int) -> None:
     if not isinstance(value, StageCopies):
         raise ScheduleError("SK332", f"copies is {shown(value)}", "Give StageCopies or None.")
     if value.nbytes > saved:
-        raise ScheduleError("SK332", f"{value.nbytes} bytes go to the host, and {saved} are saved", "Give no more.")
+        raise ScheduleError(
+            "SK332", f"{value.nbytes} bytes go to the host, but only {saved} are saved", "Give at most that many."
+        )
 
 
 def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:

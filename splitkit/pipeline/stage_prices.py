@@ -312,7 +312,7 @@ def _both(costs: Costs, flow: Dataflow) -> Costs:
     if isinstance(as_given(costs), FromJoint) or is_joint(flow.graph):
         raise CostError(
             "SK323",
-            "the graph is of forward and backward together, which are not told apart",
+            "the graph has forward and backward together, and they cannot be told apart",
             "Capture the forward graph: splitkit.capture(model, *inputs).",
         )
     return with_backward(costs, flow)

@@ -95,7 +95,7 @@ def synthesize(
         raise PolicyError("SK302", f"synthesize(objective={shown(objective)})", "objective must be 'step' or 'span'.")
     if not is_number(effort) or not 0 < float(effort) <= _MOST_EFFORT:
         reason = f"synthesize(effort={shown(effort)})"
-        raise PolicyError("SK302", reason, f"effort must be a number above 0, {_MOST_EFFORT} at most.")
+        raise PolicyError("SK302", reason, f"effort must be a number above 0 and at most {_MOST_EFFORT}.")
     ranks, placements = _placed(stages, microbatches, ranks, placement)
     limits = memory_of("synthesize", memory, ranks)
     found = [
@@ -116,14 +116,18 @@ def _placed(
     if placement not in (None, "loop", "V"):
         raise PolicyError("SK302", f"synthesize(placement={shown(placement)})", "placement must be 'loop' or 'V'.")
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError("SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, one at least.")
+        raise ScheduleError(
+            "SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, and at least one."
+        )
     count, given = len(stages), ranks
     if ranks is None:
         ranks = count // 2 if placement == "V" and count > 1 else count
     require_numbers(count, microbatches, ranks)
     if count % ranks:
         text = f"{count} stages on {ranks} ranks"
-        raise ScheduleError("SK330", text, "Each rank has as many stages: split into a multiple of the ranks.")
+        raise ScheduleError(
+            "SK330", text, "Each rank has the same number of stages: split into a multiple of the number of ranks."
+        )
     if placement == "V" and count != 2 * ranks:
         text, fits = f"{count} stages on {ranks} ranks in a V", f"{2 * ranks}"
         if given is None:

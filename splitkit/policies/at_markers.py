@@ -91,7 +91,7 @@ def _borders(spec: Mapping[str, Any], flow: Dataflow) -> Callable[[Node], bool]:
 def _is_beginning(path: str, side: object) -> bool:
     name = str(getattr(side, "name", side)).lower()
     if name not in ("beginning", "end"):
-        raise PolicyError("SK302", f"AtMarkers: {path!r} is to be cut at {side!r}", "Say 'beginning' or 'end'.", [path])
+        raise PolicyError("SK302", f"AtMarkers: {path!r} is to be cut at {side!r}", "Use 'beginning' or 'end'.", [path])
     return name == "beginning"
 
 

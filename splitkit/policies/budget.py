@@ -189,10 +189,10 @@ class Budget:
         if step > there:
             error = NoPlanError(
                 "SK303",
-                f"of a card of {size(card)}, {size(there)} are left beside the reserve, and the optimizer's step alone "
+                f"of a card of {size(card)}, {size(there)} are left after the reserve, and the optimizer's step alone "
                 f"takes {size(step)}: {size(held)} of weights and inputs, {size(taken.gradients)} of gradients, "
                 f"{size(taken.state)} of state and {size(taken.temporary)} while it steps",
-                "No plan of forward and backward changes that: take a larger card, an optimizer with less state, or a "
+                "No plan of forward and backward changes that: use a larger card, an optimizer with less state, or a "
                 "smaller reserve.",
             )
             error.excess = step - there

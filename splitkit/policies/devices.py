@@ -76,7 +76,7 @@ class Devices:
     def __post_init__(self) -> None:
         if not (is_whole(self.replicas) and self.replicas == 1) and items_of(self.replicas) != [1]:
             text, remedy = f"Devices: replicas is {shown(self.replicas)}", "Stages(8, replicas=(1, 2, 4)) has replicas,"
-            raise PolicyError("SK302", text, f"{remedy} on devices that are alike.")
+            raise PolicyError("SK302", text, f"{remedy} on equal devices.")
         if (
             isinstance(self.devices, str | bytes)
             or not isinstance(self.devices, Sequence | Mapping)

@@ -175,7 +175,9 @@ class Sweeper:
         _ = self._limit  # raises if the memory makes no sense
         check_stage_optimizer(self.optimizer)
         if self.optimizer is None:
-            raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
+            raise PolicyError(
+                "SK302", "sweep: the optimizer is None", "These schedules are for training: name an optimizer."
+            )
 
     def row(self, stages: int, schedule: str, microbatches: int) -> SweepRow:
         """Plan and simulate one combination."""

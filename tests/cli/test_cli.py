@@ -200,7 +200,7 @@ def test_parts_in_a_cycle(call, data, tmp_path, factory):
     code, found = data("split", model, *cycle, "--on-cycle", "merge")
     assert code == 0 and [p["module"] for p in found["parts"]] == ["submod_0"]
     code, _, err = call("run", plan, "--on-cycle", "merge")
-    assert code == 2 and "--on-cycle does not go with a plan file" in err
+    assert code == 2 and "--on-cycle cannot be combined with a plan file" in err
 
 
 def test_split(call, data, tmp_path, gpt2_plan, factory):

@@ -404,21 +404,24 @@ def test_the_least_memory(data):
 
 
 APART = [
-    (["--devices", "2xh200", "--what", "fwd-bwd", "--memory", "2GiB"], "--devices does not go with --what"),
-    (["--schedule", "1f1b", "--what", "fwd-bwd", "--memory", "2GiB"], "--schedule does not go with --what"),
+    (["--devices", "2xh200", "--what", "fwd-bwd", "--memory", "2GiB"], "--devices cannot be combined with --what"),
+    (["--schedule", "1f1b", "--what", "fwd-bwd", "--memory", "2GiB"], "--schedule cannot be combined with --what"),
     (["--devices", "2xh200", "--stages", "2"], "both give the number of stages"),
-    (["--devices", "2xh200", "--policy", "Stages(2)"], "--devices does not go with --policy"),
-    (["--memory", "1GiB", "--policy", "Stages(2)"], "--memory does not go with --policy"),
+    (["--devices", "2xh200", "--policy", "Stages(2)"], "--devices cannot be combined with --policy"),
+    (["--memory", "1GiB", "--policy", "Stages(2)"], "--memory cannot be combined with --policy"),
     (["--memory", "1GiB"], "--memory needs devices or stages"),
     (["--schedule", "1f1b"], "--schedule needs devices or stages"),
-    (["--stages", "2", "--microbatches", "4"], "--microbatches goes with --schedule"),
-    (["--stages", "2", "--trace", "t.json"], "--trace goes with --schedule"),
-    (["--stages", "2", "--order", "o.csv"], "--order goes with --schedule"),
-    (["--stages", "2", "--objective", "latency"], "--objective latency goes with --devices"),
+    (["--stages", "2", "--microbatches", "4"], "--microbatches needs --schedule"),
+    (["--stages", "2", "--trace", "t.json"], "--trace needs --schedule"),
+    (["--stages", "2", "--order", "o.csv"], "--order needs --schedule"),
+    (["--stages", "2", "--objective", "latency"], "--objective latency needs --devices"),
     (["--stages", "2", "--objective", "tokens", "--schedule", "1f1b"], "--objective tokens is for inference"),
     (["--stages", "2", "--tokens", "9", "--optimizer", "adam"], "--tokens is for inference"),
-    (["--devices", "2xh200", "--tokens", "9", "--objective", "latency"], "--tokens does not go with --objective"),
-    (["--stages", "2", "--tokens", "9", "--memory", "least"], "--memory least does not go with --tokens"),
+    (
+        ["--devices", "2xh200", "--tokens", "9", "--objective", "latency"],
+        "--tokens cannot be combined with --objective",
+    ),
+    (["--stages", "2", "--tokens", "9", "--memory", "least"], "--memory least cannot be combined with --tokens"),
     (["--stages", "2", "--training", "--optimizer", "none"], "--optimizer none is for inference"),
     (["--stages", "2", "--memory", "1GiB,much"], "is not a size"),
     (["--devices", "2xh200", "--objective", "latency", "--schedule", "1f1b"], "is for throughput"),
@@ -436,7 +439,7 @@ APART = [
     (["--devices", "2xh200", "--memory", "-1GiB"], "Write --memory 1GiB."),
     (["--stages", "2", "--seed", "3", "4"], "unrecognized arguments: 4"),
     (["--replicas", "1,2"], "--replicas needs devices or stages"),
-    (["--replicas", "1,2", "--policy", "Stages(2)"], "--replicas does not go with --policy"),
+    (["--replicas", "1,2", "--policy", "Stages(2)"], "--replicas cannot be combined with --policy"),
     (["--stages", "2", "--replicas", "1,0"], "'0' is not a whole number >= 1"),
 ]
 """Options that do not go together, and what is said of them."""

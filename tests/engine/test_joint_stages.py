@@ -158,7 +158,7 @@ def test_the_weight_part_gives_nothing_to_others(tied):
     [
         ("backward", "is not part of a stage"),
         (("backwards", 1), "is not part of a stage"),
-        (("forward", 3), "no node is planned in stage 2 of 4"),
+        (("forward", 3), "stage 2 of 4 has no nodes"),
         (("input", 1), "either one part, 'backward', or two"),
     ],
 )

@@ -190,5 +190,5 @@ class Strict(nn.Module):
 
 @pytest.mark.parametrize("call", [partial(sk.dry_run, Strict()), partial(sk.checkpoint_context, Strict(), 0.5)])
 def test_a_failure_without_a_message_is_named_by_its_type(call):
-    with pytest.raises(sk.CaptureError, match="SK401.*fakes of these inputs: ValueError"):
+    with pytest.raises(sk.CaptureError, match="SK401.*fake tensors of these inputs: ValueError"):
         call(torch.ones(2))

@@ -53,7 +53,7 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
     if missing := [n for n in flow.nodes if n not in plan.places]:
         raise PlanError(
             "SK208",
-            f"{missing[0].name} is planned in no stage",
+            f"{missing[0].name} is in no stage of the plan",
             "Give every node a part; splitkit.extend.stage_plan does, from a stage for each node of forward.",
             missing,
         )

@@ -36,12 +36,12 @@ def stage_line(plan: Plan) -> StageLine:
         halves.setdefault(part.stage, set()).add(part.half)
     count = max(halves) + 1
     if missing := [stage for stage in range(count) if stage not in halves]:
-        raise PlanError("SK206", f"no node is planned in stage {missing[0]} of {count}", "Number stages from 0.")
+        raise PlanError("SK206", f"stage {missing[0]} of {count} has no nodes", "Number stages from 0.")
     for stage, found in sorted(halves.items()):
         if "backward" in found and found & {"input", "weight"}:
             raise PlanError(
                 "SK206",
-                f"stage {stage} has the parts {sorted(found)}",
+                f"stage {stage} has parts {sorted(found)}",
                 "Its backward is either one part, 'backward', or two, 'input' and 'weight'.",
             )
     return StageLine(tuple(bool(halves[stage] & {"input", "weight"}) for stage in range(count)))

@@ -102,7 +102,7 @@ def capture(
         "symbolic_trace": lambda: trace(model, args, kwargs),
     }
     if how not in ways:
-        raise CaptureError("SK401", f"there is no way of capture named {how!r}", f"Choose one of {', '.join(ways)}.")
+        raise CaptureError("SK401", f"there is no capture method named {how!r}", f"Choose one of {', '.join(ways)}.")
     require_module(model)
     given = args, kwargs
     register_caches_among(given)

@@ -92,7 +92,7 @@ class _Decisions:
             planned = ops[position] if position < len(ops) else "no further op"
             raise PlanError(
                 "SK307",
-                f"op {position} of a checkpointed layer is {op}, and {planned} was planned",
+                f"op {position} of a checkpointed layer is {op}, but {planned} was planned",
                 "Plan with the inputs, the mode and the autocast that training has: splitkit.checkpoint_context(model, "
                 "0.5, **batch).",
             )
@@ -148,8 +148,8 @@ def checkpoint_context(
     except Exception as error:
         raise CaptureError(
             "SK401",
-            f"the model does not run on fakes of these inputs: {message_line(error)}",
-            "Give inputs that the model takes; register fakes for custom ops.",
+            f"the model does not run on fake tensors of these inputs: {message_line(error)}",
+            "Give inputs that the model accepts; register fake kernels for custom ops.",
         ) from error
     first = _equal(recorded, names)
     joint = _joint(model.get_submodule(first.name), first)
@@ -188,14 +188,14 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
         raise PlanError(
             "SK307",
             f"the model runs none of its layers {', '.join(names[:3])} ... as checkpoints",
-            "Put it into training mode, or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...).",
+            "Call model.train(), or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...).",
         )
     first = recorded[0]
     for other in recorded[1:]:
         if [op.target for op in other.ops] != [op.target for op in first.ops]:
             raise PlanError(
                 "SK307",
-                f"layers {first.name} and {other.name} run different ops, and one context is for equal layers",
+                f"layers {first.name} and {other.name} run different ops, but one context is for equal layers only",
                 "Plan them one by one, each with its own context: checkpoint_context(model, 0.5, "
                 f"layers={other.name!r}, **batch).",
             )
@@ -204,7 +204,7 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
             raise PlanError(
                 "SK307",
                 f"layer {first.name or type(first).__name__} writes to an input, a parameter or a buffer "
-                f"({op.target}), and a checkpoint would write again in backward",
+                f"({op.target}), and its recomputation in backward would write again",
                 "Use splitkit.apply, which never runs a write twice, or leave this layer out of the checkpoints.",
             )
     return first

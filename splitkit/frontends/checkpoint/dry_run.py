@@ -47,6 +47,6 @@ def dry_run(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: An
     except Exception as error:
         raise CaptureError(
             "SK401",
-            f"the model does not run on fakes of these inputs: {message_line(error)}",
-            "Give inputs that the model takes; register fakes for custom ops; data-dependent control flow cannot run.",
+            f"the model does not run on fake tensors of these inputs: {message_line(error)}",
+            "Give inputs that the model accepts; register fake kernels for custom ops; remove data-dependent control flow.",
         ) from error

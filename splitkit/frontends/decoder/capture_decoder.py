@@ -56,11 +56,13 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     """
     for name, value, least in (("batch", batch, 1), ("tokens", tokens, 4)):
         if not is_whole(value, least):
-            raise CaptureError("SK401", f"{name} is {shown(value)}", f"Give a whole number from {least} on.")
+            raise CaptureError("SK401", f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise not_a_decoder(model, "it is not a model of transformers")
     if model.training:
-        raise CaptureError("SK401", "the model is in training mode, where dropout changes tokens", "Call model.eval().")
+        raise CaptureError(
+            "SK401", "the model is in training mode, in which dropout changes the tokens", "Call model.eval()."
+        )
     if not getattr(model.config, "is_encoder_decoder", False):
         return _with_caches(model, example_step(model, batch, tokens))
     gm = _with_caches(model, example_with_encoder(model, batch, tokens, filled=True))

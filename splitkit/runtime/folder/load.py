@@ -141,7 +141,7 @@ class StageFolder:
         if rows.value is None:
             raise FileError(
                 "SK504",
-                f"{self.path} has no example of inputs",
+                f"{self.path} has no example inputs",
                 "Save it with save_stages(..., inputs=(args, kwargs)), with inputs that are not on meta.",
             )
         stored = stored_tensors(self.path / EXAMPLE)

@@ -117,7 +117,7 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
         if slot.old.is_meta and not slot.saved and not any(name in values for name in slot.names):
             raise FileError(
                 "SK507",
-                f"{slot.names[0]} is on meta and in no state dict, so that no checkpoint has its values",
+                f"{slot.names[0]} is on meta and in no state dict, so no checkpoint has its values",
                 "Give the model its value as a buffer (register_buffer) that is not on meta when you capture it.",
                 slot.names,
             )

@@ -336,7 +336,7 @@ class CheckpointFolder:
                 raise FileError(
                     "SK507",
                     f"{record.file} has {has} {name}'s state, and {own}",
-                    "Open the folder with what the run had that wrote the checkpoint.",
+                    "Open the folder with the same objects as the run that wrote the checkpoint.",
                 )
 
     def _on_first(self, work: Callable[[], T], draft: Path | None = None) -> T:

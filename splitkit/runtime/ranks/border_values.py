@@ -129,7 +129,7 @@ class BorderValue:
             raise PipelineError(
                 "SK803",
                 f"{self.name} is {lacks} {where}; the next stage expects {asks}",
-                "Capture with inputs of the shape of one microbatch, in the mode and the autocast in which it trains.",
+                "Capture with inputs that have the shape of one microbatch, in the mode and the autocast of training.",
                 [self.name],
             )
 

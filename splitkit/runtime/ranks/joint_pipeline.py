@@ -254,13 +254,15 @@ class JointPipeline:
         values = self._own_values(graphs.primals)
         if last and signature.loss not in graphs.outputs:
             raise PipelineError(
-                "SK801", "the loss is not computed in the last stage", "Plan it there: torch starts backward there."
+                "SK801",
+                "the loss is not computed in the last stage",
+                "Plan it there, because torch starts backward in the last stage.",
             )
         updates = {i: values[name] for i, name in signature.updates.items() if i in graphs.outputs and name in values}
         if lost := [i for i in signature.updates if i in graphs.outputs and i not in updates]:
             raise PipelineError(
                 "SK801",
-                "the step writes to an input, which ranks cannot share",
+                "the step writes to an input, which ranks do not share",
                 "Capture a model that copies it.",
                 lost,
             )
@@ -410,7 +412,7 @@ def _require_same(
         )
         if text:
             raise PipelineError(
-                "SK804", text, "Start every rank with the same files and arguments, and seed the model alike."
+                "SK804", text, "Start every rank with the same files and arguments, and seed the model in the same way."
             )
 
 

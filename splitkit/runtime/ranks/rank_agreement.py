@@ -147,9 +147,9 @@ def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
     _refuse_other_graphs(from_every(difference(root, first), group))
     raise PipelineError(
         "SK804",
-        "the ranks captured the same nodes in several orders: each process loops over a set of strings in its own",
+        "the ranks captured the same nodes in different orders: a set of strings has another order in each process",
         "Plan with splitkit.runtime.planned_once, which puts the graphs into one order before they are split; or start "
-        "all ranks with one PYTHONHASHSEED.",
+        "all ranks with the same PYTHONHASHSEED.",
     )
 
 

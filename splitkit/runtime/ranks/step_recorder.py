@@ -42,7 +42,9 @@ class StepRecorder:
 
     def __init__(self, pipe: Pipeline) -> None:
         if not pipe.torch_stages:
-            raise PipelineError("SK802", "no step has run yet", "Run one step first: it is slower than all others.")
+            raise PipelineError(
+                "SK802", "no step has run yet", "Run one step first, because the first step is slower than the others."
+            )
         self._pipe = pipe
         self._ahead = _seconds_behind_rank_0(pipe)
         self.steps: dict[int, list[Event]] = {}

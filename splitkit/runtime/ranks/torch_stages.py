@@ -69,7 +69,7 @@ def stage(
     if len(homes) != chain.stages or not all(home in range(ranks) for home in homes) or rank not in homes:
         raise PipelineError(
             "SK802",
-            f"rank {rank} of {ranks} has none of {chain.stages} stages, which are on the ranks {list(homes)}",
+            f"rank {rank} of {ranks} has none of the {chain.stages} stages, which are on ranks {list(homes)}",
             "Give rank_of a rank for each stage, and each rank a stage.",
         )
     own, where = [s for s, home in enumerate(homes) if home == rank], device_of_rank(device, group)

@@ -60,7 +60,9 @@ def check_cache(options: CacheOptions, memory: Memory, training: Mapping[str, ob
     for field, given in training.items():
         raise _wrong(f"{name}: {field}={shown(given)} is for training, and objective={objective!r} for inference")
     if is_word(memory, "least"):
-        raise _wrong(f"{name}: memory='least' does not go with objective={objective!r}", 'Give sizes: memory="24GiB".')
+        raise _wrong(
+            f"{name}: memory='least' cannot be combined with objective={objective!r}", 'Give sizes: memory="24GiB".'
+        )
     if objective == "tokens":
         _check_most(name, memory, options.tokens)
 

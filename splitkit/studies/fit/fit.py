@@ -86,7 +86,7 @@ def fit(
     subject = fit_model(model, dtype, sizes)
     if subject.bits is not None:
         remedy = "Give dtype='bfloat16' (--dtype bfloat16)."
-        raise PolicyError("SK302", f"fit: weights of {subject.bits} bits are not trained", remedy)
+        raise PolicyError("SK302", f"fit: weights with {subject.bits} bits cannot be trained", remedy)
     blocks = blocks_of(subject.model)
     found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
     return _for_training(model, found, cards, tokens, dtype, sizes)
@@ -104,7 +104,7 @@ def _check_training(train: str, schedule: str, microbatches: int, devices: int) 
     microbatches = count("fit", "microbatches", microbatches)
     if devices > 1 and ranks_of(schedule, microbatches, devices) != tuple(range(devices)):
         remedy = "Use 1f1b or gpipe; `splitkit sweep` compares other schedules."
-        raise PolicyError("SK302", f"fit: {schedule} does not run one stage on each device", remedy)
+        raise PolicyError("SK302", f"fit: {schedule} does not run one stage per device", remedy)
 
 
 def _wanted(subject: FitModel, tokens: int | None) -> int | None:
@@ -120,7 +120,7 @@ def _wanted(subject: FitModel, tokens: int | None) -> int | None:
         return tokens or min(_USUAL_TOKENS, subject.context or _USUAL_TOKENS)
     if tokens is not None:
         remedy = "Give the sizes of its inputs to the factory (--size), or a transformers configuration."
-        raise PolicyError("SK302", f"fit: tokens={tokens} for {subject.name}, which has inputs of its own", remedy)
+        raise PolicyError("SK302", f"fit: tokens={tokens} for {subject.name}, which defines its own inputs", remedy)
     return None
 
 
