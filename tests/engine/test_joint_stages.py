@@ -149,7 +149,7 @@ def test_the_weight_part_gives_nothing_to_others(tied):
     }
     split = replace(plan, places=renamed, parts={})
     first = next(n for n in flow.nodes if split[n] == (StagePart("input", 1),))
-    with pytest.raises(CycleError, match="'weight' gives nothing"):
+    with pytest.raises(CycleError, match="'weight' sends nothing"):
         divide_stages(flow, split.place({first: (StagePart("weight", 1),)}))
 
 

@@ -120,7 +120,7 @@ def test_what_communicates_is_kept_with_all_other_cells():
         ("0F999999999,0B0", "0F999999999 is one of 2 actions"),
         ("0F٣,0B0", "row 1, column 1"),
         ("0F0,0B0\n1B0,1F0", "rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1B0 for 1F0 of rank 1"),
-        ("", "has the stages []"),
+        ("", "has stages []"),
     ],
 )
 def test_what_is_no_order_is_refused_by_row_and_column(text, reason):

@@ -48,5 +48,5 @@ def dry_run(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: An
         raise CaptureError(
             "SK401",
             f"the model does not run on fake tensors of these inputs: {message_line(error)}",
-            "Give inputs that the model accepts; register fake kernels for custom ops; remove data-dependent control flow.",
+            "Give inputs that the model accepts; register fake kernels for custom ops; avoid data-dependent code.",
         ) from error
