@@ -94,7 +94,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """The links between the devices of a machine or cluster, without contention: each transfer has its link alone.
+    """The links between the devices of a machine or cluster, without contention: each transfer has its link to itself.
 
     A device has the name that a plan gives it: a number, ``"cuda:1"``, or a ``torch.device`` (the same as its text).
 
@@ -249,7 +249,7 @@ class Links:
         """Return the seconds to send ``nbytes`` in one message; 0 within one device.
 
         Raises:
-            CostError: SK322 if there is no such link, or ``nbytes`` is negative or no number.
+            CostError: SK322 if there is no such link, or ``nbytes`` is negative or not a number.
         """
         if not is_number(nbytes):
             raise CostError("SK322", f"{shown(nbytes)} bytes from {source} to {target}", "Give 0 or more.")

@@ -47,9 +47,9 @@ def simulate_schedule(
 
     * ``overlap=True``: ranks compute while messages travel. From one rank to another they travel one at a time, in
       the order in which they are made; the two directions, and other pairs of ranks, do not delay each other.
-    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before
-      the action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when
-      it gets to it, through a buffer, so that an order without a deadlock under overlap has none without it.
+    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before the
+      action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when it gets
+      to it, through a buffer, so an order that does not deadlock with overlap does not deadlock without it either.
 
     In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
     on the communicators of both ranks, and every message waits until both ranks have come to it. With
@@ -75,8 +75,8 @@ def simulate_schedule(
             buffer exists from when its message leaves until it is read (close to torch 2.15).
 
     Raises:
-        ScheduleError: SK330 if the schedule is unknown or does not go with these numbers; the message says what
-            does. SK331 if an order of your own never ends.
+        ScheduleError: SK330 if the schedule is unknown or does not fit these numbers; the message says what does. SK331
+            if an order of your own never ends.
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
     step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)

@@ -56,13 +56,14 @@ def synthesize(
 ) -> SynthesizedOrder:
     """Make an order of forward (F), input gradient (I) and weight gradient (W) actions on each rank.
 
-    Among orders in which each stage takes the microbatches in turn, the simulated step is to be shortest, and the peak
-    of no rank above its memory. (With one stage per rank, and without message buffers, other orders are never better:
-    `splitkit.solvers.actions.order_problem`.) Every rank runs as in `splitkit.simulate_schedule` with ``overlap``.
+    Among orders in which each stage processes the microbatches in sequence, it minimises the simulated step, such that
+    no rank's peak exceeds its memory limit. (With one stage per rank, and without message buffers, other orders are
+    never better: `splitkit.solvers.actions.order_problem`.) Every rank runs as in `splitkit.simulate_schedule` with
+    ``overlap``.
 
-    Steps of up to 100 actions are solved by branching, as a rule to a proof. Longer ones are searched: list scheduling
-    by many rules and within the windows of single stages, then moves on the critical path; the known schedules that fit
-    are tried as well, so that none of them is better. The bound is the largest of
+    Steps of up to 100 actions are solved by branch and bound, usually to a proof. Longer ones are searched: list
+    scheduling by many rules and within the windows of single stages, then moves on the critical path. The known
+    schedules that fit are also tried, so that none of them is better. The bound is the largest of
 
     * the work of a rank after the arrival of its first message;
     * the forwards and input parts of one stage, and the way of the first microbatch to it and of the last one back;
@@ -86,9 +87,9 @@ def synthesize(
         effort: multiplies the work limits of the search: more than 1 for a better order or bound, less for a quick one.
 
     Raises:
-        ScheduleError: SK330 if the numbers do not go together; SK332 for stages whose costs make no sense.
+        ScheduleError: SK330 if the numbers do not fit each other; SK332 for stages with invalid costs.
         PolicyError: SK302 for another objective, placement or memory.
-        NoPlanError: SK303 if a rank has no room for one microbatch at a time; says how many bytes it takes.
+        NoPlanError: SK303 if a rank has too little memory for one microbatch at a time; says how many bytes it takes.
         CostError: SK322 if two ranks that talk have no link.
     """
     if objective not in ("step", "span"):

@@ -37,9 +37,9 @@ class Devices:
     once. ``objective="latency"`` minimises the time of one sample: a piece starts when all its inputs have arrived and
     delivers its outputs when it ends.
 
-    If all devices are alike, the given costs are the prices; if they differ, each device has the prices of its
+    If all devices are equal, the given costs are the prices; if they differ, each device has the prices of its
     roofline. A CPU among accelerators is the *host* of the placement literature (Tarnawski et al. 2020): it has no
-    limit on memory, unless ``memory`` sets one, and pays nothing for what it sends.
+    memory limit unless ``memory`` sets one, and pays nothing for what it sends.
 
     Attributes:
         devices: names that `splitkit.costs.devices` knows, or `splitkit.costs.Device`; parts are then ``0, 1 ...``.
@@ -55,9 +55,9 @@ class Devices:
         seconds: as in `Stages`, the time after which the search ends, without the analysis of the graph. Usually the
             search ends earlier, after a number of steps, so that a slower machine finds the same plan; if time ended
             it, the note says so.
-        tokens: for inference: the tokens of all requests in flight, for whose cache every device must leave room.
+        tokens: for inference: the tokens of all requests in flight; every device must leave room for their KV cache.
         cache: with tokens, node or its name -> bytes of cache per token, as in `Stages`.
-        replicas: must be 1; `Stages` can replicate stages over several devices that are alike.
+        replicas: must be 1; `Stages` can replicate stages over several equal devices.
     """
 
     devices: Sequence[str | Device] | Mapping[PartKey, str | Device]

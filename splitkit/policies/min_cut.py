@@ -42,7 +42,7 @@ class MinCut:
     The plan has the minimum over all legal plans of ``saved bytes + price * recompute seconds``. It is found by one
     minimum s-t cut, in which saving a storage costs its bytes and recomputing an op costs its time. Views are free,
     several values of one storage count once, and inputs and parameters are free to save. Nodes of backward that do not
-    depend on gradients may move to forward if that saves bytes. Checkpoint tags hold.
+    depend on gradients may move to forward if that saves bytes. Activation checkpointing tags are respected.
 
     The minimum is exact up to rounding of ``price * seconds``, with one known gap: a node that only backward needs
     counts as free there, even in the rare case that forward also runs it because a saved value depends on it.
@@ -51,13 +51,13 @@ class MinCut:
     2023), in whose cut recompute is either free or forbidden.
 
     Attributes:
-        price: the bytes that a second of recompute is worth. The default is a tenth of the memory bandwidth of a GPU of
-            2020: a matrix product saves far fewer bytes per second of recompute, and a pointwise op far more. 0 saves
+        price: the bytes that a second of recompute is worth. The default is a tenth of the memory bandwidth of a 2020
+            GPU: a matrix product saves far fewer bytes per second of recompute, and a pointwise op far more. 0 saves
             the fewest bytes. ``"fused"`` means the default price for seconds under Inductor (`splitkit.costs.named`),
             on the device of the costs; for another price of such seconds, plan with `splitkit.costs.fused`.
         size: a function that returns the cost of saving a node's value; by default the bytes of its storage. An
             infinite cost means that the value is never saved.
-        rules: bans and weights of your own; see `functorch` and `like_torch`. Views are free all the same.
+        rules: bans and weights of your own; see `functorch` and `like_torch`. Views are still free.
     """
 
     price: float | Literal["fused"] = 1e11

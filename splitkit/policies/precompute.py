@@ -26,8 +26,8 @@ from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, as_joint, is_pi
 class Precompute:
     """Move nodes of backward that do not depend on gradients to forward if that saves memory.
 
-    A mask of a large value is computed in forward and saved instead of the value, if backward needs the value for
-    nothing else. The same holds for a value that the base plan recomputes from larger saved values.
+    For example, a mask of a large value is computed in forward and saved in place of the value, if backward needs the
+    value for nothing else. The same holds for a value that the base plan recomputes from larger saved values.
 
     Attributes:
         base: the policy that decides about everything else.

@@ -174,7 +174,8 @@ def test_a_model_of_transformers_as_it_is():
     expected = gradients()
     model.zero_grad()
     context = sk.checkpoint_context(model, 0.5, **batch)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "context_fn": context})
     predicted = sk.dry_run(model, **batch).peak
     found = sk.measure_memory(lambda m, **batch: m(**batch).loss.backward(), model, **batch).peak
     assert predicted == found and len(context.layers) == 2 and context.saved

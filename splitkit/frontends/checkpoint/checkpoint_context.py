@@ -109,35 +109,37 @@ def checkpoint_context(
 ) -> CheckpointContext:
     """Plan what each layer of a model saves for backward, as a ``context_fn`` for ``torch.utils.checkpoint``.
 
-    This is for training in eager mode, with an unmodified model. One plan is made for one layer, and holds for all
-    layers that run the same ops::
+    This is selective activation checkpointing for eager mode, with an unmodified model. One layer is planned, and the
+    plan applies to all layers that run the same ops::
 
         context = splitkit.checkpoint_context(model, 0.5, **batch)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})    # transformers
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context})  # transformers
         checkpoint(layer, x, use_reentrant=False, context_fn=context)                            # any other
 
-    The context saves, op by op, what the plan of the layer saves. The rest of the layer is computed again when backward
-    reaches it, all at once and in the order of forward, also what only led to saved values: that is how
-    ``torch.utils.checkpoint`` works. An op with several results is saved as a whole, and a value that the joint graph
-    computes once may be computed twice in eager mode, where its first copy is saved. Random ops are computed again,
-    from the same state of the generator. `dry_run` tells the peak of a step to the byte, without running it.
+    The context saves, op by op, what the plan of the layer saves. When backward reaches the layer,
+    ``torch.utils.checkpoint`` recomputes the rest of it at once and in the order of forward, including ops that only
+    lead to saved values. An op with several results is saved as a whole. A value that the joint graph computes once may
+    be computed twice in eager mode; then its first copy is saved. Random ops are recomputed from the same RNG state.
+    `dry_run` predicts the peak of a step to the byte, without running it.
+
+    Older versions of transformers call ``activation_checkpointing_enable`` ``gradient_checkpointing_enable``.
 
     The model runs once, on fake tensors; it is not changed, and nothing is computed.
 
     Args:
         model: the model, in training mode; or the layer itself.
         policy: plans one layer; or a budget for what one layer saves: ``"least"`` for its inputs only, bytes
-            (``"2MiB"``) or a share (0.5) of what it saves without checkpoints.
+            (``"2MiB"``), or a share (0.5) of what it saves without activation checkpointing.
         args: example inputs of the model.
-        layers: a pattern of the names of layers (``"blocks.*"``). The default is transformers' checkpointed layers, and
-            the whole model if it has none.
+        layers: a pattern for the names of layers (``"blocks.*"``). The default is the layers that transformers
+            checkpoints, or the whole model if it has none.
         costs: returns the costs of a joint graph, as in `backend`.
         kwargs: example keyword inputs.
 
     Raises:
-        CaptureError: SK401 if the model does not run on fakes of the inputs, or a layer cannot be captured.
-        PlanError: SK307 if the layers differ, or a layer cannot be checkpointed by this plan: it writes to its
-            inputs or buffers, or to a value that would be saved, or a saved value is none of eager mode's.
+        CaptureError: SK401 if the model does not run on fake tensors of the inputs, or a layer cannot be captured.
+        PlanError: SK307 if the layers differ, or a layer cannot be checkpointed with this plan: it writes to its inputs
+            or buffers, or to a value that would be saved, or a saved value does not exist in eager mode.
         PolicyError: SK304 for a pattern without a layer, else as in `backend`.
     """
     require_module(model)

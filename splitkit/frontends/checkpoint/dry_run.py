@@ -18,17 +18,17 @@ from splitkit.memory.measurement import MeasuredMemory, measure_memory
 def dry_run(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> MeasuredMemory:
     """Return the memory of an eager training step of a model as `measure_memory` would measure it, without running it.
 
-    The step is forward, the loss and backward, with the checkpoints, hooks and autograd functions that the model has. A
-    copy of the model runs on fake tensors: nothing is computed or allocated, and the model is not changed.
+    The step is forward, the loss and backward, with the model's activation checkpointing, hooks and autograd functions.
+    A copy of the model runs on fake tensors: nothing is computed or allocated, and the model is not changed.
 
     Args:
-        model: the model, in the mode that is meant.
+        model: the model, in the mode (train or eval) in which it will run.
         args: inputs, of which only shapes and dtypes count.
         loss: a function of the model's output that returns a scalar; the default is as in `capture_joint`.
         kwargs: keyword inputs.
 
     Raises:
-        CaptureError: SK401 if the model does not run on fakes of the inputs, or has no loss.
+        CaptureError: SK401 if the model does not run on fake tensors of the inputs, or has no loss.
     """
     require_module(model)
 
