@@ -74,7 +74,7 @@ class PipelineOrder:
         ranks: the actions of each rank.
 
     Raises:
-        ScheduleError: SK331 if an action is missing, is there twice, or the ranks deadlock; says what each rank waits
+        ScheduleError: SK331 if an action is missing or occurs twice, or the ranks deadlock; says what each rank waits
             for.
     """
 

@@ -142,7 +142,7 @@ def has_window(schedule: Schedule) -> bool:
 
 
 def register_schedule(schedule: Schedule) -> None:
-    """Make a schedule known by its name: to policies, `splitkit.simulate_schedule`, pipelines, pages and sweeps.
+    """Register a schedule under its name, for policies, `splitkit.simulate_schedule`, pipelines, pages and sweeps.
 
     ::
 
@@ -152,7 +152,7 @@ def register_schedule(schedule: Schedule) -> None:
         register_schedule(Schedule("one by one", one_by_one))
         splitkit.policies.Stages(4, schedule="one by one")
 
-    One that was registered under the same name before is replaced, so that a cell of a notebook can run again.
+    A schedule that was registered under the same name is replaced, so that a notebook cell can run again.
 
     Raises:
         ScheduleError: SK333 if a name is taken by another schedule.

@@ -47,7 +47,7 @@ class StageCosts:
         copies: what of ``saved_bytes`` waits on the host, and how long its copies take; ``None`` for nothing.
 
     Raises:
-        ScheduleError: SK332 if one is negative or no number; names the field.
+        ScheduleError: SK332 if one is negative or not a number; names the field.
     """
 
     forward: float

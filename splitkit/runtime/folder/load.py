@@ -244,8 +244,8 @@ def open_stages(
         folder: the folder.
         weights: a folder of ``safetensors`` in Hugging Face's layout, or of ``torch.distributed.checkpoint``, from
             which parameters and saved buffers are read by name; by default the folder's own weights.
-        dtype: converts floating-point numbers of safetensors in ``weights`` to the dtype of the model, which must be
-            this; by default another dtype in the files is refused.
+        dtype: converts floating-point values of safetensors in ``weights`` to this dtype, which must be the dtype of
+            the model; by default, a different dtype in the files is refused.
 
     Raises:
         FileError: SK503 for another schema, SK504 if a file cannot be read, SK505 if one is damaged, SK507 for a

@@ -68,8 +68,8 @@ def joint_pipeline(
 ) -> JointPipeline:
     """Run the stages of a training step on the ranks of a process group, under a pipeline schedule.
 
-    Every rank calls it with the same joint graph, stages and arguments, and then calls `JointPipeline.step` with the
-    same batch. Each stage computes what the plan says and nothing else: it saves, recomputes and defers as planned::
+    Call it on every rank with the same joint graph, stages and arguments, and then call `JointPipeline.step` with the
+    same batch. Each stage does exactly what the plan says: it saves, recomputes and defers as planned::
 
         joint = splitkit.capture_joint(model, **inputs_of_one_microbatch)
         step = joint.split(splitkit.policies.Pipeline(4, schedule="zbv", microbatches=8))
@@ -78,7 +78,7 @@ def joint_pipeline(
         optimizer.step()
 
     Under zero-bubble schedules, stages with a weight graph run it when the schedule says; other stages run all of
-    backward before. Each rank holds the whole model; only the parameters of its stages get gradients.
+    backward in the input part. Each rank holds the whole model; only the parameters of its stages get gradients.
 
     Args:
         joint: the joint graph, captured with the inputs of one microbatch.
@@ -92,8 +92,8 @@ def joint_pipeline(
         compiled: whether each graph of a stage is compiled with ``torch.compile``.
 
     Raises:
-        PipelineError: SK801 for stages that cannot run on several ranks: a gradient that no activation has a slot for,
-            a loss before the last stage, parameters that DDP or FSDP manage; SK804 if the ranks do not run the same.
+        PipelineError: SK801 for stages that cannot run on several ranks (a gradient that does not match a received
+            activation, a loss before the last stage, parameters that DDP or FSDP manage); SK804 if the ranks differ.
         ScheduleError: SK330 if the schedule does not allow these numbers of stages, ranks and microbatches.
     """
     return JointPipeline(joint, step, schedule, microbatches, group, device, seed, compiled)

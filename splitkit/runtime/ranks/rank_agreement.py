@@ -32,8 +32,8 @@ def require_process_group() -> None:
 def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.ProcessGroup | None = None) -> Plan:
     """Make or load a plan on rank 0 and return it on every rank.
 
-    Ranks may have captured independent nodes in different orders and under different names. Such a graph is first put
-    into rank 0's order, in place; its nodes stay the same objects.
+    Ranks may have captured independent nodes in different orders and under different names. Such a graph is first
+    reordered, in place, to match rank 0's; its nodes stay the same objects.
 
     Args:
         gm: the graph, captured on each rank.

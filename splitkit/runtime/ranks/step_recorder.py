@@ -29,9 +29,10 @@ _CALLS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_
 
 
 class StepRecorder:
-    """Records what this rank does in the steps that follow. All ranks make one at the same time, after a first step.
+    """Records what this rank does in the following steps. Create one on all ranks together, after a first step.
 
-    On an accelerator each action is waited for, so that its end is known: a recorded step overlaps less than others.
+    On an accelerator, the recorder waits for each action to know when it ends, so a recorded step overlaps less than
+    others.
 
     Attributes:
         steps: number of a step, as `Pipeline.steps` counts them -> its actions on this rank, by the clock of rank 0.

@@ -39,7 +39,7 @@ def stage(
 ) -> PipelineStage | list[PipelineStage]:
     """Return the stage of a rank, for a schedule of ``torch.distributed.pipelining``; a list if the rank has several.
 
-    Every rank calls it, and passes every input of the graph to ``schedule.step`` by keyword: torch splits them into
+    Call it on every rank, and pass every input of the graph to ``schedule.step`` by keyword: torch splits them into
     microbatches, and each stage takes the inputs that it reads. If the model draws random numbers, also pass the seed
     of each microbatch. The last stage returns the tensors of the model's output as a flat tuple, from which
     `form_output` restores the output::
