@@ -46,11 +46,10 @@ def declare(
         random: whether it draws random numbers.
         impure: whether it has effects outside the graph, such as printing.
 
-        Without a declaration, a custom operator (outside the namespaces of torch and torchvision) is assumed to be
-        random, since its schema says what it writes but not whether it draws random numbers. A function or leaf module
-        is assumed to
-    read and write every parameter and buffer of the model, which it may hold in a list or a closure. The buffers of a
-    declared module are assumed to be written.
+    Without a declaration, a custom operator (outside the namespaces of torch and torchvision) is assumed to be random,
+    since its schema says what it writes but not whether it draws random numbers. A function or leaf module is assumed
+    to read and write every parameter and buffer of the model, which it may hold in a list or a closure. The buffers of
+    a declared module are assumed to be written.
     """
     spellings = _spellings(target)
     names = _parameters(spellings[-1])

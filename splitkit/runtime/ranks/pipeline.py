@@ -321,7 +321,7 @@ class Pipeline(StageTensors):
             return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group)
 
     def shard(self) -> None:
-        """Shard the parameters of each stage over its replicas with torch's FSDP2; call it before creating the optimizer.
+        """Shard the parameters of each stage over its replicas with FSDP2; call it before creating the optimizer.
 
         Each rank then holds its share of the parameters, gradients and optimizer state. Parameters that are shared with
         stages on other ranks are not sharded. For other settings, call ``fully_shard`` on each of `modules`.
