@@ -100,7 +100,7 @@ def test_a_policy_may_be_a_parameter_of_another():
     assert policy_spec.parse("SplitBackward(policy=MinCut())").build().policy == SplitBackward(policy=MinCut())
     with pytest.raises(UsageError, match="there is no policy 'MinCute'"):
         policy_spec.parse("SplitBackward(policy=MinCute())")
-    with pytest.raises(UsageError, match="no literal"):
+    with pytest.raises(UsageError, match="not a literal"):
         policy_spec.parse("SplitBackward(policy=open.x('a'))")
     with pytest.raises(sk.PolicyError, match="SK302"):
         policy_spec.parse("SplitBackward(policy=MinCut(nothing=1))").build()
