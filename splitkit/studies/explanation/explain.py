@@ -99,7 +99,7 @@ def _beside_stages(pricing: StagePricing, plan: Plan, costs: Costs) -> str:
         stages = Stages(count, links=pricing.request.links, optimizer=pricing.request.optimizer)
         found = stages.assign(flow, costs)
     except SplitError as error:
-        return f"Stages({count}) makes no plan of this graph: {error.reason}."
+        return f"Stages({count}) finds no plan for this graph: {error.reason}."
     own, theirs = pricing.figures(plan), pricing.figures(found)
     unit = pricing.unit
     moved = _moved(pricing, plan, found)
