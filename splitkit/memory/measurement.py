@@ -74,11 +74,11 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
     among the arguments, all tensors among the arguments, and anything else that an op reads but no earlier op created,
     such as optimizer state. The caller holds the arguments: ``fn`` cannot free them.
 
-    An op is a call that reaches the dispatcher below autograd: a composite such as ``linear`` is several ops, a
-    higher-order or custom op is one. Memory that a kernel allocates besides its results is not counted, nor is memory
-    allocated without the dispatcher: RNG states, and the buffers of Inductor's code, which count from the start if an
-    op reads them. ``allocator=True`` counts all of it. ``fn`` may run backward, use checkpoints, call this function,
-    and call compiled code. On fake tensors nothing is allocated, and the numbers are those of real tensors.
+    An op is what reaches the dispatcher below autograd: a composite such as ``linear`` is several, a higher-order or
+    custom op is one. Memory that a kernel allocates besides its results is not seen, and neither is memory allocated
+    without the dispatcher: RNG states, and the buffers of Inductor's code, which count from the start if an op reads
+    them. ``allocator=True`` sees all of it. ``fn`` may run backward, use checkpoints, call this function, and call
+    compiled code. On fake tensors nothing is allocated, and the numbers are those of real tensors.
 
     Python's garbage collector is paused, so tensors in reference cycles stay alive and all runs give the same numbers
     (except the first, if ``fn`` imports or compiles something). Measuring takes about 30 microseconds per op. No mode,

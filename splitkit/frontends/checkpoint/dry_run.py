@@ -28,7 +28,7 @@ def dry_run(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: An
         kwargs: keyword inputs.
 
     Raises:
-        CaptureError: SK401 if the model does not run on fake tensors of the inputs, or has no loss.
+        CaptureError: SK401 if the model does not run on fakes of the inputs, or has no loss.
     """
     require_module(model)
 

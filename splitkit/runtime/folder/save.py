@@ -39,10 +39,10 @@ def save_stages(
 
     The folder holds ``manifest.json`` (the plan, the values at each border, the names of tensors), ``stage-K.json``
     (the graph of a stage), ``stage-K.safetensors`` (its weights, buffers and constants; a tensor that several stages
-    read is in the file of the first) and an index of these in Hugging Face's format. All of this is data: no code,
-    nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. Non-persistent buffers are
-    also written, if `splitkit.capture` knew their values. An old manifest is deleted first and the new one is written
-    last, so that an incomplete folder is refused.
+    read is in the file of the first) and an index of these in Hugging Face's format. All of it is data: no code,
+    nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. Buffers that are in no
+    state dict are written all the same, if `splitkit.capture` knew their values. An old manifest is deleted first and
+    the new one is written last, so that an incomplete folder is refused.
 
     Args:
         split: captured by ``torch.export``, with the inputs of one microbatch.
