@@ -78,7 +78,7 @@ def test_the_form_can_be_named(gm):
         ('{"layers": 0, "lm_head": 1}', "accelerate", "SK525", "tok_embeddings no stage"),
         ('{"": 0, "layers.1.up": 1, "layers.1.down": 1}', "accelerate", "SK525", "all layers are on cuda:0"),
         ('{"tok_embeddings": 0, "layers.0.up": 1}', "accelerate", "SK525", "divides layers.0"),
-        ('{"": "here", "lm_head": "there"}', "accelerate", "SK525", "no device"),
+        ('{"": "here", "lm_head": "there"}', "accelerate", "SK525", "not a device"),
         ("[]", "torchtitan", "SK524", "list of module names"),
         ("[['tok_embeddings'], []]", "torchtitan", "SK524", "list of module names"),
         ("[['tok_embeddings'], ['layers.0']]", "torchtitan", "SK525", "gives layers.1 no stage"),
