@@ -30,7 +30,7 @@ def require_offload(owner: object, offload: Offload, host: int | str | None, exa
     name = owner if isinstance(owner, str) else type(owner).__name__
     if offload is None:
         if host is not None:
-            text = f"{name} has host={shown(host)}, and no link to it"
+            text = f"{name} has host={shown(host)}, but no link to it"
             raise PolicyError("SK302", text, f"Name the link: {example}offload='pcie5', host='8GiB').")
         return
     HostLink.of(offload)

@@ -216,10 +216,10 @@ def _order(
     if isinstance(schedule, str):
         return pipeline_order(schedule, stages, microbatches_of(microbatches, stages))
     if len(schedule.rank_of) != stages:
-        reason = f"the order {schedule.name} has {len(schedule.rank_of)} stages, and the plan {stages}"
+        reason = f"the order {schedule.name} has {len(schedule.rank_of)} stages, but the plan has {stages}"
         raise cannot_carry(form.tool, reason, "Make the order for the stages of the plan.")
     if form.schedules == "name" and schedule_of(schedule) is None:
-        reason = f"it runs schedules by name, and the order {schedule.name} has none"
+        reason = f"it runs schedules by name, but the order {schedule.name} has no name"
         raise cannot_carry(form.tool, reason, "Export to torch or torchtitan, which read any order.")
     return schedule
 

@@ -116,7 +116,7 @@ class Schedule:
         if pair := stalls(found, counts):
             before, stage = pair
             text = f"{self.name} may never end: stage {stage} has {found[stage]} microbatches in flight, and"
-            remedy = "Let earlier stages have as many in flight, or more."
+            remedy = "Let earlier stages have at least as many in flight."
             raise ScheduleError("SK331", f"{text} stage {before} before it {found[before]}", remedy)
         return found
 
@@ -164,7 +164,7 @@ class Schedule:
             raise ScheduleError("SK330", numbers, remedy)
         if stages % ranks:
             whole = f"{stages - stages % ranks} or " if stages > ranks else ""
-            remedy = f"Each rank has as many stages: split into {whole}{stages + ranks - stages % ranks}."
+            remedy = f"All ranks have the same number of stages: split into {whole}{stages + ranks - stages % ranks}."
             raise ScheduleError("SK330", numbers, remedy)
         refused = None if self.refusal is None else self.refusal(stages, microbatches, ranks)
         if refused is not None:

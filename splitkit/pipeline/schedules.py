@@ -232,5 +232,5 @@ def _require_as_told(schedule: Schedule, order: PipelineOrder, stages: int, micr
         text = f"{schedule.name} has its stages on the ranks {order.rank_of}, and placement says {told}"
         raise ScheduleError("SK331", text, "Correct its order= or placement=.")
     if not schedule.divided and any(action.kind == "I" for row in order.ranks for action in row):
-        text = f"{schedule.name} divides backward, and its entry does not say so"
+        text = f"{schedule.name} divides backward, but its entry does not say so"
         raise ScheduleError("SK331", text, "Set divided=True.")

@@ -244,7 +244,7 @@ def _times(step: PricedStep) -> tuple[list[float], ...]:
     copies = [stage.copies for stage in step.stages]
     if any(copies):
         if isinstance(order, MessageOrder) or not overlap:
-            text = "stages that offload need messages that travel beside the work, without an order of their own"
+            text = "stages that offload need messages that overlap with computation, without an order of their own"
             raise ScheduleError("SK330", text, "Leave out overlap=False, and give the actions without messages.")
         return times_with_copies(order, step.durations, step.channels, step.travel, copies)
     if isinstance(order, MessageOrder):

@@ -142,7 +142,9 @@ class Budget:
     def _check_card(self) -> None:
         if self.budget is not None or self.of != "peak":
             other = f"budget={shown(self.budget)}" if self.budget is not None else f"of={self.of!r}"
-            remedy = "A card bounds the peak of all that training holds: Budget(card='24GiB', optimizer='adamw')."
+            remedy = (
+                "A card limits the peak of everything that training holds: Budget(card='24GiB', optimizer='adamw')."
+            )
             raise PolicyError("SK302", f"Budget has a card, and {other}", remedy)
         if not isinstance(self.accumulate, bool):
             raise PolicyError("SK302", f"Budget has accumulate={shown(self.accumulate)}", "Give True or False.")

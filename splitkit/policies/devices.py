@@ -99,7 +99,7 @@ class Devices:
         self._check_pieces()
         check_tokens("Devices", self.tokens)
         if self.tokens and self.objective == "latency":
-            reason = "Devices: tokens are of several requests in flight, and objective='latency' is for one"
+            reason = "Devices: tokens= is for several requests in flight, but objective='latency' is for a single one"
             raise PolicyError("SK302", reason, "Leave one of them out.")
         training = {} if self.optimizer is None else {"optimizer": self.optimizer}
         check_cache(self._cached, self.memory, training)

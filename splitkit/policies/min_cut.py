@@ -29,7 +29,7 @@ saving each storage weighs, shape (k,)."""
 
 _MOST = 1e100  # times a price, still finite
 _RATE = 1e11  # the default of MinCut.price
-_SIZE = "It takes a node, and returns bytes, not negative; infinite for what may not be saved."
+_SIZE = "It takes a node and returns bytes of at least 0; infinite for values that may not be saved."
 _RULES = (
     "Rules take splitkit.training.choices.Savings, and return ({op: reason}, an array of what each storage weighs)."
 )
@@ -67,7 +67,7 @@ class MinCut:
     def __post_init__(self) -> None:
         price: object = self.price
         if not (is_number(price) and float(price) <= _MOST) and not is_word(price, "fused"):
-            remedy = f"Give bytes a second, not negative, {_MOST:.0e} at most: 1e11; or 'fused'."
+            remedy = f"Give bytes per second, from 0 to {_MOST:.0e}, such as 1e11; or 'fused'."
             raise PolicyError("SK302", f"MinCut has price={shown(price)}", remedy)
         functions: dict[str, tuple[object, str]] = {"size": (self.size, _SIZE), "rules": (self.rules, _RULES)}
         for name, (value, remedy) in functions.items():

@@ -72,7 +72,7 @@ class SplitBackward:
     def __post_init__(self) -> None:
         price: object = self.price
         if price is not None and not (is_number(price) and float(price) <= _MOST):
-            remedy = f"Give bytes a second, not negative, {_MOST:.0e} at most: 1e12; or None to defer products."
+            remedy = f"Give bytes per second, from 0 to {_MOST:.0e}, such as 1e12; or None to defer products."
             raise PolicyError("SK302", f"SplitBackward has price={shown(price)}", remedy)
         require_policy(self.policy)
 

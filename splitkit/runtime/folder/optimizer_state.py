@@ -103,7 +103,7 @@ def prepare_optimizer(
     """
     kind = data["class"].text()
     if kind != type(optimizer).__name__:
-        raise _other(f"the checkpoint has the state of {kind}, and this optimizer is a {type(optimizer).__name__}")
+        raise _other(f"the checkpoint has the state of {kind}, but this optimizer is a {type(optimizer).__name__}")
     found: dict[str, torch.Tensor] = {}
     states = dict(data["state"].fields())
     grouped = {id(p): group for group in optimizer.param_groups for p in group["params"]}

@@ -63,7 +63,7 @@ def load_scheduler(data: JsonField, scheduler: Any, optimizer: Optimizer, tensor
     if kind != type(scheduler).__name__:
         raise FileError(
             "SK507",
-            f"the checkpoint has the state of a {kind}, and this scheduler is a {type(scheduler).__name__}",
+            f"the checkpoint has the state of a {kind}, but this scheduler is a {type(scheduler).__name__}",
             "Create the scheduler as in the run that wrote the checkpoint.",
         )
     scheduler.load_state_dict(_unmarked(decode_state(data["state"], tensors), optimizer))

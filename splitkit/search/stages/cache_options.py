@@ -99,7 +99,7 @@ def cache_of(options: CacheOptions, flow: Dataflow, costs: Costs) -> Mapping[Nod
     """
     name = options.policy
     if includes_backward(as_given(costs)):
-        reason = f"{name}: the prices include backward, and objective={options.objective!r} is for inference"
+        reason = f"{name}: the prices include backward, but objective={options.objective!r} is for inference"
         raise _wrong(reason, "Give the prices of forward: sk.costs.roofline(gm, 'h100').")
     if options.cache is None:
         found = cache_bytes(flow)
