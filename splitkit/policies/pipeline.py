@@ -55,11 +55,11 @@ class Pipeline:
     runtime does, what it received and sent. Ranks hold weights, gradients, optimizer state, the saved activations of
     all microbatches in flight, messages, and the temporary memory of the stage that runs.
 
-    The claim has the simulated step and a lower bound for all plans with these cut positions. With one stage per rank,
-    the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less time than
-    the hull of its exact frontier allows. With several stages per rank, it is the total work divided evenly among the
-    ranks. At most 200 cut positions are considered, those that send the fewest bytes; the note says how many of how
-    many. If there are few ways to cut (two stages of a small graph), all are tried.
+    The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on
+    each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less
+    time than the hull of its exact frontier says. With several stages on a rank it is all work evenly on all ranks. If
+    there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
+    those that send the fewest bytes; the note says how many of how many.
 
     ``Pipeline(4, memory="80GiB", offload="pcie5")`` may also move saved activations to the host while other
     microbatches run. A value leaves during its stage's forward and the rank's next action, and returns during the
