@@ -1,14 +1,14 @@
-"""splitkit splits PyTorch graphs into parts, and checks that the parts compute what the whole computed.
+"""splitkit splits PyTorch models into parts, and checks that the parts compute what the whole model computes.
 
 >>> import splitkit as sk
 >>> gm = sk.capture(model, *inputs)
 >>> split = sk.split(gm, sk.policies.Stages(4))
 >>> split(*inputs)
 
-`splitkit.policies` has the policies, `splitkit.costs` the prices, and `splitkit.runtime` runs a split on several
-devices or ranks. `splitkit.view` makes pictures and pages, `splitkit.testing` compares modules, and `splitkit.extend`
-is for writing your own policies, plans, schedules and regions. All names load on first use, so ``import splitkit`` does
-not wait for torch.
+`splitkit.policies` decides which part computes what, `splitkit.costs` prices nodes, and `splitkit.runtime` runs a split
+on several devices or ranks. `splitkit.view` draws pictures and pages, `splitkit.testing` compares modules, and
+`splitkit.extend` is for policies, plans, schedules and regions of your own. All names load on first use, so
+``import splitkit`` does not wait for torch.
 """
 
 from importlib import import_module

@@ -157,5 +157,5 @@ def memory_of(policy: object, memory: Memory, devices: int) -> tuple[int | None,
         return (None if memory is None else nbytes(policy, "memory", memory),) * devices
     if len(memory) != devices:
         reason = f"{_title(policy)}: memory has {len(memory)} sizes for {devices} devices"
-        raise PolicyError("SK302", reason, "Give one size for all, or one for each.")
+        raise PolicyError("SK302", reason, "Give one size for all devices, or one for each.")
     return tuple(None if one is None else nbytes(policy, "memory", one) for one in memory)

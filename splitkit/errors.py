@@ -132,7 +132,7 @@ class GraphError(SplitError):
 
 
 class PlanError(SplitError):
-    """The plan breaks a dependence, an effect or a rule of the graph (SK2xx)."""
+    """The plan violates a dependence, a side effect or a rule of the graph (SK2xx)."""
 
 
 class CycleError(PlanError):
@@ -140,11 +140,11 @@ class CycleError(PlanError):
 
 
 class PolicyError(SplitError):
-    """A policy was given parameters that make no sense for this graph (SK3xx)."""
+    """The parameters of a policy are invalid for this graph (SK3xx)."""
 
 
 class NoPlanError(PolicyError):
-    """The policy is sound but no plan meets its demands (SK303).
+    """The policy is valid, but no plan meets its demands (SK303).
 
     Attributes:
         nearest: the plan that misses the demands by the least, if the search has one; it is not pickled.
@@ -156,7 +156,7 @@ class NoPlanError(PolicyError):
 
 
 class CostError(SplitError):
-    """Devices, links or costs are described in a way that makes no sense (SK32x)."""
+    """The description of devices, links or costs is invalid (SK32x)."""
 
 
 class ScheduleError(SplitError):
@@ -167,8 +167,8 @@ class CaptureError(SplitError):
     """A model could not be turned into a graph (SK4xx).
 
     Attributes:
-        reached: the graph up to where the capture stopped, if it had begun: a graph module, to be looked at only. It is
-            not pickled.
+        reached: the graph up to the point where the capture stopped, if it had begun: a graph module, for inspection
+            only. It is not pickled.
         stopped_at: the line of Python where it stopped: ``model.py:12: if x.sum() > 0:``; empty if not known.
     """
 
@@ -198,7 +198,7 @@ class UsageError(SplitError):
 
 
 class CheckError(SplitError, AssertionError):
-    """A split gives other results than the whole (SK70x)."""
+    """A split computes different results than the whole (SK70x)."""
 
 
 class PipelineError(SplitError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The public API for writing your own policies, plans, schedules and regions; to use policies, import ``splitkit``.
+"""The public API for writing policies, plans, schedules and regions of your own; to use policies, import ``splitkit``.
 
 >>> from splitkit.extend import Costs, Dataflow, Plan, PolicyError, checks, module_path
 

@@ -27,7 +27,7 @@ def price_name(costs: object) -> str:
 
 
 def require_times(*priced: object) -> None:
-    """Refuse to draw a schedule by prices that are no times: it would show times that nobody predicted.
+    """Refuse to draw a schedule by prices that are not times: it would show times that nobody predicted.
 
     Args:
         priced: costs, or a simulated step.

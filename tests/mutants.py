@@ -85,7 +85,7 @@ def changes(source: str) -> dict[str, list[Change]]:
 
 
 def planted(source: str, change: Change) -> Mutant | None:
-    """The file with that bug; None where it is no Python or means the same to the compiler."""
+    """The file with that bug; None where it is not Python or means the same to the compiler."""
     new = _Text(source).replaced(change.node, change.new)
     try:
         if ast.dump(ast.parse(new)) == ast.dump(ast.parse(source)):

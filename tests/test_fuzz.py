@@ -91,7 +91,7 @@ BUGS = [
     ),
     Bug("opaque code reaches nothing", MEMORY, "Memory.use", "if self.reached or not effect.known:", "if False:", 59),
     Bug("opaque code only reads", MEMORY, "Memory._reach", "writes[REACHED] = None", "pass", 59),
-    Bug("effects are no edges", ORDER, "_needs", "in after[node]:", "in ():"),
+    Bug("effects are not edges", ORDER, "_needs", "in after[node]:", "in ():"),
     Bug(
         "what may run once is copied",
         "splitkit.engine.complete", "check_plan", "if len(keys) > 1:", "if len(keys) > 9:", 15,

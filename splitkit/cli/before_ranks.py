@@ -98,7 +98,7 @@ def _require_factory(wanted: Source) -> None:
         tree = ast.parse(path.read_bytes(), str(path))
         names = functions_in(path)
     except (OSError, SyntaxError, ValueError) as error:
-        raise CaptureError("SK403", f"{place} cannot be read as Python: {error}", "Mend the file.") from error
+        raise CaptureError("SK403", f"{place} cannot be read as Python: {error}", "Correct the file.") from error
     if _may_define(tree, name):
         return
     other = near(name, names)

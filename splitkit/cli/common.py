@@ -108,7 +108,7 @@ def _example(wanted: Source) -> Example:
         try:
             return models.load(wanted.spec, **wanted.sizes)
         except SystemExit as error:
-            raise CaptureError("SK403", f"{wanted.spec} left with sys.exit({error.code})") from error
+            raise CaptureError("SK403", f"{wanted.spec} called sys.exit({error.code})") from error
 
 
 def find_own_code(spec: str) -> None:
@@ -179,7 +179,7 @@ def check_costs(kind: str | None) -> None:
 
 
 def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
-    """Refuse a page with a schedule by prices that are no times, before the model is made.
+    """Refuse a page with a schedule by prices that are not times, before the model is made.
 
     Raises:
         ViewError: SK903.
@@ -216,7 +216,9 @@ def planned_by(args: Namespace, file: dict[str, Any] | None) -> tuple[CapturedMo
         return _from_file(args, file)
     if args.model is not None:
         raise UsageError(
-            "SK601", "--model goes with a plan file only", "Name just the model, or a plan whose name ends in .json."
+            "SK601",
+            "--model can only be used with a plan file",
+            "Name just the model, or a plan whose name ends in .json.",
         )
     require_policy_option(args)
     return make_plan(args, args.target)
@@ -261,7 +263,7 @@ def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | 
 
     Raises:
         UsageError: SK601 for options that the plan file has already decided.
-        FileError: SK501 if the file is no plan, SK504 if it cannot be read.
+        FileError: SK501 if the file is not a plan, SK504 if it cannot be read.
     """
     if not args.target.endswith(".json"):
         return None
@@ -270,7 +272,9 @@ def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | 
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"
         raise UsageError(
-            "SK601", f"{option} does not go with a plan file, which has already decided it", "Plan again with it."
+            "SK601",
+            f"{option} cannot be combined with a plan file, which has already decided it",
+            "Plan again with it.",
         )
     return read_plan(args.target)
 
@@ -314,7 +318,7 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
 
 
 def _require_plan(path: str, data: dict[str, Any]) -> None:
-    """Refuse a file that is no plan, before the model is made."""
+    """Refuse a file that is not a plan, before the model is made."""
     if data.get("kind") != "splitkit plan":
         what = data.get("kind") or (f"what `splitkit {data['command']} --json` prints" if "command" in data else "")
         found = f": it is {what}" if isinstance(what, str) and what.isprintable() and what else ""

@@ -41,16 +41,18 @@ def check_model_name(spec: str, plans: bool) -> None:
     elif ".py:" in place:
         raise UsageError("SK602", f"{spec!r} has two colons", f"Write {place}.")
     elif path.is_file() and path.suffix != ".py":
-        raise UsageError("SK602", f"{place} is no Python file", f"Name a file that ends in .py: {EXAMPLE}.")
+        raise UsageError("SK602", f"{place} is not a Python file", f"Name a file that ends in .py: {EXAMPLE}.")
 
 
 def _check_word(spec: str, plans: bool) -> None:
-    """Refuse a name without a colon that is no example."""
+    """Refuse a name without a colon that is not an example."""
     if spec in NAMES:
         return
     path = Path(spec)
     if path.suffix == ".json":
-        raise UsageError("SK602", f"{spec} is no model", "Name a model; `splitkit run PLAN.json` runs a plan.")
+        raise UsageError(
+            "SK602", f"{spec} is not a model", "Pass a model; to run a plan, use `splitkit run PLAN.json`."
+        )
     if path.suffix == ".py" or (path.is_file() and path.suffix != ""):
         lack = " but no function in it" if path.is_file() else " that does not exist, and no function in it"
         raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))

@@ -106,7 +106,7 @@ def _answer_of(said: Sequence[str]) -> str:
     """Return the output of the rank whose error says most about the cause.
 
     A rank that fails takes the others with it, and these only report a lost connection. So an error with another code
-    than SK805 (a lost rank) comes first, then any code, then an error that is no lost connection; without an error it
+    than SK805 (a lost rank) comes first, then any code, then an error other than a lost connection; without an error it
     is the output of rank 0. Of several that name the same cause, the shortest is that of the rank that failed: the
     others add what they were waiting for.
     """

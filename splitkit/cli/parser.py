@@ -44,7 +44,7 @@ def make_parser() -> Parser:
     """Return the parser of ``splitkit``."""
     parser = Parser(
         prog="splitkit",
-        description="Split PyTorch graphs into parts, and check that the parts compute what the whole did.",
+        description="Split PyTorch models into parts, and check that the parts compute what the whole model computes.",
         epilog=EPILOG,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
@@ -108,7 +108,7 @@ def _plan(commands: Commands[Parser]) -> None:
     output.add_argument(
         "--order",
         metavar="FILE.csv",
-        help="with --schedule: order the messages for the shortest step without a deadlock, and write actions and "
+        help="with --schedule: order the messages for the shortest step that cannot deadlock, and write actions and "
         "messages of each rank in torch's format, for splitkit train --schedule FILE.csv",
     )
 
@@ -136,22 +136,22 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        help="memory limit of each device: 80GiB, or 24GiB,16GiB for two, 80%% of its memory, or least for the lowest "
-        "possible peak (default: all its memory); with fwd-bwd the limit on the peak: 2GiB, 50%% of what can be saved, "
-        "or least; with fwd-bwd and --optimizer the memory of the card, of which 5%% stay free: 24GiB",
+        help="memory limit of each device: 80GiB; 24GiB,16GiB for two devices; 80%% of its memory; or least for the "
+        "lowest possible peak (default: all of its memory); with fwd-bwd, a limit on the peak: 2GiB, 50%% of what can "
+        "be saved, or least; with fwd-bwd and --optimizer, the memory of the card, 5%% of which stays free: 24GiB",
     )
     add_links(group)
     group.add_argument(
         "--objective",
         choices=("throughput", "latency", "tokens"),
-        help="minimize the load of the busiest device (default), or the time of one sample; or make room for the most "
-        "tokens of cache, for inference",
+        help="minimize the load of the busiest device (default) or the time of one sample; or, for inference, leave "
+        "room for the largest KV cache",
     )
     group.add_argument(
         "--tokens",
         type=positive,
         metavar="N",
-        help="for inference: leave room for the cache of N tokens, of all requests in flight together",
+        help="for inference: leave room for a KV cache of N tokens, over all requests in flight",
     )
 
 
@@ -160,13 +160,13 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
         "--schedule",
         metavar="NAME",
         help=f"{words_of()}, or FILE.py:NAME for a schedule of your own; the step is simulated (default: inference, "
-        "one sample after the other)",
+        "one sample after another)",
     )
     group.add_argument(
         "--microbatches",
         type=positive,
         metavar="N",
-        help="number of microbatches in a step; each is a batch as captured (default: 2 per stage)",
+        help="number of microbatches in a step, each of the captured batch size (default: 2 per stage)",
     )
     group.add_argument(
         "--replicas",
@@ -179,7 +179,7 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
         "--optimizer",
         choices=("adam", "adamw", "momentum", "sgd", "none"),
         help="optimizer whose state takes memory; none means inference (default: adam with --schedule, else none); "
-        "with fwd-bwd the card also holds its state and accumulated gradients",
+        "with fwd-bwd, the card also holds its state and the accumulated gradients",
     )
     add_recompute(group)
 
@@ -253,7 +253,7 @@ def _train(commands: Commands[Parser]) -> None:
         metavar="N",
         help="number of steps, including those before --resume (default 10)",
     )
-    group.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="(default adamw)")
+    group.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="the optimizer (default adamw)")
     group.add_argument("--lr", type=above_zero, metavar="X", help="learning rate (default: 1e-3; for sgd 1e-2)")
     group.add_argument(
         "--timeout",
@@ -270,16 +270,14 @@ def _train(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--tolerance", type=above_zero, default=1e-5, metavar="X", help="relative tolerance of --check (default 1e-5)"
     )
-    group.add_argument(
-        "--checkpoint", metavar="FOLDER", help="save the run in this folder after the last step; it is tested first"
-    )
-    group.add_argument("--every", type=positive, metavar="N", help="save it after every N steps as well")
+    group.add_argument("--checkpoint", metavar="FOLDER", help="save the run in this folder after the last step")
+    group.add_argument("--every", type=positive, metavar="N", help="also save it after every N steps")
     group.add_argument("--keep", type=positive, metavar="N", help="keep the last N checkpoints (default 2)")
     group.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last checkpoint in the folder, if there is one; without it, a folder that has any is "
-        "refused",
+        help="continue from the last checkpoint in the folder, if there is one; without --resume, a folder that has "
+        "checkpoints is refused",
     )
     group.add_argument(
         "--async-save", action="store_true", help="write checkpoints while training goes on, from a copy in memory"
@@ -293,7 +291,7 @@ def _train(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
-        help="write what each rank did when in the step of median time, for splitkit view --measured and Perfetto",
+        help="write a timeline of the step of median time, for splitkit view --measured and Perfetto",
     )
 
 
@@ -319,16 +317,16 @@ def _sweep(commands: Commands[Parser]) -> None:
         metavar="LINK",
         help="with --of peak or --what fwd-bwd: move saved values to the host and back over this link, such as pcie5",
     )
-    parser.add_argument("--host", metavar="SIZE", help="with --offload: the room on the host (default: no limit)")
+    parser.add_argument("--host", metavar="SIZE", help="with --offload: the most bytes on the host (default: no limit)")
     add_view(parser, "the picture and the table of the results")
     group = parser.add_argument_group(
-        "pipelines: every combination of stages, microbatches and schedules is planned and simulated"
+        "pipelines: plans and simulates every combination of stages, microbatches and schedules"
     )
     group.add_argument("--stages", type=numbers, metavar="N,N", help="numbers of stages, such as 2,4,8")
     group.add_argument(
         "--what",
         choices=("parts", "fwd-bwd"),
-        help="stages of forward (parts, the default), or of the training step, which recompute what memory requires",
+        help="cut the forward graph (parts, the default), or a training step, with the recompute that memory requires",
     )
     group.add_argument("--microbatches", type=numbers, metavar="N,N", help="numbers of microbatches (default 4,8,16)")
     group.add_argument(
@@ -357,7 +355,7 @@ def _devices(commands: Commands[Parser]) -> None:
     example = (
         "splitkit devices\n\n"
         "a device of your own, in FILE.toml:\n"
-        '  links = "nvlink4"           # what connects the devices; optional, as are count and launch\n'
+        '  links = "nvlink4"           # what connects the devices; optional, like count and launch\n'
         "  [mine]\n"
         "  count = 4                   # how many there are, for --devices FILE.toml\n"
         "  peak = { float32 = 40e12, bfloat16 = 160e12 }    # FLOP/s\n"
@@ -413,8 +411,8 @@ def _profile(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--trace",
         metavar="FILE",
-        help="write what each rank did when, and its memory, for splitkit view --measured and Perfetto; of several "
-        "schedules a file each",
+        help="write a timeline of each rank with its memory, for splitkit view --measured and Perfetto; one file for "
+        "each schedule",
     )
 
 
@@ -435,7 +433,7 @@ def _view(commands: Commands[Parser]) -> None:
         "--beside",
         metavar="PLAN.json",
         action="append",
-        help="another plan of the model, to see which rows change stages; may be given several times",
+        help="another plan of the model, to mark what changes stages; may be given several times",
     )
     group = parser.add_argument_group("below the picture")
     group.add_argument(
@@ -447,13 +445,13 @@ def _view(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--measured",
         metavar="TRACE.json",
-        help="draw what the ranks did beside what was predicted; splitkit train --trace and splitkit profile --ranks "
+        help="draw what the ranks actually did next to the prediction; splitkit train --trace and profile --ranks "
         "--trace write such files",
     )
     add_recompute(group)
     add_links(group)
     group.add_argument(
-        "--memory", metavar="SIZE", help="memory limit of each device, such as 80GiB: what exceeds it is red"
+        "--memory", metavar="SIZE", help="memory limit of each device, such as 80GiB; peaks above it are red"
     )
     group.add_argument(
         "--optimizer",

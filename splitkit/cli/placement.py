@@ -46,7 +46,7 @@ def refuse_with(args: Namespace, what: str, remedy: str, names: tuple[str, ...] 
     """
     for name in names:
         if getattr(args, name) is not None:
-            raise UsageError("SK601", f"--{name} does not go with {what}", remedy)
+            raise UsageError("SK601", f"--{name} cannot be combined with {what}", remedy)
 
 
 def check_placement(args: Namespace) -> None:
@@ -72,10 +72,10 @@ def check_placement(args: Namespace) -> None:
         raise UsageError("SK601", f"--{name} needs devices or stages", remedy)
     for name in ("microbatches", "trace", "order"):
         if getattr(args, name) is not None and args.schedule is None:
-            raise UsageError("SK601", f"--{name} goes with --schedule", "Add --schedule 1f1b.")
+            raise UsageError("SK601", f"--{name} needs --schedule", "Add --schedule 1f1b.")
     if args.objective == "latency" and args.devices is None:
         remedy = "Add --devices 4xh200 in place of --stages."
-        raise UsageError("SK601", "--objective latency goes with --devices", remedy)
+        raise UsageError("SK601", "--objective latency needs --devices", remedy)
     _check_inference(args)
     if args.schedule is not None and args.objective == "latency":
         raise UsageError("SK601", "--schedule is for throughput", "Leave out --schedule or --objective latency.")
@@ -102,13 +102,13 @@ def _check_inference(args: Namespace) -> None:
         return
     if args.tokens is not None and args.objective in ("tokens", "latency"):
         remedy = "Leave --tokens out, or --objective: --tokens asks for the fastest stages with room for so many."
-        raise UsageError("SK601", f"--tokens does not go with --objective {args.objective}", remedy)
+        raise UsageError("SK601", f"--tokens cannot be combined with --objective {args.objective}", remedy)
     trains = args.optimizer not in (None, "none") or args.schedule is not None or args.training or args.replicas
     if trains:
         remedy = "Leave --schedule, --optimizer, --training and --replicas out."
-        raise UsageError("SK601", f"{given} is for inference", remedy)
+        raise UsageError("SK601", f"{given} is for inference only", remedy)
     if args.memory == "least":
-        raise UsageError("SK601", f"--memory least does not go with {given}", "Give a size: --memory 24GiB.")
+        raise UsageError("SK601", f"--memory least cannot be combined with {given}", "Give a size: --memory 24GiB.")
 
 
 def check_memory(args: Namespace, least: bool = True) -> None:
@@ -125,13 +125,15 @@ def check_memory(args: Namespace, least: bool = True) -> None:
         return
     if "%" in args.memory:
         if not read_percent(args.memory):
-            raise UsageError("SK601", f"--memory {args.memory:.60} is no share", "Write a share above 0%, such as 80%.")
+            raise UsageError(
+                "SK601", f"--memory {args.memory:.60} is not a share", "Write a share above 0%, such as 80%."
+            )
         if args.devices is None:
             remedy = "Name the devices whose memory it is a share of, such as --devices 4xh200; or write bytes: 80GiB."
             raise UsageError("SK601", f"--memory {args.memory} is a share, but no device is named", remedy)
     elif (found := read_size(args.memory)) is None or found > MOST_BYTES:
         raise UsageError(
-            "SK601", f"--memory {args.memory:.60} is no size", "Write bytes, 80GiB, or 80% with --devices."
+            "SK601", f"--memory {args.memory:.60} is not a size", "Write bytes, 80GiB, or 80% with --devices."
         )
 
 

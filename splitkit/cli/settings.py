@@ -52,7 +52,7 @@ def apply_settings(parser: Parser, words: Sequence[str]) -> list[str]:
     A setting is left out if ``words`` has an option that excludes it (``--policy`` where the setting is ``stages``).
 
     Raises:
-        UsageError: SK604 if the file is no TOML, or a setting names no option or has a value that it does not take.
+        UsageError: SK604 if the file is not TOML, or a setting names no option or has a value that it does not take.
     """
     commands = parser.commands()
     found = list(_from_file(commands))
@@ -110,7 +110,7 @@ def _require_known(setting: OptionDefault, commands: Mapping[str, Parser]) -> No
         return
     where = f"splitkit {setting.command}" if setting.command else "any command"
     remedy = nearest(setting.option, sorted(known), "`splitkit COMMAND --help` lists the options.")
-    raise UsageError("SK604", f"{setting.origin}: {setting.option} is no option of {where}", remedy)
+    raise UsageError("SK604", f"{setting.origin}: {setting.option} is not an option of {where}", remedy)
 
 
 def _from_file(commands: Mapping[str, Parser]) -> Iterator[OptionDefault]:
@@ -126,7 +126,7 @@ def _from_file(commands: Mapping[str, Parser]) -> Iterator[OptionDefault]:
             yield OptionDefault(name, _text(path, name, value), str(path))
         elif name not in commands:
             remedy = nearest(name, sorted(commands), "Name a command.")
-            raise UsageError("SK604", f"{path}: [{name}] is no command of splitkit", remedy)
+            raise UsageError("SK604", f"{path}: [{name}] is not a command of splitkit", remedy)
         else:
             for option, own in value.items():
                 yield OptionDefault(option, _text(path, option, own), f"{path} [{name}]", name)

@@ -87,7 +87,9 @@ def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
     for name in _DECIDED:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError("SK601", f"{option} does not go with a folder of stages", "Plan and split again with it.")
+            raise UsageError(
+                "SK601", f"{option} cannot be combined with a folder of stages", "Plan and split again with it."
+            )
     held = open_stages(args.target, args.weights)
     inputs, named = held.example()
     example = Example(held.module, inputs, named)

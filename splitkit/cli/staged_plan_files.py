@@ -1,4 +1,4 @@
-"""What a plan file of a training step in stages says without its graph, and which options it goes with."""
+"""What a plan file of a training step in stages says without its graph, and which options it accepts."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def require_options(args: Namespace) -> None:
         if getattr(args, name, None) not in (None, False):
             raise UsageError(
                 "SK601",
-                f"{option} does not go with {args.target}, a plan of a training step",
+                f"{option} cannot be combined with {args.target}, a plan of a training step",
                 "Leave it out, or plan a forward graph: splitkit plan MODEL --stages N.",
             )

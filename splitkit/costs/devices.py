@@ -80,9 +80,9 @@ class Device:
 def _check(device: Device) -> None:
     where = f"device {device.name!r}"
     if not isinstance(device.name, str) or not device.name:
-        raise CostError("SK320", f"{where}: name is no text", "Give it a name.")
+        raise CostError("SK320", f"{where}: name is not a string", "Give it a name.")
     if not isinstance(device.source, str):
-        raise CostError("SK320", f"{where}: source is no text", "Say where the figures come from.")
+        raise CostError("SK320", f"{where}: source is not a string", "Say where the figures come from.")
     if not isinstance(device.peak, Mapping) or "float32" not in device.peak:
         raise CostError("SK320", f"{where}: peak has no float32", 'Give FLOP/s by dtype: {"float32": 19.5e12}.')
     for dtype, peak in device.peak.items():
@@ -127,7 +127,7 @@ def load_devices(path: str | Path) -> dict[str, Device]:
 
     Raises:
         FileError: SK504 if the file cannot be read.
-        CostError: SK320 if the file is no TOML, or a device has a missing, unknown or wrong field.
+        CostError: SK320 if the file is not TOML, or a device has a missing, unknown or wrong field.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -140,7 +140,9 @@ def _parsed(where: str, text: str) -> dict[str, Device]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise CostError("SK320", f"{where} is no TOML: {error}", "One table a device; see load_devices.") from error
+        raise CostError(
+            "SK320", f"{where} is not TOML: {error}", "Write one table per device; see load_devices."
+        ) from error
     return {name: device_from_table(where, name, table) for name, table in tables.items()}
 
 
@@ -156,7 +158,7 @@ def device_from_table(where: str, name: str, table: object) -> Device:
         CostError: SK320 if a field is missing, unknown or of a wrong type.
     """
     if not isinstance(table, dict):
-        raise CostError("SK320", f"{where}: {name} is no table", f"Write [{name}] above the fields of a device.")
+        raise CostError("SK320", f"{where}: {name} is not a table", f"Write [{name}] above the fields of a device.")
     known = [f.name for f in fields(Device) if f.name != "name"]
     if unknown := [key for key in table if key not in known]:
         raise CostError("SK320", f"{where}: {name} has an unknown field {unknown[0]!r}", _nearest(unknown[0], known))

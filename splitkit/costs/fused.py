@@ -35,8 +35,8 @@ def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32:
 
     In a joint graph, the price of a forward node is what recomputing it adds to the kernels of backward. It is 0 if a
     backward kernel that reads the node fuses with it and can read its single input instead; otherwise it is the reading
-    of its inputs, and also its writing if a product or another library call reads it. A reduction costs as much as
-    alone if no backward kernel has its rows at hand.
+    of its inputs, and also its writing if a product or another library call reads it. A reduction costs as much as by
+    itself if no backward kernel already reads its rows.
 
     Compared with Inductor's own scheduler for GPUs (torch 2.11 and 2.15, models of two layers), the number of kernels
     agrees within 25 % in forward and backward of GPT-2, Llama, BERT and ViT. For ResNets, whose layout Inductor
@@ -48,7 +48,7 @@ def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32:
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph, SK102 if nodes have no ``meta["val"]``.
+        GraphError: SK101 if ``gm`` is not a graph, SK102 if nodes have no ``meta["val"]``.
         CostError: SK321 if no device has that name.
     """
     root = root_of(gm)

@@ -30,13 +30,13 @@ def require_offload(owner: object, offload: Offload, host: int | str | None, exa
     name = owner if isinstance(owner, str) else type(owner).__name__
     if offload is None:
         if host is not None:
-            text = f"{name} has host={shown(host)}, and no link to it"
+            text = f"{name} has host={shown(host)}, but no link to it"
             raise PolicyError("SK302", text, f"Name the link: {example}offload='pcie5', host='8GiB').")
         return
     HostLink.of(offload)
     if host is not None and not nbytes(owner, "host", host):
         remedy = "Give the bytes that it has room for, or leave host= or offload= out."
-        raise PolicyError("SK302", f"{name} offloads to a host without room: host={shown(host)}", remedy)
+        raise PolicyError("SK302", f"{name} offloads to a host without memory: host={shown(host)}", remedy)
 
 
 def room_of_host(owner: object, host: int | str | None) -> float:
@@ -45,7 +45,7 @@ def room_of_host(owner: object, host: int | str | None) -> float:
 
 
 def require_seconds(costs: Costs) -> None:
-    """Refuse prices that are no seconds: copies take time.
+    """Refuse prices that are not seconds: copies take time.
 
     Raises:
         PolicyError: SK302.

@@ -85,7 +85,7 @@ def _link(link: object) -> Link:
             return PRESETS[names[_plain(link)]]
         hint = nearest(link, PRESETS) or f"Known are {', '.join(PRESETS)}; or give a Link."
         raise CostError("SK322", f"no link is called {link!r}", hint)
-    raise CostError("SK322", f"{shown(link)} is no link", f"Give a Link, or one of {', '.join(PRESETS)}.")
+    raise CostError("SK322", f"{shown(link)} is not a link", f"Give a Link, or one of {', '.join(PRESETS)}.")
 
 
 def _plain(name: str) -> str:
@@ -94,7 +94,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Links:
-    """The links between the devices of a machine or cluster, without contention: each transfer has its link alone.
+    """The links between the devices of a machine or cluster, without contention: each transfer has its link to itself.
 
     A device has the name that a plan gives it: a number, ``"cuda:1"``, or a ``torch.device`` (the same as its text).
 
@@ -156,7 +156,7 @@ class Links:
             between: the link of two devices of different nodes.
 
         Raises:
-            CostError: SK322 if ``size`` is no positive whole number or a link is unknown.
+            CostError: SK322 if ``size`` is not a positive whole number or a link is unknown.
         """
         if not is_whole(size, 1):
             raise CostError("SK322", f"a node of {shown(size)} devices", "Give a whole number, 1 or more.")
@@ -179,11 +179,15 @@ class Links:
         try:
             speeds, waits = np.asarray(bandwidth, float), np.asarray(latency, float)
         except (TypeError, ValueError, OverflowError) as error:
-            raise CostError("SK322", f"bandwidth or latency is no matrix: {error}", "Give rows of numbers.") from error
+            raise CostError(
+                "SK322", f"bandwidth or latency is not a matrix: {error}", "Give rows of numbers."
+            ) from error
         if speeds.ndim != 2 or speeds.shape[0] != speeds.shape[1]:
-            raise CostError("SK322", f"bandwidth has the shape {speeds.shape}", "Give a square matrix.")
+            raise CostError("SK322", f"bandwidth has shape {speeds.shape}", "Give a square matrix.")
         if waits.ndim and waits.shape != speeds.shape:
-            raise CostError("SK322", f"latency has the shape {waits.shape}, bandwidth {speeds.shape}", "Give the same.")
+            raise CostError(
+                "SK322", f"latency has shape {waits.shape}, bandwidth {speeds.shape}", "Give both the same shape."
+            )
         names = _names_of(devices, len(speeds))
         if len(set(names)) != len(speeds) or len(names) != len(speeds):
             raise CostError("SK322", f"{len(speeds)} rows have {len(set(names))} distinct devices", "Name each once.")
@@ -213,7 +217,9 @@ class Links:
         """
         names = _names_of(devices, 0)
         if len(set(names)) < 2 or len(set(names)) != len(names):
-            raise CostError("SK322", f"{names} are not two or more distinct devices", "Name each once, two at least.")
+            raise CostError(
+                "SK322", f"{names} are not two or more distinct devices", "Name each once, and at least two."
+            )
         known = items_of(sizes)
         if known is None or not all(is_whole(n, 1) and n < 2**50 for n in known) or len(set(known)) < 2:
             raise CostError("SK322", f"sizes are {shown(sizes)}", "Give two or more positive sizes in bytes.")
@@ -243,7 +249,7 @@ class Links:
         """Return the seconds to send ``nbytes`` in one message; 0 within one device.
 
         Raises:
-            CostError: SK322 if there is no such link, or ``nbytes`` is negative or no number.
+            CostError: SK322 if there is no such link, or ``nbytes`` is negative or not a number.
         """
         if not is_number(nbytes):
             raise CostError("SK322", f"{shown(nbytes)} bytes from {source} to {target}", "Give 0 or more.")
@@ -334,7 +340,7 @@ def _copy_seconds(source: str, target: str, nbytes: int, repeats: int = 10) -> f
         received = torch.empty(nbytes, dtype=torch.uint8, device=target)
         _wait((sent.device, received.device))  # on meta nothing is copied
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
-        raise CostError("SK322", f"{source} or {target} does not exist: {error}", "Name devices that do.") from error
+        raise CostError("SK322", f"{source} or {target} does not exist: {error}", "Name devices that exist.") from error
     received.copy_(sent)  # the first copy between two GPUs sets up their peering
     return min(_timed(lambda: received.copy_(sent), (sent.device, received.device)) for _ in range(repeats))
 

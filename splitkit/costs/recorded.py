@@ -70,7 +70,7 @@ def _ratio(costs: Any, node: Node) -> float:
     except Exception as error:
         raise CostError("SK323", f"backward({node.name}) fails") from error
     if not is_number(ratio) or float(ratio) > MOST_SECONDS:
-        raise CostError("SK323", f"backward({node.name}) is no number")
+        raise CostError("SK323", f"backward({node.name}) is not a number")
     return float(ratio)
 
 

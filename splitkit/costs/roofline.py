@@ -43,7 +43,7 @@ def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph, SK102 if nodes have no ``meta["val"]``.
+        GraphError: SK101 if ``gm`` is not a graph, SK102 if nodes have no ``meta["val"]``.
         CostError: SK321 if no device has that name.
     """
     root = root_of(gm)

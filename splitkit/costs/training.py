@@ -51,7 +51,7 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
         gm: the graph, or facts about it; not needed if ``costs`` has an attribute ``gm``.
 
     Raises:
-        CostError: SK323 if the graph is not known, or if ``costs`` are no costs or include backward already.
+        CostError: SK323 if the graph is not known, or if ``costs`` are not costs or include backward already.
         GraphError: SK102 if nodes have no ``meta["val"]``.
     """
     if includes_backward(as_given(costs)):
@@ -62,7 +62,7 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
     if not isinstance(root, fx.GraphModule):
         raise CostError(
             "SK323",
-            f"{type(as_given(costs)).__name__} does not say which graph it is of",
+            f"{type(as_given(costs)).__name__} does not say which graph it prices",
             "Pass it: training(costs, gm).",
         )
     if is_joint(root.graph):
@@ -89,7 +89,9 @@ def forward_and_backward(costs: Costs, node: Node) -> tuple[float, float]:
         return forward, forward * ratio
     if not is_number(ratio):
         reason = f"{type(given).__name__}.backward({node.name}) is {shown(ratio)}"
-        raise CostError("SK323", reason, "Say how many times its forward a node takes in backward.", [node])
+        raise CostError(
+            "SK323", reason, "Say how many times as long as its forward the backward of a node takes.", [node]
+        )
     both = costs.seconds(node)
     forward = both / (1 + float(ratio))
     return forward, both - forward

@@ -22,7 +22,7 @@ def unit(gm: fx.GraphModule | Dataflow) -> Unit:
         gm: the graph, or facts about it.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph.
+        GraphError: SK101 if ``gm`` is not a graph.
     """
     return Unit(root_of(gm))
 

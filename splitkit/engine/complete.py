@@ -107,7 +107,7 @@ def _check_dropped(flow: Dataflow, plan: Plan) -> None:
             why = f"{readers[0].name} reads it" if readers else flow.once[node]
             raise PlanError(
                 "SK208",
-                f"{node.name} is planned in no part, but {why}",
-                "Give it a part. splitkit.extend.prune drops only nodes that nobody needs.",
+                f"{node.name} is in no part of the plan, but {why}",
+                "Give it a part. splitkit.extend.prune drops only nodes that nothing needs.",
                 [node],
             )

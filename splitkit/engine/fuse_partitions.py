@@ -99,12 +99,12 @@ def fusible_nodes(flow: Dataflow, partitions: Iterable[Iterable[Node]]) -> dict[
         for node in inside:
             if node not in flow.index:
                 raise PlanError(
-                    "SK310", f"partition {number} names {node}, which is no node of this graph",
+                    "SK310", f"partition {number} names {node}, which is not a node of this graph",
                     "Propose partitions of the graph as it is now; nodes that were fused before are gone.", [node],
                 )  # fmt: skip
             if number_of.setdefault(node, number) != number:
                 raise PlanError(
-                    "SK310", f"{node.name} is in the partitions {number_of[node]} and {number}",
+                    "SK310", f"{node.name} is in partitions {number_of[node]} and {number}",
                     "Give each node one partition.", [node],
                 )  # fmt: skip
         if inside := [node for node in inside if node.op not in ("placeholder", "output")]:

@@ -42,7 +42,7 @@ def require_replaceable(part: PartKey, module: object, known: Collection[PartKey
     if not isinstance(module, nn.Module):
         raise PlanError(
             "SK216",
-            f"part {part!r} would be replaced by an object of the class {type(module).__name__}, which is not a module",
+            f"part {part!r} would be replaced by a {type(module).__name__}, which is not a module",
             "Pass a torch.nn.Module, for example one whose forward calls the object.",
             [part],
         )

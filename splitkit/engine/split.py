@@ -171,7 +171,7 @@ def plan(gm: fx.GraphModule, policy: PolicyLike, costs: Costs | None = None, *, 
     """Return a plan, which says which part computes which node, after checking that it can be carried out.
 
     Args:
-        gm: the graph; it is only read.
+        gm: the graph; it is not modified.
         policy: a policy, a plan, a mapping of nodes or names to parts, or a function from a node to its part.
         costs: prices; FLOPs by default, or one unit a node where the graph has no ``meta["val"]``.
         on_cycle: as in `split`.
@@ -209,9 +209,9 @@ def split(
         lazy: generate the code of each module at its first call; most of the time of a split goes into this code.
         on_cycle: what to do if parts depend on each other in a cycle: raise an ``"error"``, ``"refine"`` the parts so
             that one is visited several times, or ``"merge"`` the parts of the cycle.
-        check_inputs: let the parent refuse a call (SK212) in which inputs share memory that its parts would use in
-            another order than the graph. Only a split that writes an input, parameter or buffer and changes the order
-            has this check, as the first call of the parent; it takes about 1 us for each tensor that it compares.
+        check_inputs: let the parent refuse a call (SK212) in which inputs share memory that its parts would use in a
+            different order than the graph. Only a split that writes an input, parameter or buffer and changes the order
+            has this check, as the first call in the parent; it takes about 1 us for each tensor that it compares.
 
     Raises:
         GraphError: the graph cannot be analysed (SK1xx).

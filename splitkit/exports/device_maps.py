@@ -47,7 +47,7 @@ def _write(carried: CarriedPlan) -> str:
 def _read(text: str) -> StagesInText:
     found = json_object(re.sub(r"\A\s*device_map\s*=", "", text))
     if not found or not all(isinstance(value, int | str) and not isinstance(value, bool) for value in found.values()):
-        raise no_such_text("accelerate", "it is no dictionary of modules and devices", _EXAMPLE)
+        raise no_such_text("accelerate", "it is not a dictionary of modules and devices", _EXAMPLE)
     return StagesInText(devices={name: f"cuda:{to}" if isinstance(to, int) else to for name, to in found.items()})
 
 

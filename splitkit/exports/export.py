@@ -48,7 +48,7 @@ class Export:
         to: the name of the format.
         text: what the tool reads.
         where: where the text goes.
-        plan: the plan that the text carries; the given one if that cuts where the format can.
+        plan: the plan that the text expresses; the given plan if the format can express its cuts.
         rounding: what rounding to modules costs; ``None`` for a plan of a training step, which is not rounded.
         schedule_csv: the order of actions in torch's format, for tools that read one; empty without a schedule.
     """
@@ -84,15 +84,16 @@ def export(
 ) -> Export:
     """Return a plan as another tool reads it.
 
-    Most formats name whole modules only. The plan is then rounded to cuts that the format can name: as many stages, the
-    fastest slowest stage by the plan's own prices, within ``memory``; ``rounding`` says what that costs. A plan that
-    cuts there already is written as it is.
+    Most formats can only name whole modules. The plan is then rounded to cuts that the format can express: the same
+    number of stages, whose slowest is as fast as possible by the plan's own prices, within ``memory``. ``rounding``
+    says what that costs. A plan that already cuts between modules is written unchanged.
 
     Args:
         split_or_plan: a plan for a graph, or a split.
         to: the format: ``"torch"``, ``"torchtitan"``, ``"megatron"``, ``"deepspeed"``, ``"accelerate"``,
             ``"transformers"``, ``"vllm"``, ``"sglang"``, ``"galvatron"``, ``"nnscaler"`` or ``"onnx"``.
-        schedule: the schedule of the pipeline, by name or as an order of your own; what the tool cannot run is refused.
+        schedule: the schedule of the pipeline, by name or as an order of your own; one that the tool cannot run is
+            refused.
         microbatches: the microbatches of a step; by default two per stage.
         memory: the memory of each rank for the rounded plan, in bytes or as text; by default there is no limit.
         links: the preset of the links between ranks; by default the one that the plan was made with.
@@ -101,8 +102,8 @@ def export(
 
     Raises:
         FileError: SK521 for an unknown format.
-        PlanError: SK522 if the model has too few modules for the cuts, SK523 if the format cannot carry the plan; both
-            say what would work.
+        PlanError: SK522 if the model has too few modules for the cuts, SK523 if the format cannot express the plan;
+            both say what would work.
         NoPlanError: SK303 if no plan of whole modules fits the memory.
         ScheduleError: SK330 for a schedule that does not allow the number of stages.
     """
@@ -170,7 +171,9 @@ def pricing_of(
     recorded = plan.prices.links if plan.prices is not None else None
     check_stage_optimizer(optimizer)
     if links is not None and not isinstance(links, str):
-        raise CostError("SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: all links are alike.")
+        raise CostError(
+            "SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: exports assume equal links."
+        )
     limit = None if memory is None else nbytes("export", "memory", memory, 1)
     return PlanPricing.of(
         flow, require_costs(costs), order=order, memory=limit, links=links or recorded, optimizer=optimizer
@@ -213,10 +216,10 @@ def _order(
     if isinstance(schedule, str):
         return pipeline_order(schedule, stages, microbatches_of(microbatches, stages))
     if len(schedule.rank_of) != stages:
-        reason = f"the order {schedule.name} has {len(schedule.rank_of)} stages, and the plan {stages}"
+        reason = f"the order {schedule.name} has {len(schedule.rank_of)} stages, but the plan has {stages}"
         raise cannot_carry(form.tool, reason, "Make the order for the stages of the plan.")
     if form.schedules == "name" and schedule_of(schedule) is None:
-        reason = f"it runs schedules by name, and the order {schedule.name} has none"
+        reason = f"it runs schedules by name, but the order {schedule.name} has no name"
         raise cannot_carry(form.tool, reason, "Export to torch or torchtitan, which read any order.")
     return schedule
 

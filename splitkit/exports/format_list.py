@@ -7,7 +7,7 @@ from collections.abc import Mapping
 WRITES: Mapping[str, str] = {
     "torch": "split points for torch.distributed.pipelining.pipeline(), and a schedule CSV",
     "torchtitan": "module_fqns_per_model_part, the memory policy, and a schedule CSV",
-    "megatron": "--pipeline-model-parallel-layout and the flags of recompute",
+    "megatron": "--pipeline-model-parallel-layout and the recompute flags",
     "deepspeed": "a PipelineModule with these borders",
     "accelerate": "a device_map",
     "transformers": "a device_map for from_pretrained",

@@ -51,7 +51,7 @@ def _read(text: str) -> StagesInText:
     division = data.get("pp_division")
     blocks = whole_numbers(division) if isinstance(division, str) else None
     if blocks is None or data.get("pp_deg") != len(blocks) or 0 in blocks:
-        reason = "it is no JSON with a pp_division of pp_deg numbers above 0"
+        reason = "it is not JSON with a pp_division of pp_deg numbers above 0"
         raise no_such_text("Galvatron", reason, _EXAMPLE)
     flags = data.get("checkpoint", ",".join("0" * sum(blocks)))
     again = whole_numbers(flags) if isinstance(flags, str) else None

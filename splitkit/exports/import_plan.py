@@ -25,7 +25,7 @@ from splitkit.prices import require_costs
 
 
 def import_plan(gm: fx.GraphModule, text: str, *, form: str | None = None, costs: Costs | None = None) -> Plan:
-    """Return the plan that a text of another tool describes, with the stages ``0 .. n - 1``.
+    """Return the plan that another tool's text describes, with the stages ``0 .. n - 1``.
 
     The plan has no claim. `splitkit.report`, `splitkit.stage_costs`, `splitkit.simulate_schedule` and `Plan.view` say
     what it costs, and `splitkit.export` writes it in another format.
@@ -33,12 +33,12 @@ def import_plan(gm: fx.GraphModule, text: str, *, form: str | None = None, costs
     Args:
         gm: the graph of the model, captured by splitkit.
         text: a layout, device map, list of modules, JSON ... as the tool reads it.
-        form: the format, as in `splitkit.export`; by default the one whose form the text has.
+        form: the format, as in `splitkit.export`; by default it is recognised from the text.
         costs: the prices that the plan records; by default FLOPs.
 
     Raises:
-        FileError: SK521 for an unknown format, SK524 for a text of another form, SK525 if the text does not fit the
-            model: another number of layers, or an unknown module.
+        FileError: SK521 for an unknown format, SK524 for a text in a different format, SK525 if the text does not match
+            the model: a different number of layers, or an unknown module.
         PlanError: SK522 if the model has no list of blocks.
     """
     if not isinstance(text, str):
@@ -269,4 +269,4 @@ def _device(form: ExportFormat, name: str) -> torch.device | None:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise _misfit(form, f"{name!r} is no device", "Name devices as torch does: cuda:0, cpu.") from error
+        raise _misfit(form, f"{name!r} is not a device", "Name devices as torch does: cuda:0, cpu.") from error

@@ -57,10 +57,10 @@ def _require_decoder(carried: CarriedPlan) -> None:
     first, last = sequence.layers[0], sequence.layers[-1]
     if first.block is not None or last.block is not None:
         what = "embedding" if first.block is not None else "head"
-        reason = f"the model has no {what}, and a layout has one E at its beginning and one L at its end"
+        reason = f"the model has no {what}, but a layout has one E at its beginning and one L at its end"
         raise cannot_carry("Megatron's layout", reason, "Capture the model with its embedding and its head.")
     if not carried.embeds_tokens:
-        reason = f"{first.names[0]} embeds no tokens, and E is the embedding of a language model"
+        reason = f"{first.names[0]} is not a token embedding, but E is the embedding of a language model"
         raise cannot_carry("Megatron's layout", reason, "Export to torch, accelerate or onnx.")
 
 

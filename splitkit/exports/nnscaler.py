@@ -21,7 +21,7 @@ def _write(carried: CarriedPlan) -> str:
     order = carried.order
     if order is not None and order.name not in _SCHEDULERS:
         remedy = "Use --schedule 1f1b, gpipe or interleaved-1f1b, or export to torch or torchtitan."
-        raise cannot_carry("nnScaler", f"it runs 1F1B, GPipe and interleaved 1F1B, and not {order.name}", remedy)
+        raise cannot_carry("nnScaler", f"it runs 1F1B, GPipe and interleaved 1F1B, but not {order.name}", remedy)
     if strange := [name for name in carried.starts if "," in name]:
         raise cannot_carry(
             "nnScaler", f"the name {strange[0]!r} has a comma, which separates pivots", "Rename the module."

@@ -39,16 +39,16 @@ def _write(carried: CarriedPlan) -> str:
 def _read(text: str) -> StagesInText:
     stages = (json_object(text) or {}).get("pipeline_stage")
     if not isinstance(stages, dict) or not stages or not all(type(s) is int and s >= 0 for s in stages.values()):
-        raise no_such_text("ONNX", "it is no JSON with a pipeline_stage for each node", _EXAMPLE)
+        raise no_such_text("ONNX", "it is not JSON with a pipeline_stage for each node", _EXAMPLE)
     return StagesInText(nodes=stages)
 
 
 def annotate_onnx(model: Any, text: str, configuration: str = "splitkit") -> int:
     """Write the stages of an export into an ONNX model, and return how many of its nodes got one.
 
-    An ONNX node gets the stage of the op of the graph that it comes from: the same op of the same module, the first of
-    them for the first, if both have as many. Where torch decomposed the op, it gets the stage of the module, or else
-    the latest stage of the nodes that it reads. Stages never decrease along an edge.
+    An ONNX node gets the stage of the graph's op that it comes from: the same op of the same module, matched in order
+    if both have the same number. If torch decomposed the op, it gets the stage of the module, or else the latest stage
+    of the nodes that it reads. Stages never decrease along an edge.
 
     Args:
         model: an ``onnx_ir.Model``, such as the ``model`` of an ``ONNXProgram``.

@@ -13,7 +13,7 @@ from splitkit.errors import FileError
 
 def no_such_text(tool: str, reason: str, example: str) -> FileError:
     """Return the refusal of a text that is not in a format (SK524)."""
-    return FileError("SK524", f"this is no text for {tool}: {reason}", f"It looks like this: {example}")
+    return FileError("SK524", f"this text is not for {tool}: {reason}", f"It looks like this: {example}")
 
 
 def whole_numbers(text: str) -> tuple[int, ...] | None:

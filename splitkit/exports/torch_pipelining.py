@@ -34,7 +34,7 @@ def _read(text: str) -> StagesInText:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise no_such_text("torch.distributed.pipelining", "it is no Python", _EXAMPLE) from error
+        raise no_such_text("torch.distributed.pipelining", "it is not Python", _EXAMPLE) from error
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict) and (found := _points(node)):
             return StagesInText(starts=found)
@@ -42,7 +42,7 @@ def _read(text: str) -> StagesInText:
 
 
 def _points(node: ast.Dict) -> tuple[tuple[str, bool], ...] | None:
-    """Return (module, whether the split falls after it) for each item; None if some item is no split point."""
+    """Return (module, whether the split falls after it) for each item; None if some item is not a split point."""
     found = []
     for key, value in zip(node.keys, node.values, strict=True):
         where = value.attr if isinstance(value, ast.Attribute) else ""

@@ -26,10 +26,10 @@ def titan_names(sequence: LayerSequence) -> dict[str, str]:
     """Return module of the model -> its name in torchtitan.
 
     Raises:
-        PlanError: SK523 if the model is no decoder with one embedding, one norm and one head.
+        PlanError: SK523 if the model is not a decoder with one embedding, one norm and one head.
     """
     if len(sequence.lists) > 1:
-        reason = f"the model has the lists of blocks {', '.join(sequence.lists)}, and its models have one"
+        reason = f"the model has the lists of blocks {', '.join(sequence.lists)}, but torchtitan's models have one"
         raise cannot_carry("torchtitan", reason, "Export to torch or accelerate.")
     names = [name for layer in sequence.layers for name in layer.names]
     if all(re.fullmatch(r"[^.]+(\.\d+)?", name) for name in names):

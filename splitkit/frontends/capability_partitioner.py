@@ -26,7 +26,7 @@ from splitkit.search.capability.tuple_members import Partitions, move_members, o
 class CapabilityBasedPartitioner:
     """Divide a graph into partitions of supported nodes, as ``torch.fx.passes.infra.partitioner`` does, and fuse them.
 
-    The partitions, their ids and the order of their nodes are torch's wherever torch's can be fused and keep the
+    The partitions, their ids and the order of their nodes equal torch's wherever torch's can be fused without changing
     results. ``docs/partitioner.md`` lists what differs. Time is linear in nodes and edges, except with
     ``skip_horizontal_fusion`` on graphs that are made to be hard.
 
@@ -44,9 +44,9 @@ class CapabilityBasedPartitioner:
             counts as unsupported.
 
     Raises:
-        GraphError: SK101 if ``graph_module`` is no graph module.
-        PolicyError: SK302 if a limit is not a positive number, names are one text, or ``operator_support`` cannot be
-            asked.
+        GraphError: SK101 if ``graph_module`` is not a graph module.
+        PolicyError: SK302 if a limit is not a positive number, names are a single string, or ``operator_support`` has
+            no ``is_node_supported``.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class CapabilityBasedPartitioner:
     def fuse_partitions(self, partitions: Sequence[Partition], prefix: str = "fused_") -> fx.GraphModule:
         """Replace each partition by a call of a module ``prefix0``, ``prefix1`` ...; return the graph module.
 
-        The fused graph gives the results of the graph, also of its writes and random numbers. Inputs of the graph and
-        its output are never fused.
+        The fused graph computes the same results, including writes and random numbers. Inputs of the graph and its
+        output are never fused.
 
         Raises:
             PlanError: SK310 if a node is in two partitions, or is not a node of the graph.
@@ -122,8 +122,8 @@ class CapabilityBasedPartitioner:
     def fewest_partitions(self, partitions: Sequence[Partition]) -> int:
         """Return a lower bound on the number of partitions that hold the nodes of ``partitions`` within the limits.
 
-        No division of these nodes has fewer partitions, whatever its algorithm, if the others stay outside. Without
-        limits the bound is reached by some division: it is the least number.
+        No algorithm divides these nodes into fewer partitions, if the other nodes stay outside. Without limits, the
+        bound is the minimum.
         """
         flow = analyze(self.graph_module)
         before = all_dependences(flow)

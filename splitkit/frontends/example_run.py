@@ -53,7 +53,7 @@ def failed_run_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         what = (
             f"{type(model).__name__} does not run on the example inputs: {describe_failure(model, error, args, kwargs)}"
         )
-        refusal = CaptureError("SK401", what + raised_at(error), "Give example inputs with which model(...) runs.")
+        refusal = CaptureError("SK401", what + raised_at(error), "Give example inputs that model(...) accepts.")
         refusal.__cause__ = error
         return refusal
     return None

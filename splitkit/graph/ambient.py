@@ -177,7 +177,7 @@ def register_region(
     them (``torch.export``) leaves no trace of the region. Registering the same pair again changes nothing.
 
     Args:
-        name: what messages call this kind of region.
+        name: the name of this kind of region in messages.
         enter: opens a region. Its arguments must be constants or attributes of the graph.
         exit: takes only the result of ``enter``, and restores the state that ``enter`` saw.
         state: a name for the state that the region changes, if other kinds of region change the same state; such kinds

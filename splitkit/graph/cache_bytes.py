@@ -26,10 +26,10 @@ def cache_bytes(gm: GraphModule | Dataflow) -> Mapping[Node, int]:
     """Return the bytes that each attention keeps per token when the model generates: attention node -> bytes.
 
     An attention is a node that calls ``scaled_dot_product_attention`` (transformers: ``attn_implementation="sdpa"``,
-    the default). Its keys and values count as they are before heads are repeated, in their captured dtype, divided by
-    the tokens of the capture, which is batch times length of the keys. A cache in another dtype, or a sliding window,
-    which holds less, is yours to say: change the numbers and give the mapping to `splitkit.policies.Stages`. So are
-    models with an encoder, whose attention keeps nothing from token to token, and is counted here.
+    the default). Its keys and values count before heads are repeated, in their captured dtype, divided by the tokens of
+    the capture (batch times length of the keys). If the cache has another dtype, or a sliding window that holds less,
+    change the numbers and pass the mapping to `splitkit.policies.Stages`. Do the same for models with an encoder: its
+    attention is counted here, although it keeps nothing from token to token.
 
     Args:
         gm: a captured forward graph, or facts about it.

@@ -150,8 +150,8 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     Works on graphs of ``torch.export``, ``torch.fx.symbolic_trace``, Dynamo backends and ``make_fx``.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no GraphModule, SK103 or SK104 if its regions or attributes do not resolve, SK111
-            if a node reads a node that is not in the graph or that comes after it.
+        GraphError: SK101 if ``gm`` is not a GraphModule, SK103 or SK104 if its regions or attributes do not resolve,
+            SK111 if a node reads a node that is not in the graph or that comes after it.
     """
     graph = require_graph(gm).graph
     require_order(graph)
@@ -193,11 +193,11 @@ def require_order(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not before.issuperset(inputs_of(node)):
             wrong = next(n for n in inputs_of(node) if n not in before)
-            where = "comes after it" if wrong in set(graph.nodes) else "is no node of this graph"
+            where = "comes after it" if wrong in set(graph.nodes) else "is not a node of this graph"
             raise GraphError(
                 "SK111",
                 f"{node.name} reads {wrong.name}, which {where}",
-                "Mend the edit that left it: give the node an input of its own graph that comes before it "
+                "Correct the edit that caused this: give the node an input from its own graph that comes before it "
                 "(gm.graph.lint() checks that).",
                 [node, wrong],
             )
@@ -212,7 +212,7 @@ def require_graph(given: object, wanted: str = "a torch.fx.GraphModule") -> fx.G
         wanted: what the error says was expected.
 
     Raises:
-        GraphError: SK101 if it is no graph module.
+        GraphError: SK101 if it is not a graph module.
     """
     if isinstance(given, fx.GraphModule):
         return given

@@ -31,7 +31,7 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
         kwargs: example keyword inputs.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph module, SK109 if it does not run on fakes of these inputs.
+        GraphError: SK101 if ``gm`` is not a graph module, SK109 if it does not run on fake tensors of these inputs.
     """
     require_graph(gm)
     require_made(parameters_and_buffers(gm))
@@ -40,8 +40,8 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
     except Exception as error:
         raise GraphError(
             "SK109",
-            f"the graph does not run on fakes of these inputs: {message_line(error)}",
-            "Give inputs that gm(*args, **kwargs) takes; register fakes for custom ops.",
+            f"the graph does not run on fake tensors of these inputs: {message_line(error)}",
+            "Give inputs that gm(*args, **kwargs) accepts; register fake kernels for custom ops.",
         ) from error
 
 
@@ -100,9 +100,9 @@ def values_again(gm: fx.GraphModule, kind: Callable[..., Values] | None = None) 
     except Exception as error:
         raise GraphError(
             "SK109",
-            "the values of the graph do not show who shares memory, and it does not run on fakes: "
+            "the values of the graph do not show which of them share memory, and it does not run on fake tensors: "
             f"{message_line(error)}",
-            "Capture with splitkit.capture, or make_fx(..., tracing_mode='fake'); register fakes for custom ops.",
+            "Capture with splitkit.capture, or make_fx(..., tracing_mode='fake'); register fakes of custom ops.",
         ) from error
     finally:
         while _torch.functorch_depth() > depth:  # the run has failed inside a vmap, or the graph ends there

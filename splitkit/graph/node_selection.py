@@ -36,8 +36,8 @@ def rule_of(policy: object, ops: Ops, flow: Dataflow) -> Rule:
     """Return a predicate of nodes for ``ops``; ``policy`` is the policy that errors name.
 
     Raises:
-        PolicyError: SK302 if an item is no op, and later if the rule fails on a node; SK304 if no op has the given
-            name. An op that does not occur in the graph is no error, as lists are written for many models.
+        PolicyError: SK302 if an item is not an op, and later if the rule fails on a node; SK304 if no op has the given
+            name. An op that does not occur in the graph is not an error, as lists are written for many models.
     """
     if isinstance(ops, str | OpOverload | OpOverloadPacket | HigherOrderOperator | type):
         ops = (ops,)
@@ -104,7 +104,7 @@ def _listed(policy: object, ops: Collection[Op], flow: Dataflow) -> Rule:
     if items is None or not all(isinstance(op, str) or callable(op) for op in items):
         raise PolicyError(
             "SK302",
-            f"{type(policy).__name__} was given {shown(ops)}, which are no ops",
+            f"{type(policy).__name__} was given {shown(ops)}, which are not ops",
             "List ops of torch.ops, functions, module classes, or their names: ['aten.mm', torch.relu].",
         )
     calls = {(n.op, n.target): n for n in flow.index if n.op.startswith("call_")}
@@ -137,7 +137,7 @@ def _meanings(policy: object, text: str, known: Collection[str]) -> tuple[Any, .
     names = {*known, *torchs, *dir(torch.Tensor)} - {name}
     raise PolicyError(
         "SK304",
-        f"{type(policy).__name__} was given {text!r}, which is no op",
+        f"{type(policy).__name__} was given {text!r}, which is not an op",
         nearest(name, sorted(names), _OTHER_OPS, most=3, cutoff=0.7),
         [text],
     )

@@ -1,7 +1,7 @@
 """Alias classes: which nodes of a graph share memory, and which of them read or write it.
 
 Values that may share memory form one *class*: union-find joins views, aliases and the several attribute names of one
-tensor. Four kinds of state that are no tensors are classes too (the constants below):
+tensor. Four kinds of state that are not tensors are classes too (the constants below):
 
 - random generators, so that independent dropouts keep their order;
 - the outside world, so that prints keep theirs;

@@ -69,10 +69,10 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
     """Run ``fn(*args, **kwargs)`` once and measure, to the byte, the memory alive after each op.
 
     Storages are counted: views share one, and storages at the same address (``torch.from_numpy``) count once. A storage
-    counts from the op that made it until it is freed. Counted from the start are the parameters, buffers and gradients
-    of ``fn`` (a module, its method, a ``functools.partial`` of either, a `splitkit.Split`) and of modules among the
-    arguments, all tensors among the arguments, and whatever else an op reads that no earlier op has made, such as
-    the state of an optimizer. The caller holds the arguments: ``fn`` cannot free them.
+    counts from the op that creates it until it is freed. These count from the start: the parameters, buffers and
+    gradients of ``fn`` (a module, its method, a ``functools.partial`` of either, a `splitkit.Split`) and of modules
+    among the arguments, all tensors among the arguments, and anything else that an op reads but no earlier op created,
+    such as optimizer state. The caller holds the arguments: ``fn`` cannot free them.
 
     An op is what reaches the dispatcher below autograd: a composite such as ``linear`` is several, a higher-order or
     custom op is one. In the code of Inductor, whose kernels are not ops, each allocation of a buffer counts as one.
@@ -80,15 +80,16 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
     all of it. ``fn`` may run backward, use checkpoints, call this function, and call compiled code. On fake tensors
     nothing is allocated, and the numbers are those of real tensors.
 
-    Python's garbage collector is paused: what only a reference cycle holds stays alive, so that runs give the same
-    numbers. (The first may not, if ``fn`` imports or compiles something.) Watching takes some 30 microseconds per op.
-    Nothing is left behind: no mode, no hook, no reference to a tensor.
+    Python's garbage collector is paused, so tensors in reference cycles stay alive and all runs give the same numbers
+    (except the first, if ``fn`` imports or compiles something). Measuring takes about 30 microseconds per op. No mode,
+    hook or reference to a tensor is left behind.
 
     Args:
         fn: the function or module to run.
         args: its arguments.
-        allocator: ask the allocators too, in the same run: on the CPU torch's profiler, which must not be running
-            already; on CUDA the peak statistics of all devices, which are reset. They do not see fake tensors.
+        allocator: also read the allocators, in the same run: on the CPU through torch's profiler, which must not be
+            running already; on CUDA the peak statistics of all devices, which are reset. Fake tensors do not appear
+            there.
         kwargs: its keyword arguments.
 
     Raises:

@@ -188,9 +188,9 @@ def simulate_memory(
     """Predict the bytes alive at each step of a run without autograd.
 
     Storages are counted: views share one, tied parameters are one, and so is a tensor that was passed for several
-    inputs at capture. What a composite op allocates inside counts while it runs (such ops are run on fake tensors).
-    What a kernel allocates without the dispatcher must be told with ``workspace``; without it, ``unseen`` names the ops
-    known to do so, and the text says "at least".
+    inputs at capture. What a composite op allocates internally counts while it runs (such ops are run on fake tensors).
+    Pass memory that kernels allocate without the dispatcher as ``workspace``; otherwise ``unseen`` names the ops that
+    are known to do so, and the text says "at least".
 
     A pair of ``forward`` and ``backward``, as AOTAutograd makes them, runs one after the other::
 
@@ -215,8 +215,8 @@ def simulate_memory(
 
     Raises:
         GraphError: SK101 if it is not a graph, SK102 if nodes have no ``meta["val"]``, SK108 if a data-dependent size
-            has no bound, SK109 if the values do not show who shares memory or the graph ends inside a ``torch.vmap``,
-            SK110 for invalid options.
+            has no bound, SK109 if the values do not show which of them share memory or the graph ends inside a
+            ``torch.vmap``, SK110 for invalid options.
     """
     check_options(graph, backward, user_outputs, sizes or {})
     run = MemorySimulation(sizes or {}, bytes_of_block(block), checked_workspace(workspace))

@@ -20,7 +20,7 @@ from splitkit.short_repr import brief
 
 _LETTERS = {name: letter for letter, name in KINDS.items()}
 _MOST_SECONDS = 1e6
-"""Twelve days: a longer step is no step. A clock may have run for a hundred times as long."""
+"""Twelve days: a longer step is not a step. A clock may have run for a hundred times as long."""
 _REMEDY = (
     "Write one: splitkit train PLAN.json --nproc N --trace FILE, or splitkit profile PLAN.json --ranks N --trace FILE."
 )
@@ -65,7 +65,7 @@ class MeasuredStep:
         """The actions of each rank in the order in which they ran.
 
         Raises:
-            ScheduleError: SK331 if they are no whole step of one pipeline.
+            ScheduleError: SK331 if they are not one whole step of a pipeline.
             ViewError: SK901 if stages have replicas.
         """
         home: dict[int, int] = {}
@@ -103,12 +103,12 @@ class MeasuredStep:
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, OSError):
                 raise FileError("SK504", f"cannot read {str(path)!r}: {error.strerror}", "Name a trace.") from error
-            raise FileError("SK510", f"{path} is no JSON: {error}", _REMEDY) from error
+            raise FileError("SK510", f"{path} is not JSON: {error}", _REMEDY) from error
         return cls.from_chrome_trace(data)
 
     @classmethod
     def from_chrome_trace(cls, data: Any) -> MeasuredStep:
-        """Read a step from the Trace Event Format; events that are no actions of stages are left out.
+        """Read a step from the Trace Event Format; events that are not actions of stages are left out.
 
         Raises:
             FileError: SK510 if there are no such actions, or a field of one is wrong.

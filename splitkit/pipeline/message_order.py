@@ -156,14 +156,14 @@ def _parsed(order: MessageOrder, rank: int, numbers: dict[str, int], ends: dict[
         elif found := _MESSAGE.fullmatch(cell):
             what, end = found[2], f"{int(found[1])}{found[2].removeprefix('WAIT_')}_{found[3]}{int(found[4])}"
             if end not in ends:
-                reason = f"{here} is no message between two ranks of {order.name}"
-                raise ScheduleError("SK331", reason, "Leave it out: stages of one rank hand on values by themselves.")
+                reason = f"{here} is not a message between two ranks of {order.name}"
+                raise ScheduleError("SK331", reason, "Leave it out: stages on one rank pass on values by themselves.")
             place = order.columns.rank[order.readers[ends[end]] if what == "RECV" else ends[end]]
             if place != rank:
                 raise ScheduleError("SK331", f"{here} belongs to rank {place}", f"Move it to row {place + 1}.")
             yield RowEntry(what, ends[end], cell)
         elif not OTHER_CELL.fullmatch(cell) or "SEND" in cell or "RECV" in cell:
-            raise ScheduleError("SK331", f"{here} is no action", "Write it as torch does: 3F0, 3SEND_F0, 4RECV_F0.")
+            raise ScheduleError("SK331", f"{here} is not an action", "Write it as torch does: 3F0, 3SEND_F0, 4RECV_F0.")
 
 
 def _require_complete(order: MessageOrder, rank: int, row: Sequence[RowEntry]) -> None:

@@ -74,7 +74,7 @@ class PipelineOrder:
         ranks: the actions of each rank.
 
     Raises:
-        ScheduleError: SK331 if an action is missing, is there twice, or the ranks deadlock; says what each rank waits
+        ScheduleError: SK331 if an action is missing or occurs twice, or the ranks deadlock; says what each rank waits
             for.
     """
 
@@ -94,7 +94,7 @@ class PipelineOrder:
         left out.
 
         Raises:
-            ScheduleError: SK331 if the texts are no order; names what cannot be read.
+            ScheduleError: SK331 if the texts are not an order; names what cannot be read.
         """
         return cls(name, tuple(tuple(_parsed(line)) for line in ranks))
 
@@ -136,14 +136,16 @@ def _parsed(line: str) -> Iterator[Action]:
         if ACTION.fullmatch(word):
             yield action_of(word)
         elif not OTHER_CELL.fullmatch(word):
-            raise ScheduleError("SK331", f"{word!r} is no action", "Write stage, F, B, I or W, and microbatch: 3F0.")
+            raise ScheduleError(
+                "SK331", f"{word!r} is not an action", "Write stage, F, B, I or W, and microbatch: 3F0."
+            )
 
 
 def _check(order: PipelineOrder) -> None:
     """Refuse an order unless each action is there once, each stage is on one rank, and no ranks deadlock."""
     unknown = [a for actions in order.ranks for a in actions if a.kind not in KINDS or min(a.stage, a.microbatch) < 0]
     if unknown:
-        raise ScheduleError("SK331", f"{unknown[0]!r} is no action", "Give stage, F, B, I or W, and microbatch.")
+        raise ScheduleError("SK331", f"{unknown[0]!r} is not an action", "Give stage, F, B, I or W, and microbatch.")
     total = sum(map(len, order.ranks))
     far = [action for actions in order.ranks for action in actions if max(action.stage, action.microbatch) >= total]
     if far:  # checked before a table of stages x microbatches is allocated
@@ -152,11 +154,11 @@ def _check(order: PipelineOrder) -> None:
     stages = np.unique(stage)
     if stages.tolist() != list(range(max(1, len(stages)))):
         raise ScheduleError(
-            "SK331", f"{order.name} has the stages {stages.tolist()}", "Number them from 0, one at least."
+            "SK331", f"{order.name} has stages {stages.tolist()}", "Number them from 0, and give at least one."
         )
     if len(bad := np.flatnonzero(rank != np.take(order.rank_of, stage))):
         ranks = f"{order.rank_of[stage[bad[0]]]} and {rank[bad[0]]}"
-        raise ScheduleError("SK331", f"stage {stage[bad[0]]} is on the ranks {ranks}", _REMEDY)
+        raise ScheduleError("SK331", f"stage {stage[bad[0]]} is on ranks {ranks}", _REMEDY)
     for number, actions in enumerate(order.ranks):
         if len(seen := set(actions)) < len(actions):
             twice = min(action for action in seen if actions.count(action) > 1)
@@ -233,7 +235,7 @@ def _deadlock(order: PipelineOrder, following: Sequence[int], done: bytearray) -
             where = f"of rank {order.rank_of[name.stage]}" if name in there else "that no rank runs"
             lines.append(f"rank {rank} waits at {flat[number]} for {name} {where}")
     text = f"{order.name} never ends: " + "; ".join(lines)
-    return ScheduleError("SK331", text, "Change the order so that what is waited for comes first.")
+    return ScheduleError("SK331", text, "Change the order so that the action that is waited for comes first.")
 
 
 def _at(order: PipelineOrder, numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -46,14 +46,14 @@ def order_from_csv(text: str, name: str = "custom") -> PipelineOrder:
     or reduces gradients.
 
     Raises:
-        ScheduleError: SK331 for a cell that is no action, named by row and column, and for an order that deadlocks,
+        ScheduleError: SK331 for a cell that is not an action, named by row and column, and for an order that deadlocks,
             by its actions or by its messages.
     """
     lines = csv.reader(io.StringIO(text, newline=""))
     try:
         rows = tuple(tuple(_row(number, cells)) for number, cells in enumerate(lines, 1))
     except csv.Error as error:
-        raise ScheduleError("SK331", f"{name} is no CSV: row {lines.line_num}: {error}", _REMEDY) from error
+        raise ScheduleError("SK331", f"{name} is not CSV: row {lines.line_num}: {error}", _REMEDY) from error
     actions = tuple(tuple(action_of(cell) for cell in row if ACTION.fullmatch(cell)) for row in rows)
     if any(is_message(cell) for row in rows for cell in row):
         return MessageOrder(name, actions, rows)
@@ -91,5 +91,5 @@ def _row(number: int, cells: list[str]) -> Iterator[str]:
         pair = _PAIR.fullmatch(word)
         for one in pair[1].split(";") if pair else [word] if word else []:
             if not ACTION.fullmatch(one.strip()) and (pair or not OTHER_CELL.fullmatch(one)):
-                raise ScheduleError("SK331", f"row {number}, column {column}: {cell!r:.80} is no action", _REMEDY)
+                raise ScheduleError("SK331", f"row {number}, column {column}: {cell!r:.80} is not an action", _REMEDY)
             yield one.strip()

@@ -92,13 +92,13 @@ def order_messages(
         print(found)
         splitkit.pipeline.order_file.save_order(found.order, "order.csv")
 
-    torch places a receive where its sender is scheduled (``_add_send_recv``), where it may hold up messages that could
-    leave (pytorch#172668, #188833). What the order of messages can change and what not, and the proof that the rows
-    cannot deadlock, are in this module and in `splitkit.pipeline.message_order`. Exact if there are few messages.
+    torch places a receive where its sender is scheduled (``_add_send_recv``), where it may block messages that are
+    ready (pytorch#172668, #188833). This module and `splitkit.pipeline.message_order` explain what the order of
+    messages can change, and prove that the rows cannot deadlock. The order is optimal if there are few messages.
 
     Args:
         stages: the stages, in the order of the model.
-        schedule: the name of a schedule, or an order of your own; of a `MessageOrder` the messages are ordered anew.
+        schedule: the name of a schedule, or an order of your own; the messages of a `MessageOrder` are ordered anew.
         microbatches: as in `splitkit.simulate_schedule`, like the arguments that follow.
         ranks: how many ranks share the stages.
         links: how long messages take.

@@ -173,7 +173,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
         memory; an arrow goes from each sending action to the receiving one. Times are in microseconds.
 
         Raises:
-            ViewError: SK903 if the step was simulated by prices that are no times.
+            ViewError: SK903 if the step was simulated by prices that are not times.
         """
         from splitkit.prices import require_times  # needs torch, which simulating an order of one's own does not
 

@@ -116,7 +116,7 @@ class Schedule:
         if pair := stalls(found, counts):
             before, stage = pair
             text = f"{self.name} may never end: stage {stage} has {found[stage]} microbatches in flight, and"
-            remedy = "Let earlier stages have as many in flight, or more."
+            remedy = "Let earlier stages have at least as many in flight."
             raise ScheduleError("SK331", f"{text} stage {before} before it {found[before]}", remedy)
         return found
 
@@ -164,7 +164,7 @@ class Schedule:
             raise ScheduleError("SK330", numbers, remedy)
         if stages % ranks:
             whole = f"{stages - stages % ranks} or " if stages > ranks else ""
-            remedy = f"Each rank has as many stages: split into {whole}{stages + ranks - stages % ranks}."
+            remedy = f"All ranks have the same number of stages: split into {whole}{stages + ranks - stages % ranks}."
             raise ScheduleError("SK330", numbers, remedy)
         refused = None if self.refusal is None else self.refusal(stages, microbatches, ranks)
         if refused is not None:
@@ -183,7 +183,7 @@ def require_numbers(stages: object, microbatches: object, ranks: object = 1) -> 
             raise ScheduleError("SK330", f"{shown(number)} {what}", "Give a whole number, 1 or more.")
     if int(stages) * int(microbatches) > MOST:  # type: ignore[call-overload]
         text = f"{shown(stages)} stages and {shown(microbatches)} microbatches"
-        raise ScheduleError("SK330", text, f"A step has {MOST} forward actions at most: use fewer.")
+        raise ScheduleError("SK330", text, f"A step has at most {MOST} forward actions: use fewer.")
 
 
 def plain(name: str) -> str:

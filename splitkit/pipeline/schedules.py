@@ -142,7 +142,7 @@ def has_window(schedule: Schedule) -> bool:
 
 
 def register_schedule(schedule: Schedule) -> None:
-    """Make a schedule known by its name: to policies, `splitkit.simulate_schedule`, pipelines, pages and sweeps.
+    """Register a schedule under its name, for policies, `splitkit.simulate_schedule`, pipelines, pages and sweeps.
 
     ::
 
@@ -152,13 +152,13 @@ def register_schedule(schedule: Schedule) -> None:
         register_schedule(Schedule("one by one", one_by_one))
         splitkit.policies.Stages(4, schedule="one by one")
 
-    One that was registered under the same name before is replaced, so that a cell of a notebook can run again.
+    A schedule that was registered under the same name is replaced, so that a notebook cell can run again.
 
     Raises:
         ScheduleError: SK333 if a name is taken by another schedule.
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError("SK333", f"{shown(schedule)} is no schedule", "Give a splitkit.extend.Schedule.")
+        raise ScheduleError("SK333", f"{shown(schedule)} is not a schedule", "Give a splitkit.extend.Schedule.")
     names = [plain(name) for name in (schedule.name, schedule.word)]
     for name in names:
         other = _KNOWN.get(name, schedule)
@@ -232,5 +232,5 @@ def _require_as_told(schedule: Schedule, order: PipelineOrder, stages: int, micr
         text = f"{schedule.name} has its stages on the ranks {order.rank_of}, and placement says {told}"
         raise ScheduleError("SK331", text, "Correct its order= or placement=.")
     if not schedule.divided and any(action.kind == "I" for row in order.ranks for action in row):
-        text = f"{schedule.name} divides backward, and its entry does not say so"
+        text = f"{schedule.name} divides backward, but its entry does not say so"
         raise ScheduleError("SK331", text, "Set divided=True.")

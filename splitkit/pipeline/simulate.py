@@ -47,9 +47,9 @@ def simulate_schedule(
 
     * ``overlap=True``: ranks compute while messages travel. From one rank to another they travel one at a time, in
       the order in which they are made; the two directions, and other pairs of ranks, do not delay each other.
-    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before
-      the action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when
-      it gets to it, through a buffer, so that an order without a deadlock under overlap has none without it.
+    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before the
+      action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when it gets
+      to it, through a buffer, so an order that does not deadlock with overlap does not deadlock without it either.
 
     In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
     on the communicators of both ranks, and every message waits until both ranks have come to it. With
@@ -75,8 +75,8 @@ def simulate_schedule(
             buffer exists from when its message leaves until it is read (close to torch 2.15).
 
     Raises:
-        ScheduleError: SK330 if the schedule is unknown or does not go with these numbers; the message says what
-            does. SK331 if an order of your own never ends.
+        ScheduleError: SK330 if the schedule is unknown or does not fit these numbers; the message says what does. SK331
+            if an order of your own never ends.
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
     step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
@@ -141,7 +141,9 @@ def _order(
     stages: Sequence[StageCosts], schedule: str | PipelineOrder, microbatches: int | None, ranks: int | None
 ) -> PipelineOrder:
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError("SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, one at least.")
+        raise ScheduleError(
+            "SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, and at least one."
+        )
     if not isinstance(schedule, PipelineOrder):
         if microbatches is None:
             raise ScheduleError("SK330", "the number of microbatches is not given", "Give microbatches=8, for example.")
@@ -170,7 +172,7 @@ def _replicas(order: PipelineOrder, stages: Sequence[StageCosts]) -> list[int]:
     for rank, stage in zip(order.rank_of, stages, strict=True):
         if found.setdefault(rank, stage.replicas) != stage.replicas:
             text = f"the stages of rank {rank} have {found[rank]} and {stage.replicas} replicas"
-            raise ScheduleError("SK330", text, "Give stages of one rank as many.")
+            raise ScheduleError("SK330", text, "Give all stages of one rank the same number.")
     return [found.get(rank, 1) for rank in range(len(order.ranks))]
 
 
@@ -242,7 +244,7 @@ def _times(step: PricedStep) -> tuple[list[float], ...]:
     copies = [stage.copies for stage in step.stages]
     if any(copies):
         if isinstance(order, MessageOrder) or not overlap:
-            text = "stages that offload need messages that travel beside the work, without an order of their own"
+            text = "stages that offload need messages that overlap with computation, without an order of their own"
             raise ScheduleError("SK330", text, "Leave out overlap=False, and give the actions without messages.")
         return times_with_copies(order, step.durations, step.channels, step.travel, copies)
     if isinstance(order, MessageOrder):

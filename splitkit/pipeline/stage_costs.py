@@ -47,7 +47,7 @@ class StageCosts:
         copies: what of ``saved_bytes`` waits on the host, and how long its copies take; ``None`` for nothing.
 
     Raises:
-        ScheduleError: SK332 if one is negative or no number; names the field.
+        ScheduleError: SK332 if one is negative or not a number; names the field.
     """
 
     forward: float
@@ -105,7 +105,9 @@ def _require_copies(value: object, saved: int) -> None:
     if not isinstance(value, StageCopies):
         raise ScheduleError("SK332", f"copies is {shown(value)}", "Give StageCopies or None.")
     if value.nbytes > saved:
-        raise ScheduleError("SK332", f"{value.nbytes} bytes go to the host, and {saved} are saved", "Give no more.")
+        raise ScheduleError(
+            "SK332", f"{value.nbytes} bytes go to the host, but only {saved} are saved", "Give at most that many."
+        )
 
 
 def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:

@@ -53,24 +53,21 @@ def stage_costs(
       there; a value that is given and is not contiguous (a third of one product for queries, keys and values) is
       sent as a copy. The number is exact except for that and the nodes that `Activations.estimated` names. It
       leaves out values that a stage only forwards (`splitkit.runtime.ranks.measurements.with_passed_on` adds them).
-    * ``deferred_bytes`` is an upper bound on what waits for the weight part where a schedule divides backward.
-      Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and
-      has no input part in the first stage: all of its backward is ``backward_weight``
-      (`splitkit.pipeline.weight_gradients`). With separate graphs for the two parts, the inputs and the output
-      gradients of all layers with parameters wait (``weight_part="own"``), or of products and embeddings only
-      (``"mincut"``).
-    * ``temporary_bytes`` is an upper bound on what forward or backward hold beyond that: gradients that share
-      memory (those of the two addends of a sum) are counted separately. Parameters have a gradient from an earlier
-      microbatch, so a new one is counted as well.
-    * ``activation_bytes`` are all values made up to the part and read in later ones, for runtimes in which a rank
-      talks only to the next; ``input_gradient_bytes`` are the same on the way back. The inputs of the graph are
-      available to every part, and its outputs need not go to the last one.
-    * Parameters that two parts read are counted in both.
-    * A part with replicas is one of them (`splitkit.pipeline.replication_costs`).
-    * A part with ``call="checkpoint"`` saves what it takes and gives, and the state of the random number generator
-      (5,056 bytes). Backward takes as long as forward and backward, all of it as the input part, and nothing waits for
-      the weight part: such a stage runs its whole backward at once. ``temporary_bytes`` include what the second forward
-      makes and saves, for the one microbatch whose backward runs.
+    * ``deferred_bytes`` is an upper bound on the bytes that wait for the weight part if a schedule divides backward.
+      Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and has no
+      input part in the first stage: all of its backward is ``backward_weight`` (`splitkit.pipeline.weight_gradients`).
+      With separate graphs for the two parts, the inputs and the output gradients of all layers with parameters wait
+      (``weight_part="own"``), or of products and embeddings only (``"mincut"``). * ``temporary_bytes`` is an upper
+      bound on what forward or backward hold beyond that: gradients that share memory (those of the two addends of a
+      sum) are counted separately. Parameters have a gradient from an earlier microbatch, so a new one is counted as
+      well. * ``activation_bytes`` are all values made up to the part and read in later ones, for runtimes in which a
+      rank talks only to the next; ``input_gradient_bytes`` are the same on the way back. The inputs of the graph are
+      available to every part, and its outputs need not go to the last one. * Parameters that two parts read are counted
+      in both. * A part with replicas is one of them (`splitkit.pipeline.replication_costs`). * A part with
+      ``call="checkpoint"`` saves what it takes and gives, and the state of the random number generator (5,056 bytes).
+      Backward takes as long as forward and backward, all of it as the input part, and nothing waits for the weight
+      part: such a stage runs its whole backward at once. ``temporary_bytes`` include what the second forward makes and
+      saves, for the one microbatch whose backward runs.
 
     Without an optimizer there is no backward: no gradients, nothing saved, and ``temporary_bytes`` are all
     activations at their peak, including what the part takes and gives.
@@ -90,8 +87,8 @@ def stage_costs(
 
     Raises:
         PolicyError: SK302 for an unknown optimizer or way to divide backward.
-        PlanError: SK207 if a part that backward runs again has effects, SK208 if nodes have no part: the parent has no
-            stage.
+        PlanError: SK207 if a part that backward recomputes has side effects, SK208 if nodes have no part: the parent
+            has no stage.
         CycleError: SK203 if parts wait for each other in a cycle.
         CostError: SK323 for costs of a joint graph.
         GraphError: SK102 when nodes have no ``meta["val"]``.
@@ -312,7 +309,7 @@ def _both(costs: Costs, flow: Dataflow) -> Costs:
     if isinstance(as_given(costs), FromJoint) or is_joint(flow.graph):
         raise CostError(
             "SK323",
-            "the graph is of forward and backward together, which are not told apart",
+            "the graph has forward and backward together, and they cannot be told apart",
             "Capture the forward graph: splitkit.capture(model, *inputs).",
         )
     return with_backward(costs, flow)
@@ -323,7 +320,7 @@ def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:
     found = items_of(nodes)
     strange = [nodes] if found is None else [n for n in found if not isinstance(n, Node) or not flow.is_placeable(n)]
     if found is None or strange:
-        reason = f"a part is given with {shown(strange[0])}, which is no node of the graph that is placed"
+        reason = f"a part is given with {shown(strange[0])}, which is not a node of the graph that is placed"
         raise PolicyError("SK301", reason, "Give sets of nodes of Dataflow.nodes, or a plan.", strange[:1])
     return found
 

@@ -56,13 +56,14 @@ def synthesize(
 ) -> SynthesizedOrder:
     """Make an order of forward (F), input gradient (I) and weight gradient (W) actions on each rank.
 
-    Among orders in which each stage takes the microbatches in turn, the simulated step is to be shortest, and the peak
-    of no rank above its memory. (With one stage per rank, and without message buffers, other orders are never better:
-    `splitkit.solvers.actions.order_problem`.) Every rank runs as in `splitkit.simulate_schedule` with ``overlap``.
+    Among orders in which each stage processes the microbatches in sequence, it minimises the simulated step, such that
+    no rank's peak exceeds its memory limit. (With one stage per rank, and without message buffers, other orders are
+    never better: `splitkit.solvers.actions.order_problem`.) Every rank runs as in `splitkit.simulate_schedule` with
+    ``overlap``.
 
-    Steps of up to 100 actions are solved by branching, as a rule to a proof. Longer ones are searched: list scheduling
-    by many rules and within the windows of single stages, then moves on the critical path; the known schedules that fit
-    are tried as well, so that none of them is better. The bound is the largest of
+    Steps of up to 100 actions are solved by branch and bound, usually to a proof. Longer ones are searched: list
+    scheduling by many rules and within the windows of single stages, then moves on the critical path. The known
+    schedules that fit are also tried, so that none of them is better. The bound is the largest of
 
     * the work of a rank after the arrival of its first message;
     * the forwards and input parts of one stage, and the way of the first microbatch to it and of the last one back;
@@ -86,16 +87,16 @@ def synthesize(
         effort: multiplies the work limits of the search: more than 1 for a better order or bound, less for a quick one.
 
     Raises:
-        ScheduleError: SK330 if the numbers do not go together; SK332 for stages whose costs make no sense.
+        ScheduleError: SK330 if the numbers do not fit each other; SK332 for stages with invalid costs.
         PolicyError: SK302 for another objective, placement or memory.
-        NoPlanError: SK303 if a rank has no room for one microbatch at a time; says how many bytes it takes.
+        NoPlanError: SK303 if a rank has too little memory for one microbatch at a time; says how many bytes it takes.
         CostError: SK322 if two ranks that talk have no link.
     """
     if objective not in ("step", "span"):
         raise PolicyError("SK302", f"synthesize(objective={shown(objective)})", "objective must be 'step' or 'span'.")
     if not is_number(effort) or not 0 < float(effort) <= _MOST_EFFORT:
         reason = f"synthesize(effort={shown(effort)})"
-        raise PolicyError("SK302", reason, f"effort must be a number above 0, {_MOST_EFFORT} at most.")
+        raise PolicyError("SK302", reason, f"effort must be a number above 0 and at most {_MOST_EFFORT}.")
     ranks, placements = _placed(stages, microbatches, ranks, placement)
     limits = memory_of("synthesize", memory, ranks)
     found = [
@@ -116,14 +117,18 @@ def _placed(
     if placement not in (None, "loop", "V"):
         raise PolicyError("SK302", f"synthesize(placement={shown(placement)})", "placement must be 'loop' or 'V'.")
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError("SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, one at least.")
+        raise ScheduleError(
+            "SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, and at least one."
+        )
     count, given = len(stages), ranks
     if ranks is None:
         ranks = count // 2 if placement == "V" and count > 1 else count
     require_numbers(count, microbatches, ranks)
     if count % ranks:
         text = f"{count} stages on {ranks} ranks"
-        raise ScheduleError("SK330", text, "Each rank has as many stages: split into a multiple of the ranks.")
+        raise ScheduleError(
+            "SK330", text, "Each rank has the same number of stages: split into a multiple of the number of ranks."
+        )
     if placement == "V" and count != 2 * ranks:
         text, fits = f"{count} stages on {ranks} ranks in a V", f"{2 * ranks}"
         if given is None:

@@ -20,9 +20,9 @@ NOTE = "numbers are without recompute, which was chosen afterwards"
 
 
 def checkpointed(plan: Plan) -> Plan:
-    """Return the plan with parts that save only their inputs, and that backward runs again.
+    """Return the plan with parts that save only their inputs and are recomputed in backward (activation checkpointing).
 
-    Its claim is dropped and its note says so, since both are about parts that are not run again.
+    Its claim is dropped and its note says so, since both were made without recompute.
     """
     parts = {key: replace(part, call="checkpoint") for key, part in plan.parts.items()}
     if parts == plan.parts:

@@ -38,7 +38,7 @@ class ShownPlan(Shown):
 
         Raises:
             PlanError: SK314 if the plan has no such part or node, SK315 for a part of a training step.
-            PolicyError: SK301 if ``policy`` is no policy.
+            PolicyError: SK301 if ``policy`` is not a policy.
         """
         return Shown.explainer()(self, where, policy=policy, costs=costs, again=again)
 

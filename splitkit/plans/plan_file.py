@@ -189,7 +189,7 @@ def _prices(data: object) -> PriceRecord | None:
     if (kind in ("roofline", "fused")) != ("device" in data) or (kind == "table") != ("table" in data):
         raise _damaged("prices", data, "a roofline with its device, a table, or another kind without them")
     if "backward" in data and (kind != "table" or data.get("training")):
-        raise _damaged("prices.backward", data["backward"], "absent: the prices are no table that includes it")
+        raise _damaged("prices.backward", data["backward"], "absent: the prices are not a table that includes it")
     if "device" in data:
         _check_device(data["device"])
     for name in ("table", "backward"):
@@ -199,7 +199,7 @@ def _prices(data: object) -> PriceRecord | None:
 
 
 def _check_device(data: object) -> None:
-    """Refuse what is no description of a device; `splitkit.costs.Device` checks what its figures mean."""
+    """Refuse what is not a description of a device; `splitkit.costs.Device` checks what its figures mean."""
     known = {"name", "peak", "source", *_DEVICE_NUMBERS}
     if not isinstance(data, Mapping) or data.keys() != known:
         raise _damaged("prices.device", data, f"an object with {', '.join(sorted(known))}")

@@ -14,7 +14,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 def policy_text(policy: object) -> str:
-    """Return the expression that makes a policy again; empty if a parameter is no literal, as a function is not.
+    """Return the expression that makes a policy again; empty if a parameter is not a literal, as a function is not.
 
     Parameters that have their default are left out. A policy may give its expression itself, as an attribute
     ``expression``.

@@ -79,10 +79,11 @@ def _flaw_of_place(keys: object) -> bool:
 class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
     """A mapping from every node to the parts that compute it, its home first. Several parts mean copies.
 
-    A part reads its own copy of a value if it has one, else the home's copy. Nodes that a plan leaves out stay in
-    `PARENT`. Only placeable nodes (``Dataflow.nodes``) need a place: inputs and the output belong to the parent,
-    attributes to each of their readers, and the members of a tuple to the node that makes the tuple. A node whose place
-    is the empty tuple is computed nowhere; `splitkit.extend.prune` gives that place to nodes that nobody reads.
+    A part reads its own copy of a value if it has one, otherwise the copy of the home. Nodes that a plan leaves out
+    stay in `PARENT`. Only placeable nodes (``Dataflow.nodes``) need a place: inputs and the output belong to the
+    parent, attributes to each of their readers, and the members of a tuple to the node that makes the tuple. A node
+    whose place is the empty tuple is computed nowhere; `splitkit.extend.prune` gives that place to nodes that nobody
+    reads.
 
     A notebook shows a plan as a ladder: forward, backward, the saved values and the borders. `view` is an interactive
     page. Both raise SK901 if the nodes belong to a graph without a module.
@@ -93,12 +94,13 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
         note: what made the plan, and its claim as text.
         routing: ``"direct"``: a value goes from its home to each reader; ``"relay"``: through the parts in between.
         claim: the proven quality of the plan, if the policy optimises; any method that moves nodes drops it.
-        prices: what the plan was priced with, if a policy made it. Pictures, reports and `splitkit.stage_costs` use
-            these prices unless they are given others. Plans that differ in it only are equal.
+        prices: the prices that the plan was made with, if a policy made it. Pictures, reports and
+            `splitkit.stage_costs` use them unless you pass others. Plans that differ only in their prices are equal.
         offloaded: saved values of a training step that wait for backward in host memory. They are values that forward
             computes and backward takes.
-        policy: the policy that made it, as an expression (``"Stages(4, schedule='1f1b')"``), so that an explanation
-            knows its limits; empty if the policy cannot be written so. Plans that differ in it only are equal.
+        policy: the policy that made the plan, as an expression (``"Stages(4, schedule='1f1b')"``), so that an
+            explanation knows its limits; empty if the policy cannot be written this way. Plans that differ only in
+            their policy are equal.
     """
 
     places: Mapping[Node, tuple[PartKey, ...]]

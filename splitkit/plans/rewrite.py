@@ -21,8 +21,9 @@ Copy = tuple[Node, PartKey]  # a node and one of the parts that compute it
 def rematerialize(flow: Dataflow, plan: Plan, into: PartKey, keep: Collection[Node] = ()) -> Plan:
     """Copy the nodes that a part reads into the part, transitively, instead of sending their values.
 
-    This one rewrite does recompute (``into`` is backward), replication of cheap nodes, and checkpointing (``keep`` is
-    the border of the segment). It stops at ``keep``, at nodes of the parent, and at nodes that may run only once::
+    This single rewrite covers recompute (``into`` is backward), replication of cheap nodes, and activation
+    checkpointing (``keep`` is the border of the segment). It stops at ``keep``, at nodes of the parent, and at nodes
+    that may run only once::
 
         part 0: a -> b -> c ──c──> part 1: d        part 0: a ──a──> part 1: b' -> c' -> d
                                               ==>           └ b -> c    keep = [a]
@@ -49,9 +50,9 @@ def rematerialize(flow: Dataflow, plan: Plan, into: PartKey, keep: Collection[No
 
 
 def prune(flow: Dataflow, plan: Plan) -> Plan:
-    """Drop copies that nobody reads. If the home's copy is among them, the first copy that is read becomes the home.
+    """Drop copies that nothing reads. If the home's copy is among them, the first copy that is read becomes the home.
 
-    A node without an effect that nobody needs at all is then computed nowhere: its place is ``()``. A part that nobody
+    A node without side effects that nothing needs is then computed nowhere: its place is ``()``. A part that nothing
     needs thus becomes empty.
     """
     flow, plan = facts_of(flow), plan_of(plan)

@@ -30,15 +30,15 @@ class AroundOps:
         rms qkv attn out norm moe mlp      ops = [attn, moe]
         ──0──── ─1── ──2───── ─3─ ─4─
 
-    Nodes that only allocate memory are no reason for a part. They join the part before the listed ops, so that a buffer
-    which attention fills has the address that a CUDA graph saw, or the listed ops themselves if their inputs are not
-    ready in that part. A ``torch.Size`` never crosses: each part computes it from the tensor again.
+    Nodes that only allocate memory do not get a part of their own. They join the part before the listed ops, so that a
+    buffer which attention fills keeps the address that a CUDA graph recorded; or they join the listed ops if their
+    inputs are not ready in the part before. A ``torch.Size`` never crosses: each part recomputes it from the tensor.
 
     The rule is vLLM's ``split_graph`` (vllm/compilation/backends.py) and TensorRT-LLM's piecewise optimizer.
 
     Attributes:
         ops: ops, names of ops, or a rule ``node -> bool``; see `splitkit.graph.node_selection.Ops`. Ops that the graph
-            does not have are no error: such lists are written for many models.
+            does not have are not errors: such lists are written for many models.
     """
 
     ops: Ops

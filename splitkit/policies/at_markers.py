@@ -25,8 +25,8 @@ class AtMarkers:
     """Begin a new part at each marker; no part is empty. Parts are ``0, 1, 2 ...`` in graph order.
 
     A marker that computes a value is the first node of its part. A marker without inputs and readers (``pipe_split()``)
-    stays in the parent, so that no part has to remove it; several in a row begin one part. State ops can be markers
-    too, although they are not placed: a rule for ``_set_grad_enabled`` cuts where the grad mode is set::
+    stays in the parent, so that no part has to remove it; several markers in a row begin a single part. State ops can
+    be markers too, although they are not placed: a rule for ``_set_grad_enabled`` cuts where the grad mode is set::
 
         embed  h.0  |  h.1  |  |  head        AtMarkers("pippy::_pipe_split"), where | is a marker, or
         ────0─────     ─1─        ─2──        AtMarkers({"h.0": "end", "h.1": "end"})
@@ -91,7 +91,7 @@ def _borders(spec: Mapping[str, Any], flow: Dataflow) -> Callable[[Node], bool]:
 def _is_beginning(path: str, side: object) -> bool:
     name = str(getattr(side, "name", side)).lower()
     if name not in ("beginning", "end"):
-        raise PolicyError("SK302", f"AtMarkers: {path!r} is to be cut at {side!r}", "Say 'beginning' or 'end'.", [path])
+        raise PolicyError("SK302", f"AtMarkers: {path!r} is to be cut at {side!r}", "Use 'beginning' or 'end'.", [path])
     return name == "beginning"
 
 

@@ -32,15 +32,15 @@ _NEAR = 1e-9  # relative: loads that are equal but for rounding
 class Best:
     """Return the best plan of several policies, all measured in the same way; a policy that finds no plan is skipped.
 
-    A plan is measured as a pipeline of its parts, in the order in which they run (visits of one device count together).
-    A plan that does not fit ``memory`` is out. The lowest bottleneck wins, then the shortest simulated step (with
-    a schedule), the lowest peak (with a schedule or memory), the least traffic, and the policy that is listed
-    first. Policies get the prices by which they are measured: with a schedule, those of forward and backward.
+    A plan is scored as a pipeline of its parts, in the order in which they run (visits to one device count together). A
+    plan that does not fit ``memory`` is rejected. The lowest bottleneck wins, then the shortest simulated step (with a
+    schedule), the lowest peak (with a schedule or memory), the least traffic, and the policy that is listed first.
+    Policies get the prices with which plans are scored: with a schedule, those of forward and backward.
 
-    Policies run in the given order until the time is over. The first one always runs, and none is interrupted. The note
-    lists the result of each. The plan is reproducible as long as the time is enough.
+    Policies run in the given order until the time limit. The first one always runs, and none is interrupted. The note
+    lists the result of each. The plan is reproducible if the time suffices.
 
-    The claim is the measured load of the winner; its bound is the best that any of the policies proves for the same
+    The claim is the load of the winner; its bound is the best bound that any of the policies proves for the same
     problem.
 
     Attributes:

@@ -21,9 +21,9 @@ class Buckets:
         w1 (4)   w2 (4)   w3 (4)   w4 (4)    bytes = 8, first = 4
         ──0───  ──1────────────── ──2───
 
-    The rule and the parts are those of ``torch._dynamo.backends.distributed.DDPOptimizer``, except for parameters
-    with several readers. Such a parameter counts once, at the reader that comes first in the graph: the backward of
-    that reader is the last to add to the gradient, and only then can the gradient be sent.
+    The rule and the parts are those of ``torch._dynamo.backends.distributed.DDPOptimizer``, except for parameters with
+    several readers. Such a parameter counts once, at its first reader in the graph: the backward of that reader is the
+    last to add to the gradient, and only then can the gradient be sent.
 
     Attributes:
         bytes: the size at which a bucket is full, as a number or a text (``"25MiB"``).
@@ -45,7 +45,7 @@ class Buckets:
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan whose parts are ints.
 
-        Parameters that need no gradient, or that DDP was told to ignore, do not count.
+        Parameters that do not require grad, or that DDP was told to ignore, do not count.
         """
         cap, usual = self._caps()
         own, readers, given = _parameter_bytes(flow), readers_of(flow), given_back(flow)

@@ -35,39 +35,40 @@ LEAST = "least"
 class Budget:
     """Recompute as little as possible, in seconds, such that memory stays within a budget.
 
-    ``Budget("least")`` takes as little memory as possible. Try it first: its note says how low that is.
+    ``Budget("least")`` uses as little memory as possible. Try it first: its note says how low the peak can be.
 
-    ``Budget("2GiB")`` bounds the peak of forward and backward as `splitkit.simulate_memory` predicts it for the pair.
-    It includes parameters, inputs, the loss and the gradients that backward has made. ``Budget(0.5)`` is a share of the
-    range: half-way from the lowest peak that is found, at 0.0, to that of `SaveAll`, at 1.0. Such a plan always
+    ``Budget("2GiB")`` limits the peak of forward and backward as `splitkit.simulate_memory` predicts it for the pair.
+    The peak includes parameters, inputs, the loss and the gradients that backward has computed. ``Budget(0.5)`` is a
+    share of the range from the lowest peak that is found (0.0) to the peak of `SaveAll` (1.0). Such a plan always
     exists, however much of the peak is parameters; it holds for the sizes of the graph that was planned.
 
-    ``Budget(card="24GiB", optimizer="adamw")`` bounds all that training holds at once on a card of that size: the peak
-    above, the optimizer's state, the gradients of earlier microbatches, the optimizer's own step, and a reserve.
+    ``Budget(card="24GiB", optimizer="adamw")`` limits everything that training holds at once on a card of that size:
+    the peak above, the optimizer's state, the gradients of earlier microbatches, the optimizer's own step, and a
+    reserve.
 
-    With ``of="saved"`` it bounds the bytes that forward leaves for backward, as torch's ``activation_memory_budget``
+    With ``of="saved"`` it limits the bytes that forward saves for backward, as torch's ``activation_memory_budget``
     does, and a share is relative to what `SaveAll` saves; the peak may then rise while the budget falls.
 
     *Saved bytes*: a mixed-integer program finds the best plan; the note of the plan states the gap.
 
-    *Peak*: the same program is solved repeatedly. Each time, it gets a limit for every moment at which the last plan
+    *Peak*: the same program is solved repeatedly. Each time, it gets a limit for every step at which the last plan
     exceeds the budget, until the simulated peak of the plan is within the budget. The lifetime of a value differs
     between plans, so these limits are estimates; a local search over simulated plans corrects them. The plan keeps the
-    budget to the byte, but it need not be the quickest that does. The proven bound holds for all plans that recompute a
-    value at most once and run all else in graph order.
+    budget to the byte, but a faster plan may exist. The proven bound holds for all plans that recompute a value at most
+    once and run everything else in graph order.
 
-    ``Budget("least", of="saved")`` saves the fewest bytes of all plans, which is proven. ``Budget("least")`` has
-    the lowest peak that a longer search finds, and its note has a lower bound for all plans. For plans of many budgets,
-    use `splitkit.Frontier`.
+    ``Budget("least", of="saved")`` provably saves the fewest bytes of all plans. ``Budget("least")`` has the lowest
+    peak that a longer search finds, and its note has a lower bound for all plans. For plans of many budgets, use
+    `splitkit.Frontier`.
 
     The same graph, prices and policy give the same plan, byte for byte: in every process, on every machine, whatever
-    was planned before. Searches stop after a number of steps. A clock stops them only if ``time_limit`` is given, and
-    then the note of the plan says so. A search for a smaller budget may find plans that a search for a larger one does
-    not, so a larger budget may cost slightly more time than a smaller one. To prevent that, give all budgets one
-    `PlanPool`, and plan the smallest first.
+    was planned before. Searches stop after a number of steps. They stop early only if ``time_limit`` is given, and then
+    the note of the plan says so. A search for a smaller budget may find plans that a search for a larger one does not,
+    so the plan for a larger budget may be slightly slower. To prevent that, pass the same `PlanPool` to all budgets,
+    and plan the smallest first.
 
-    ``Budget("2GiB", offload="pcie5")`` may also move saved values to the host and back, over that link. Copies run
-    beside the computation, one in each direction at a time. The plan has the least recompute and waiting, in seconds,
+    ``Budget("2GiB", offload="pcie5")`` may also move saved activations to the host and back, over that link. Copies
+    overlap with computation, one in each direction at a time. The plan has the least recompute and waiting, in seconds,
     that was found within the peak; it is never worse than the plan without offload, nor than offloading the largest
     values first. The claim of the plan has a lower bound for all plans in graph order. Prices must be in seconds.
 
@@ -82,13 +83,14 @@ class Budget:
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`); by
             default the costs as they are.
         pool: the plans that earlier searches have seen, to which this search adds its own; by default empty.
-        card: the bytes that training may take in total, instead of a budget: an int or a text such as ``"24GiB"``.
+        card: instead of a budget, the bytes that training may use in total: an int or a text such as ``"24GiB"``.
         optimizer: with a card: the optimizer whose memory is counted, by name (``"adamw"``, ``"sgd"``, ``"momentum"``
             ...) or as a function that makes it from parameters; ``None`` counts none.
         accumulate: with a card: whether gradients of earlier microbatches exist while the next one runs, as they do if
-            a loop accumulates them, or clears them only after forward. Pass False if every step begins without any.
-        reserve: with a card: the bytes, or the share of the card, for memory that neither graph nor optimizer shows:
-            the driver's context, workspaces of kernels, fragmentation.
+            the loop accumulates them, or clears them only after forward. Pass False if every step begins without
+            gradients.
+        reserve: with a card: the bytes, or the share of the card, for memory that is in neither graph nor optimizer:
+            the driver's context, kernel workspaces, fragmentation.
         offload: the link to the host: its name (``"pcie5"``), bytes per second, a `splitkit.costs.Link`, or
             `splitkit.costs.Links` from ``"device"`` to ``"host"``; ``None`` offloads nothing.
         host: with ``offload``: the bytes that the host has room for; ``None`` for any number.
@@ -140,7 +142,9 @@ class Budget:
     def _check_card(self) -> None:
         if self.budget is not None or self.of != "peak":
             other = f"budget={shown(self.budget)}" if self.budget is not None else f"of={self.of!r}"
-            remedy = "A card bounds the peak of all that training holds: Budget(card='24GiB', optimizer='adamw')."
+            remedy = (
+                "A card limits the peak of everything that training holds: Budget(card='24GiB', optimizer='adamw')."
+            )
             raise PolicyError("SK302", f"Budget has a card, and {other}", remedy)
         if not isinstance(self.accumulate, bool):
             raise PolicyError("SK302", f"Budget has accumulate={shown(self.accumulate)}", "Give True or False.")
@@ -189,10 +193,10 @@ class Budget:
         if step > there:
             error = NoPlanError(
                 "SK303",
-                f"of a card of {size(card)}, {size(there)} are left beside the reserve, and the optimizer's step alone "
+                f"of a card of {size(card)}, {size(there)} are left after the reserve, and the optimizer's step alone "
                 f"takes {size(step)}: {size(held)} of weights and inputs, {size(taken.gradients)} of gradients, "
                 f"{size(taken.state)} of state and {size(taken.temporary)} while it steps",
-                "No plan of forward and backward changes that: take a larger card, an optimizer with less state, or a "
+                "No plan of forward and backward changes that: use a larger card, an optimizer with less state, or a "
                 "smaller reserve.",
             )
             error.excess = step - there

@@ -49,7 +49,7 @@ class ByDevice:
         except (RuntimeError, TypeError) as error:
             raise PolicyError(
                 "SK302",
-                f"the rule puts {node.name} on {answer!r}, which is no device",
+                f"the rule puts {node.name} on {answer!r}, which is not a device",
                 "Return a torch.device, a name such as 'cuda:1', or None.",
                 [node],
             ) from error

@@ -99,7 +99,7 @@ def _require_room(limit: int, held: Mapping[Node, Mapping[Hashable, int]]) -> No
         where = f" in {module_path(node)}" if module_path(node) else ""
         raise NoPlanError(
             "SK303",
-            f"{node.name}{where} alone reads {need} bytes of parameters ({size(need)}), and a part may hold {limit}",
-            f"ByParameterBytes({need}) is the least limit that has a plan.",
+            f"{node.name}{where} alone reads {need} bytes of parameters ({size(need)}), the limit is {limit}",
+            f"ByParameterBytes({need}) is the smallest limit that has a plan.",
             [node],
         )

@@ -42,15 +42,15 @@ class BySupport:
         d ── e ── E ── f
 
     ``a`` and ``d`` are not connected: a part may be spread over the graph, as in torch's
-    ``CapabilityBasedPartitioner``. Torch's never made fewer parts in our tests, took 6.7 s for 2,000 nodes (this: 0.02
-    s), and ignores effects.
+    ``CapabilityBasedPartitioner``. That one never made fewer parts in our tests, took 6.7 s for 2,000 nodes (this
+    policy: 0.02 s), and ignores side effects.
 
     Attributes:
         rule: the supported ops: ops, names of ops, ``node -> bool``, or an object with ``is_node_supported``, as for
             torch's partitioners. Members of a tuple stay with its producer, whatever the rule says of ``getitem``.
         unsupported: ``"parent"``: unsupported nodes stay in the parent, and parts are ``0, 1, 2 ...``; ``"parts"``:
             they become parts too, **even parts are supported, odd ones are not**.
-        min_size: the fewest nodes that are worth a call of the backend; smaller parts count as unsupported.
+        min_size: the smallest number of nodes that is worth a call of the backend; smaller parts count as unsupported.
     """
 
     rule: Ops | _OperatorSupport

@@ -37,9 +37,9 @@ class Devices:
     once. ``objective="latency"`` minimises the time of one sample: a piece starts when all its inputs have arrived and
     delivers its outputs when it ends.
 
-    If all devices are alike, the given costs are the prices; if they differ, each device has the prices of its
+    If all devices are equal, the given costs are the prices; if they differ, each device has the prices of its
     roofline. A CPU among accelerators is the *host* of the placement literature (Tarnawski et al. 2020): it has no
-    limit on memory, unless ``memory`` sets one, and pays nothing for what it sends.
+    memory limit unless ``memory`` sets one, and pays nothing for what it sends.
 
     Attributes:
         devices: names that `splitkit.costs.devices` knows, or `splitkit.costs.Device`; parts are then ``0, 1 ...``.
@@ -55,9 +55,9 @@ class Devices:
         seconds: as in `Stages`, the time after which the search ends, without the analysis of the graph. Usually the
             search ends earlier, after a number of steps, so that a slower machine finds the same plan; if time ended
             it, the note says so.
-        tokens: for inference: the tokens of all requests in flight, for whose cache every device must leave room.
+        tokens: for inference: the tokens of all requests in flight; every device must leave room for their KV cache.
         cache: with tokens, node or its name -> bytes of cache per token, as in `Stages`.
-        replicas: must be 1; `Stages` can replicate stages over several devices that are alike.
+        replicas: must be 1; `Stages` can replicate stages over several equal devices.
     """
 
     devices: Sequence[str | Device] | Mapping[PartKey, str | Device]
@@ -76,7 +76,7 @@ class Devices:
     def __post_init__(self) -> None:
         if not (is_whole(self.replicas) and self.replicas == 1) and items_of(self.replicas) != [1]:
             text, remedy = f"Devices: replicas is {shown(self.replicas)}", "Stages(8, replicas=(1, 2, 4)) has replicas,"
-            raise PolicyError("SK302", text, f"{remedy} on devices that are alike.")
+            raise PolicyError("SK302", text, f"{remedy} on equal devices.")
         if (
             isinstance(self.devices, str | bytes)
             or not isinstance(self.devices, Sequence | Mapping)
@@ -99,7 +99,7 @@ class Devices:
         self._check_pieces()
         check_tokens("Devices", self.tokens)
         if self.tokens and self.objective == "latency":
-            reason = "Devices: tokens are of several requests in flight, and objective='latency' is for one"
+            reason = "Devices: tokens= is for several requests in flight, but objective='latency' is for a single one"
             raise PolicyError("SK302", reason, "Leave one of them out.")
         training = {} if self.optimizer is None else {"optimizer": self.optimizer}
         check_cache(self._cached, self.memory, training)

@@ -23,7 +23,7 @@ from splitkit.search.placement_model import PlacementModel
 
 @dataclass(frozen=True)
 class Expert:
-    """Make stages of whole blocks, as people split by hand, without balancing and without a claim.
+    """Make stages of whole blocks, as in a split by hand, without balancing and without a claim.
 
     The blocks are the members of the list of modules (``transformer.h.0``, ``transformer.h.1`` ...) that does the work,
     or of all such lists if there are several (an encoder's and a decoder's), in the order in which they run. Nodes
@@ -31,10 +31,10 @@ class Expert:
     (masks, tables, the embedding of a decoder) are in the first stage that reads them.
 
     Attributes:
-        layers: the number of stages, which then have equal numbers of blocks; if that does not divide, the first stages
-            have one more (as in torchtitan if embedding and head weigh nothing; Megatron-LM requires numbers that
-            divide). Or the number of blocks of each stage: ``[3, 3, 4, 2]``. Or the paths of the modules with which the
-            second and all further stages begin, as with ``SplitPoint.BEGINNING`` of `torch.distributed.pipelining`:
+        layers: the number of stages, which then have equal numbers of blocks; if they cannot be equal, the first stages
+            have one more (as in torchtitan if embedding and head weigh nothing; Megatron-LM requires equal numbers). Or
+            the number of blocks of each stage: ``[3, 3, 4, 2]``. Or the paths of the modules with which the second and
+            all further stages begin, as with ``SplitPoint.BEGINNING`` of `torch.distributed.pipelining`:
             ``["transformer.h.3"]``; then only nodes that depend on inputs and constants alone and are read in several
             places move to their first reader.
     """
@@ -132,7 +132,7 @@ def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:
             first.setdefault(".".join(atoms[:end]), node)
     for name in names:
         if not name or name not in first:
-            raise no_module(f"Expert: {name!r} is no module of the graph", name, first)
+            raise no_module(f"Expert: {name!r} is not a module of the graph", name, first)
     owner: dict[Node, str] = {}
     for name in names:
         node = first[name]

@@ -32,11 +32,10 @@ class MemoryBudget:
 
     In the graph's own order, the fewest parts are found exactly, and among these plans the one with the least traffic
     (forward and back). Eight more topological orders are tried (fewer for graphs of more than 2,000 nodes), and the
-    best plan wins; the peaks of its parts are computed again, each in the graph's own order.
-    For graphs of up to 40 nodes, all cuts of all orders are tried if there are at most some thousand parts: then
-    the fewest parts are proven, or with ``parts`` the least traffic. Otherwise the bound holds for any order: all bytes
-    that must be held, divided by the memory of the devices. The bound on traffic is weak: the smallest value per
-    border.
+    best plan wins; the peaks of its parts are computed again, each in the graph's own order. For graphs of up to 40
+    nodes, all cuts of all orders are tried if there are at most a few thousand parts: then the fewest parts (with
+    ``parts``, the least traffic) are proven. Otherwise the bound holds for any order: all bytes that must be held,
+    divided by the memory of the devices. The bound on traffic is weak: the smallest value per border.
 
     Attributes:
         memory: the bytes of each device (an int, or ``"80GiB"``), or a sequence of sizes for devices 0, 1, ..., which

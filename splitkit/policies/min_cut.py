@@ -29,7 +29,7 @@ saving each storage weighs, shape (k,)."""
 
 _MOST = 1e100  # times a price, still finite
 _RATE = 1e11  # the default of MinCut.price
-_SIZE = "It takes a node, and returns bytes, not negative; infinite for what may not be saved."
+_SIZE = "It takes a node and returns bytes of at least 0; infinite for values that may not be saved."
 _RULES = (
     "Rules take splitkit.training.choices.Savings, and return ({op: reason}, an array of what each storage weighs)."
 )
@@ -42,7 +42,7 @@ class MinCut:
     The plan has the minimum over all legal plans of ``saved bytes + price * recompute seconds``. It is found by one
     minimum s-t cut, in which saving a storage costs its bytes and recomputing an op costs its time. Views are free,
     several values of one storage count once, and inputs and parameters are free to save. Nodes of backward that do not
-    depend on gradients may move to forward if that saves bytes. Checkpoint tags hold.
+    depend on gradients may move to forward if that saves bytes. Activation checkpointing tags are respected.
 
     The minimum is exact up to rounding of ``price * seconds``, with one known gap: a node that only backward needs
     counts as free there, even in the rare case that forward also runs it because a saved value depends on it.
@@ -51,13 +51,13 @@ class MinCut:
     2023), in whose cut recompute is either free or forbidden.
 
     Attributes:
-        price: the bytes that a second of recompute is worth. The default is a tenth of the memory bandwidth of a GPU of
-            2020: a matrix product saves far fewer bytes per second of recompute, and a pointwise op far more. 0 saves
+        price: the bytes that a second of recompute is worth. The default is a tenth of the memory bandwidth of a 2020
+            GPU: a matrix product saves far fewer bytes per second of recompute, and a pointwise op far more. 0 saves
             the fewest bytes. ``"fused"`` means the default price for seconds under Inductor (`splitkit.costs.named`),
             on the device of the costs; for another price of such seconds, plan with `splitkit.costs.fused`.
         size: a function that returns the cost of saving a node's value; by default the bytes of its storage. An
             infinite cost means that the value is never saved.
-        rules: bans and weights of your own; see `functorch` and `like_torch`. Views are free all the same.
+        rules: bans and weights of your own; see `functorch` and `like_torch`. Views are still free.
     """
 
     price: float | Literal["fused"] = 1e11
@@ -67,12 +67,12 @@ class MinCut:
     def __post_init__(self) -> None:
         price: object = self.price
         if not (is_number(price) and float(price) <= _MOST) and not is_word(price, "fused"):
-            remedy = f"Give bytes a second, not negative, {_MOST:.0e} at most: 1e11; or 'fused'."
+            remedy = f"Give bytes per second, from 0 to {_MOST:.0e}, such as 1e11; or 'fused'."
             raise PolicyError("SK302", f"MinCut has price={shown(price)}", remedy)
         functions: dict[str, tuple[object, str]] = {"size": (self.size, _SIZE), "rules": (self.rules, _RULES)}
         for name, (value, remedy) in functions.items():
             if value is not None and not callable(value):
-                raise PolicyError("SK302", f"MinCut has {name}={value!r:.200}, which is no function", remedy)
+                raise PolicyError("SK302", f"MinCut has {name}={value!r:.200}, which is not a function", remedy)
 
     @classmethod
     def functorch(cls) -> MinCut:

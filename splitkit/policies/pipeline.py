@@ -43,17 +43,17 @@ class Pipeline:
     """Cut a joint graph into ``n`` stages, and choose what each stage saves, for the shortest simulated step.
 
     A stage that holds more microbatches must recompute more, and so should have fewer layers. Cutting first and
-    choosing recompute later misses that, and so does one recompute rule for all stages. Here both are decided together,
-    within the memory of each rank::
+    choosing recompute later misses that, and so does one recompute rule for all stages. This policy decides both
+    together, within the memory of each rank::
 
         joint = splitkit.capture_joint(model, *inputs_of_one_microbatch)
         costs = splitkit.costs.roofline(joint.graph_module, "h100")
         plan = splitkit.plan(joint, Pipeline(4, "1f1b", microbatches=32, memory="80GiB", links="nvlink4"), costs)
 
-    A stage is an interval of the order in which forward computes its nodes; cuts may fall inside blocks. Backward of a
-    node is in the stage of the node. A stage holds what it received and sent until its backward, as torch's runtime
-    does, and besides what it saves. Ranks hold weights, gradients, the state of the optimizer, what microbatches in
-    flight save, messages, and what the stage that runs takes for a while.
+    A stage is an interval of the order in which forward computes its nodes; cuts may fall inside blocks. The backward
+    of a node is in the same stage as the node. Until its backward, a stage holds its saved activations and, as torch's
+    runtime does, what it received and sent. Ranks hold weights, gradients, optimizer state, the saved activations of
+    all microbatches in flight, messages, and the temporary memory of the stage that runs.
 
     The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on
     each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less
@@ -61,16 +61,16 @@ class Pipeline:
     there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
     those that send the fewest bytes; the note says how many of how many.
 
-    ``Pipeline(4, memory="80GiB", offload="pcie5")`` may also move saved values to the host while other microbatches
-    run. A value leaves in its stage's forward and the rank's next action, and comes back in the action before the
-    stage's backward; each rank copies one value at a time in each direction, and the simulated step includes what
-    ranks wait for. The step is never longer than that of the plan without offload, nor than offloading the largest
-    values first in the cuts that were looked at. Prices must be in seconds.
+    ``Pipeline(4, memory="80GiB", offload="pcie5")`` may also move saved activations to the host while other
+    microbatches run. A value leaves during its stage's forward and the rank's next action, and returns during the
+    action before the stage's backward. Each rank copies one value at a time in each direction, and the simulated step
+    includes the time that ranks wait for copies. The step is never longer than without offload, nor than offloading the
+    largest values first with the cuts that were considered. Prices must be in seconds.
 
     Attributes:
         n: the number of stages.
-        schedule: the schedule, as in `splitkit.simulate_schedule`. If it divides backward, recompute belongs to the
-            input part, and what the weight part reads waits for it.
+        schedule: the schedule, as in `splitkit.simulate_schedule`. If it divides backward, recompute is in the input
+            part, and the values that the weight part reads wait for it.
         microbatches: the microbatches in a step, ``2 n`` by default. The graph was captured with the inputs of one.
         memory: the bytes of each rank: a number or a text (``"80GiB"``) for all ranks, or a sequence with one for each.
         links: the links between the ranks ``0, 1 ...``, or the name of a preset (``"nvlink4"``).

@@ -26,8 +26,8 @@ from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, as_joint, is_pi
 class Precompute:
     """Move nodes of backward that do not depend on gradients to forward if that saves memory.
 
-    A mask of a large value is computed in forward and saved instead of the value, if backward needs the value for
-    nothing else. The same holds for a value that the base plan recomputes from larger saved values.
+    For example, a mask of a large value is computed in forward and saved in place of the value, if backward needs the
+    value for nothing else. The same holds for a value that the base plan recomputes from larger saved values.
 
     Attributes:
         base: the policy that decides about everything else.
@@ -42,7 +42,7 @@ class Precompute:
         base: object = self.base
         if not isinstance(base, Policy) or isinstance(base, type):
             remedy = "Give a policy object for a joint graph: Precompute(SaveAll())."
-            raise PolicyError("SK302", f"Precompute has base={base!r:.200}, which is no policy object", remedy)
+            raise PolicyError("SK302", f"Precompute has base={base!r:.200}, which is not a policy object", remedy)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan with the parts ``"forward"`` and ``"backward"``; SK302 for a graph that is not a joint graph,

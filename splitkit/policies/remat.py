@@ -24,7 +24,7 @@ class Remat:
     ``Remat(["aten.mm", "aten.addmm"])`` keeps the outputs of matrix products. Megatron's selective recompute, which
     recomputes the core of attention and saves everything else (Korthikanti et al. 2022, "Reducing Activation
     Recomputation in Large Transformer Models"), is ``Remat(["aten.mm", "aten.addmm"], modules="*.attn")``; full
-    recompute of every block that saves its inputs is ``Remat(modules="transformer.h.*")``.
+    activation checkpointing, in which every block saves only its inputs, is ``Remat(modules="transformer.h.*")``.
 
     Inputs are always saved, and so are values that may not be computed twice.
 

@@ -15,7 +15,7 @@ from splitkit.training.flow import as_joint
 class SaveAll:
     """Save every value of forward that backward reads, and recompute nothing.
 
-    As in eager mode, code inside ``torch.utils.checkpoint`` is recomputed all the same.
+    As in eager mode, code inside ``torch.utils.checkpoint`` is still recomputed.
     """
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:

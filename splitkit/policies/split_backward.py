@@ -23,47 +23,46 @@ _MOST = 1e100
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Divide the backward of each stage into an input part and a weight part, such that little waits between them.
+    """Divide the backward of each stage into an input part and a weight part, so that few bytes wait between them.
 
-    Zero-bubble schedules run the input part at once, because the stage before waits for the gradients that it computes,
-    and the weight part in what would be a bubble. Until then, the inputs of the weight part are held. This policy
-    divides the backward of a plan such that these are as few bytes as possible::
+    Zero-bubble schedules run the input part immediately, because the previous stage waits for the gradients that it
+    computes, and the weight part in what would be a bubble. Until then, the inputs of the weight part are held. This
+    policy divides the backward of a plan so that these inputs take as few bytes as possible::
 
         SplitBackward()                          products in the weight part, the fewest bytes
         SplitBackward(policy=MinCut())           after recompute
         SplitBackward(price=1e12)                a second that is deferred is worth 1 TB
 
-    The input part computes the gradients that leave the stage (those that go to the stage before, and those of inputs
-    of the model that require grad), all that these need, and everything with an effect or random numbers. For all other
-    nodes of backward there is a choice, and a minimum cut makes it: a node can be in the input part, in the weight
-    part, or in both. Each storage counts once, however many views of it are read. Parameters, and the inputs of the
-    model, are held by the caller anyway. A finished gradient of a parameter is added to the parameter's at once, so it
-    does not wait. The weight part returns gradients of parameters only.
+    The input part computes the gradients that leave the stage (those for the previous stage, and those of model inputs
+    that require grad), everything that these need, and everything with side effects or random numbers. Every other node
+    of backward can be in the input part, in the weight part, or in both; a minimum cut decides. Each storage counts
+    once, however many views of it are read. The caller holds parameters and model inputs anyway. A finished gradient of
+    a parameter is accumulated immediately, so it does not wait. The weight part returns only gradients of parameters.
 
-    Without a price, the products that weight gradients end in (matrix products, convolutions, attention, and the
-    backward of embeddings) are in the weight part, however much waits for them: deferring them is what a divided
-    backward is for. Everything else is where the fewest bytes wait, and if that does not matter, in the weight part;
-    nothing but views is computed twice. For a transformer, the input and the output gradient of each linear layer wait
-    then, while gradients of norms and biases, reductions that are quick, are finished in the input part.
+    Without a price, the products that end in weight gradients (matrix products, convolutions, attention, and the
+    backward of embeddings) are in the weight part, however many bytes wait for them: deferring them is the purpose of a
+    divided backward. Everything else is where the fewest bytes wait or, if that makes no difference, in the weight
+    part; only views are computed twice. In a transformer, the input and the output gradient of each linear layer then
+    wait, while the gradients of norms and biases, which are quick reductions, are finished in the input part.
 
-    With a price, nothing is fixed: the plan minimises ``waiting bytes + price * seconds``, where the seconds are of
-    nodes in the input part that need not be there, and of nodes that run in both parts. At 0 nothing is deferred and
-    nothing waits; at a high price everything is deferred that can be. On an H100, products of large layers have about
+    With a price, nothing is fixed: the plan minimises ``waiting bytes + price * seconds``, where the seconds are those
+    of nodes that are in the input part without need, and of nodes that run in both parts. At 0 nothing is deferred and
+    nothing waits; at a high price, everything that can be deferred is. On an H100, products of large layers have about
     4e11 bytes for each second, and reductions the bandwidth of the memory, 3e12.
     `splitkit.studies.deferral_frontier.DeferralFrontier` finds all prices at which the plan changes.
 
-    If no gradient leaves a stage (the first one, whose inputs are token ids), nothing must be in the input part. The
-    chain of gradients through the layers is then computed in the input part all the same if that leaves fewer bytes
-    waiting, as it does unless the plan recomputes nearly everything. With a price, such a stage defers more, because
-    its whole backward can wait.
+    If no gradient leaves a stage (the first one, whose inputs are token ids), nothing has to be in the input part. The
+    chain of gradients through the layers is still computed in the input part if fewer bytes wait then, which is the
+    case unless the plan recomputes nearly everything. With a price, such a stage defers more, because its whole
+    backward can wait.
 
-    A convolution's backward is one node with the gradients of input and weight, so it is in the input part as a whole.
+    A convolution's backward is a single node with the gradients of input and weight, so all of it is in the input part.
 
     The plan has the parts ``("forward", s)``, ``("input", s)`` and ``("weight", s)`` for each stage ``s``; a plan of
-    one forward and one backward is stage 0. Its claim is proven: the value of the cut is that of a flow.
+    one forward and one backward is stage 0. Its claim is proven: the value of the cut equals that of a flow.
 
     Attributes:
-        price: the bytes that may wait for each second that is deferred; ``None`` defers products.
+        price: the bytes that may wait per second that is deferred; ``None`` defers products.
         policy: what is saved, what is recomputed, and the stages: a policy or plan for a joint graph.
     """
 
@@ -73,7 +72,7 @@ class SplitBackward:
     def __post_init__(self) -> None:
         price: object = self.price
         if price is not None and not (is_number(price) and float(price) <= _MOST):
-            remedy = f"Give bytes a second, not negative, {_MOST:.0e} at most: 1e12; or None to defer products."
+            remedy = f"Give bytes per second, from 0 to {_MOST:.0e}, such as 1e12; or None to defer products."
             raise PolicyError("SK302", f"SplitBackward has price={shown(price)}", remedy)
         require_policy(self.policy)
 

@@ -40,8 +40,9 @@ _ALONE = 0.1  # without links and schedule, where the steps of proofs are quicke
 class Stages:
     """Make ``n`` stages, each a convex set of nodes, whose slowest is as fast as possible over all topological orders.
 
-    Among plans whose slowest stage is within ``tolerance`` of the fastest found, the most even one is chosen (the least
-    sum of squared loads), and among those that are as even within the tolerance, the one with the least traffic::
+    Among plans whose slowest stage is within ``tolerance`` of the fastest that was found, the most even one is chosen
+    (the least sum of squared loads); among plans that are equally even within the tolerance, the one with the least
+    traffic::
 
         GPT-2 in 8, shares of the work    0 /  0 / 19 / 23 / 23 /  4 / 31 /  0 %    the head, 31 %, is the slowest
         the plan that is chosen           8 / 12 / 12 / 10 / 12 /  8 / 10 / 31 %    it still is, the others are even
@@ -55,29 +56,29 @@ class Stages:
     If ranks have several stages, the step comes first, unless the tolerance is 0, and it is no longer than with cuts
     between blocks.
 
-    Nodes that share memory that is written, or that share a value that cannot be sent, are in one stage, since no
-    runtime could separate them (`splitkit.pipeline.inseparable_nodes`).
+    Nodes that share written memory, or a value that cannot be sent, are in the same stage, since no runtime could
+    separate them (`splitkit.pipeline.inseparable_nodes`).
 
-    With ``replicas`` a stage may run on several devices (data parallel). Each of them has all parameters of the stage,
-    and 1/d of every microbatch, of the time and of the activations. The parts of the plan say how many
-    (`Part.replicas`). Loads are per device, and devices are balanced, not stages. A message between stages on
-    d and e devices takes 1 / min(d, e) of its time. With links and a schedule, a ring all-reduce adds up the gradients
-    once a step; it moves 2 (d - 1) / d of their bytes, and each microbatch bears an equal share. The shortest
-    simulated step then decides, since fewer stages fill sooner. PipeDream (SOSP 2019), DAPPLE (PPoPP 2021) and Piper
-    (NeurIPS 2021) plan replicas in this way::
+    With ``replicas``, a stage may run on several devices in data parallel. Each of its d devices has all parameters of
+    the stage, and 1/d of every microbatch, of the time and of the activations. The parts of the plan say how many
+    devices they use (`Part.replicas`). Loads are per device, and devices are balanced, not stages. A message between
+    stages on d and e devices takes 1 / min(d, e) of its time. With links and a schedule, a ring all-reduce sums the
+    gradients once per step; it moves 2 (d - 1) / d of their bytes, and each microbatch bears an equal share. The
+    shortest simulated step then decides, since a pipeline with fewer stages fills sooner. PipeDream (SOSP 2019), DAPPLE
+    (PPoPP 2021) and Piper (NeurIPS 2021) plan replicas in this way::
 
         Stages(8, schedule="1f1b", links="nvlink4", replicas=(1, 2, 4))
 
-    For inference, each stage keeps the keys and values of its own attention. ``objective="tokens"`` finds the stages
-    that have room for the largest cache beside their weights and activations, and of these the fastest;
-    ``objective="throughput"`` the fastest that have room for ``tokens``, which are those of all requests in flight
+    For inference, each stage keeps the KV cache of its own attention layers. ``objective="tokens"`` finds the stages
+    that leave room for the largest cache besides weights and activations, and the fastest among these.
+    ``objective="throughput"`` finds the fastest stages with room for ``tokens``, the tokens of all requests in flight
     together. With at least as many requests in flight as stages, a step takes as long as the slowest stage::
 
         Stages(4, objective="tokens", memory=["24GiB", "24GiB", "16GiB", "16GiB"])
         Stages(4, objective="throughput", tokens=8 * 4096, memory="24GiB", links="pcie4")
 
     The plan's claim says how good it is: its value, a lower bound for all plans that compute each node once, the proof
-    of the bound, and the evenness of the loads. Its note names an op that prevents a gain from more stages.
+    of the bound, and the evenness of the loads. If one op makes further stages useless, the note names it.
 
     Attributes:
         n: the number of stages, at most the number of nodes.
@@ -92,17 +93,16 @@ class Stages:
         optimizer: the optimizer whose state counts in training: ``"adam"``, ``"momentum"``, ``"sgd"``. ``None``:
             inference; with a schedule, or costs that include backward, ``"adam"``, since these train.
         seconds: the CPU time of this thread after which the search ends, as soon as it has a plan. The analysis of the
-            graph, which is done once per graph, does not count. Usually the search ends long before, after a number of
-            steps in proportion to these seconds, so that a slower machine finds the same plan. If time ended it, the
-            note says so.
-        tolerance: relative, from 0 to 1: how much slower than the fastest found the slowest stage may be if that makes
-            stages more even, and how much less even stages may be if that reduces traffic.
+            graph, which is done once per graph, does not count. Usually the search ends much earlier, after a number of
+            steps in proportion to these seconds, so a slower machine finds the same plan. If the time limit ended it,
+            the note says so.
+        tolerance: relative, from 0 to 1: how much slower the slowest stage may be than the best that was found if that
+            makes stages more even, and how much less even stages may be if that reduces traffic.
         replicas: the numbers of devices that a stage may use, such as ``(1, 2, 4)``; ``n`` is then the number of
-            devices, not all of which need be used.
+            devices, some of which may stay unused.
         objective: ``"tokens"`` or ``"throughput"``, for inference; ``None``: the slowest stage, without a cache.
         tokens: with ``objective="throughput"``, the tokens of all requests in flight, whose cache must fit.
-        cache: node, or its name -> bytes of cache per token; by default what `splitkit.extend.cache_bytes` reads off
-            the graph.
+        cache: node, or its name -> bytes of cache per token; by default the result of `splitkit.extend.cache_bytes`.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""Runs a given split on several devices or ranks. What runs where is decided by the plan."""
+"""Runs a split on several devices or ranks. The plan decides what runs where."""
 
 from splitkit.runtime.devices.on_devices import to_devices
 from splitkit.runtime.folder.load import StageFolder, open_stages

@@ -91,7 +91,9 @@ class Scoring:
         if visits and demand.schedule is not None:
             twice = ", ".join(map(str, [part for part in parts if on[part] == devices[0]][:2]))
             raise NoPlanError(
-                "SK303", f"parts {twice} ... are visits of one device, which no schedule runs", "Use one part a device."
+                "SK303",
+                f"parts {twice} ... are visits to one device, which no schedule runs",
+                "Use one part per device.",
             )
         joined = Plan.of({node: list(dict.fromkeys(on[key] for key in keys)) for node, keys in plan.items()})
         ranks = demand.ranks(len(devices))

@@ -19,7 +19,7 @@ def explore(
 ) -> Plan:
     """Capture a model, plan it, and return the plan, which a notebook shows as a picture.
 
-    It is short for `splitkit.capture` and `splitkit.plan`::
+    This is a shortcut for `splitkit.capture` and `splitkit.plan`::
 
         sk.explore(model, x)                                    # the picture of two stages
         sk.explore(model, input_ids=ids, policy=4, page="plan.html")
@@ -28,7 +28,7 @@ def explore(
         model: the model; it is not changed.
         inputs: positional inputs of an example.
         policy: the number of stages, or a policy.
-        page: a file for the interactive page; ``None``: none is written.
+        page: a file for the interactive page; ``None`` writes none.
         kwargs: keyword inputs of the example.
 
     Raises:

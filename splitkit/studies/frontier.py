@@ -128,16 +128,16 @@ class Frontier(Shown):
         frontier.less(0.1).seconds             # what 10 % less memory costs
         joint.split(frontier.within(2**30).plan)
 
-    By default it bounds the *saved* bytes, and is exact: the lower convex hull over all legal plans. The peak of a
-    point is simulated when you ask for it; it need not fall as the saved bytes fall.
+    By default it limits the *saved* bytes, and is exact: the lower convex hull over all legal plans. The peak of a
+    point is simulated when you ask for it; it may rise while the saved bytes fall.
 
-    ``Frontier(joint, costs, of="peak")`` bounds the true peak. Its points are the best of all plans that searches for
+    ``Frontier(joint, costs, of="peak")`` limits the true peak. Its points are the best of all plans that searches for
     several budgets find, from ``Budget("least")`` upwards; each has a higher peak and less recompute than the one
     before. Better plans may exist. It takes about as long as those searches.
 
     ``Frontier(joint, costs, of="peak", offload="pcie5")`` may also move saved values to the host and back over that
-    link, as `splitkit.policies.Budget` does. The seconds of its points are recompute and waiting; no point is above
-    the frontier without offload. Prices must be in seconds.
+    link, as `splitkit.policies.Budget` does. The seconds of its points are recompute and waiting; no point is worse
+    than the frontier without offload. Prices must be in seconds.
 
     A frontier renders itself in a notebook. `view` is a page on which a slider goes from one point to the next and
     shows what is saved and recomputed, and the memory of each step.
@@ -149,7 +149,7 @@ class Frontier(Shown):
         of: ``"saved"`` or ``"peak"``, the memory that is bounded.
         budgets: the number of budgets for which peaks are searched.
         offload: the link to the host, as in `splitkit.policies.Budget`; ``None`` offloads nothing.
-        host: with ``offload``: the bytes that the host has room for; ``None`` for any number.
+        host: with ``offload``: the most bytes on the host; ``None`` for no limit.
     """
 
     joint: Joint | JointFlow

@@ -52,7 +52,7 @@ def sweep(
     offload: Offload = None,
     host: int | str | None = None,
 ) -> Sweep:
-    """Plan and simulate a training step of every combination.
+    """Plan and simulate a training step for every combination of stages, microbatches and schedules.
 
     ::
 
@@ -60,12 +60,12 @@ def sweep(
         split = splitkit.split(gm, found.pareto[0].plan)
 
     `splitkit.policies.Stages` makes the stages: once for all schedules with one stage per rank, and again for each
-    combination if ranks have several. Stages that do not fit the memory are planned again for that schedule within the
-    memory, unless the ranks need more than that on average. A combination that a schedule refuses is a row
-    that says why.
+    combination if ranks have several. Stages that exceed the memory limit are planned again for that schedule within
+    the limit, unless the ranks need more than that on average. If a schedule does not support a combination, its row
+    says why.
 
-    Given a joint graph, `splitkit.policies.Pipeline` makes each row: stages, and what each of them saves and
-    recomputes, within the memory. Its rows also have the gap to a proven bound, and what decides::
+    For a joint graph, `splitkit.policies.Pipeline` makes each row: stages, and what each of them saves and recomputes,
+    within the memory limit. Its rows also have the gap to a proven bound, and say which rank decides::
 
         joint = splitkit.capture_joint(model, *inputs_of_one_microbatch)
         found = splitkit.sweep(joint, splitkit.costs.roofline(joint.graph_module, "h100"), memory="80GiB")
@@ -81,9 +81,9 @@ def sweep(
         memory: the bytes of each rank, as a number or a text (``"80GiB"``).
         links: the links between the ranks, or the name of a preset (``"nvlink4"``).
         optimizer: the optimizer whose state counts.
-        recompute: whether backward runs all parts again (``Part.call="checkpoint"``). The stages are those that are
-            planned without; none are planned again for the memory. Of a joint graph: whether stages may recompute what
-            the memory requires, which is the default.
+        recompute: whether all parts are recomputed in backward (``Part.call="checkpoint"``). The stages are planned
+            without recompute, and not planned again for the memory limit. For a joint graph: whether stages may
+            recompute what the memory limit requires, which is the default.
         chunks: of a joint graph, the numbers of stages on each rank. A schedule tries those that it takes; ``None``:
             one or two, as it usually has.
         offload: of a joint graph, the link of each rank to its host, over which stages may move saved values
@@ -93,7 +93,7 @@ def sweep(
     Raises:
         ScheduleError: SK330 for an unknown schedule.
         PlanError: SK207 for recompute of parts with effects.
-        PolicyError: SK302 for numbers that make no sense.
+        PolicyError: SK302 for invalid numbers.
         CostError: SK322 for unknown links.
     """
     if recompute is not None and not isinstance(recompute, bool):
@@ -175,7 +175,9 @@ class Sweeper:
         _ = self._limit  # raises if the memory makes no sense
         check_stage_optimizer(self.optimizer)
         if self.optimizer is None:
-            raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
+            raise PolicyError(
+                "SK302", "sweep: the optimizer is None", "These schedules are for training: name an optimizer."
+            )
 
     def row(self, stages: int, schedule: str, microbatches: int) -> SweepRow:
         """Plan and simulate one combination."""

@@ -73,7 +73,9 @@ class TrainingSweeper:
         as_links(self.links)
         check_stage_optimizer(self.optimizer)
         if self.optimizer is None:
-            raise PolicyError("SK302", "sweep: the optimizer is None", "These schedules train: name an optimizer.")
+            raise PolicyError(
+                "SK302", "sweep: the optimizer is None", "These schedules are for training: name an optimizer."
+            )
         require_offload("sweep", self.offload, self.host, "sweep(joint, costs, ")
         if self.offload is not None:
             require_seconds(self.costs)

@@ -175,16 +175,16 @@ def compare(
         seed: random seed of both runs.
         loss: a function of the output that returns a scalar. The default is the ``loss`` of the output, else a
             weighted sum of all its tensors, so that every gradient is compared.
-        names: name of a parameter or buffer of the candidate -> its name in the reference, where these are not the same
-            objects; a `Split` knows its names.
+        names: name of a parameter or buffer of the candidate -> its name in the reference, if these are not the same
+            objects; not needed for a `Split`.
         tolerance: largest difference of a gradient that counts as rounding, relative to its largest entry.
         kwargs: keyword inputs.
 
     If only gradients differ, by no more than the rounding of autocast's cache of casts, both modules run again without
     the cache, and the gradients of these runs are compared.
 
-    If a `Split` differs, the graph that was split and the model are run once more: ``steps`` and the error of
-    ``raise_if_different`` tell whether the model, the capture or the split is wrong.
+    If a `Split` differs, the graph that was split and the model run once more: ``steps`` and the error of
+    ``raise_if_different`` say whether the model, the capture or the split is wrong.
     """
     original, other = _module(reference), _module(candidate)
     renamed = names if names is not None else getattr(candidate, "qualified_names", {})

@@ -24,7 +24,7 @@ def read_config(spec: str) -> dict[str, Any]:
     """Return the data of a configuration, from its file or its folder.
 
     Raises:
-        FileError: SK504 if it cannot be read, or is no configuration.
+        FileError: SK504 if it cannot be read, or is not a configuration.
     """
     file = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
     try:
@@ -33,7 +33,7 @@ def read_config(spec: str) -> dict[str, Any]:
         raise FileError("SK504", f"{file} cannot be read: {error}", "Give the path of a config.json.") from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise FileError(
-            "SK504", f"{file} is no configuration: it has no model_type", "Give a transformers config.json."
+            "SK504", f"{file} is not a configuration: it has no model_type", "Give a transformers config.json."
         )
     return data
 

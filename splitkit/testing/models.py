@@ -75,8 +75,8 @@ def load(spec: str, **sizes: int) -> Example:
     that it raises have a note with the line of its file.
 
     Raises:
-        CaptureError: SK402 for a name that is no example, or a package that is not installed; SK403 for a factory that
-            is missing, cannot be called with these sizes, or returns something else.
+        CaptureError: SK402 for a name that is not an example, or a package that is not installed; SK403 for a factory
+            that is missing, cannot be called with these sizes, or returns something else.
     """
     if is_config(spec):
         from splitkit.testing.config_models import config_example

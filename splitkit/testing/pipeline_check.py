@@ -173,7 +173,7 @@ def module_calls(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any])
     """Return the positional and keyword arguments of the module that was captured, for each microbatch of a batch.
 
     Raises:
-        PipelineError: SK802 if a tensor of the batch is no input of the graph, so that nobody knows how to split it.
+        PipelineError: SK802 if a tensor of the batch is not an input of the graph, so it is unclear how to split it.
     """
     if (given := kwargs.get("microbatches")) is not None:
         return [((), dict(inputs)) for inputs in given]

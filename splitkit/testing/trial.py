@@ -99,8 +99,8 @@ def trial(
 def _backward(value: object, is_ours: bool) -> str:
     """Run backward, and return why it fails from our own sum of outputs.
 
-    Such a failure is no error of the model: nobody may need gradients of all of its outputs, and in eval mode it may
-    overwrite state that these gradients need.
+    Such a failure is not an error of the model: nobody may need gradients of all of its outputs, and in eval mode it
+    may overwrite state that these gradients need.
     """
     try:
         if isinstance(value, Tensor) and value.requires_grad:

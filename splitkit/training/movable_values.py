@@ -14,7 +14,7 @@ def why_not_moved(flow: JointFlow, value: Node) -> str:
     """Return why a value cannot go to the host, whatever the plan; an empty string if it can."""
     tensor, roots = value_of(value), flow.storages.under(value)
     if is_size(value) or not isinstance(tensor, Tensor):
-        return "it is no tensor"
+        return "it is not a tensor"
     if not roots:
         return "it lies in the memory of an input or parameter, which the caller holds"
     if tensor.layout is not torch.strided or not all(isinstance(size, int) for size in tensor.shape):

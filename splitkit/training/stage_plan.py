@@ -22,7 +22,7 @@ Places = dict[Node, tuple[PartKey, ...]]
 
 
 def stage_plan(flow: JointFlow, stages: Mapping[Node, int], base: Plan | None = None) -> Plan:
-    """Return the plan in which forward runs in the given stages, and backward in the stages of what it differentiates.
+    """Return the plan in which forward runs in the given stages, and backward in the stages of its forward nodes.
 
     A node of backward belongs to the stage of the forward node whose gradient it helps to compute, but it is never in a
     later stage than a gradient that it reads, because gradients only flow to earlier stages. A sum of the gradients of

@@ -1,4 +1,4 @@
-"""Shows plans and results as tables, still pictures and interactive pages; changes nothing.
+"""Shows plans and results as tables, still pictures and interactive pages; it changes nothing.
 
 Most users call ``plan.view()``, ``plan.to_html(path)`` and ``plan.to_svg(path)``. This package has the classes behind
 these methods: `LadderView` (a plan in stages) and `HalvesView` (plans of forward and backward) give plain data with

@@ -36,7 +36,7 @@ def checked_measurement(measured: object, run: ScheduleRun | None) -> MeasuredSt
         raise ViewError("SK901", f"measured is a {type(measured).__name__}, not a step that ran", remedy)
     remedy = "Simulate the actions that ran: run=splitkit.simulate_schedule(stages, measured.order)."
     if run is None:
-        raise ViewError("SK901", "a measured step is drawn beside a simulated one, and run is not given", remedy)
+        raise ViewError("SK901", "a measured step is drawn next to a simulated one, but run is missing", remedy)
     ran, planned = ({(e.rank, e.action) for e in step.timeline} for step in (measured, run))
     if other := min(ran ^ planned, default=None):
         where = "only measured" if other in ran else "only simulated"

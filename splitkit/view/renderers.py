@@ -102,7 +102,7 @@ def pictured(shown: object) -> Picture:
         ViewError: SK901 if the object has no picture.
     """
     raise ViewError(
-        "SK901", f"a {type(shown).__name__} has no picture", "Draw a plan, a split, a frontier, a profile or a run."
+        "SK901", f"a {type(shown).__name__} cannot be drawn", "Draw a plan, a split, a frontier, a profile or a run."
     )
 
 
@@ -238,7 +238,7 @@ def _ladder(
     several = None if isinstance(beside, Mapping) else items_of(beside)
     others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))
     if any(node not in flow.index for other in others for node in other):
-        raise ViewError("SK901", "the plan given as beside is for another graph", "Compare plans of one graph module.")
+        raise ViewError("SK901", "the plan passed as beside is for another graph", "Compare plans of one graph module.")
     ladder = LadderView(flow, plan, prices, title, optimizer, limit, run, ran, others)
 
     def svg() -> str:
@@ -259,7 +259,7 @@ def limit_of(memory: float | str | None) -> int | None:
     """Return the memory limit that a picture marks, in bytes.
 
     Raises:
-        PolicyError: SK302 if ``memory`` is no number of bytes.
+        PolicyError: SK302 if ``memory`` is not a number of bytes.
     """
     return None if memory is None else nbytes("view", "memory", memory)
 

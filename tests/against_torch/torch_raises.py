@@ -170,7 +170,7 @@ def test_the_output_of_an_exported_module():
 
 
 class Handle:
-    """Something that is no tensor and no number, as a stream is not."""
+    """Something that is not a tensor and no number, as a stream is not."""
 
 
 def give(x, value):

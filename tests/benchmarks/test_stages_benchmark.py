@@ -69,7 +69,7 @@ def test_balanced_memory_is_the_mean_and_a_buffer(rules):
     model = Toy()
     model._no_split_modules = None
     assert rules.balanced_memory(model, 2) == [640 // 2 + int(1.25 * 53), math.inf]
-    # tied, the head has no bytes and is no module: 520 in all
+    # tied, the head has no bytes and is not a module: 520 in all
     assert rules.balanced_memory(Toy(tied=True), 2) == [520 // 2 + 100, math.inf]
 
 

@@ -200,7 +200,7 @@ def test_parts_in_a_cycle(call, data, tmp_path, factory):
     code, found = data("split", model, *cycle, "--on-cycle", "merge")
     assert code == 0 and [p["module"] for p in found["parts"]] == ["submod_0"]
     code, _, err = call("run", plan, "--on-cycle", "merge")
-    assert code == 2 and "--on-cycle does not go with a plan file" in err
+    assert code == 2 and "--on-cycle cannot be combined with a plan file" in err
 
 
 def test_split(call, data, tmp_path, gpt2_plan, factory):
@@ -302,15 +302,15 @@ def test_policy_expressions(text, args, kwargs):
     [
         ("Stagse(2)", "Did you mean Stages"),
         ("Nothing(2)", "Choose one of Acyclic, AroundOps"),
-        ("Stages(__import__('os').getpid())", "is no literal"),
-        ("Stages(open)", "is no literal"),
+        ("Stages(__import__('os').getpid())", "is not a literal"),
+        ("Stages(open)", "is not a literal"),
         ("__import__('os').system('true')", "not the name of a policy"),
         ("(lambda: 1)()", "not the name of a policy"),
         ("Stages(**{'n': 2})", "** is not allowed"),
-        ("Stages(*[2])", "is no literal"),
+        ("Stages(*[2])", "is not a literal"),
         ("Stages(2", "cannot be read"),
         ("", "cannot be read"),
-        ("ByName({[]: 1})", "is no literal"),
+        ("ByName({[]: 1})", "is not a literal"),
         ("Stages(" + "(" * 500 + "1" + ")" * 500 + ")", "cannot be read"),
         ("ByDevice('cpu')", "takes a function"),
     ],

@@ -31,7 +31,7 @@ from splitkit.cli import main
         (["capture", "my.py:net:x"], "Write my.py:net."),
         (["capture", "none.py"], "Name a file that exists"),
         (["capture", "mi.py"], "Did you mean my.py:net?"),
-        (["capture", "plan.json"], "Name a model"),
+        (["capture", "plan.json"], "Pass a model"),
         (["run", "saved", "--check"], "Did you mean saved.json?"),
         (["split", ".", "--stages", "2"], "Write my.py:net."),
         (["train", "gpt2", "--stages", "2", "--nproc", "2", "--trace", "-"], "Name a file: --trace trace.json."),

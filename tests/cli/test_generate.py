@@ -125,7 +125,7 @@ def test_what_no_rank_could_run_is_refused_before_there_are_ranks(tmp_path, call
         (["llama", "--stages", "2"], "SK601: there is nothing to continue"),
         (["llama", "--prompt-ids", "5"], "SK601: llama needs a policy"),
         ([str(tmp_path), "--stages", "2", "--prompt-ids", "5"], "SK601: the weights would be random"),
-        (["llama", "--stages", "2", "--prompt-ids", "5", "--weights", "x"], "SK601: --weights goes with a folder"),
+        (["llama", "--stages", "2", "--prompt-ids", "5", "--weights", "x"], "SK601: --weights needs a folder"),
     ):
         code, _, error = call("generate", *words)
         assert code == 2 and says in error

@@ -85,12 +85,12 @@ def test_without_stages_it_is_the_frontier(data):
 @pytest.mark.parametrize(
     "words, exit_code, code, says",
     [
-        (["--memory", "1GiB"], 2, "SK601", "--memory goes with --stages"),
-        (["--schedules", "1f1b"], 2, "SK601", "--schedules goes with --stages"),
-        (["--stages", "2", "--points", "3"], 2, "SK601", "--points does not go with --stages"),
-        (["--stages", "2,zwei"], 2, "SK601", "no whole number"),
-        (["--stages", "0"], 2, "SK601", "no whole number"),
-        (["--stages", "2", "--memory", "much"], 2, "SK601", "no size"),
+        (["--memory", "1GiB"], 2, "SK601", "--memory needs --stages"),
+        (["--schedules", "1f1b"], 2, "SK601", "--schedules needs --stages"),
+        (["--stages", "2", "--points", "3"], 2, "SK601", "--points cannot be combined with --stages"),
+        (["--stages", "2,zwei"], 2, "SK601", "not a whole number"),
+        (["--stages", "0"], 2, "SK601", "not a whole number"),
+        (["--stages", "2", "--memory", "much"], 2, "SK601", "not a size"),
         (["--stages", "2", "--devices", "2xh200"], 2, "SK601", "--stages says how many"),
         (["--stages", "2", "--devices", "h200,a100"], 2, "SK601", "--stages says how many"),
         (["--stages", "2", "--devices", "h300"], 1, "SK321", "no device"),

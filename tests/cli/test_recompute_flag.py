@@ -68,8 +68,8 @@ def test_the_step_of_a_plan_for_devices_is_simulated_with_it(data):
 
 @pytest.mark.parametrize(("words", "reason"), [
     (["profile", "gpt2", *SIZE, "--stages", "2", "--recompute"], "--recompute is for the parts of a pipeline"),
-    (["plan", "gpt2", *SIZE, "--what", "fwd-bwd", "--recompute"], "--recompute does not go with --what fwd-bwd"),
-    (["sweep", "gpt2", *SIZE, "--recompute"], "--recompute goes with --stages"),
+    (["plan", "gpt2", *SIZE, "--what", "fwd-bwd", "--recompute"], "--recompute cannot be combined with --what fwd-bwd"),
+    (["sweep", "gpt2", *SIZE, "--recompute"], "--recompute needs --stages"),
 ])  # fmt: skip
 def test_where_there_are_no_stages_it_is_refused(call, words, reason):
     code, _, err = call(*words)

@@ -66,15 +66,15 @@ def test_a_default_gives_way_to_an_option_that_excludes_it(read):
 @pytest.mark.parametrize(
     ("toml", "text"),
     [
-        ("link = 'nvlink4'", "link is no option of any command"),
-        ("[plan]\nnproc = 2", "nproc is no option of splitkit plan"),
-        ("[plam]\nstages = 2", "is no command"),
+        ("link = 'nvlink4'", "link is not an option of any command"),
+        ("[plan]\nnproc = 2", "nproc is not an option of splitkit plan"),
+        ("[plam]\nstages = 2", "is not a command"),
         ("stages = 'many'", "stages = 'many'"),
         ("recompute = 'maybe'", "recompute = 'maybe'"),
         ("[plan]\nwhat = 'all'", "what = 'all'"),
         ("[plan]\nsize = {layers = 4}", "size = "),
         ("links", "cannot be read"),
-        ("json = true", "json is no option"),
+        ("json = true", "json is not an option"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(read, toml, text):

@@ -43,7 +43,7 @@ def test_the_order_is_that_of_the_library_and_in_the_file(call, data, plan, tmp_
         (["gpt2", "--stages", "3", "--ranks", "2"], 2, "3 stages on 2 ranks"),
         (["gpt2", "--stages", "3", "--placement", "V"], 2, "3 stages in a V"),
         (["gpt2", "--stages", "2", "--memory", "80%"], 2, "--memory is a share"),
-        (["gpt2", "--stages", "2", "--memory", "much"], 2, "--memory much is no size"),
+        (["gpt2", "--stages", "2", "--memory", "much"], 2, "--memory much is not a size"),
         (["gpt2"], 2, "gpt2 needs a policy"),
     ],
 )

@@ -60,7 +60,7 @@ def has_effects(flow):
 
 @pytest.mark.parametrize(("name", "seed"), some_of_all(ZOO, range(4), always=()))
 def test_never_more_parts_than_torch_on_the_zoo(name, seed):
-    """Where effects order the graph, torch's count is no measure: it moves nodes across writes."""
+    """Where effects order the graph, torch's count is not a measure: it moves nodes across writes."""
     gm = ZOO[name].graph
     ours, theirs = counts(gm, some(seed))
     assert ours <= theirs or has_effects(sk.analyze(gm))

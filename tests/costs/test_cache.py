@@ -82,7 +82,7 @@ BAD = {
 def test_a_damaged_or_foreign_file_is_ignored_with_one_warning_and_rewritten(tmp_path, content):
     path = tmp_path / "costs.json"
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match="costs.json is no cost cache") as caught:
+    with pytest.warns(UserWarning, match="costs.json is not a cost cache") as caught:
         cache = CostCache(path, HERE)
         cache.put("mm", Record(1.0, 0))
         cache.save()
@@ -201,7 +201,7 @@ def test_a_cache_with_numbers_that_are_no_seconds_is_measured_anew(tmp_path, rec
     for known in damaged["environments"].values():
         known.update(dict.fromkeys(known, record))
     file.write_text(json.dumps(damaged))
-    with pytest.warns(UserWarning, match="is no cost cache"):
+    with pytest.warns(UserWarning, match="is not a cost cache"):
         found = costs.measured(gm, torch.ones(3), cache=file, min_run_time=1e-4)
     assert sum(map(found.seconds, gm.graph.nodes)) < 0.5
     assert "[1" not in file.read_text().replace(" ", "")

@@ -117,12 +117,12 @@ def test_devices_are_values():
         ("memory = 48_000_000_000", "memory = true", "mine.*memory is True"),
         ("launch = 3e-6", "launch = -3e-6", "mine.*launch is -3e-06"),
         ("launch = 3e-6", "launch = [1]", r"mine.*launch is \[1\]"),
-        ('source = "its sheet"', "source = 3", "mine.*source is no text"),
+        ('source = "its sheet"', "source = 3", "mine.*source is not a string"),
         ("float32 = 40e12, ", "", "mine.*peak has no float32"),
         ("bfloat16 = 160e12", "bfloat6 = 160e12", r"unknown dtype 'bfloat6'\n  Did you mean bfloat16\?"),
         ("bfloat16 = 160e12", "bfloat16 = 0", "peak of bfloat16 is 0"),
-        ("[mine]", "[mine", "is no TOML"),
-        ("[mine]", "mine = 3\n[also]", "mine is no table"),
+        ("[mine]", "[mine", "is not TOML"),
+        ("[mine]", "mine = 3\n[also]", "mine is not a table"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_name(tmp_path, old, new, reason):

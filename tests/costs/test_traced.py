@@ -151,7 +151,7 @@ def test_a_price_is_the_median_over_steps(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("[]", "no list of events"),
         ('{"traceEvents": []}', "no op of torch"),
         ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": "now", "dur": 1}]}', "event 0"),

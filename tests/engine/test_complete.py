@@ -178,7 +178,7 @@ def test_opaque_code_elsewhere_does_not_forbid_checkpoints():
 
 def test_a_node_that_others_read_must_be_somewhere(chain, nodes):
     n = nodes(chain)
-    with pytest.raises(PlanError, match="SK208: add is planned in no part, but mul reads it"):
+    with pytest.raises(PlanError, match="SK208: add is in no part of the plan, but mul reads it"):
         split(chain, Plan({n["add"]: (), n["mul"]: (0,), n["sub"]: (0,)}))
     dropped = split(chain, Plan({n["add"]: (0,), n["mul"]: (0,), n["sub"]: (0,)}))
     assert dropped.module(torch.ones(1)) == 1
@@ -192,5 +192,5 @@ def test_a_node_with_an_effect_must_be_somewhere():
 
     gm = graph_of(write)
     (written,) = (node for node in gm.graph.nodes if node.name == "written")
-    with pytest.raises(PlanError, match="SK208: written is planned in no part, but it writes memory"):
+    with pytest.raises(PlanError, match="SK208: written is in no part of the plan, but it writes memory"):
         split(gm, Plan({written: ()}))

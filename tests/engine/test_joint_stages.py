@@ -149,16 +149,16 @@ def test_the_weight_part_gives_nothing_to_others(tied):
     }
     split = replace(plan, places=renamed, parts={})
     first = next(n for n in flow.nodes if split[n] == (StagePart("input", 1),))
-    with pytest.raises(CycleError, match="'weight' gives nothing"):
+    with pytest.raises(CycleError, match="'weight' sends nothing"):
         divide_stages(flow, split.place({first: (StagePart("weight", 1),)}))
 
 
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("backward", "is no part of a stage"),
-        (("backwards", 1), "is no part of a stage"),
-        (("forward", 3), "no node is planned in stage 2 of 4"),
+        ("backward", "is not part of a stage"),
+        (("backwards", 1), "is not part of a stage"),
+        (("forward", 3), "stage 2 of 4 has no nodes"),
         (("input", 1), "either one part, 'backward', or two"),
     ],
 )

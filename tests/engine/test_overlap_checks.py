@@ -190,7 +190,7 @@ def test_replace_names_what_it_does_not_take():
     split = split_net()
     with pytest.raises(sk.PlanError, match=r"SK216: the split has no part 7\n.*0, 1"):
         split.replace(7, nn.Identity())
-    with pytest.raises(sk.PlanError, match="SK216: part 0 would be replaced by an object of the class function"):
+    with pytest.raises(sk.PlanError, match="SK216: part 0 would be replaced by a function"):
         split.replace(0, f)
 
 

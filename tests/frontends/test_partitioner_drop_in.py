@@ -217,9 +217,9 @@ def test_wrong_nodes_are_named():
     gm, node = chain_of(torch.sin, torch.cos)
     other, others = chain_of(torch.sin)
     partitioner = sk.CapabilityBasedPartitioner(gm, supports(0))
-    with pytest.raises(PlanError, match="SK310: sin is in the partitions 0 and 1"):
+    with pytest.raises(PlanError, match="SK310: sin is in partitions 0 and 1"):
         partitioner.fuse_partitions([Partition(0, [node["sin"]]), Partition(1, [node["sin"]])])
-    with pytest.raises(PlanError, match=r"SK310.*no node of this graph"):
+    with pytest.raises(PlanError, match=r"SK310.*not a node of this graph"):
         partitioner.fuse_partitions([Partition(0, [others["sin"]])])
     assert other is not gm
 

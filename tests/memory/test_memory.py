@@ -186,7 +186,7 @@ def test_zoo_to_the_byte(name):
     gm = specimen.graph
     if any("val" not in n.meta for n in gm.graph.nodes if n.op not in ("get_attr", "output")):
         sk.extend.propagate(gm, *specimen.inputs)
-    # Some graphs enable gradients themselves: what autograd saves is no part of the simulation.
+    # Some graphs enable gradients themselves: what autograd saves is not part of the simulation.
     inputs = [x.detach() for x in specimen.inputs]
     gm.requires_grad_(False)
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_more_random_graphs_to_the_byte(seeds):
 def _same_peak(choose, seed):
     gm = random_graph(choose, length=1 + choose(24), seed=seed)
     inputs = usable_inputs(gm, seed)
-    gm.requires_grad_(False)  # the graph may enable gradients: what autograd saves is no part of the simulation
+    gm.requires_grad_(False)  # the graph may enable gradients: what autograd saves is not part of the simulation
     # data decides: no fake run; opaque code lends a buffer: no node shows that it is not new
     if inputs is None or is_exotic(seed) or any(node.target in ("item", "lend") for node in gm.graph.nodes):
         return False  # an object or array among the inputs has no size

@@ -75,7 +75,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     ids=["the data decides", "no fake"],
 )
 def test_a_recorded_run_that_fakes_cannot_repeat_is_refused(function):
-    with pytest.raises(GraphError, match="SK109: .*do not show who shares memory"):
+    with pytest.raises(GraphError, match="SK109: .*do not show which of them share memory"):
         sk.simulate_memory(make_fx(function)(X))
 
 

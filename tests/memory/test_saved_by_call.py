@@ -52,7 +52,7 @@ def test_the_zoo():
             except NotIsolableError:
                 continue
             seen += 1
-    assert seen  # most of it is no plain graph
+    assert seen  # most of it is not a plain graph
 
 
 ONE = [

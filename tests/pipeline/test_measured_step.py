@@ -1,4 +1,4 @@
-"""Steps that ran: what is written is read again, and what is no step is refused by event and field."""
+"""Steps that ran: what is written is read again, and what is not a step is refused by event and field."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_file_that_is_missing_or_no_json_is_refused(tmp_path):
     with pytest.raises(FileError, match="SK504"):
         MeasuredStep.load(tmp_path / "none.json")
     (tmp_path / "t.json").write_text("[1, ")
-    with pytest.raises(FileError, match="SK510: .* is no JSON"):
+    with pytest.raises(FileError, match="SK510: .* is not JSON"):
         MeasuredStep.load(tmp_path / "t.json")
     (tmp_path / "t.json").write_bytes(b"\xff\xfe")
     with pytest.raises(FileError, match="SK510"):

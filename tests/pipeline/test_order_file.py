@@ -109,18 +109,18 @@ def test_what_communicates_is_kept_with_all_other_cells():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("0F0,0B0\n1F0,1X0", "row 2, column 2: '1X0' is no action"),
-        ("0F0,0B0 0F1", "row 1, column 2: '0B0 0F1' is no action"),
-        ("0F0;0B0", "row 1, column 1: '0F0;0B0' is no action"),
-        ("0F0,(0B0)OVERLAP", "row 1, column 2: '(0B0)OVERLAP' is no action"),
-        ("(0F0;x)OVERLAP_F_B", "row 1, column 1: '(0F0;x)OVERLAP_F_B' is no action"),
-        ("0F0,0B0junk", "row 1, column 2: '0B0junk' is no action"),
-        ("0F,0B0", "row 1, column 1: '0F' is no action"),
+        ("0F0,0B0\n1F0,1X0", "row 2, column 2: '1X0' is not an action"),
+        ("0F0,0B0 0F1", "row 1, column 2: '0B0 0F1' is not an action"),
+        ("0F0;0B0", "row 1, column 1: '0F0;0B0' is not an action"),
+        ("0F0,(0B0)OVERLAP", "row 1, column 2: '(0B0)OVERLAP' is not an action"),
+        ("(0F0;x)OVERLAP_F_B", "row 1, column 1: '(0F0;x)OVERLAP_F_B' is not an action"),
+        ("0F0,0B0junk", "row 1, column 2: '0B0junk' is not an action"),
+        ("0F,0B0", "row 1, column 1: '0F' is not an action"),
         ("0F0,0B99999999999999999999", "row 1, column 2: "),
         ("0F999999999,0B0", "0F999999999 is one of 2 actions"),
         ("0F٣,0B0", "row 1, column 1"),
         ("0F0,0B0\n1B0,1F0", "rank 0 waits at 0B0 for 1B0 of rank 1; rank 1 waits at 1B0 for 1F0 of rank 1"),
-        ("", "has the stages []"),
+        ("", "has stages []"),
     ],
 )
 def test_what_is_no_order_is_refused_by_row_and_column(text, reason):

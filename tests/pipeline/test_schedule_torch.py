@@ -127,11 +127,11 @@ def test_numbers_that_do_not_go_are_refused_with_some_that_do(arguments, reason,
 @pytest.mark.parametrize(
     "lines, reason",
     [
-        (["0F0 0B0 0X0"], "'0X0' is no action"),
+        (["0F0 0B0 0X0"], "'0X0' is not an action"),
         (["0F0 0B0 0F0"], "rank 0 runs 0F0 twice"),
-        (["0F0 0B0", "0F1 0B1"], "stage 0 is on the ranks 0 and 1"),
-        (["1F0 1B0"], "has the stages [1]"),
-        ([], "has the stages []"),
+        (["0F0 0B0", "0F1 0B1"], "stage 0 is on ranks 0 and 1"),
+        (["1F0 1B0"], "has stages [1]"),
+        ([], "has stages []"),
         (["0F0 0B0 0F1"], "2 F, 1 B, 0 I, 0 W for 1 stages and 2 microbatches"),
         (["0F0 0I0"], "1 F, 0 B, 1 I, 0 W"),
         (["0F1 0B1"], "1 F, 1 B, 0 I, 0 W for 1 stages and 2 microbatches"),
@@ -153,7 +153,7 @@ def test_an_order_that_cannot_run_is_refused_and_says_who_waits_for_what(lines, 
 
 def test_an_action_that_is_none_is_refused():
     for action in (Action(0, "Z", 0), Action(0, "F", -1), Action(-1, "F", 0)):
-        with pytest.raises(ScheduleError, match="is no action"):
+        with pytest.raises(ScheduleError, match="is not an action"):
             PipelineOrder("mine", ((action,),))
 
 

@@ -297,7 +297,7 @@ def test_what_is_needed_cannot_be_dropped():
     add, sin, cos = flow.nodes
     for dropped, why in [(add, "it writes memory"), (sin, "cos reads it"), (cos, "output reads it")]:
         plan = Plan({add: (0,), sin: (0,), cos: (0,)}).place({dropped: ()})
-        with pytest.raises(PlanError, match=f"(?s)SK208: {dropped.name} is planned in no part, but {why}.*prune"):
+        with pytest.raises(PlanError, match=f"(?s)SK208: {dropped.name} is in no part of the plan, but {why}.*prune"):
             split(flow.root, plan)
         with pytest.raises(PlanError, match="SK208"):
             assert_legal(flow, plan)

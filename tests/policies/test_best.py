@@ -302,7 +302,7 @@ def test_equal_loads_are_told_apart_by_the_simulated_step(net):
 
 
 def test_visits_run_under_no_schedule(net):
-    with pytest.raises(NoPlanError, match="visits of one device"):
+    with pytest.raises(NoPlanError, match="visits to one device"):
         best([RoundRobin(2)], sk.costs.unit(net), net, schedule="1f1b")
     held = best([RoundRobin(2)], sk.costs.unit(net), net, memory="1GiB")
     assert "peak" in held.note and held.claim.bound <= held.claim.value

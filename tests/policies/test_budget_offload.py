@@ -149,7 +149,7 @@ def test_links_in_all_forms(link):
         ({"offload": "pcie9"}, "SK322", "no link is called 'pcie9'"),
         ({"offload": 0}, "SK322", "bandwidth is 0"),
         ({"offload": Links()}, "SK322", "no link from device to host"),
-        ({"offload": "pcie5", "host": 0}, "SK302", "a host without room"),
+        ({"offload": "pcie5", "host": 0}, "SK302", "a host without memory"),
         ({"offload": "pcie5", "host": "much"}, "SK302", "host"),
         ({"host": "8GiB"}, "SK302", "no link to it"),
         ({"offload": "pcie5", "of": "saved"}, "SK302", "of='saved'"),

@@ -94,8 +94,8 @@ def test_a_node_that_reads_more_than_the_limit_is_named_and_the_remedy_is_the_le
         plan_of(gm, "32B")
     error = raised.value
     assert error.code == "SK303" and error.nodes == ("_1",)
-    assert error.reason == "_1 in 1 alone reads 80 bytes of parameters (80 B), and a part may hold 32"
-    assert error.remedy == "ByParameterBytes(80) is the least limit that has a plan."
+    assert error.reason == "_1 in 1 alone reads 80 bytes of parameters (80 B), the limit is 32"
+    assert error.remedy == "ByParameterBytes(80) is the smallest limit that has a plan."
     assert labels(gm, policy_spec.parse("ByParameterBytes('80B')").build()) == [0, 1, 2]
     with pytest.raises(sk.NoPlanError, match=r"ByParameterBytes\(80\)"):
         plan_of(gm, 79)

@@ -127,7 +127,7 @@ def refusing(_):
 @pytest.mark.parametrize("field", ["size", "rules"])
 @pytest.mark.parametrize("value", [5, "bytes", []])
 def test_what_is_no_function_is_refused(field, value):
-    with pytest.raises(PolicyError, match=f"SK302: MinCut has {field}=.*, which is no function\n"):
+    with pytest.raises(PolicyError, match=f"SK302: MinCut has {field}=.*, which is not a function\n"):
         MinCut(**{field: value})
 
 

@@ -234,7 +234,7 @@ def test_options_that_do_not_go_together_are_refused(given, text):
 
 @pytest.mark.parametrize(
     ("cache", "text"),
-    [({"nothing": 1}, "no node"), ({"linear": -1}, "is -1"), ([1], r"cache is \[1\]"), ({"linear": 0}, "no bytes")],
+    [({"nothing": 1}, "not a node"), ({"linear": -1}, "is -1"), ([1], r"cache is \[1\]"), ({"linear": 0}, "no bytes")],
 )
 def test_a_senseless_cache_is_refused(cache, text):
     gm, _, costs = decoder(8, 8)

@@ -57,7 +57,7 @@ def test_any_bit_and_any_order_counts(count):
 @pytest.mark.parametrize("shape", [(), (3,), (5, 7)])
 def test_every_dtype_and_layout_is_digested(dtype, shape):
     x = (torch.randn(shape) * 8).to(dtype)
-    held = torch.stack([x, x], -1)[..., 1]  # strided, and at an offset that is no whole word
+    held = torch.stack([x, x], -1)[..., 1]  # strided, and at an offset that is not a whole word
     assert digest_of_tensors([x]) == digest_of_tensors([held]) == digest_of_tensors([x.clone().t().contiguous().t()])
     assert digest_of_tensors([x]) != digest_of_tensors([x.logical_not().to(dtype)])
     assert digest_of_tensors([torch.conj(x)]) == digest_of_tensors([torch.conj(x).resolve_conj()])

@@ -64,7 +64,7 @@ def test_ranks_that_capture_in_other_orders_train_one_plan():
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("apart", "SK804: the ranks captured the same nodes in several orders"),
+        ("apart", "SK804: the ranks captured the same nodes in different orders"),
         (
             "op",
             "SK804: rank 1 captured a different graph than rank 0: they first differ at tanh (aten.tanh.default)",

@@ -67,7 +67,7 @@ def test_a_capture_in_eval_mode_is_evaluated_with_the_weights_that_are_trained(r
 
 def test_a_change_of_mode_is_refused_with_what_to_do(ran):
     for line in ran["evaluation"]:
-        assert line["refused"].startswith("SK802: eval() was called on a part, which changes nothing")
+        assert line["refused"].startswith("SK802: eval() was called on a part, which has no effect")
         assert "pipe.evaluation(" in line["refused"]
 
 
@@ -107,6 +107,6 @@ def test_a_rank_needs_the_inputs_that_it_reads_and_rank_0_can_send_them(ran):
     assert first["needs"] == ["x"] and second["needs"] == ["y"]
     for line, own in ((first, "x"), (second, "y")):
         assert len(line["apart"]) == 2 and max(line["apart"]) < 1e-5
-        assert line["refused"].startswith(f"SK802: {own} is None, and this rank reads it")
+        assert line["refused"].startswith(f"SK802: {own} is None, but this rank reads it")
         assert line["missing"].startswith("SK802: the graph does not take these arguments")
         assert line["same"] and line["text"] == "text"

@@ -131,11 +131,11 @@ def test_the_command_prints_one_that_plans_the_best_row(tmp_path, monkeypatch, c
     ("words", "message"),
     [
         (["--chunks", "2"], "--what fwd-bwd"),
-        (["--what", "fwd-bwd", "--recompute"], "--recompute does not go with"),
+        (["--what", "fwd-bwd", "--recompute"], "--recompute cannot be combined with"),
         (["--offload", "pcie5"], "--what fwd-bwd"),
         (["--what", "fwd-bwd", "--offload", "pcie5"], "--memory 80GiB"),
-        (["--what", "fwd-bwd", "--offload", "pcie5", "--memory", "1GiB", "--host", "x"], "is no size"),
-        (["--what", "fwd-bwd", "--host", "1GiB"], "--host without --offload"),
+        (["--what", "fwd-bwd", "--offload", "pcie5", "--memory", "1GiB", "--host", "x"], "is not a size"),
+        (["--what", "fwd-bwd", "--host", "1GiB"], "--host needs --offload"),
     ],
 )
 def test_options_that_do_not_go_together(words, message, capsys):
@@ -144,4 +144,4 @@ def test_options_that_do_not_go_together(words, message, capsys):
 
 
 def test_a_sweep_of_the_frontier_has_no_chunks(capsys):
-    assert main(["sweep", "gpt2", "--chunks", "2"]) == 2 and "--chunks goes with --stages" in capsys.readouterr().err
+    assert main(["sweep", "gpt2", "--chunks", "2"]) == 2 and "--chunks needs --stages" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_a_step_of_other_actions_is_refused(made):
     other = sk.simulate_schedule(run.stages, "gpipe", 5)
     with pytest.raises(ViewError, match=r"SK901: the measured step is not the simulated one: 0B4 on rank 0 was only m"):
         plan.view(costs=costs, run=run, measured=ran(other, ""))
-    with pytest.raises(ViewError, match="run is not given"):
+    with pytest.raises(ViewError, match="run is missing"):
         plan.view(costs=costs, measured=ran(run, ""))
     with pytest.raises(ViewError, match="measured is a dict"):
         plan.view(costs=costs, run=run, measured={})

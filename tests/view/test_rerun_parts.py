@@ -211,7 +211,7 @@ def choose(page, name, word):
 
 @in_browser
 def test_what_is_alive_in_stages_that_run_again_is_what_they_receive_and_send(browser, tmp_path, priced):
-    """And the state of the generator, which is no copy; that they could keep less is not said of them."""
+    """And the state of the generator, which is not a copy; that they could keep less is not said of them."""
     flow, plan, costs = priced
     texts = []
     for made in (plan, checkpointed(plan)):

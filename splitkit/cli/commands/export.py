@@ -65,10 +65,10 @@ def _check(args: Namespace) -> None:
     placement.check_memory(Namespace(memory=args.memory, devices=None), least=False)
     if args.schedule is None and (args.order is not None or args.microbatches is not None):
         option = "--order" if args.order is not None else "--microbatches"
-        raise UsageError("SK601", f"{option} goes with --schedule", "Name a schedule: --schedule 1f1b.")
+        raise UsageError("SK601", f"{option} needs --schedule", "Name a schedule: --schedule 1f1b.")
     if args.order is not None and form.schedules != "csv":
         reads = ", ".join(one.name for one in FORMATS.values() if one.schedules == "csv")
-        raise UsageError("SK601", f"{form.tool} reads no schedule CSV", f"Leave --order out; it goes with {reads}.")
+        raise UsageError("SK601", f"{form.tool} reads no schedule CSV", f"Leave --order out; it works with {reads}.")
 
 
 def _formats() -> Outcome:

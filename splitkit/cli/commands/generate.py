@@ -85,7 +85,7 @@ def _stages(args: Namespace) -> int:
 
 def _require_no_weights(args: Namespace) -> None:
     if args.weights is not None:
-        raise UsageError("SK601", "--weights goes with a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
 
 
 def _spec(model: Any) -> str:

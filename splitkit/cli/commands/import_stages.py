@@ -45,7 +45,7 @@ def plan_from_text(args: Namespace) -> Outcome:
     flow, stages = analyze(work.gm), len(found.parts)
     if args.stages is not None and args.stages != stages:
         reason = f"--stages {args.stages}, and {args.from_file} has {stages} stages"
-        raise UsageError("SK601", reason, "Leave --stages out, to compare plans with as many stages.")
+        raise UsageError("SK601", reason, "Leave --stages out to compare plans with the same number of stages.")
     order = _order(args, stages)
     links = None if args.links == "none" else args.links
     policy = own or Stages(
@@ -91,7 +91,7 @@ def _row(name: str, price: PlanPrice) -> tuple[str, ...]:
 def _order(args: Namespace, stages: int) -> PipelineOrder | None:
     if args.schedule is None:
         if args.microbatches is not None:
-            raise UsageError("SK601", "--microbatches goes with --schedule", "Name a schedule: --schedule 1f1b.")
+            raise UsageError("SK601", "--microbatches needs --schedule", "Name a schedule: --schedule 1f1b.")
         return None
     return pipeline_order(args.schedule, stages, microbatches_of(args.microbatches, stages))
 

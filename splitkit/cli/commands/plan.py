@@ -21,11 +21,11 @@ _IN_PYTHON = "in Python, splitkit.generator: a model with an encoder or images g
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit plan``."""
     if args.form is not None and args.from_file is None:
-        raise UsageError("SK601", "--form goes with --from", "Name the file: --from layout.txt.")
+        raise UsageError("SK601", "--form needs --from", "Name the file: --from layout.txt.")
     if args.from_file is not None:
         if args.what == TRAINING:
             raise UsageError(
-                "SK601", "--from does not go with --what fwd-bwd", "Stages of other tools cut the forward."
+                "SK601", "--from cannot be combined with --what fwd-bwd", "Stages of other tools cut the forward."
             )
         from splitkit.cli.commands.import_stages import plan_from_text
 

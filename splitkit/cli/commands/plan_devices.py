@@ -157,7 +157,7 @@ def _ordered(run: ScheduleRun) -> OrderedMessages:
     """
     if len(set(run.replicas)) > 1:
         text = f"--order for stages with {', '.join(map(str, run.replicas))} replicas"
-        raise ScheduleError("SK330", text, "Give all stages as many replicas, or leave --order out.")
+        raise ScheduleError("SK330", text, "Give all stages the same number of replicas, or leave --order out.")
     transport = run.transport
     assert transport is not None, "of a simulated step"
     devices = [name for names in transport.devices for name in names]

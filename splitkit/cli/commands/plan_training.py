@@ -59,7 +59,7 @@ def prepare_step(wanted: Source) -> CapturedStep:
     """Make the model, and capture its forward and backward as one graph."""
     if wanted.how != "export" or wanted.dynamic:
         raise UsageError(
-            "SK601", "forward and backward can be captured in one way only", "Leave out --how and --dynamic."
+            "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
         )
     clock = Stopwatch()
     with clock.step("load", f"making {wanted.spec}"):
@@ -116,7 +116,7 @@ def _policy(args: Namespace) -> Policy:
     if args.policy is not None:
         if args.optimizer is not None:
             remedy = "Give it to the policy: --policy \"Budget(card='24GiB', optimizer='adamw')\"."
-            raise UsageError("SK601", "--optimizer does not go with --policy", remedy)
+            raise UsageError("SK601", "--optimizer cannot be combined with --policy", remedy)
         return policy_spec.parse(args.policy).build()
     from splitkit.policies import Budget
 
@@ -142,7 +142,7 @@ def _card(args: Namespace) -> Policy:
 
 def _require_size(memory: str, remedy: str) -> None:
     if (found := read_size(memory)) is None or found > MOST_BYTES:
-        raise UsageError("SK601", f"--memory {memory:.60} is no size", remedy)
+        raise UsageError("SK601", f"--memory {memory:.60} is not a size", remedy)
 
 
 def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:

@@ -30,12 +30,12 @@ def run(args: Namespace) -> Outcome:
     if args.ranks is not None:
         if args.view:
             remedy = "splitkit view PLAN.json --schedule 1f1b -o page.html draws a step as simulated."
-            raise UsageError("SK601", "--view does not go with --ranks", remedy)
+            raise UsageError("SK601", "--view cannot be combined with --ranks", remedy)
         return profile_ranks.run(args)
     if args.trace:
-        raise UsageError("SK601", "--trace shows what ranks do, and there are none", "Add --ranks N.")
+        raise UsageError("SK601", "--trace shows what ranks do, but there are no ranks", "Add --ranks N.")
     if args.recompute:
-        raise UsageError("SK601", "--recompute is for the parts of a pipeline, and this is none", "Add --ranks N.")
+        raise UsageError("SK601", "--recompute is for the parts of a pipeline", "Add --ranks N.")
     work, split = _split(args)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(split or work.gm)

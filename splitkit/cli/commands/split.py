@@ -29,7 +29,7 @@ PARTS = ("submod_*.py", "stage-*.json", "stage-*.safetensors")
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit split``."""
     if args.force and not args.output:
-        raise UsageError("SK601", "--force goes with -o DIR", "Name the folder to write.")
+        raise UsageError("SK601", "--force needs -o DIR", "Name the folder to write.")
     work, plan, costs = planned(args)
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)

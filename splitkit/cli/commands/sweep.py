@@ -58,14 +58,14 @@ def _check(args: Namespace) -> None:
     if args.stages is None:
         for name in PIPELINES:
             if getattr(args, name) is not None:
-                raise UsageError("SK601", f"--{name} goes with --stages", "Add --stages 2,4,8 to sweep over pipelines.")
+                raise UsageError("SK601", f"--{name} needs --stages", "Add --stages 2,4,8 to sweep over pipelines.")
         return
     for name in ("points", "of"):
         if getattr(args, name) is not None:
-            raise UsageError("SK601", f"--{name} does not go with --stages", "Leave one of them out.")
+            raise UsageError("SK601", f"--{name} cannot be combined with --stages", "Leave one of them out.")
     if args.what == TRAINING and args.recompute:
         remedy = "Leave it out: stages of a training step recompute what the memory requires."
-        raise UsageError("SK601", f"--recompute does not go with --what {TRAINING}", remedy)
+        raise UsageError("SK601", f"--recompute cannot be combined with --what {TRAINING}", remedy)
     if args.what != TRAINING and args.chunks is not None:
         raise UsageError("SK601", "--chunks is for stages of a training step", f"Add --what {TRAINING}.")
     if args.devices is not None:
@@ -76,16 +76,16 @@ def _check(args: Namespace) -> None:
 def _check_offload(args: Namespace) -> None:
     if args.offload is None:
         if args.host is not None:
-            raise UsageError("SK601", "--host without --offload", "Name the link: --offload pcie5.")
+            raise UsageError("SK601", "--host needs --offload", "Name the link: --offload pcie5.")
         return
     if args.stages is None and args.of != "peak":
         raise UsageError("SK601", "--offload limits the peak", "Add --of peak.")
     if args.stages is not None and args.what != TRAINING:
         raise UsageError("SK601", "--offload is for stages of a training step", f"Add --what {TRAINING}.")
     if args.stages is not None and args.memory is None and args.devices is None:
-        raise UsageError("SK601", "--offload without a memory to keep to", "Add --memory 80GiB.")
+        raise UsageError("SK601", "--offload needs a memory limit", "Add --memory 80GiB.")
     if args.host is not None and not read_size(args.host):
-        raise UsageError("SK601", f"--host {args.host} is no size", "Write --host 64GiB.")
+        raise UsageError("SK601", f"--host {args.host} is not a size", "Write --host 64GiB.")
 
 
 def _frontier(args: Namespace, wanted: Source) -> Outcome:

@@ -24,7 +24,7 @@ def run(args: Namespace) -> Outcome:
     """Run ``splitkit synthesize``.
 
     Raises:
-        UsageError: SK601 for a memory that is no size.
+        UsageError: SK601 for a memory that is not a size.
         NoPlanError: SK303 if a rank has no room for one microbatch.
     """
     if args.memory is not None and "%" in args.memory:

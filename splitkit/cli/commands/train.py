@@ -51,7 +51,7 @@ def run(args: Namespace) -> Outcome:
     if args.nproc is None:
         raise UsageError(
             "SK601",
-            "a pipeline needs several processes, and this is one",
+            "a pipeline needs several processes, and this is a single one",
             "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ...",
         )
     require_target(args)
@@ -64,7 +64,9 @@ def run(args: Namespace) -> Outcome:
 def require_trace_file(args: Namespace) -> None:
     """Refuse a trace on standard output, to which the ranks write their answer."""
     if args.trace == STDOUT:
-        raise UsageError("SK603", "--trace - would mix with what the ranks answer", "Name a file: --trace trace.json.")
+        raise UsageError(
+            "SK603", "--trace - would mix with the output of the ranks", "Name a file: --trace trace.json."
+        )
 
 
 def words_for_ranks() -> list[str]:
@@ -153,7 +155,7 @@ def _split(args: Namespace) -> tuple[CapturedModel, Any]:
     if stage_folders.is_folder(args.target):
         return stage_folders.opened(args)
     if args.weights is not None:
-        raise UsageError("SK601", "--weights goes with a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
     work, plan = planned_together(args)
     return work, sk.split(work.gm, with_part_flags(plan, args))
 

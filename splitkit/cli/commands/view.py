@@ -105,7 +105,7 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
 
     for name in ("measured", "beside", "training", "recompute"):
         if getattr(args, name) is not None:
-            reason = f"--{name} does not go with {args.target}, a plan of a training step in stages"
+            reason = f"--{name} cannot be combined with {args.target}, a plan of a training step in stages"
             raise UsageError("SK601", reason, "Leave it out; such a page takes --costs, --schedule and --memory.")
     wanted = source.from_plan(args.target, file, args)
     work, given = plan_training.priced_step(args, wanted) if args.costs else (plan_training.prepare_step(wanted), None)

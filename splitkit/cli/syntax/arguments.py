@@ -121,7 +121,7 @@ def numbers(text: str) -> tuple[int, ...]:
     """Parse ``2,4,8``: whole numbers >= 1, each once."""
     for item in text.split(","):
         if not _is_natural(item) or not int(item):
-            raise argparse.ArgumentTypeError(f"{item!r} is no whole number >= 1{INSTEAD}numbers of 1 or more: 2,4,8")
+            raise argparse.ArgumentTypeError(f"{item!r} is not a whole number >= 1{INSTEAD}numbers of 1 or more: 2,4,8")
     return tuple(dict.fromkeys(map(int, text.split(","))))
 
 
@@ -133,14 +133,14 @@ def words(text: str) -> tuple[str, ...]:
 def natural(text: str) -> int:
     """Parse a whole number >= 0."""
     if not _is_natural(text):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number >= 0{INSTEAD}0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number >= 0{INSTEAD}0 or more")
     return int(text)
 
 
 def positive(text: str) -> int:
     """Parse a whole number >= 1."""
     if not _is_natural(text) or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number >= 1{INSTEAD}1 or more, such as 4")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number >= 1{INSTEAD}1 or more, such as 4")
     return int(text)
 
 
@@ -151,7 +151,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 

@@ -95,14 +95,14 @@ def device_counts(text: str) -> list[tuple[str, int]]:
     for item in text.split(","):
         match = _ITEM.fullmatch(item.strip())
         if match is None or not _may_be_kind(match[2]) or (match[1] and not int(match[1])):
-            raise UsageError("SK601", f"--devices {text}: {item!r} is no kind of device", _instead(item))
+            raise UsageError("SK601", f"--devices {text}: {item!r} is not a kind of device", _instead(item))
         found.append((match[2], int(match[1] or 1)))
     _require_few(text, sum(count for _, count in found))
     return found
 
 
 def _may_be_kind(text: str) -> bool:
-    """Return whether ``text`` may name a kind of device: it is no number, no file, and no kind followed by a number."""
+    """Return whether ``text`` may name a kind of device: it is not a number, a file, or a kind followed by a number."""
     return not (text.isdigit() or text.endswith(".toml") or _turned_around(text))
 
 
@@ -183,7 +183,7 @@ def _tables(path: str) -> dict[str, Any]:
         raise FileError("SK504", f"{path} cannot be read: {error}", "Give the path of a TOML file.") from error
     except tomllib.TOMLDecodeError as error:
         raise CostError(
-            "SK320", f"{path} is no TOML: {error}", "Write one table per device; see load_devices."
+            "SK320", f"{path} is not TOML: {error}", "Write one table per device; see load_devices."
         ) from error
 
 

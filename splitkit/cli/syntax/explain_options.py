@@ -14,29 +14,29 @@ def add_explain(commands: Commands[Parser]) -> None:
         "splitkit explain plan.json add_7 --json\n"
         "splitkit explain step.json"
     )
-    what = "say why a plan is as it is: what limits it, what forces a node, what a change would bring"
+    what = "explain a plan: what limits it, what forces a node into its part, what a change would gain"
     parser = command(commands, "explain", what, example)
     parser.add_argument("target", metavar="PLAN.json", help="a plan file")
     parser.add_argument(
-        "where", metavar="NODE|PART", nargs="?", help="a node or a part of it (default: the whole plan)"
+        "where", metavar="NODE|PART", nargs="?", help="a node or part of the plan (default: the whole plan)"
     )
     add_model_of_plan(parser)
     add_model_options(parser)
     parser.add_argument(
         "--policy",
         metavar="EXPR",
-        help="the policy whose memory, schedule and links hold (default: the one that made the plan)",
+        help="the policy whose memory, schedule and links apply (default: the one that made the plan)",
     )
-    parser.add_argument(
-        "--fast", action="store_true", help="leave out what is found by planning again: more devices, more memory"
-    )
+    parser.add_argument("--fast", action="store_true", help="do not plan again with more devices or more memory")
 
 
 def add_compare(commands: Commands[Parser]) -> None:
     """Add ``splitkit compare``."""
     example = "splitkit compare a.json b.json\nsplitkit compare a.json b.json --json"
-    parser = command(commands, "compare", "say what two plans of one model put elsewhere, and what that costs", example)
-    parser.add_argument("target", metavar="A.json", help="a plan file; its prices and limits hold for both")
+    parser = command(
+        commands, "compare", "compare two plans of a model: what they place differently, and what that costs", example
+    )
+    parser.add_argument("target", metavar="A.json", help="a plan file; its prices and limits apply to both")
     parser.add_argument("other", metavar="B.json", help="another plan file of the same model")
     add_model_of_plan(parser)
     add_model_options(parser)

@@ -29,13 +29,13 @@ def add_export(commands: Commands[Parser]) -> None:
         "splitkit export llama --stages 4 --costs roofline:h100 --to vllm\n"
         "splitkit export --to list"
     )
-    parser = command(commands, "export", "write a plan as another tool reads it, and price the rounding", example)
+    parser = command(commands, "export", "write a plan in the format of another tool, and price the rounding", example)
     parser.epilog = f"formats:\n{formats}\n\n{parser.epilog}"
     parser.add_argument(
-        "target", nargs="?", metavar="PLAN.json|MODEL", help=f"a plan file, or {MODEL_HELP}; none with --to list"
+        "target", nargs="?", metavar="PLAN.json|MODEL", help=f"a plan file, or {MODEL_HELP}; not needed with --to list"
     )
     add_model_of_plan(parser)
-    parser.add_argument("--to", required=True, metavar="FORMAT", help="the format, or list")
+    parser.add_argument("--to", required=True, metavar="FORMAT", help="the format, or list to list them")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text (default: print it)")
     group = parser.add_argument_group("schedule and memory of the stages")
     group.add_argument(
@@ -59,14 +59,17 @@ def add_export(commands: Commands[Parser]) -> None:
 
 def add_import(parser: argparse._ActionsContainer) -> None:
     """Add ``--from`` and ``--form``."""
-    group = parser.add_argument_group("stages that another tool runs")
+    group = parser.add_argument_group("stages of another tool")
     group.add_argument(
         "--from",
         dest="from_file",
         metavar="FILE",
         help="read the plan from a layout, device map, list of modules ... of another tool, and compare it with the "
-        "plan of --stages or --policy (default: as many stages)",
+        "plan of --stages or --policy (default: the same number of stages)",
     )
     group.add_argument(
-        "--form", metavar="FORMAT", choices=tuple(WRITES), help="its format, as in `splitkit export --to list`"
+        "--form",
+        metavar="FORMAT",
+        choices=tuple(WRITES),
+        help="the format of the file; `splitkit export --to list` lists all",
     )

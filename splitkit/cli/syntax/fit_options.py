@@ -15,17 +15,17 @@ _EXAMPLE = (
 
 def add_fit(commands: Commands[Parser]) -> None:
     """Add the command."""
-    parser = command(commands, "fit", "say whether a model fits devices, and what would fit instead", _EXAMPLE)
+    parser = command(commands, "fit", "say whether a model fits your devices, and what would fit instead", _EXAMPLE)
     parser.add_argument(
         "model",
         metavar="CONFIG|MODEL",
-        help=f"a transformers config.json or its folder, {MODEL_HELP}; no weights are made",
+        help=f"a transformers config.json or its folder, {MODEL_HELP}; no weights are created",
     )
     parser.add_argument(
         "--devices",
         metavar="LIST",
         help="the devices, such as 2x24GiB or rtx-3090,rtx-4090; `splitkit devices` lists the names (default: the GPUs "
-        "of this machine, or its main memory); 5%% of each stay free",
+        "of this machine, or its main memory); 5%% of each stays free",
     )
     parser.add_argument(
         "--tokens",
@@ -38,19 +38,19 @@ def add_fit(commands: Commands[Parser]) -> None:
         type=positive,
         default=1,
         metavar="N",
-        help="requests at once, or sequences of a microbatch (default 1)",
+        help="requests at once, or sequences per microbatch (default 1)",
     )
     parser.add_argument(
         "--chunk",
         type=positive,
         default=512,
         metavar="N",
-        help="the most new tokens that a step computes, of all requests together (default 512)",
+        help="largest number of new tokens per step, over all requests (default 512)",
     )
     parser.add_argument(
         "--dtype",
         metavar="NAME",
-        help="float32, bfloat16 or float16; float8 or int4 for the weights of the layers (default: as the model is)",
+        help="float32, bfloat16 or float16; float8 or int4 for the weights of the layers (default: the model's own)",
     )
     parser.add_argument(
         "--size",
@@ -63,10 +63,10 @@ def add_fit(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--train",
         choices=("adam", "adamw", "momentum", "sgd"),
-        help="train with this optimizer, as a pipeline with a stage on each device (default: inference)",
+        help="train with this optimizer, as a pipeline with one stage per device (default: inference)",
     )
     group.add_argument("--schedule", default="1f1b", metavar="NAME", help="1f1b (default) or gpipe")
     group.add_argument(
-        "--microbatches", type=positive, metavar="N", help="microbatches in a step (default: 2 for each device)"
+        "--microbatches", type=positive, metavar="N", help="microbatches in a step (default: 2 per device)"
     )
     add_recompute(group)

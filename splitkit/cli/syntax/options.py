@@ -29,7 +29,7 @@ def add_recompute(group: argparse._ArgumentGroup) -> None:
         "--recompute",
         action="store_true",
         default=None,
-        help="save only the inputs of parts, and recompute the rest in backward",
+        help="activation checkpointing: save only the inputs of each part, and recompute the rest in backward",
     )
 
 
@@ -85,7 +85,7 @@ def add_model_of_plan(parser: Parser) -> None:
     parser.add_argument(
         "--model",
         metavar="SPEC",
-        help="the model of the plan; required if it is your own, as the plan file alone may not run code",
+        help="the model of the plan; required for a model of your own, since a plan file alone may not run code",
     )
 
 
@@ -98,7 +98,7 @@ def add_model_options(parser: Parser) -> None:
     group.add_argument(
         "--how",
         choices=("export", "symbolic_trace", "decoder"),
-        help="way of capture (default export); decoder: one step of generation, with its caches",
+        help="how to capture the model (default export); decoder: one step of generation, with its KV caches",
     )
     group.add_argument("--dynamic", action="store_true", default=None, help="let the sizes of the inputs vary")
     group.add_argument("--eval", action="store_true", default=None, help="use evaluation mode: no dropout")
@@ -135,7 +135,7 @@ def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
     group.add_argument(
         "--costs",
         metavar="KIND",
-        help=f"what a node costs (default: {default}): flops, unit, measured, measured:DEVICE, roofline:DEVICE, "
-        "fused:DEVICE (as Inductor fuses), or trace:FILE of torch's profiler; DEVICE as `splitkit devices` lists them, "
-        "or FILE.toml:NAME",
+        help=f"how to price nodes (default: {default}): flops, unit, measured, measured:DEVICE, roofline:DEVICE, "
+        "fused:DEVICE (as Inductor fuses), or trace:FILE of torch's profiler; `splitkit devices` lists the names for "
+        "DEVICE, or use FILE.toml:NAME",
     )

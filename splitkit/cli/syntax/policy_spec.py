@@ -88,7 +88,7 @@ def parse(text: str) -> PolicySpec:
     """Parse a policy expression, without torch.
 
     Raises:
-        UsageError: SK601 if it is no call of a known policy with literals.
+        UsageError: SK601 if it is not a call of a known policy with literals.
     """
     return _parsed(text, _expression(text))
 
@@ -126,7 +126,7 @@ def _literal(text: str, node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise _unreadable(text, f"{ast.unparse(node)} is no literal") from error
+        raise _unreadable(text, f"{ast.unparse(node)} is not a literal") from error
 
 
 def _require_known(name: str) -> None:

@@ -14,7 +14,7 @@ def add_synthesize(commands: Commands[Parser]) -> None:
         "splitkit synthesize gpt2 --stages 8 --ranks 4 --costs roofline:h200 --links nvlink4 -o order.csv\n"
         "splitkit train plan.json --nproc 4 --schedule order.csv --check"
     )
-    what = "make an order of forward, input and weight gradients for the ranks of a pipeline"
+    what = "make a pipeline schedule: order forward, input gradients and weight gradients on each rank"
     parser = command(commands, "synthesize", what, example)
     add_plan_or_model(parser)
     group = parser.add_argument_group("pipeline")
@@ -31,8 +31,7 @@ def add_synthesize(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--placement",
         choices=("loop", "V"),
-        help="of several parts on each rank: part s on rank s mod N; or two, the second ones on the way back "
-        "(default: the better one)",
+        help="with several parts per rank: part s on rank s mod N; or two per rank, in a V (default: the better one)",
     )
     group.add_argument("--memory", metavar="SIZE", help="memory limit of each rank, such as 80GiB (default: none)")
     add_links(group)
@@ -51,7 +50,7 @@ def add_synthesize(commands: Commands[Parser]) -> None:
         type=above_zero,
         default=1.0,
         metavar="X",
-        help="how much work the search may do: 10 for ten times as much (default 1)",
+        help="search effort: 10 searches ten times as much (default 1)",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the order as torch's schedule CSV (- for standard output)"

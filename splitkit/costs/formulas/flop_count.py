@@ -42,7 +42,7 @@ def flops(gm: fx.GraphModule | Dataflow) -> Flops:
         gm: the graph, or facts about it; all costs that are made from the same facts share their counts.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph, SK102 if nodes have no ``meta["val"]``.
+        GraphError: SK101 if ``gm`` is not a graph, SK102 if nodes have no ``meta["val"]``.
     """
     require_values(root_of(gm).graph)
     return counter_of(gm)

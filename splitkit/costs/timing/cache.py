@@ -121,7 +121,7 @@ class CostCache:
             ) from error
         except ValueError as error:
             self._damaged = True
-            warnings.warn(f"{self.path} is no cost cache ({error}); it is ignored and rewritten", stacklevel=2)
+            warnings.warn(f"{self.path} is not a cost cache ({error}); it is ignored and rewritten", stacklevel=2)
             return {}
 
 
@@ -129,7 +129,7 @@ def read_cost_file(path: Path) -> Entries:
     """Return the records of a file.
 
     Raises:
-        ValueError: the file is no cost cache.
+        ValueError: the file is not a cost cache.
         OSError: the file cannot be read.
     """
     try:
@@ -154,7 +154,7 @@ def _record(value: object) -> Record:
         case [int() | float() as seconds, int() as workspace] if 0 <= seconds < math.inf and 0 <= workspace < 2**63:
             with suppress(OverflowError):  # an integer that no float can hold
                 return Record(float(seconds), workspace)
-    raise ValueError(f"{value!r:.40} is no record")
+    raise ValueError(f"{value!r:.40} is not a record")
 
 
 def write_cost_file(path: Path, entries: Mapping[str, Mapping[str, Record]]) -> None:

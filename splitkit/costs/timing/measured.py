@@ -41,10 +41,10 @@ def measured(
     with CUDA events (the least median of several batches). An op that writes its arguments gets new copies each time.
 
     On a CPU the graph then runs a few more times from the same state, and each op is timed in place. These times
-    include dispatch (also of views), newly allocated memory and arguments that are no longer in the caches. The run in
-    which a group's mean is least counts, as other work of the machine only adds time. So the prices of the nodes of a
-    part add up to the time of the part. A graph with an op that acts on the outside world runs only once, and keeps the
-    times of single ops.
+    include dispatch (also of views), newly allocated memory and arguments that are no longer in the caches. For each
+    group, the run with the least mean counts, since other work on the machine only adds time. Thus the prices of the
+    nodes of a part add up to the time of the part. A graph with an op that has effects outside the graph runs only
+    once, and keeps the times of single ops.
 
     Parameters, buffers, inputs and random state are not changed. On a CPU nothing is copied but the inputs and the
     buffers that the graph writes. The memory needed is that of a run that frees each value after its last use, plus the
@@ -52,8 +52,8 @@ def measured(
 
     **Not included.** On a GPU, or if the graph may run only once, a view costs 0 (any op that returns the memory of an
     argument and writes nothing), and arguments lie in the caches, while a real run may find them cold. Without
-    ``backward``, the costs of autograd and of an op's backward are missing. An op that acts on the outside world, or
-    that is unknown, runs once, as in the graph; declare it with `splitkit.extend.declare` to have it measured.
+    ``backward``, the costs of autograd and of an op's backward are missing. An op that is unknown, or has effects
+    outside the graph, runs once, as in the graph; declare it with `splitkit.extend.declare` to have it measured.
     Data-dependent shapes and branches are those of ``inputs``.
 
     **Backward.** With ``backward``, steps of forward and backward run in addition, and prices include both. They start
@@ -62,11 +62,11 @@ def measured(
     step writes what the next one reads, a step reuses the memory of the step before. No parameter gets a gradient; the
     memory needed is that of such a step. Without ``backward``, `splitkit.costs.training` estimates it by formula.
 
-    **Busy machines.** Other work on the machine makes times too long. So only runs count that waited for a processor
-    for at most 5 % of their time, as the kernel reports, and more runs are made until there is one. If there is none,
-    the prices have ``busy`` set, ``note`` says so, and they are not cached. If torch has one thread, such prices are
-    still close to the truth, as the time of other processes is left out; with several threads they are the least
-    times of all runs.
+    **Busy machines.** Other work on the machine makes times too long. Therefore only runs count that, as the operating
+    system reports, waited for a CPU for at most 5 % of their time, and runs are repeated until there is one. If there
+    is none, the prices have ``busy`` set, ``note`` says so, and they are not cached. If torch uses one thread, such
+    prices are still nearly right, since the time of other processes is left out; with several threads, they are the
+    least times of all runs.
 
     **Cache.** Times are kept in a file by op, shapes, dtypes, modes, device, torch version and threads; a call that
     finds all times there measures nothing. Ctrl-C keeps the times measured so far. A damaged file is ignored with a

@@ -65,14 +65,14 @@ def load_steps(path: PathLike) -> list[ProfiledStep]:
     """Read the steps of a trace: those that ``prof.step()`` marks, or the whole trace as one.
 
     Raises:
-        FileError: SK504 if the file cannot be read, SK510 if it is no trace of torch's profiler.
+        FileError: SK504 if the file cannot be read, SK510 if it is not a trace of torch's profiler.
     """
     try:
         data = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise FileError("SK504", f"cannot read {str(path)!r}: {error.strerror}", "Name a trace.") from error
     except (ValueError, RecursionError) as error:
-        raise FileError("SK510", f"{path} is no JSON: {error}", _REMEDY) from error
+        raise FileError("SK510", f"{path} is not JSON: {error}", _REMEDY) from error
     told = data.get("traceEvents") if isinstance(data, dict) else None
     if not isinstance(told, list):
         raise FileError("SK510", f"{path} has no list of events", _REMEDY)
@@ -119,7 +119,7 @@ class _Event:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The sizes of the first argument, none if it is no tensor; ``None`` if the trace has no sizes."""
+        """The sizes of the first argument, none if it is not a tensor; ``None`` if the trace has no sizes."""
         sizes = self.args.get("Input Dims")
         if not isinstance(sizes, list):
             return None

@@ -79,7 +79,7 @@ def require_steps(flow: Dataflow, device: torch.device) -> None:
     if device.type != "cpu":
         raise CostError(
             "SK324",
-            f"backward is measured on a CPU only, not on {device}",
+            f"backward can be measured only on a CPU, not on {device}",
             "Estimate it there: splitkit.costs.training(splitkit.costs.measured(gm, inputs, device)).",
         )
 

@@ -129,22 +129,22 @@ def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Traced | TracedSte
                 model(**inputs).loss.backward()
                 prof.step()
 
-    The ops of each step are aligned with the nodes of the graph, by name and by the sizes of the first argument. A node
-    gets the median over the steps. If the trace has a backward, prices include it, summation of gradients and all; the
-    time of an op in backward is that of the nodes of autograd that it made. On a GPU, times are those of kernels.
-    Between ops, Python takes time as well, which is in no price.
+    The ops of each step are aligned with the nodes of the graph, by name and by the shape of the first argument. The
+    price of a node is the median over the steps. If the trace has a backward, prices include it, with the accumulation
+    of gradients; the backward time of an op is that of the autograd nodes that it created. On a GPU, times are those of
+    kernels. The time that Python takes between ops is not included.
 
-    Models build masks and positions in another way under capture. Nodes that the trace lacks are priced like others of
-    their op, or as the quickest op, as long as they have at most 1 % of the graph's FLOPs.
+    Some models build masks and positions differently under capture. Nodes that the trace lacks are priced like other
+    nodes with their op, or as the quickest op, as long as they have at most 1 % of the graph's FLOPs.
 
     Args:
         gm: the graph of `splitkit.capture`, or facts about it.
-        trace: what ``export_chrome_trace`` wrote. The file is read as JSON; no code of it runs.
+        trace: a file written by ``export_chrome_trace``. It is read as JSON and never runs code.
 
     Raises:
-        GraphError: SK101 if ``gm`` is no graph, SK102 if nodes have no ``meta["val"]``.
-        FileError: SK504 if the file cannot be read, SK510 if it is no trace of torch's profiler.
-        CostError: SK326 if the trace is of another model or of other sizes.
+        GraphError: SK101 if ``gm`` is not a graph, SK102 if nodes have no ``meta["val"]``.
+        FileError: SK504 if the file cannot be read, SK510 if it is not a trace of torch's profiler.
+        CostError: SK326 if the trace was taken from another model or with other sizes.
     """
     flow = facts_of(gm)
     counter = flops(flow)

@@ -25,7 +25,7 @@ from splitkit.plans.part_order import stable_order
 
 
 def inline(split: Split) -> fx.GraphModule:
-    """Return one graph module of the parts of a split: the inverse of `split`.
+    """Put the parts of a split together into one graph module: the inverse of `split`.
 
     The result is the original graph: the same nodes in the same order under the same names, with their meta, regions,
     signature and parameters. It is built from the modules of the split, so that it contains later changes to parts::
@@ -35,7 +35,7 @@ def inline(split: Split) -> fx.GraphModule:
 
     Nodes that were added to a part follow the nodes before them, or take the place of those that were erased there.
     Copies of a node become one if they are still equal. If an edit moved a node into another region, all regions are
-    written anew. A checkpointed part is inlined without its checkpoint; hooks on parts are dropped.
+    emitted anew. A checkpointed part is inlined without its checkpoint; hooks on parts are dropped.
 
     Neither the split nor the original is modified; parameters, buffers and called modules are shared with them.
 

@@ -44,7 +44,7 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
     """Divide a joint graph into the stages of a plan, after checking that they compute what the graph computes.
 
     Raises:
-        PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are no stages, SK208
+        PlanError: SK202 for a second copy of a node that may run only once, SK206 for parts that are not stages, SK208
             for a node that is needed but has no part, SK210 for an effect in a part where it may run too late,
             SK220 for a value that cannot wait on the host.
         CycleError: SK203 for a value, or an effect, that is needed before it is there.
@@ -53,7 +53,7 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
     if missing := [n for n in flow.nodes if n not in plan.places]:
         raise PlanError(
             "SK208",
-            f"{missing[0].name} is planned in no stage",
+            f"{missing[0].name} is in no stage of the plan",
             "Give every node a part; splitkit.extend.stage_plan does, from a stage for each node of forward.",
             missing,
         )

@@ -29,19 +29,19 @@ def stage_line(plan: Plan) -> StageLine:
         if part is None:
             raise PlanError(
                 "SK206",
-                f"{key!r} is no part of a stage, as others of this plan are",
+                f"{key!r} is not part of a stage, unlike the other parts of this plan",
                 f"Parts of stages are {', '.join(repr((half, 0)) for half in FULL_BACKWARD)}, and so on, or "
                 f"{', '.join(repr((half, 0)) for half in SPLIT_BACKWARD)}.",
             )
         halves.setdefault(part.stage, set()).add(part.half)
     count = max(halves) + 1
     if missing := [stage for stage in range(count) if stage not in halves]:
-        raise PlanError("SK206", f"no node is planned in stage {missing[0]} of {count}", "Number stages from 0.")
+        raise PlanError("SK206", f"stage {missing[0]} of {count} has no nodes", "Number stages from 0.")
     for stage, found in sorted(halves.items()):
         if "backward" in found and found & {"input", "weight"}:
             raise PlanError(
                 "SK206",
-                f"stage {stage} has the parts {sorted(found)}",
+                f"stage {stage} has parts {sorted(found)}",
                 "Its backward is either one part, 'backward', or two, 'input' and 'weight'.",
             )
     return StageLine(tuple(bool(halves[stage] & {"input", "weight"}) for stage in range(count)))

@@ -125,7 +125,7 @@ def _cycle(part: StagePart, value: Node, places: tuple[PartKey, ...], why: str) 
     return CycleError(
         "SK203",
         f"{_named(part)} needs {value.name} {why}, but it is {where}, which does not run before it",
-        "Activations go to later stages only, gradients to earlier ones, and 'weight' gives nothing to other parts.",
+        "Activations go only to later stages, gradients only to earlier ones; 'weight' sends nothing to other parts.",
         [value],
     )
 

@@ -258,8 +258,9 @@ class StagedStep(Shown):
     def stage_costs(self, costs: Costs, *, optimizer: Optimizer = "adam") -> tuple[StageCosts, ...]:
         """Return the costs of each stage for one microbatch, for `splitkit.simulate_schedule`.
 
-        A stage holds what it received and sent until its backward, as torch's runtime does, and what it saves. What its
-        weight graph reads waits for it; a stage whose backward is one graph has no weight part, and nothing waits.
+        Until its backward, a stage holds what it saves and, as torch's runtime does, what it received and sent. The
+        values that its weight graph reads wait for it; a stage whose backward is one graph has no weight part, and
+        nothing waits.
 
         Args:
             costs: prices of the nodes of the joint graph.

@@ -93,7 +93,7 @@ def _node(node: Node, ops: dict[str, str]) -> dict[str, Any]:
     if node.op == "call_function":
         name = name_of_function(node.target)
         if name is None:
-            raise _unwritable(node, f"calls {_torch.target_name(node)}, which is no op that is known by name")
+            raise _unwritable(node, f"calls {_torch.target_name(node)}, which is not an op that is known by name")
         target = name
         if signature := op_schema(node.target):
             ops[name] = signature

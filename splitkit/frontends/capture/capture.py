@@ -53,29 +53,29 @@ def capture(
 ) -> fx.GraphModule:
     """Return the graph that ``model(*args, **kwargs)`` runs, with ``meta["val"]`` on every node that has a value.
 
-    A graph that was made elsewhere is given without inputs. torch.export hides the nodes of a ``no_grad`` or
-    ``autocast`` block behind a single node; to split them, use the graph that ``capture`` makes of it::
+    Pass a graph that was captured elsewhere without inputs. torch.export hides the nodes of a ``no_grad`` or
+    ``autocast`` block behind a single node; ``capture`` unfolds them, so that they can be split::
 
         gm = torch.export.export(model, inputs).module()     wrap_with_autocast(..., body, x)      1 node
         gm = splitkit.capture(gm)                            enter; 200 nodes of body; exit        200 nodes
 
-    The graph module is called like the model and holds the *same* parameters and buffers, not copies: a step taken on
-    one is seen by the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
+    Call the graph module like the model. It holds the *same* parameters and buffers, not copies: an optimizer step on
+    one also changes the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
     kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. An ``autocast`` around ``capture`` becomes a
     block around the whole model. Neither the model's buffers nor the random number generators are touched.
 
-    A ``torch.autograd.Function`` is one node that calls it, so that its backward is kept. An output may be of any class
-    that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree`` for the
-    whole process. A cache of transformers may be among the inputs: the graph takes its tensors, and returns a new cache
-    instead of changing it. If capture fails because the model hooks submodules or creates buffers at its first call, it
-    is called once for real and captured again.
+    A ``torch.autograd.Function`` becomes one node that calls it, so that its backward is kept. An output may be of any
+    class that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree``
+    for the whole process. The inputs may include a transformers cache: the graph takes its tensors, and returns a new
+    cache instead of changing it. If capture fails because the model hooks submodules or creates buffers in its first
+    call, the model is called once and captured again.
 
-    If all parameters are on ``meta``, inputs and buffers are captured there too, wherever you have them. Buffers that
-    are in no state dict keep their values for `splitkit.load`, if they are real or the model is of transformers.
+    If all parameters are on ``meta``, inputs and buffers are captured on ``meta`` as well, on whatever device they are.
+    Non-persistent buffers keep their values for `splitkit.load` if they are real, or if it is a transformers model.
 
     Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
-    ``RuntimeError`` when it is called with others. What the model's Python code reads of global state
-    (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is fixed too, without a check:
+    ``RuntimeError`` when it is called with different ones. Global state that the model's Python code reads
+    (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is also fixed, without a check:
     capture runs with grad mode on. ``inference_mode`` blocks become ``no_grad`` blocks.
 
     Args:
@@ -88,8 +88,8 @@ def capture(
         kwargs: example keyword inputs.
 
     Raises:
-        CaptureError: SK401, with the line of the model that could not be captured and what to try, and in ``reached``
-            the graph up to there; SK404 for a Function that no node can call, SK405 for hooks on gradients, which a
+        CaptureError: SK401, with the line of the model that could not be captured, what to try, and the graph up to
+            that point in ``reached``; SK404 for a Function that no node can call, SK405 for hooks on gradients, which a
             graph cannot have.
     """
     if isinstance(model, ExportedProgram):
@@ -102,7 +102,7 @@ def capture(
         "symbolic_trace": lambda: trace(model, args, kwargs),
     }
     if how not in ways:
-        raise CaptureError("SK401", f"there is no way of capture named {how!r}", f"Choose one of {', '.join(ways)}.")
+        raise CaptureError("SK401", f"there is no capture method named {how!r}", f"Choose one of {', '.join(ways)}.")
     require_module(model)
     given = args, kwargs
     register_caches_among(given)
@@ -230,8 +230,8 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return dynamic shapes with ``Dim.AUTO`` for every size of every tensor among the inputs.
 
-    Of a cache only sequences and positions, ``[sequences, heads, positions, head_dim]``; a single head is no variable.
-    Of states of constant size only the sequences.
+    Of a cache only sequences and positions, ``[sequences, heads, positions, head_dim]``; a single head is not a
+    variable. Of states of constant size only the sequences.
     """
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache):

@@ -66,7 +66,7 @@ class GradFlags:
     def _refusal(self) -> CaptureError:
         return CaptureError(
             "SK401",
-            f"the model calls requires_grad_ on a tensor, which torch.export loses: its gradient would be missing"
+            f"the model calls requires_grad_ on a tensor, which torch.export drops: its gradient would be missing"
             f"{self.where}",
             "Make that tensor an input or a parameter. To run the graph without gradients, capture "
             "torch.export.export(model, args, kwargs).",

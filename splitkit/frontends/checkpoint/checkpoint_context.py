@@ -92,7 +92,7 @@ class _Decisions:
             planned = ops[position] if position < len(ops) else "no further op"
             raise PlanError(
                 "SK307",
-                f"op {position} of a checkpointed layer is {op}, and {planned} was planned",
+                f"op {position} of a checkpointed layer is {op}, but {planned} was planned",
                 "Plan with the inputs, the mode and the autocast that training has: splitkit.checkpoint_context(model, "
                 "0.5, **batch).",
             )
@@ -109,35 +109,37 @@ def checkpoint_context(
 ) -> CheckpointContext:
     """Plan what each layer of a model saves for backward, as a ``context_fn`` for ``torch.utils.checkpoint``.
 
-    This is for training in eager mode, with an unmodified model. One plan is made for one layer, and holds for all
-    layers that run the same ops::
+    This is selective activation checkpointing for eager mode, with an unmodified model. One layer is planned, and the
+    plan applies to all layers that run the same ops::
 
         context = splitkit.checkpoint_context(model, 0.5, **batch)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})    # transformers
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context})  # transformers
         checkpoint(layer, x, use_reentrant=False, context_fn=context)                            # any other
 
-    The context saves, op by op, what the plan of the layer saves. The rest of the layer is computed again when backward
-    reaches it, all at once and in the order of forward, also what only led to saved values: that is how
-    ``torch.utils.checkpoint`` works. An op with several results is saved as a whole, and a value that the joint graph
-    computes once may be computed twice in eager mode, where its first copy is saved. Random ops are computed again,
-    from the same state of the generator. `dry_run` tells the peak of a step to the byte, without running it.
+    The context saves, op by op, what the plan of the layer saves. When backward reaches the layer,
+    ``torch.utils.checkpoint`` recomputes the rest of it at once and in the order of forward, including ops that only
+    lead to saved values. An op with several results is saved as a whole. A value that the joint graph computes once may
+    be computed twice in eager mode; then its first copy is saved. Random ops are recomputed from the same RNG state.
+    `dry_run` predicts the peak of a step to the byte, without running it.
+
+    Older versions of transformers call ``activation_checkpointing_enable`` ``gradient_checkpointing_enable``.
 
     The model runs once, on fake tensors; it is not changed, and nothing is computed.
 
     Args:
         model: the model, in training mode; or the layer itself.
         policy: plans one layer; or a budget for what one layer saves: ``"least"`` for its inputs only, bytes
-            (``"2MiB"``) or a share (0.5) of what it saves without checkpoints.
+            (``"2MiB"``), or a share (0.5) of what it saves without activation checkpointing.
         args: example inputs of the model.
-        layers: a pattern of the names of layers (``"blocks.*"``). The default is transformers' checkpointed layers, and
-            the whole model if it has none.
+        layers: a pattern for the names of layers (``"blocks.*"``). The default is the layers that transformers
+            checkpoints, or the whole model if it has none.
         costs: returns the costs of a joint graph, as in `backend`.
         kwargs: example keyword inputs.
 
     Raises:
-        CaptureError: SK401 if the model does not run on fakes of the inputs, or a layer cannot be captured.
-        PlanError: SK307 if the layers differ, or a layer cannot be checkpointed by this plan: it writes to its
-            inputs or buffers, or to a value that would be saved, or a saved value is none of eager mode's.
+        CaptureError: SK401 if the model does not run on fake tensors of the inputs, or a layer cannot be captured.
+        PlanError: SK307 if the layers differ, or a layer cannot be checkpointed with this plan: it writes to its inputs
+            or buffers, or to a value that would be saved, or a saved value does not exist in eager mode.
         PolicyError: SK304 for a pattern without a layer, else as in `backend`.
     """
     require_module(model)
@@ -148,8 +150,8 @@ def checkpoint_context(
     except Exception as error:
         raise CaptureError(
             "SK401",
-            f"the model does not run on fakes of these inputs: {message_line(error)}",
-            "Give inputs that the model takes; register fakes for custom ops.",
+            f"the model does not run on fake tensors of these inputs: {message_line(error)}",
+            "Give inputs that the model accepts; register fake kernels for custom ops.",
         ) from error
     first = _equal(recorded, names)
     joint = _joint(model.get_submodule(first.name), first)
@@ -188,14 +190,14 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
         raise PlanError(
             "SK307",
             f"the model runs none of its layers {', '.join(names[:3])} ... as checkpoints",
-            "Put it into training mode, or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...).",
+            "Call model.train(), or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...).",
         )
     first = recorded[0]
     for other in recorded[1:]:
         if [op.target for op in other.ops] != [op.target for op in first.ops]:
             raise PlanError(
                 "SK307",
-                f"layers {first.name} and {other.name} run different ops, and one context is for equal layers",
+                f"layers {first.name} and {other.name} run different ops, but one context is for equal layers only",
                 "Plan them one by one, each with its own context: checkpoint_context(model, 0.5, "
                 f"layers={other.name!r}, **batch).",
             )
@@ -204,7 +206,7 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
             raise PlanError(
                 "SK307",
                 f"layer {first.name or type(first).__name__} writes to an input, a parameter or a buffer "
-                f"({op.target}), and a checkpoint would write again in backward",
+                f"({op.target}), and its recomputation in backward would write again",
                 "Use splitkit.apply, which never runs a write twice, or leave this layer out of the checkpoints.",
             )
     return first

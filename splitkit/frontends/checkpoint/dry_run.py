@@ -26,15 +26,15 @@ def dry_run(
 ) -> MeasuredMemory:
     """Return the memory of a training step of a model as `measure_memory` would measure it, without running it.
 
-    The step is forward, the loss and backward, with the checkpoints, hooks and autograd functions that the model has. A
-    copy of the model runs on fake tensors: nothing is computed or allocated, and the model is not changed.
+    The step is forward, the loss and backward, with the model's activation checkpointing, hooks and autograd functions.
+    A copy of the model runs on fake tensors: nothing is computed or allocated, and the model is not changed.
 
     With a backend it is the step of ``torch.compile(model, backend=backend)``. For ``"inductor"``, and for
     ``splitkit.backend("least", "inductor")``, Inductor fuses, orders and generates code as it would, and its
     allocations count; no kernel is compiled. The model must be on the CPU and make one graph, without graph breaks.
 
     Args:
-        model: the model, in the mode that is meant.
+        model: the model, in the mode (train or eval) in which it will run.
         args: inputs, of which only shapes and dtypes count.
         loss: a function of the model's output that returns a scalar; the default is as in `capture_joint`.
         backend: what ``torch.compile`` takes: a name, `splitkit.backend`, or a function; ``None`` for eager mode.
@@ -81,6 +81,6 @@ def _eager(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: d
     except Exception as error:
         raise CaptureError(
             "SK401",
-            f"the model does not run on fakes of these inputs: {message_line(error)}",
-            "Give inputs that the model takes; register fakes for custom ops; data-dependent control flow cannot run.",
+            f"the model does not run on fake tensors of these inputs: {message_line(error)}",
+            "Give inputs that the model accepts; register fake kernels for custom ops; avoid data-dependent code.",
         ) from error

@@ -101,7 +101,7 @@ def _watch(layer: nn.Module, name: str, found: list[RecordedLayer]) -> None:
 
 
 def is_transformers_layer(module: nn.Module) -> bool:
-    """Return whether ``model.gradient_checkpointing_enable()`` of transformers checkpoints this module."""
+    """Return whether transformers' ``model.activation_checkpointing_enable()`` checkpoints this module."""
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 

@@ -145,11 +145,11 @@ def backend(
 ) -> Backend:
     """Return a backend for ``torch.compile(model, backend=splitkit.backend(policy))`` that divides training graphs.
 
-    Each graph that Dynamo captures is divided on its own; graphs that take no gradient are not divided.
+    Each graph that Dynamo captures is divided separately; graphs without gradients are not divided.
 
     Args:
-        policy: places nodes in ``"forward"`` and ``"backward"``, such as `splitkit.policies.SaveAll`; or what
-            `splitkit.policies.Budget` takes: ``"least"`` for the lowest peak that is found, bytes (``"2GiB"``) or a
+        policy: places nodes in ``"forward"`` and ``"backward"``, such as `splitkit.policies.SaveAll`; or a budget as
+            for `splitkit.policies.Budget`: ``"least"`` for the lowest peak that is found, bytes (``"2GiB"``), or a
             share (0.5) of the range from there to eager mode's peak.
         inner: runs the halves. ``"eager"`` and ``"aot_eager"`` (torch's name for the same) run them op by op;
             ``"inductor"`` compiles them, after its own passes over the joint graph.
@@ -182,28 +182,30 @@ def apply(
     fullgraph: bool = False,
     **kwargs: Any,
 ) -> Module:
-    """Return the model, ready to train under a policy, with the very same parameters, buffers and submodules.
+    """Return the model, ready to train under a policy, with the same parameters, buffers and submodules.
 
-    The result is a shallow copy whose calls are compiled with `backend`; names in ``state_dict``, hooks, methods and
-    attributes are the model's (``train()`` and ``eval()`` set the top-level flag on the copy only). ``copy.deepcopy``
-    and pickle give a plain model, as for any compiled module.
+    The result is a shallow copy whose calls are compiled with `backend`; its ``state_dict`` names, hooks, methods and
+    attributes are those of the model (``train()`` and ``eval()`` set the top-level flag only on the copy).
+    ``copy.deepcopy`` and pickle give a plain model, as for any compiled module.
 
-    Backward recomputes from parameters and inputs as they are at that time: do not write to them between forward and
-    backward. Autograd refuses a write in place, as in eager mode. A write to ``weight.data`` cannot be detected: the
-    gradients are then those of the new weight where backward recomputes, and of either weight where it does not.
+    Backward recomputes from the parameters and inputs as they are then, so do not write to them between forward and
+    backward. Autograd raises an error for an in-place write, as in eager mode. A write to ``weight.data`` cannot be
+    detected: backward then recomputes with the new weight, and uses either weight where it does not recompute.
 
-    With example inputs, forward runs once now, so that what cannot be captured or planned is refused here rather than
-    in the first step. Buffers, inputs and RNG state are restored; writes of the model to its parameters or Python
+    With example inputs, forward runs once immediately, so that capture and planning errors are raised here and not in
+    the first step. Buffers, inputs and RNG state are restored; writes of the model to its parameters or Python
     attributes are not, and lazy modules are initialised. Example inputs that share memory keep sharing it. Other sizes
-    are planned when they arrive, and then nothing is refused: a budget that cannot be kept is exceeded, with one
-    warning that says by how many bytes. A model with graph breaks works, with a warning, and each of its graphs is
-    divided on its own; backward then does not recompute from anything that a later graph writes to (such as a buffer
-    that is updated after a graph break). That is known only with example inputs.
+    are planned when they first occur, and never refused: a budget that cannot be kept is exceeded, with a warning that
+    says by how many bytes.
+
+    A model with graph breaks works, with a warning, and each of its graphs is divided separately. Backward then does
+    not recompute from anything that a later graph writes to (such as a buffer that is updated after a graph break);
+    this requires example inputs.
 
     Args:
-        model: the model, in the mode (train or eval) that is meant.
+        model: the model, in the mode (train or eval) in which it will run.
         policy: places nodes in ``"forward"`` and ``"backward"``; or a budget, as in `backend`.
-        args: example inputs, which may be left out.
+        args: example inputs; optional.
         inner: runs the halves, as in `backend`.
         costs: returns the costs of a joint graph, as in `backend`.
         fullgraph: refuses a model with graph breaks.
@@ -211,8 +213,8 @@ def apply(
 
     Raises:
         CaptureError: SK401 if the model does not run on the example inputs, or Dynamo cannot capture it.
-        SplitError: a refusal of the policy or the engine on the graphs of the example inputs; SK215 if backward needs
-            a value that a later graph writes to, which autograd would refuse in backward.
+        SplitError: the policy or the engine refuses a graph of the example inputs; SK215 if backward needs a value that
+            a later graph writes to, for which autograd would raise an error in backward.
     """
     require_module(model)
     divided = backend(policy, inner, costs=costs)

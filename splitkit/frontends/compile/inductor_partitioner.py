@@ -44,7 +44,7 @@ def inductor_partitioner(
             raise PolicyError(
                 "SK306",
                 "the plan saves two values that share memory, and Inductor's backward writes its results over saved "
-                "values after their last use, without a look at what shares their memory (donated buffers)",
+                "values after their last use, without checking what shares their memory (donated buffers)",
                 "Set torch._functorch.config.donated_buffer = False, or use splitkit.backend(policy, "
                 "inner='inductor'), which does so where it is needed.",
             )

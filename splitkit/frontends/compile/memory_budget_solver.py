@@ -48,11 +48,11 @@ def memory_budget_solver() -> MemoryBudgetSolver:
     >>> torch._functorch.config.activation_memory_budget = 0.5
     >>> torch._functorch.config.activation_memory_budget_solver = splitkit.memory_budget_solver()
 
-    It saves the values of the largest total runtime within the budget (a 0/1 knapsack, to 1e-4). torch's own solvers
+    It saves the values with the largest total runtime within the budget (a 0/1 knapsack, to 1e-4). torch's own solvers
     round sizes to 1e-4 of what can be saved, and may save several times the budget; its
-    ``dp_knapsack_sliding_hirschberg`` gives both halves of its recursion a unit too much.
+    ``dp_knapsack_sliding_hirschberg`` gives each half of its recursion one unit too much.
 
-    The budget bounds the saved bytes of torch's partitioner, whose peak may rise while they fall.
-    `inductor_partitioner` bounds the peak.
+    The budget limits the saved bytes of torch's partitioner; the peak may rise while they fall. `inductor_partitioner`
+    limits the peak.
     """
     return MemoryBudgetSolver()

@@ -23,7 +23,7 @@ from splitkit.graph.caches import caches_of
 
 
 def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.GraphModule:
-    """Return the graph of one step of a decoder of transformers: next tokens and caches in, logits and caches out.
+    """Return the graph of one step of a transformers decoder: next tokens and KV caches in, logits and caches out.
 
     ::
 
@@ -38,29 +38,31 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     logits of the last token ``[sequences, 1, vocabulary]`` and then the updated caches, in the order of the inputs.
 
     The decoder of a model with an encoder, such as T5, has the inputs ``decoder_input_ids`` and ``encoder_outputs``,
-    and caches of its own positions and of the encoder's. The encoder's are returned as they are; they are computed by
-    a graph of its own, which `splitkit.generator` finds in ``gm.meta["encoder_caches"]``.
+    and caches of its own positions and of the encoder's. The encoder's caches are returned unchanged; a separate graph
+    computes them, which `splitkit.generator` finds in ``gm.meta["encoder_caches"]``.
 
-    A layer with a sliding window keeps all positions, too, and masks those outside of the window. The model is left as
-    it is, and may be on ``meta``. Inputs that the model's ``forward`` does not take are left out. With images, the
+    A layer with a sliding window also keeps all positions, and masks those outside the window. The model is not
+    changed, and may be on ``meta``. Inputs that the model's ``forward`` does not take are left out. With images, the
     input is ``inputs_embeds`` ``[sequences, query, hidden]`` instead of ``input_ids``. Run the graph under
-    ``torch.no_grad()``, or each step keeps the last one's graph of autograd.
+    ``torch.no_grad()``; otherwise each step keeps the autograd graph of the previous one.
 
     Args:
-        model: a model of transformers that generates text, in eval mode.
+        model: a transformers model that generates text, in eval mode.
         batch: sequences of the example, for which a plan counts compute and memory.
         tokens: positions that the caches of the example hold after the step.
 
     Raises:
-        CaptureError: SK401 for a model whose step cannot be captured: it has no cache of keys and values.
+        CaptureError: SK401 for a model whose step cannot be captured, for example because it has no KV cache.
     """
     for name, value, least in (("batch", batch, 1), ("tokens", tokens, 4)):
         if not is_whole(value, least):
-            raise CaptureError("SK401", f"{name} is {shown(value)}", f"Give a whole number from {least} on.")
+            raise CaptureError("SK401", f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise not_a_decoder(model, "it is not a model of transformers")
     if model.training:
-        raise CaptureError("SK401", "the model is in training mode, where dropout changes tokens", "Call model.eval().")
+        raise CaptureError(
+            "SK401", "the model is in training mode, in which dropout changes the tokens", "Call model.eval()."
+        )
     if not getattr(model.config, "is_encoder_decoder", False):
         return _with_caches(model, example_step(model, batch, tokens))
     gm = _with_caches(model, example_with_encoder(model, batch, tokens, filled=True))

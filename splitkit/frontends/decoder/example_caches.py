@@ -87,5 +87,5 @@ def not_a_decoder(model: nn.Module, why: str) -> CaptureError:
     return CaptureError(
         "SK401",
         f"{type(model).__name__} cannot be captured as a decoder: {why}",
-        "Capture models of transformers that generate text with a cache of keys and values, or with Mamba's states.",
+        "Capture a transformers model that generates text with a KV cache, or with Mamba's states.",
     )

@@ -70,8 +70,8 @@ class Joint:
             are the loss, the new values of inputs and buffers that the model writes to, and the gradients. It is
             functional: it writes to nothing.
         signature: the meaning of each input and output.
-        model: the model, whose parameters `primals` reads; or the graph that was captured of it, if that has constants
-            which the model does not hold as buffers.
+        model: the model, whose parameters `primals` reads; or its captured graph, if that has constants which the model
+            does not hold as buffers.
     """
 
     graph_module: fx.GraphModule
@@ -162,13 +162,13 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     Dynamo captures the whole model or, if it cannot, `splitkit.capture` does; AOTAutograd then traces forward and
     backward. Nodes have ``meta["val"]`` and the path of their module: ``meta["nn_module_stack"]`` in forward and
     ``meta["fwd_nn_module_stack"]`` in backward, where a sum of gradients belongs to the module of its first term.
-    Checkpoint tags are kept if Dynamo captured the model. The loss is the only output that has a gradient; other
-    outputs of the model are computed only as far as the loss needs them. Common subexpressions are computed once in
-    forward and once in backward (`splitkit.engine.common_subexpressions`).
+    Activation checkpointing tags are kept if Dynamo captured the model. Only the loss has a gradient; other outputs of
+    the model are computed only as far as the loss needs them. Common subexpressions are computed once in forward and
+    once in backward (`splitkit.engine.common_subexpressions`).
 
     Sizes and Python values (``use_cache=False``) are fixed as in the example. Calls that log, print or warn are left
-    out. Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class that is too large) stay, in forward.
-    Buffers and RNG states are not touched. To train under a policy use `splitkit.apply` or `splitkit.backend`, which
+    out. Checks (``linalg.solve`` of a singular matrix, ``one_hot`` of a class that is too large) stay in forward.
+    Buffers and RNG states are not changed. To train under a policy use `splitkit.apply` or `splitkit.backend`, which
     also accept models with graph breaks and models that change the metadata of their inputs.
 
     Args:
@@ -180,9 +180,9 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
 
     Raises:
         CaptureError: SK401, with the line of the model that could not be captured and what to try; also if the loss is
-            not a scalar, depends on nothing that requires grad, or cannot be found (the outputs are listed), for
-            tensor subclasses, and for dropout within an ``LSTM`` and the like, which torch loses. SK410 for a custom op
-            with an effect that its schema hides.
+            not a scalar, depends on nothing that requires grad, or cannot be found (the outputs are listed), for tensor
+            subclasses, and for dropout within an ``LSTM`` and the like, which torch loses. SK410 for a custom op with a
+            side effect that its schema does not show.
     """
     require_module(model)
     refuse_autocast("the joint graph would have full precision")
@@ -220,7 +220,7 @@ def _traced(
             gm = aot.trace_joint(step, args, kwargs)
         except Exception as error:
             if NO_TENSOR in str(error):
-                raise no_scalar_error(model, "is no tensor") from None
+                raise no_scalar_error(model, "is not a tensor") from None
             if NO_LOSS in str(error):
                 raise no_loss_error(model, args, kwargs) from None
             raise aot.with_model_line(capture_error(model, "dynamo", error), error) from error

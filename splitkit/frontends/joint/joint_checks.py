@@ -52,7 +52,7 @@ def check_graph(model: nn.Module, graph: fx.Graph, signature: JointSignature) ->
     if not signature.tangents:
         raise CaptureError(
             "SK401",
-            f"the loss of {type(model).__name__} depends on no parameter or input that requires grad",
+            f"the loss of {type(model).__name__} does not depend on any parameter or input that requires grad",
             "Call requires_grad_(), or give a loss that depends on the parameters.",
         )
 
@@ -88,6 +88,6 @@ def _shared_memory_error(model: nn.Module, inputs: list[str]) -> CaptureError:
     return CaptureError(
         "SK401",
         f"{type(model).__name__} writes to inputs that share memory",
-        "Give inputs that share no memory, or train it with splitkit.apply or splitkit.backend.",
+        "Give inputs that do not share memory, or train it with splitkit.apply or splitkit.backend.",
         inputs,
     )

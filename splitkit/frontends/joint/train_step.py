@@ -16,7 +16,7 @@ _WRAPPED = "model"
 _ROOT = "L['self']"  # Dynamo's name of the module that it captures
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 Loss = Callable[[Any], Tensor]
-NO_TENSOR = "the loss is no tensor"
+NO_TENSOR = "the loss is not a tensor"
 NO_LOSS = "the model returns no loss"
 """Texts of the errors raised during capture, by which the caller recognises them."""
 

@@ -37,19 +37,19 @@ def declare(
     random: bool = False,
     impure: bool = False,
 ) -> None:
-    """Declare the effects of a function, method, operator or leaf-module class of your own, instead of the known ones.
+    """Declare the side effects of a function, method, operator or leaf-module class of your own.
 
     Args:
         target: a function, the name of a method, an operator, or a module class (not its subclasses).
         writes: positions or keyword names of the arguments that it writes.
         aliases: positions or keyword names of the arguments that its output may share memory with.
         random: whether it draws random numbers.
-        impure: whether it acts on the outside world.
+        impure: whether it has effects outside the graph, such as printing.
 
     Without a declaration, a custom operator (outside the namespaces of torch and torchvision) is assumed to be random,
-    as its schema says what it writes but not whether it draws random numbers. A function or leaf module is assumed to
-    read and write every parameter and buffer of the model, which it may hold in a list or a closure. The buffers of a
-    declared module are assumed to be written.
+    since its schema says what it writes but not whether it draws random numbers. A function or leaf module is assumed
+    to read and write every parameter and buffer of the model, which it may hold in a list or a closure. The buffers of
+    a declared module are assumed to be written.
     """
     spellings = _spellings(target)
     names = _parameters(spellings[-1])

@@ -1,4 +1,4 @@
-"""Effects of methods of objects that are no tensors: numpy's ``sort`` is in place, others may do anything."""
+"""Effects of methods of objects that are not tensors: numpy's ``sort`` is in place, others may do anything."""
 
 from __future__ import annotations
 

@@ -210,9 +210,9 @@ OUT_AFTER: dict[str, int] = {
     **dict.fromkeys(_words("clip cumprod cumsum mean prod std sum take var"), 2),
     "trace": 4,
 }
-# Functions and methods whose result is no tensor, but shares its memory or its methods' names.
+# Functions and methods whose result is not a tensor, but shares its memory or its methods' names.
 MAKE_FOREIGN = frozenset(_words("numpy __array__ tolist __dlpack__ to_dlpack"))
-# Attributes of a tensor that are no tuple (`shape` is).
+# Attributes of a tensor that are not a tuple (`shape` is).
 SINGLE_ATTRIBUTES = frozenset(_words("dtype device layout ndim T mT H mH real imag data grad requires_grad is_cuda"))
 # Functions that yield a tuple if one of these arguments is true: its name, its position (-1: by keyword only).
 TUPLE_IF: dict[str, tuple[tuple[str, int], ...]] = {

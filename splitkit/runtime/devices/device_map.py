@@ -184,7 +184,7 @@ def _held(
     for tensor_id, device in homes.items():
         if fixed.get(tensor_id, (device, ""))[0] != device:
             raise PipelineError(
-                "SK808", f"{fixed[tensor_id][1]} holds a buffer that {device} writes", "Put both there."
+                "SK808", f"{fixed[tensor_id][1]} holds a buffer that {device} writes", "Put both on that device."
             )
     return {**first, **homes, **{i: device for i, (device, _) in fixed.items()}}
 
@@ -225,7 +225,7 @@ def _require_dense(split: Split, runs: Mapping[Node, Sequence[torch.device]], he
         if set(where) - set(there[:1]) and not fills_memory(value):
             raise PipelineError(
                 "SK808",
-                f"{node.name} reads the memory of {base.name} by address, of which its device has a copy",
+                f"{node.name} reads the memory of {base.name} by address, but its device only has a copy of it",
                 "Put both into parts of one device.",
                 [node, base],
             )

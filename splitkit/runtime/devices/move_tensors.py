@@ -98,7 +98,7 @@ def _require_one(group: list[torch.Tensor], homes: Mapping[int, torch.device], t
         names = _names(group, tables)
         raise PipelineError(
             "SK808",
-            f"{' and '.join(names)} share memory, and are read on {', '.join(map(str, devices))}",
+            f"{' and '.join(names)} share memory, but are read on different devices: {', '.join(map(str, devices))}",
             "Give the parts that read them one device, or clone one of them before the capture.",
             names,
         )

@@ -23,14 +23,15 @@ def to_devices(split: Split, devices: Devices = None) -> OnDevices:
     """Put each part of a split on its device. The result runs and trains like the graph that was split.
 
     Parameters and buffers are moved, as by ``nn.Module.to``: the split, its graph and the model share them, and nothing
-    is held twice. So only the result can be called afterwards (or the split, once all is moved back). Existing
-    optimizers keep working. A parameter that parts on several devices read (a tied weight) stays a single parameter, on
-    the device that reads it first; each call copies it to the others, so that autograd sums its gradients.
+    is held twice. Therefore only the result can be called afterwards (or the split, after everything is moved back).
+    Existing optimizers keep working. A parameter that parts on several devices read (a tied weight) stays a single
+    parameter, on the device that reads it first; each call copies it to the others, so that autograd sums its
+    gradients.
 
     A value is copied once to each other device that reads it, on CUDA concurrently with computation. Outputs stay on
     the devices of the parts that compute them. Inputs may be on any device, except that an input which the graph writes
-    must be on the device that writes it. ``device=`` arguments that capture hard-coded, and autocast regions for the
-    captured device, follow the part. Each device has its own RNG state, which ``torch.manual_seed`` seeds.
+    must be on the device that writes it. Hard-coded ``device=`` arguments in the captured graph, and autocast regions
+    for the captured device, follow the part. Each device has its own RNG state, which ``torch.manual_seed`` seeds.
 
     Args:
         split: from `splitkit.split`.

@@ -3,7 +3,7 @@
 ::
 
     run.json                     the run to which the folder belongs, and the process that may write to it
-    step-200/checkpoint.json     what is no tensor: options, schedules, positions, random states
+    step-200/checkpoint.json     what is not a tensor: options, schedules, positions, random states
     step-200/.metadata           tensors, as torch.distributed.checkpoint writes them
     step-200/__0_0.distcp        those that rank 0 wrote
     .writing-step-300-5f1c       a step that is being written; the folder is renamed when all of it is on disk
@@ -135,7 +135,7 @@ def require_own(folder: Path, run: Run) -> None:
             "Name a folder that all ranks share, and leave it in place.",
         )
     if found != run:
-        raise FileError("SK512", f"another process has begun to write to {folder}", "Name a folder for each run.")
+        raise FileError("SK512", f"another process has begun to write to {folder}", "Use one folder for each run.")
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -206,7 +206,9 @@ def unwritable(folder: Path, error: Exception | str) -> FileError:
     """Return the error SK504 for a folder to which nothing can be written."""
     reason = getattr(error, "strerror", None) or str(error)
     return FileError(
-        "SK504", f"cannot write checkpoints to {folder}: {reason}", "Name a folder where you may write, or free space."
+        "SK504",
+        f"cannot write checkpoints to {folder}: {reason}",
+        "Name a folder that you can write to, or free some space.",
     )
 
 

@@ -209,7 +209,7 @@ def _require_equal(first: Sequence[Piece], tie: Sequence[Piece]) -> None:
             raise FileError(
                 "SK507",
                 f"{a} and {b} differ in {stored.file}, and the model that was split has one tensor for both",
-                "Split a model in which they are not tied (tie_word_embeddings=False).",
+                "Split a model in which the two are not tied (tie_word_embeddings=False).",
                 [a, b],
             )
 

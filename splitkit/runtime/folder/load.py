@@ -141,7 +141,7 @@ class StageFolder:
         if rows.value is None:
             raise FileError(
                 "SK504",
-                f"{self.path} has no example of inputs",
+                f"{self.path} has no example inputs",
                 "Save it with save_stages(..., inputs=(args, kwargs)), with inputs that are not on meta.",
             )
         stored = stored_tensors(self.path / EXAMPLE)
@@ -182,7 +182,7 @@ class StageFolder:
         made = torch.empty_strided(like.shape, steps, dtype=like.dtype, device=device)
         grad = row["requires_grad"].flag()
         if grad and not like.is_floating_point() and not like.is_complex():
-            raise row["requires_grad"].damaged("false, for it is no float")
+            raise row["requires_grad"].damaged("false, for it is not a float")
         return nn.Parameter(made, grad) if row["parameter"].flag() else made.requires_grad_(grad)
 
     def _fill(self, fresh: Mapping[int, torch.Tensor]) -> None:
@@ -244,8 +244,8 @@ def open_stages(
         folder: the folder.
         weights: a folder of ``safetensors`` in Hugging Face's layout, or of ``torch.distributed.checkpoint``, from
             which parameters and saved buffers are read by name; by default the folder's own weights.
-        dtype: converts floating-point numbers of safetensors in ``weights`` to the dtype of the model, which must be
-            this; by default another dtype in the files is refused.
+        dtype: converts floating-point values of safetensors in ``weights`` to this dtype, which must be the dtype of
+            the model; by default, a different dtype in the files is refused.
 
     Raises:
         FileError: SK503 for another schema, SK504 if a file cannot be read, SK505 if one is damaged, SK507 for a

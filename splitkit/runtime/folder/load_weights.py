@@ -27,31 +27,31 @@ def load(
 ) -> OnDevices:
     """Load the weights of a split from a checkpoint, and put each part on its device.
 
-    Capture the model on ``meta``, and it is never in memory as a whole: each tensor is read straight to the device of
-    the part that reads it, one at a time, and nothing is held twice. A bar on the terminal shows how far it is. ::
+    If you capture the model on ``meta``, it is never in memory as a whole: each tensor is read directly to the device
+    of the part that reads it, one at a time, and nothing is held twice. In a terminal, a bar shows the progress. ::
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         split = sk.split(sk.capture(model, **inputs), sk.policies.Stages(2))
         model = sk.load(split, "Llama-3-8B", ["cuda:0", "cuda:1"])
 
-    Files may have the names that transformers knows how to convert: one name of a tied weight is enough, a checkpoint
-    of a base model is accepted, and experts that are stored one by one are put together. Buffers that are in no state
-    dict are those of the capture (see `splitkit.capture`). All is checked before the first tensor is read; if loading
-    fails, the split is as it was.
+    Files may have any names that transformers can convert: one name of a tied weight is enough, a checkpoint of a base
+    model is accepted, and experts that are stored separately are merged. Non-persistent buffers are those of the
+    capture (see `splitkit.capture`). Everything is checked before the first tensor is read; if loading fails, the split
+    is unchanged.
 
     Args:
         split: from `splitkit.split`. Its tensors are replaced, so that only the result can be called afterwards; the
-            model that was captured stays as it is.
+            captured model is not changed.
         folder: a folder of ``safetensors`` in Hugging Face's layout, one such file, or a folder of
             ``torch.distributed.checkpoint``.
         devices: as in `splitkit.runtime.to_devices`.
-        dtype: converts floating-point numbers of the files to the dtype in which the model was captured, which must be
-            this; by default another dtype in the files is refused.
+        dtype: converts floating-point values of the files to this dtype, which must be the one in which the model was
+            captured; by default, a different dtype in the files is refused.
 
     Raises:
-        FileError: SK504, SK505 for files that cannot be read or are damaged; SK507 for names that are missing or
-            unexpected, tensors of another shape or dtype, and buffers whose values nothing has.
+        FileError: SK504, SK505 for files that cannot be read or are damaged; SK507 for missing or unexpected names,
+            tensors with a different shape or dtype, and buffers without a value.
         PipelineError: SK807, SK808 as in `splitkit.runtime.to_devices`.
     """
     if not isinstance(split, Split):
@@ -117,7 +117,7 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
         if slot.old.is_meta and not slot.saved and not any(name in values for name in slot.names):
             raise FileError(
                 "SK507",
-                f"{slot.names[0]} is on meta and in no state dict, so that no checkpoint has its values",
+                f"{slot.names[0]} is on meta and in no state dict, so no checkpoint has its values",
                 "Give the model its value as a buffer (register_buffer) that is not on meta when you capture it.",
                 slot.names,
             )

@@ -86,7 +86,7 @@ def _decode_value(data: JsonField, captured: Sizes) -> BorderValue:
         raise scalar.damaged("null, bool, int or float")
     like, grad = like_of(data), data["requires_grad"].flag()
     if grad and not like.is_floating_point() and not like.is_complex():
-        raise data["requires_grad"].damaged("false, for it is no float")
+        raise data["requires_grad"].damaged("false, for it is not a float")
     order = tuple(data["order"].sizes())
     if order and sorted(order) != list(range(like.dim())):
         raise data["order"].damaged("the dimensions of the shape, each once")

@@ -76,7 +76,9 @@ def merge_optimizers(every: list[dict[str, Any]]) -> dict[str, Any]:
     kinds = {each["class"] for each in every}
     if len(kinds) > 1:
         raise PipelineError(
-            "SK804", f"the ranks have different optimizers: {', '.join(sorted(kinds))}", "Make the same one everywhere."
+            "SK804",
+            f"the ranks have different optimizers: {', '.join(sorted(kinds))}",
+            "Create the same one on every rank.",
         )
     groups: list[dict[str, Any]] = []
     for each in every:
@@ -101,7 +103,7 @@ def prepare_optimizer(
     """
     kind = data["class"].text()
     if kind != type(optimizer).__name__:
-        raise _other(f"the checkpoint has the state of {kind}, and this optimizer is a {type(optimizer).__name__}")
+        raise _other(f"the checkpoint has the state of {kind}, but this optimizer is a {type(optimizer).__name__}")
     found: dict[str, torch.Tensor] = {}
     states = dict(data["state"].fields())
     grouped = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -208,4 +210,4 @@ def _unlike(name: str, parameter: nn.Parameter) -> FileError:
 
 
 def _other(reason: str, names: list[str] | None = None) -> FileError:
-    return FileError("SK507", reason, "Make the optimizer as in the run that wrote the checkpoint.", names or [])
+    return FileError("SK507", reason, "Create the optimizer as in the run that wrote the checkpoint.", names or [])

@@ -197,7 +197,7 @@ def _stages(split: Split, texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _example(example: Sequence[Any]) -> list[Any]:
-    """Encode the inputs that are no tensors; tensors go to a file of their own."""
+    """Encode the inputs that are not tensors; tensors go to a file of their own."""
     return [
         None if isinstance(v, torch.Tensor) else {"value": argument_data.encode_argument(v, "an input")}
         for v in example

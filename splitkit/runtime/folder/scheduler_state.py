@@ -48,7 +48,7 @@ def merge_schedulers(every: list[dict[str, Any] | None]) -> dict[str, Any] | Non
             raise PipelineError(
                 "SK804",
                 f"the scheduler of rank {rank} differs from rank 0's in {where}",
-                "Step all schedulers alike; one that reads the loss needs the same loss on every rank.",
+                "Step all schedulers in the same way; one that reads the loss needs the same loss on every rank.",
             )
     return every[0]
 
@@ -63,8 +63,8 @@ def load_scheduler(data: JsonField, scheduler: Any, optimizer: Optimizer, tensor
     if kind != type(scheduler).__name__:
         raise FileError(
             "SK507",
-            f"the checkpoint has the state of a {kind}, and this scheduler is a {type(scheduler).__name__}",
-            "Make the scheduler as in the run that wrote the checkpoint.",
+            f"the checkpoint has the state of a {kind}, but this scheduler is a {type(scheduler).__name__}",
+            "Create the scheduler as in the run that wrote the checkpoint.",
         )
     scheduler.load_state_dict(_unmarked(decode_state(data["state"], tensors), optimizer))
 

@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 """The format's name of a dtype -> the dtype."""
 _NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 _PIECE = 2**25  # bytes that are read at once for another device or dtype, not tuned
-_MOST = 2**28  # bytes of a header; guards against reading a file that is no safetensors file, not tuned
+_MOST = 2**28  # bytes of a header; guards against reading a file that is not a safetensors file, not tuned
 
 
 @dataclass(frozen=True)

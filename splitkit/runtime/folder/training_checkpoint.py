@@ -65,12 +65,13 @@ def open_checkpoints(
 ) -> CheckpointFolder:
     """Open a folder for the checkpoints of a run, and load the last one if the run is resumed.
 
-    Every rank calls it, after `Pipeline.shard` and before the first step. It refuses then what would fail later: a
-    folder that cannot be written or that another run has filled, and state that cannot be saved.
+    Call it on every rank, after `Pipeline.shard` and before the first step. It raises errors immediately that would
+    otherwise occur later: for a folder that cannot be written or that belongs to another run, and for state that cannot
+    be saved.
 
-    Saved are parameters and buffers, the optimizer's state and options, the number of steps, the random number
-    generators of each rank, and what is given here. All of it is found by name, so the run may continue with another
-    number of stages and replicas, sharded or not.
+    A checkpoint has parameters and buffers, the optimizer's state and options, the number of steps, the random number
+    generators of each rank, and the objects given here. Everything is saved by name, so the run may continue with a
+    different number of stages and replicas, sharded or not.
 
     Args:
         folder: the folder, created if necessary; all ranks must see the same.
@@ -79,7 +80,8 @@ def open_checkpoints(
         scheduler: a learning rate scheduler, or another object with ``state_dict`` and ``load_state_dict``; its state
             must be the same on all ranks.
         loader: a data loader with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
-            The first rank that has one saves its position, from which all continue: they read the same batches.
+            The first rank that has one saves its position, from which all ranks continue, since they read the same
+            batches.
         state: more data to save, see `CheckpointFolder.state`; rank 0's is saved.
         keep: how many checkpoints to keep; older ones are removed when a new one is complete.
         resume: whether to continue from the last checkpoint in the folder, if there is one.
@@ -88,8 +90,8 @@ def open_checkpoints(
         FileError: SK504 if the folder cannot be written or read; SK506 for state that cannot be saved; SK512 if the
             folder has another run's checkpoints; SK503, SK505 and SK507 if the last checkpoint has another schema, is
             damaged, or does not fit model, optimizer or scheduler.
-        PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, or ``keep`` makes no
-            sense; SK804 if the schedulers of the ranks differ.
+        PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, or ``keep`` is invalid;
+            SK804 if the schedulers of the ranks differ.
     """
     return CheckpointFolder(Path(folder), pipe, optimizer, scheduler, loader, dict(state or {}), keep, resume)
 
@@ -153,8 +155,8 @@ class CheckpointFolder:
     def save(self, *, wait: bool = True) -> Path:
         """Save the state after the pipeline's last step. All ranks must call it.
 
-        The checkpoint is complete or absent, whenever a process ends: its folder gets its name when all ranks have
-        written everything. Older checkpoints are removed after that.
+        The checkpoint is either complete or absent, even if a process ends at any time: its folder is renamed when all
+        ranks have written everything. Older checkpoints are removed after that.
 
         Args:
             wait: whether to wait until it is complete. Otherwise the state is copied to the CPU's memory, and written
@@ -336,7 +338,7 @@ class CheckpointFolder:
                 raise FileError(
                     "SK507",
                     f"{record.file} has {has} {name}'s state, and {own}",
-                    "Open the folder with what the run had that wrote the checkpoint.",
+                    "Open the folder with the same objects as the run that wrote the checkpoint.",
                 )
 
     def _on_first(self, work: Callable[[], T], draft: Path | None = None) -> T:

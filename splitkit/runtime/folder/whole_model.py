@@ -57,7 +57,7 @@ def full_state_dict(pipe: Pipeline) -> dict[str, torch.Tensor]:
 
 
 def save_safetensors(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
-    """Write the parameters and saved buffers of the unsplit model to a file of safetensors, on rank 0.
+    """Write the parameters and persistent buffers of the unsplit model to a safetensors file, on rank 0.
 
     All ranks must call it. Rank 0 holds one tensor at a time. A tied weight is written once, under the first of its
     names; ``safetensors.torch.load_model`` and `open_stages` know the others.
@@ -89,7 +89,7 @@ def save_safetensors(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
 
 
 def save_pretrained(pipe: Pipeline, model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
-    """Write the trained weights as ``model.save_pretrained`` of transformers does, on rank 0.
+    """Write the trained weights like transformers' ``model.save_pretrained``, on rank 0.
 
     All ranks must call it. ``from_pretrained(folder)`` then loads the trained model.
 
@@ -100,7 +100,8 @@ def save_pretrained(pipe: Pipeline, model: Any, folder: str | os.PathLike[str], 
         options: further arguments of ``model.save_pretrained``.
 
     Raises:
-        PipelineError: SK802 on every rank if the model has no ``save_pretrained``, or other names than the capture.
+        PipelineError: SK802 on every rank if the model has no ``save_pretrained``, or its names differ from those of
+            the capture.
     """
 
     def require_model() -> None:

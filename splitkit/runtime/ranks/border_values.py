@@ -129,13 +129,13 @@ class BorderValue:
             raise PipelineError(
                 "SK803",
                 f"{self.name} is {lacks} {where}; the next stage expects {asks}",
-                "Capture with inputs of the shape of one microbatch, in the mode and the autocast in which it trains.",
+                "Capture with inputs that have the shape of one microbatch, in the mode and the autocast of training.",
                 [self.name],
             )
 
 
 class NonView(torch.autograd.Function):
-    """The identity, whose result shares memory with its argument but is no view to autograd.
+    """The identity, whose result shares memory with its argument but is not a view to autograd.
 
     Torch's schedules call ``detach_()`` on what a stage returns, which autograd refuses for views. The gradient is made
     contiguous, since only contiguous tensors can be sent.
@@ -153,7 +153,7 @@ class NonView(torch.autograd.Function):
 
 
 def non_view(x: torch.Tensor) -> Any:
-    """Return the same memory as a tensor that is no view: see `NonView`."""
+    """Return the same memory as a tensor that is not a view: see `NonView`."""
     return NonView.apply(x)  # type: ignore[no-untyped-call]
 
 

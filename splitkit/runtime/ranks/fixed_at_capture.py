@@ -44,7 +44,7 @@ class FixedAtCapture:
             name = str(dtype).removeprefix("torch.")
             raise PipelineError(
                 "SK802",
-                f"autocast to {name} is active around the call, and was not around the capture",
+                f"autocast to {name} is active around the call, but was not active around the capture",
                 f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then.",
             )
 
@@ -59,7 +59,7 @@ class FixedAtCapture:
                 called = "train" if part.training else "eval"
                 raise PipelineError(
                     "SK802",
-                    f"{called}() was called on a part, which changes nothing: dropout and BatchNorm are as captured",
+                    f"{called}() was called on a part, which has no effect: dropout and BatchNorm stay as captured",
                     "Capture the model in the other mode, and run that with the same weights: "
                     "pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch)). Undo it with "
                     f"{'eval' if part.training else 'train'}().",
@@ -76,7 +76,7 @@ class FixedAtCapture:
                 raise PipelineError(
                     "SK802",
                     f"requires_grad of {name} is {parameter.requires_grad}, and was {self._flags[name]} when the "
-                    "pipeline was made: the other ranks do not know",
+                    "pipeline was made: the other ranks do not know that",
                     "Tell all ranks: pipe.train_only(lambda name: ...).",
                     [name],
                 )

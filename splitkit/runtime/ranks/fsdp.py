@@ -24,7 +24,7 @@ def shard(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[nn.Pa
         what = (
             "there is one pipeline to shard over" if replicas.are_even else "stages have different numbers of replicas"
         )
-        raise PipelineError("SK801", what, "Give all parts as many replicas: splitkit train --dp 2 --fsdp.")
+        raise PipelineError("SK801", what, "Give all parts the same number of replicas: splitkit train --dp 2 --fsdp.")
     for part in modules:
         fully_shard(part, mesh=replicas.mesh["dp"], ignored_params=set(tied))
 

@@ -83,8 +83,8 @@ class GraphSizes:
         wants = ", ".join(text_of(size, self.names) for size in self.inputs[name])
         return PipelineError(
             "SK802",
-            f"{name} is {list(value.shape)} in a microbatch, where the captured graph takes [{wants}]",
-            "Give inputs whose sizes fit together, as they did at capture.",
+            f"{name} is {list(value.shape)} in a microbatch, but the captured graph takes [{wants}]",
+            "Give inputs whose sizes match each other as they did at capture.",
             [name],
         )
 

@@ -68,8 +68,8 @@ def joint_pipeline(
 ) -> JointPipeline:
     """Run the stages of a training step on the ranks of a process group, under a pipeline schedule.
 
-    Every rank calls it with the same joint graph, stages and arguments, and then calls `JointPipeline.step` with the
-    same batch. Each stage computes what the plan says and nothing else: it saves, recomputes and defers as planned::
+    Call it on every rank with the same joint graph, stages and arguments, and then call `JointPipeline.step` with the
+    same batch. Each stage does exactly what the plan says: it saves, recomputes and defers as planned::
 
         joint = splitkit.capture_joint(model, **inputs_of_one_microbatch)
         step = joint.split(splitkit.policies.Pipeline(4, schedule="zbv", microbatches=8))
@@ -78,7 +78,7 @@ def joint_pipeline(
         optimizer.step()
 
     Under zero-bubble schedules, stages with a weight graph run it when the schedule says; other stages run all of
-    backward before. Each rank holds the whole model; only the parameters of its stages get gradients.
+    backward in the input part. Each rank holds the whole model; only the parameters of its stages get gradients.
 
     Args:
         joint: the joint graph, captured with the inputs of one microbatch.
@@ -92,8 +92,8 @@ def joint_pipeline(
         compiled: whether each graph of a stage is compiled with ``torch.compile``.
 
     Raises:
-        PipelineError: SK801 for stages that cannot run on several ranks: a gradient that no activation has a slot for,
-            a loss before the last stage, parameters that DDP or FSDP manage; SK804 if the ranks do not run the same.
+        PipelineError: SK801 for stages that cannot run on several ranks (a gradient that does not match a received
+            activation, a loss before the last stage, parameters that DDP or FSDP manage); SK804 if the ranks differ.
         ScheduleError: SK330 if the schedule does not allow these numbers of stages, ranks and microbatches.
     """
     return JointPipeline(joint, step, schedule, microbatches, group, device, seed, compiled)
@@ -254,13 +254,15 @@ class JointPipeline:
         values = self._own_values(graphs.primals)
         if last and signature.loss not in graphs.outputs:
             raise PipelineError(
-                "SK801", "the loss is not computed in the last stage", "Plan it there: torch starts backward there."
+                "SK801",
+                "the loss is not computed in the last stage",
+                "Plan it there, because torch starts backward in the last stage.",
             )
         updates = {i: values[name] for i, name in signature.updates.items() if i in graphs.outputs and name in values}
         if lost := [i for i in signature.updates if i in graphs.outputs and i not in updates]:
             raise PipelineError(
                 "SK801",
-                "the step writes to an input, which ranks cannot share",
+                "the step writes to an input, which ranks do not share",
                 "Capture a model that copies it.",
                 lost,
             )
@@ -410,7 +412,7 @@ def _require_same(
         )
         if text:
             raise PipelineError(
-                "SK804", text, "Start every rank with the same files and arguments, and seed the model alike."
+                "SK804", text, "Start every rank with the same files and arguments, and seed the model in the same way."
             )
 
 

@@ -67,7 +67,7 @@ class JointStage(nn.Module):
     Attributes:
         held: microbatch -> what forward saved for backward.
         waiting: microbatches, the first backward first -> what the weight graph will be given.
-        terms: position -> the sum of the gradients of this step, for gradients that are no whole ones.
+        terms: position -> the sum of the gradients of this step, for gradients that are not whole ones.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ def _joined(chain: Chain, loss: Node) -> bool:
 def _may_be_loss(chain: Chain, node: Node) -> bool:
     """Whether a value may be the loss that `own_loss` finds. An unknown size may be 1."""
     if node.op == "placeholder":
-        return False  # an input is no result of a stage
+        return False  # an input is not a result of a stage
     how = chain.value(node)
     one = not how.unsendable and how.scalar is None and all(not isinstance(n, int) or n == 1 for n in how.like.shape)
     return one and how.like.requires_grad

@@ -175,7 +175,7 @@ class BatchSplitter:
     def _parts(self, name: str, value: Any) -> list[Any]:
         like = self._wanted[name]
         if value is None and like is not None and name in self._needed:
-            raise PipelineError("SK802", f"{name} is None, and this rank reads it", "See Pipeline.needs.", [name])
+            raise PipelineError("SK802", f"{name} is None, but this rank reads it", "See Pipeline.needs.", [name])
         if not isinstance(value, torch.Tensor) or like is None:
             return [value] * self._count
         whole = self._whole(like)
@@ -190,7 +190,7 @@ class BatchSplitter:
     def _shared_out(self, values: Mapping[str, Any]) -> list[dict[str, int]]:
         """Return the sizes of each microbatch, with the rows shared out as evenly as possible.
 
-        Inputs that had other rows than the first one at capture, and have as many again, are no part of the batch.
+        Inputs that had other rows than the first one at capture, and have as many again, are not part of the batch.
 
         Raises:
             PipelineError: SK802 if inputs have different numbers of rows, or fewer than there are microbatches.
@@ -209,7 +209,7 @@ class BatchSplitter:
             raise PipelineError(
                 "SK802",
                 f"the inputs have different numbers of rows: {listed}",
-                "Give the same rows to all, or the inputs of each microbatch: step(microbatches=[...]).",
+                "Give all inputs the same number of rows, or pass each microbatch: step(microbatches=[...]).",
                 sorted(counts),
             )
         total = next(iter(counts.values()), self._count)

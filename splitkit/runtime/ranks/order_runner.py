@@ -98,7 +98,7 @@ def placed_order(
         raise ScheduleError(
             "SK330",
             f"{what} for stages with {', '.join(map(str, counts))} replicas",
-            f"Use {words_of(has_window)}, or as many replicas for all parts: splitkit train --dp 2.",
+            f"Use {words_of(has_window)}, or the same number of replicas for all parts: splitkit train --dp 2.",
         )
     return order_of(schedule, stages, microbatches, stages), tuple(counts)
 

@@ -25,7 +25,7 @@ class FilledUp(torch.autograd.Function):
 
 
 class Shaped(torch.autograd.Function):
-    """Takes a tensor from the first elements of a flat one, whose memory it shares; to autograd it is no view."""
+    """Takes a tensor from the first elements of a flat one, whose memory it shares; to autograd it is not a view."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

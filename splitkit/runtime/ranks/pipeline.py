@@ -72,12 +72,12 @@ def pipeline(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> Pipeline:
-    """Run a split on the ranks of a process group, one part a stage, under a pipeline schedule.
+    """Run a split on the ranks of a process group, with each part as a stage, under a pipeline schedule.
 
-    Every rank calls it with the same split and arguments, and then calls `Pipeline.step` with the same batch. Each
-    stage takes the inputs that it reads from the batch itself. The shapes of the values between stages come from the
-    graph, so torch need not run stages on made-up inputs to find them. Parameters that several stages read get the sum
-    of their gradients.
+    Call it on every rank with the same split and arguments, and then call `Pipeline.step` with the same batch. Each
+    stage takes the inputs that it reads from the batch. The shapes of the values between stages come from the graph, so
+    torch does not run stages on dummy inputs to find them. Parameters that several stages read get the sum of their
+    gradients.
 
     A part with replicas (`Part.replicas`) runs on as many ranks, each with its share of the microbatches. After a step
     all of them have the sum of the gradients, and the results are those of a single pipeline. If all parts have the
@@ -98,10 +98,10 @@ def pipeline(
         seed: the seed of random numbers, see `Pipeline.seed_of`.
 
     Raises:
-        PipelineError: SK801 for a split that cannot run on several ranks, SK804 if the ranks do not run the same, or
-            hold different weights: seed them alike before you make the model.
+        PipelineError: SK801 for a split that cannot run on several ranks, SK804 if the ranks differ, or hold different
+            weights: set the same seed before you create the model.
         ScheduleError: SK330 if the schedule does not allow these numbers of stages, ranks and microbatches. An order
-            that would deadlock is refused when it is made (SK331).
+            that would deadlock is refused when it is created (SK331).
     """
     return Pipeline(split, schedule, microbatches, loss, group, device, seed)
 
@@ -193,8 +193,8 @@ class Pipeline(StageTensors):
 
         Args:
             args: the inputs of the model, with all microbatches concatenated in dimension 0; an input with the shape of
-                one microbatch goes to each of them. A graph captured with ``dynamic=True`` takes other sizes than were
-                captured, and shares the rows out as evenly as possible.
+                one microbatch goes to each of them. A graph captured with ``dynamic=True`` accepts other sizes than the
+                captured ones, and distributes the rows as evenly as possible.
             target: the target for the loss, as ``args``; if the model has an input of that name, that input. Ranks
                 without the last stage may leave it out.
             outputs: whether to return the model's outputs. If no rank asks for them in the first step, values that the
@@ -209,8 +209,7 @@ class Pipeline(StageTensors):
         Raises:
             PipelineError: SK802 for inputs that do not fit, and SK804 if the ranks do not make the same call with the
                 same batch, on all ranks before anything runs; SK803 for a value at a border with another dtype or shape
-                than captured; SK805 if this rank or another one failed; SK806 for what this version of torch cannot
-                run.
+                than captured; SK805 if this rank or another one failed; SK806 if this version of torch cannot run it.
         """
         kwargs, target = self.with_target({**kwargs, "microbatches": microbatches}, target)
         batch = self._run(True, args, kwargs, target, outputs, loss_everywhere)
@@ -245,10 +244,10 @@ class Pipeline(StageTensors):
         self._fixed = FixedAtCapture(self.modules, own)
 
     def evaluation(self, gm: fx.GraphModule) -> Pipeline:
-        """Make a pipeline of a capture in another mode, which has the parameters and buffers of this one, not copies.
+        """Make a pipeline of a capture in another mode, which shares the parameters and buffers of this one.
 
-        All ranks must call it. A step of the optimizer is seen by both. The schedule, the microbatches and the ranks
-        are the same, and each stage gets the nodes that read its weights::
+        All ranks must call it. An optimizer step changes both. The schedule, the microbatches and the ranks are the
+        same, and each stage gets the nodes that read its weights::
 
             evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))
             loss = evaluation.evaluate(**batch)
@@ -307,7 +306,7 @@ class Pipeline(StageTensors):
         All ranks must call it, between `step` and the optimizer's step. A parameter of several ranks counts once.
 
         Args:
-            max_norm: the largest norm that is left as it is; ``inf`` to compute the norm only.
+            max_norm: the largest norm that is not scaled; ``inf`` only computes the norm.
             norm_type: the exponent of the norm, positive; ``inf`` for the largest absolute value.
 
         Returns:
@@ -322,10 +321,10 @@ class Pipeline(StageTensors):
             return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group)
 
     def shard(self) -> None:
-        """Shard the parameters of each stage over its replicas, with torch's FSDP2. Call it before making an optimizer.
+        """Shard the parameters of each stage over its replicas with FSDP2; call it before creating the optimizer.
 
-        Each rank then holds its share of the parameters, the gradients and the optimizer's state. Parameters that
-        stages on other ranks share stay whole. For other settings, call ``fully_shard`` on each of `modules`.
+        Each rank then holds its share of the parameters, gradients and optimizer state. Parameters that are shared with
+        stages on other ranks are not sharded. For other settings, call ``fully_shard`` on each of `modules`.
 
         Raises:
             PipelineError: SK801 if there is only one pipeline, or stages have different numbers of replicas.

@@ -73,7 +73,7 @@ class PipelineModule(nn.Module):
         if self.evaluation is None:
             raise PipelineError(
                 "SK802",
-                "the model is called in eval mode or without gradients, but the pipeline was captured for training",
+                "the model was called in eval mode or without gradients, but the pipeline was captured for training",
                 "Give PipelineModule(pipe, evaluation) a pipeline of the model captured in eval mode.",
             )
         return self.evaluation.evaluate(*args, **kwargs).float()

@@ -32,8 +32,8 @@ def require_process_group() -> None:
 def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.ProcessGroup | None = None) -> Plan:
     """Make or load a plan on rank 0 and return it on every rank.
 
-    Ranks may have captured independent nodes in different orders and under different names. Such a graph is first put
-    into rank 0's order, in place; its nodes stay the same objects.
+    Ranks may have captured independent nodes in different orders and under different names. Such a graph is first
+    reordered, in place, to match rank 0's; its nodes stay the same objects.
 
     Args:
         gm: the graph, captured on each rank.
@@ -147,9 +147,9 @@ def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
     _refuse_other_graphs(from_every(difference(root, first), group))
     raise PipelineError(
         "SK804",
-        "the ranks captured the same nodes in several orders: each process loops over a set of strings in its own",
+        "the ranks captured the same nodes in different orders: a set of strings has another order in each process",
         "Plan with splitkit.runtime.planned_once, which puts the graphs into one order before they are split; or start "
-        "all ranks with one PYTHONHASHSEED.",
+        "all ranks with the same PYTHONHASHSEED.",
     )
 
 

@@ -88,5 +88,5 @@ def _require_effective_autocast(gm: fx.GraphModule, kind: str, captured: frozens
 
 
 def _constants(part: fx.GraphModule) -> list[object]:
-    """Return what a part reads from its attributes, such as constants that are no buffers."""
+    """Return what a part reads from its attributes, such as constants that are not buffers."""
     return [attribute(part, str(node.target)) for node in part.graph.find_nodes(op="get_attr")]

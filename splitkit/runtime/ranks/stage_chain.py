@@ -78,7 +78,7 @@ class ChainFacts:
     Attributes:
         values: name of a node of the parent -> how its value crosses a border.
         inputs: input of the graph -> a tensor on ``meta`` of the shape and dtype of one microbatch; ``None`` for an
-            input that is no tensor.
+            input that is not a tensor.
         draws: stage -> whether it draws random numbers.
         writes: buffers that forward writes, by their names in the original.
         identity: name of a fact -> digest that must be the same on all ranks.
@@ -313,7 +313,7 @@ def _homes(split: Split, stage_of: Mapping[Node, int]) -> dict[Node, int]:
 def _shared(a: Node, b: Node) -> PipelineError:
     return PipelineError(
         "SK801",
-        f"{a.name} and {b.name} share memory that is written, and lie in different stages",
+        f"{a.name} and {b.name} share memory that is written, but are in different stages",
         "Put all nodes that read or write it into one stage: splitkit.plan(gm, {..., "
         f"{a.name!r}: 0, {b.name!r}: 0}}), or Stages with other borders.",
         [a, b],

@@ -30,7 +30,7 @@ Kind = Literal["step", "infer", "step(loss_everywhere=True)"]
 _KINDS: tuple[Kind, ...] = ("step", "infer", "step(loss_everywhere=True)")
 _FLAGS = 3
 _REFUSAL = [1, *[0] * 8]
-_REMEDY = "Make the same calls on every rank, with the same batch: seed the data loaders of all ranks alike."
+_REMEDY = "Make the same calls on every rank, with the same batch: seed the data loaders of all ranks in the same way."
 
 
 @dataclass(frozen=True)

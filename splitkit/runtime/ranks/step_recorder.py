@@ -29,9 +29,10 @@ _CALLS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_
 
 
 class StepRecorder:
-    """Records what this rank does in the steps that follow. All ranks make one at the same time, after a first step.
+    """Records what this rank does in the following steps. Create one on all ranks together, after a first step.
 
-    On an accelerator each action is waited for, so that its end is known: a recorded step overlaps less than others.
+    On an accelerator, the recorder waits for each action to know when it ends, so a recorded step overlaps less than
+    others.
 
     Attributes:
         steps: number of a step, as `Pipeline.steps` counts them -> its actions on this rank, by the clock of rank 0.
@@ -42,7 +43,9 @@ class StepRecorder:
 
     def __init__(self, pipe: Pipeline) -> None:
         if not pipe.torch_stages:
-            raise PipelineError("SK802", "no step has run yet", "Run one step first: it is slower than all others.")
+            raise PipelineError(
+                "SK802", "no step has run yet", "Run one step first, because the first step is slower than the others."
+            )
         self._pipe = pipe
         self._ahead = _seconds_behind_rank_0(pipe)
         self.steps: dict[int, list[Event]] = {}

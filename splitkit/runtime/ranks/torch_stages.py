@@ -39,7 +39,7 @@ def stage(
 ) -> PipelineStage | list[PipelineStage]:
     """Return the stage of a rank, for a schedule of ``torch.distributed.pipelining``; a list if the rank has several.
 
-    Every rank calls it, and passes every input of the graph to ``schedule.step`` by keyword: torch splits them into
+    Call it on every rank, and pass every input of the graph to ``schedule.step`` by keyword: torch splits them into
     microbatches, and each stage takes the inputs that it reads. If the model draws random numbers, also pass the seed
     of each microbatch. The last stage returns the tensors of the model's output as a flat tuple, from which
     `form_output` restores the output::
@@ -69,7 +69,7 @@ def stage(
     if len(homes) != chain.stages or not all(home in range(ranks) for home in homes) or rank not in homes:
         raise PipelineError(
             "SK802",
-            f"rank {rank} of {ranks} has none of {chain.stages} stages, which are on the ranks {list(homes)}",
+            f"rank {rank} of {ranks} has none of the {chain.stages} stages, which are on ranks {list(homes)}",
             "Give rank_of a rank for each stage, and each rank a stage.",
         )
     own, where = [s for s, home in enumerate(homes) if home == rank], device_of_rank(device, group)

@@ -46,7 +46,7 @@ def set_trained(
             raise PipelineError(
                 "SK804",
                 f"rank {rank} chooses differently than rank 0 whether {different[0]} trains",
-                "Give the same function on every rank.",
+                "Pass the same function on every rank.",
                 different,
             )
     if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:

@@ -53,7 +53,7 @@ def require_same_model(chain: Chain, stages: Iterable[int], group: dist.ProcessG
 def require_same_copies(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
     """Refuse different copies of a tensor that the stages of several ranks have. All ranks must call it.
 
-    Shards of FSDP2 are no copies, and do not count.
+    Shards of FSDP2 are not copies, and do not count.
 
     Raises:
         PipelineError: SK804 as in `require_same_model`.

@@ -60,13 +60,15 @@ def check_cache(options: CacheOptions, memory: Memory, training: Mapping[str, ob
     for field, given in training.items():
         raise _wrong(f"{name}: {field}={shown(given)} is for training, and objective={objective!r} for inference")
     if is_word(memory, "least"):
-        raise _wrong(f"{name}: memory='least' does not go with objective={objective!r}", 'Give sizes: memory="24GiB".')
+        raise _wrong(
+            f"{name}: memory='least' cannot be combined with objective={objective!r}", 'Give sizes: memory="24GiB".'
+        )
     if objective == "tokens":
         _check_most(name, memory, options.tokens)
 
 
 def check_tokens(name: str, tokens: object) -> None:
-    """Refuse what is no number of tokens.
+    """Refuse what is not a number of tokens.
 
     Raises:
         PolicyError: SK302.
@@ -92,12 +94,12 @@ def cache_of(options: CacheOptions, flow: Dataflow, costs: Costs) -> Mapping[Nod
     """Return the bytes of cache per token of each node that keeps some.
 
     Raises:
-        PolicyError: SK302 if a key is no node, or bytes are no whole number; if the graph has no attention that keeps a
-            cache and ``cache`` does not say which nodes do; or if the prices include backward.
+        PolicyError: SK302 if a key is not a node, or bytes are not a whole number; if the graph has no attention that
+            keeps a cache and ``cache`` does not say which nodes do; or if the prices include backward.
     """
     name = options.policy
     if includes_backward(as_given(costs)):
-        reason = f"{name}: the prices include backward, and objective={options.objective!r} is for inference"
+        reason = f"{name}: the prices include backward, but objective={options.objective!r} is for inference"
         raise _wrong(reason, "Give the prices of forward: sk.costs.roofline(gm, 'h100').")
     if options.cache is None:
         found = cache_bytes(flow)
@@ -116,7 +118,9 @@ def cache_of(options: CacheOptions, flow: Dataflow, costs: Costs) -> Mapping[Nod
     for key, nbytes in given.items():
         node = key if isinstance(key, Node) else named.get(str(key))
         if node is None or named.get(node.name) is not node:
-            raise _wrong(f"{name}: cache names {shown(key)}, which is no node of the graph", "Name nodes of the graph.")
+            raise _wrong(
+                f"{name}: cache names {shown(key)}, which is not a node of the graph", "Name nodes of the graph."
+            )
         if not is_whole(nbytes):
             raise _wrong(f"{name}: cache[{node.name!r}] is {shown(nbytes)}", "Give a whole number of bytes per token.")
         known[node] = int(nbytes)

@@ -135,9 +135,9 @@ class MemoryFit:
         nodes = [self.units[unit] for unit in error.units]
         if error.cause not in ("support", "devices"):
             reason = f"{error}{nodes_listed(nodes)}"
-            remedy = "Give more memory, or more `seconds`: none was found that would do."
+            remedy = "Give more memory, or more `seconds`: no sufficient memory was found."
             return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, nodes)
-        reason = "no device supports all that must be together" if error.cause == "support" else str(error)
+        reason = "no device supports all nodes that must be together" if error.cause == "support" else str(error)
         remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
         return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}{nodes_listed(nodes)}", remedy, nodes)
 

@@ -122,7 +122,7 @@ class PlanComparison(Told):
             same = "The plans are equal" + (": only the names of parts differ." if renamed else ".")
             return [same, *filter(None, (names,)), *self._differences()]
         count = sum(len(moved.nodes) for moved in self.moved)
-        head = f"{count} node{' is' if count == 1 else 's are'} elsewhere in {second}."
+        head = f"{count} node{' is' if count == 1 else 's are'} in a different part in {second}."
         return [head, *filter(None, (names,)), self._moved(), self._table(), self._verdict(), self.note]
 
     def _differences(self) -> list[Section]:
@@ -148,7 +148,7 @@ class PlanComparison(Told):
         for who, name in zip(("first", "second"), self.names, strict=True):
             if better := [figure.name for figure in self.figures if figure.better == who]:
                 says.append(f"Better in {name}: {', '.join(better)}.")
-        return " ".join(says) or "Neither is better at anything."
+        return " ".join(says) or "Neither is better in any figure."
 
 
 def _text(value: float | None, unit: str) -> str:
@@ -179,7 +179,7 @@ def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Cost
     Raises:
         FileError: SK502 if the plans are for different graphs; it names the first difference.
         PlanError: SK314 if one of them places no node.
-        PolicyError: SK301 if one of them is no plan.
+        PolicyError: SK301 if one of them is not a plan.
     """
     first, second = plan_of(a), plan_of(b)
     flow, other = graph_of_plan(first), graph_of_plan(second)
@@ -200,7 +200,7 @@ def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Cost
 
 
 def _note(first: Plan, second: Plan, costs: Costs) -> str:
-    says = [f"Both are priced alike, by {price_name(costs)}."]
+    says = [f"Both plans are priced by {price_name(costs)}."]
     if first.policy:
         says.append(f"The first plan's policy is {first.policy}.")
     if second.policy and second.policy != first.policy:

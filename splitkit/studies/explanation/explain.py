@@ -57,7 +57,7 @@ def explain(
 
     Raises:
         PlanError: SK314 if the plan has no such part or node, or places no node at all.
-        PolicyError: SK301 if ``plan`` is no plan, or ``policy`` no policy.
+        PolicyError: SK301 if ``plan`` is not a plan, or ``policy`` is not a policy.
         CycleError: SK203 if parts wait for each other in a cycle.
     """
     plan = plan_of(plan)
@@ -99,7 +99,7 @@ def _beside_stages(pricing: StagePricing, plan: Plan, costs: Costs) -> str:
         stages = Stages(count, links=pricing.request.links, optimizer=pricing.request.optimizer)
         found = stages.assign(flow, costs)
     except SplitError as error:
-        return f"Stages({count}) makes no plan of this graph: {error.reason}."
+        return f"Stages({count}) finds no plan for this graph: {error.reason}."
     own, theirs = pricing.figures(plan), pricing.figures(found)
     unit = pricing.unit
     moved = _moved(pricing, plan, found)

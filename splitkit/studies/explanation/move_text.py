@@ -30,19 +30,19 @@ def price_text(move: StageMove, unit: str) -> str:
         words.append(_time("step", after.step, before.step, unit))
     crossing = after.traffic - before.traffic
     words.append(
-        f"{size(abs(crossing))} {'more' if crossing > 0 else 'fewer'} cross" if crossing else "as many bytes cross"
+        f"{size(abs(crossing))} {'more' if crossing > 0 else 'fewer'} cross" if crossing else "the same bytes cross"
     )
     if len(after.peaks) == len(before.peaks) and before.peaks:
         peak = max(after.peaks) - max(before.peaks)
         words.append(f"the fullest device holds {size(abs(peak))} {'more' if peak > 0 else 'less'}" if peak else "")
     if move.excess:
-        words.append(f"and a device lacks {size(move.excess)}: it does not fit")
+        words.append(f"and a device lacks {size(move.excess)}, so it does not fit")
     return ", ".join(filter(None, words)) + "."
 
 
 def _time(what: str, now: float, before: float, unit: str) -> str:
     if now == before:
-        return f"{what} as before"
+        return f"{what} unchanged"
     share = f" ({(now / before - 1) * 100:+.2f} %)" if before else ""
     sign = "+" if now > before else "-"
     return f"{what} {sign}{duration(abs(now - before), unit)}{share}"

@@ -80,13 +80,13 @@ class NodeExplanation(Told):
         where = f" of {self.module}" if self.module else ""
         place = listed([part_title(key) for key in self.parts], _NAMED) if self.parts else "the parent"
         stage = "stages" if len(self.parts) > 1 else "stage"
-        time = f"; it takes {duration(self.seconds, self.unit)} and makes {size(self.nbytes)}" if self.parts else ""
+        time = f"; it takes {duration(self.seconds, self.unit)} and produces {size(self.nbytes)}" if self.parts else ""
         head = f"{self.node} is {self.op}{where}, in {stage if self.parts else ''} {place}{time}.".replace("  ", " ")
         return [head, *self.reasons, *map(self._move, self.moves)]
 
     def _move(self, move: StageMove) -> str:
-        along = f", which takes along {moved_nodes(move)}" if len(move.nodes) > 1 else ""
-        return f"Moved to stage {part_title(move.target)}{along}: {price_text(move, self.unit)}"
+        along = f", together with {moved_nodes(move)}" if len(move.nodes) > 1 else ""
+        return f"Moving it to stage {part_title(move.target)}{along}: {price_text(move, self.unit)}"
 
 
 def explain_node(pricing: StagePricing, moves: StageMoves | None, node: Node) -> NodeExplanation:
@@ -137,8 +137,8 @@ def _kind(moves: StageMoves | None, node: Node) -> list[str]:
     places = moves.plan.places.get(node, ())
     if len(places) > 1:
         return [
-            "It depends on inputs and constants alone and needs no gradient, so each of these parts computes it for "
-            "itself rather than receive it."
+            "It depends only on inputs and constants and needs no gradient, so each of these parts computes its own "
+            "copy instead of receiving one."
             if node in moves.shared
             else "The plan computes it in each of these parts."
         ]
@@ -178,10 +178,10 @@ def _allowed(flow: Dataflow, moves: StageMoves, node: Node) -> tuple[tuple[PartK
         return allowed, []
     if low == high:
         why = " and ".join(says) if says else "there is no other stage"
-        return allowed, [f"With all else where it is, the order forces it: {why}."]
+        return allowed, [f"If everything else stays in place, the order forces it there: {why}."]
     why = f" ({'; '.join(says)})" if says else ""
     span = f"stages {part_title(keys[low])} to {part_title(keys[high])}"
-    return allowed, [f"The order allows {span} if all else stays where it is{why}."]
+    return allowed, [f"The order allows {span} if everything else stays in place{why}."]
 
 
 def _fast(moves: StageMoves, node: Node) -> tuple[int, int] | None:
@@ -207,8 +207,8 @@ def _fast_text(moves: StageMoves | None, fast: tuple[int, int] | None) -> list[s
         return []
     span = f"stage {low}" if low == high else f"one of the stages {low} to {high}"
     return [
-        f"Every plan of {len(moves.keys)} stages that is as fast and computes each node once has it in {span}: the "
-        "work before and after it does not fit otherwise."
+        f"Every plan of {len(moves.keys)} stages that is as fast and computes each node once has it in {span}: "
+        "otherwise the work before and after it does not fit."
     ]
 
 
@@ -222,10 +222,10 @@ def _stuck(moves: StageMoves | None, node: Node, found: Sequence[StageMove]) -> 
         return []
     own, says = moves.plan.home(node), []
     targets = {move.target for move in found}
-    for step, what in ((-1, "what it needs"), (1, "what needs it")):
+    for step, what in ((-1, "it needs all of"), (1, "it is needed by all of")):
         target = moves.neighbour(own, step)
         if target is not None and target not in targets:
-            says.append(f"It cannot move to stage {part_title(target)}: {what} is all of stage {part_title(own)}.")
+            says.append(f"It cannot move to stage {part_title(target)}: {what} stage {part_title(own)}.")
     return says
 
 

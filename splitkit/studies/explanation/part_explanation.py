@@ -112,12 +112,12 @@ class PartExplanation(Told):
         return f"At its peak it holds {size(self.held.total)}{of}: {self.held}."
 
     def _borders(self) -> str:
-        return f"{size(self.row.bytes_in)} go in and {size(self.row.bytes_out)} come out, without parameters."
+        return f"{size(self.row.bytes_in)} come in and {size(self.row.bytes_out)} go out, without parameters."
 
     def _table(self) -> Section:
         rows = [(v.way, v.node, v.module, ", ".join(v.parts), size(v.nbytes)) for v in self.values[:_SHOWN]]
         more = len(self.values) - len(rows)
-        title = "what goes in and out, the largest first" + (f" ({more} more)" if more else "")
+        title = "values that come in and go out, largest first" + (f" ({more} more)" if more else "")
         return table(("", "value", "module", "from or to", "bytes"), rows, ("bytes",), title)
 
     def _moves(self) -> list[str]:

@@ -159,7 +159,7 @@ class RecomputeExplanation(Told):
         share = f" ({self.seconds / self.step:.1%} of a step without recompute)" if self.step else ""
         policy = f" Its policy is {self.policy}." if self.policy else ""
         return (
-            f"Forward saves {size(self.saved)} for backward, and backward computes {self._time(self.seconds)} again"
+            f"Forward saves {size(self.saved)} for backward, and backward recomputes for {self._time(self.seconds)}"
             f"{share}.{policy}"
         )
 
@@ -172,8 +172,8 @@ class RecomputeExplanation(Told):
         where = f" of {peak.module}" if peak.module else ""
         most = "; ".join(f"{what} {size(n)}" for what, n in peak.largest)
         return (
-            f"The peak is {size(peak.nbytes)}, in {peak.half}, while {peak.op}{where} ({peak.node}) runs. Alive are "
-            f"{told}. The largest are: {most}."
+            f"The peak is {size(peak.nbytes)}, in {peak.half}, while {peak.op}{where} ({peak.node}) runs. Then "
+            f"{told} are alive. The largest are: {most}."
         )
 
     def _price(self) -> str:
@@ -181,14 +181,12 @@ class RecomputeExplanation(Told):
         if self.paid is not None:
             says.append(f"The policy pays up to {self._rate(self.paid)}.")
         if self.dearest is not None:
-            says.append(f"The dearest recompute of the plan costs {self._rate(self.dearest)} that need not be saved.")
+            says.append(f"The most expensive recompute in the plan costs {self._rate(self.dearest)} that is not saved.")
         if self.cheapest is not None:
-            lower = " that would lower the peak" if self.of == "peak" else ""
-            says.append(
-                f"The cheapest recompute{lower} that the plan leaves out would cost {self._rate(self.cheapest)}."
-            )
+            lower = " that would lower the peak but" if self.of == "peak" else " that"
+            says.append(f"The cheapest recompute{lower} is not in the plan would cost {self._rate(self.cheapest)}.")
         if not says and self.of == "peak":
-            return "No single choice that the plan leaves out would lower the peak."
+            return "No single change of the plan would lower the peak."
         if not says:
             return "No choice has a price: everything is forced, or costs no time."
         return " ".join(says)
@@ -199,11 +197,11 @@ class RecomputeExplanation(Told):
     def _table(self) -> Section:
         staged = any(row.stages for row in self.rows)
         titles = [
-            "what forward makes",
+            "value",
             *(["stage"] if staged else []),
             "",
             "each",
-            "in all",
+            "total",
             "recompute",
             "per MiB",
             "why",
@@ -212,8 +210,8 @@ class RecomputeExplanation(Told):
         left = self.rows[_SHOWN:]
         more = sum(row.nbytes * len(row.nodes) for row in left)
         title = f"the largest {len(cells)} of {len(self.rows)} rows; the others have {size(more)}" if left else ""
-        right = ("each", "in all", "recompute", "per MiB")
-        return table(titles, cells, right, title, least={"what forward makes": 24, "why": 24}, spare=("in all", "each"))
+        right = ("each", "total", "recompute", "per MiB")
+        return table(titles, cells, right, title, least={"value": 24, "why": 24}, spare=("total", "each"))
 
     def _cells(self, row: RecomputeRow, staged: bool) -> list[str]:
         count = len(row.nodes)
@@ -225,7 +223,7 @@ class RecomputeExplanation(Told):
         return [row_name(row), *stage, row.decision, each, whole, seconds, rate, why(row, self.paid)]
 
     def _variants(self) -> Section:
-        titles = ("planned again with", "budget", "recompute", "peak", "saved", "what it costs")
+        titles = ("planned again with", "budget", "recompute", "peak", "saved", "cost")
         rows = []
         for v in self.variants:
             if v.seconds is None or v.peak is None or v.saved is None:
@@ -257,21 +255,25 @@ def why(row: RecomputeRow, paid: float | None) -> str:
         if not row.seconds:
             return "it costs no time"
         if row.peak_change is not None and row.peak_change <= 0:
-            return "saving it would not raise the peak: its time is spent for nothing at the peak"
+            return "saving it would not raise the peak, so recomputing it gains nothing there"
         return (
             "cheap for its bytes"
             if row.peak_change is None
             else f"saving it would add {size(row.peak_change)} to the peak"
         )
     if row.rate is None:
-        return "what it is computed from would have to be saved in its place"
+        return "its inputs would have to be saved in its place"
     if paid is not None:
-        return "dearer than the price" if row.rate > paid else "as a part of the whole it is dearer than the price"
+        return (
+            "more expensive than the price"
+            if row.rate > paid
+            else "together with the rest, more expensive than the price"
+        )
     if row.peak_change is None:
-        return "its stage has room for it" if row.stages else "dear for its bytes"
+        return "its stage has room for it" if row.stages else "expensive for its bytes"
     if row.peak_change >= 0:
         return "recomputing it would not lower the peak"
-    return f"recomputing it would take {size(-row.peak_change)} from the peak"
+    return f"recomputing it would lower the peak by {size(-row.peak_change)}"
 
 
 def explain_recompute(

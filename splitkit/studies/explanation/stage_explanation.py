@@ -24,17 +24,17 @@ from splitkit.view.console.tables import table
 from splitkit.view.data.report import PartReport, part_title, report
 
 _PROOFS = {
-    "bound": "the work shared evenly among all devices, or the longest op",
-    "joining": "ops between which values take too long to send",
+    "bound": "the work divided evenly among all devices, or the longest op",
+    "joining": "ops that must stay together because their values take too long to send",
     "borders": "where each border between stages can lie",
-    "shares": "the least that borders cost with the work that is before them",
+    "shares": "the least cost of a border with a given amount of work before it",
     "relaxation": "the linear relaxation of an integer program",
-    "ideals": "a search over all orders that could be better, which ended",
+    "ideals": "a completed search over all orders that could be better",
     "cover": "the most valuable set that fits on one device",
     "highs": "an integer program",
-    "chain": "a path through the graph, divided in the best way",
+    "chain": "a path through the graph, divided optimally",
     "path": "the longest path through the graph",
-    "all": "a search over all placements, which ended",
+    "all": "a completed search over all placements",
     "counting": "the number of values that must cross",
     "sums": "sums of weights, cache and activations",
 }
@@ -133,9 +133,10 @@ class StageExplanation(Told):
             return f"One stage does all the work: {self._time(value)} for a {each}.{step}"
         place = part_title(self.figures.limiting)
         whole = len(ranks) == len(loads)
-        what = f"Stage {place} is the slowest" if whole else f"The rank of stage {place} has most to do"
+        what = f"Stage {place} is the slowest" if whole else f"The rank of stage {place} is the busiest"
         mean, following = sum(ranks) / len(ranks), sorted(ranks)[-2]
-        above = f"{_more(value, mean)} than the mean of all {len(ranks)} and {_more(value, following)} than the next"
+        next_slowest = f"{_more(value, following)} than the next slowest"
+        above = f"{_more(value, mean)} than the mean of all {len(ranks)} and {next_slowest}"
         above = above.replace("as much than", "as much as")
         sent = value - self.figures.work.get(self.figures.limiting, value)
         transfers = f", of which {self._time(sent)} are transfers" if sent > 0 and whole else ""
@@ -150,11 +151,13 @@ class StageExplanation(Told):
         time = f"{self._time(op.seconds)}, {op.share:.0%} of all work"
         if op.least > _MANY * count:
             return f"No single op limits this plan: the longest, {where}{several}, takes {time}."
-        bound = f"The longest op is {where}{several}: {time}. No cut divides it, so no plan has a faster slowest stage."
+        bound = (
+            f"The longest op is {where}{several}: {time}. No cut can divide it, so no plan has a faster slowest stage."
+        )
         if self.figures.value <= op.seconds * (1 + 1e-9):
             bound = f"{bound} It limits this plan."
         if op.enough is None:
-            return f"{bound} With fewer than {op.least} stages every plan is slower."
+            return f"{bound} With fewer than {op.least} stages, every plan is slower than that."
         if op.enough == op.least:
             return f"{bound} {_stages(op.enough)} reach that time; more than {op.enough} are useless."
         return (
@@ -164,12 +167,14 @@ class StageExplanation(Told):
     def _quality(self) -> str:
         claim = self.claim
         if claim is None and self.parent:
-            return "This plan was not optimised, and the parent runs some nodes itself, so it is no pipeline of stages."
+            return (
+                "This plan was not optimised, and the parent runs some nodes itself, so it is not a pipeline of stages."
+            )
         if claim is None:
             gap = 1 - self.least / self.figures.value if self.figures.value else 0.0
             return (
-                f"This plan was not optimised. No plan of as many devices has a faster slowest stage than "
-                f"{self._time(self.least)} (the work shared evenly, or the longest op), {gap:.0%} less than here."
+                f"This plan was not optimised. With as many devices, no plan's slowest stage takes less than "
+                f"{self._time(self.least)} (the work divided evenly, or the longest op), {gap:.0%} less than here."
             )
         value, bound = self._objective(claim.value), self._objective(claim.bound)
         proof = claim.solver.rpartition(", ")[2]
@@ -232,7 +237,7 @@ class StageExplanation(Told):
         return table(titles, shown, numbers, title, least={"modules": 24}, spare=("most of it", "out", "in"))
 
     def _variants(self) -> Section:
-        titles = ["planned again with", "slowest stage", "step", "fullest device", "what it brings"]
+        titles = ["planned again with", "slowest stage", "step", "fullest device", "effect"]
         rows = [self._variant_cells(variant) for variant in self.variants]
         if self.figures.step is None:
             titles, rows = [*titles[:2], *titles[3:]], [[*row[:2], *row[3:]] for row in rows]

@@ -242,7 +242,7 @@ class StageMoves:
         """The best moves, the best first: shifts of a border along the graph's own order, priced exactly.
 
         All shifts are looked at; those that look best are priced. Moves that change no figure, as those of views, are
-        left out, and so is all of a plan that is no line of stages of one device each.
+        left out, and so is all of a plan that is not a line of stages of one device each.
         """
         if not self.are_stages:
             return []

@@ -78,7 +78,7 @@ class ValueExplanation(Told):
         change = f"{size(abs(row.saved_change))} {more} are saved"
         peak = "" if row.peak_change is None else f", and the peak {_signed(row.peak_change)}"
         time = duration(row.seconds, self.unit)
-        what = f"To recompute it takes {time}" if row.decision == SAVED else f"To save it spares {time}"
+        what = f"Recomputing it takes {time}" if row.decision == SAVED else f"Saving it would spare {time}"
         rate = "" if row.rate is None else f", which is {duration(row.rate * MIB, self.unit)} for each MiB"
         return [*says, f"{what}; then {change}{peak}{rate}."]
 

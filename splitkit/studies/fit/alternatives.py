@@ -130,7 +130,7 @@ def _recomputed(found: TrainingFit, cards: Sequence[Card], tokens: int) -> Itera
         return
     again = found.changed(recompute=True)
     if again.layout(cards, tokens) is not None:
-        what = "stages that save only their inputs and run again (--recompute)"
+        what = "stages that save only their inputs and recompute the rest (--recompute)"
         yield Alternative("recompute", 1, what, _fullest(again, cards, tokens))
     else:
         yield from _more_devices(again, cards, tokens, " with --recompute")

@@ -76,7 +76,7 @@ def _cards(item: str | int | Device) -> tuple[Card, ...]:
         raise PolicyError("SK302", f"fit: {shown(item)} names no device", "Write 2x24GiB, or rtx-3090,rtx-4090.")
     nbytes = read_size(match[2])
     if nbytes is not None and not 0 < nbytes <= _MOST_BYTES:
-        raise PolicyError("SK302", f"fit: {shown(match[2])} is no memory of a device", "Write 2x24GiB.")
+        raise PolicyError("SK302", f"fit: {shown(match[2])} is not a memory size", "Write 2x24GiB.")
     if nbytes is None:
         known = find_device(match[2])
         return (Card(known.name, known.memory),) * count

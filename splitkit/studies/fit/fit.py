@@ -44,9 +44,9 @@ def fit(
 ) -> Fit:
     """Return whether a model fits devices, what each of them holds, and the most tokens that fit.
 
-    No weights are made or loaded: the model runs on torch's ``meta`` device, and every allocation of a step is
-    recorded. 5 % of each device stay free. The model is cut between the items of its lists of modules (its layers),
-    and the cuts are those with which the most tokens fit::
+    No weights are created or loaded: the model runs on torch's ``meta`` device, and every allocation of a step is
+    recorded. 5 % of each device stays free. The model is cut between its layers (the items of its lists of modules),
+    such that the most tokens fit::
 
         print(sk.fit("llama-3-70b/config.json", "8x24GiB", tokens=8192))
         sk.fit("config.json", ["rtx-3090", "rtx-4090"], train="adamw", tokens=2048).tokens
@@ -55,7 +55,7 @@ def fit(
         model: the path of a transformers ``config.json`` or of its folder, a configuration, a model of transformers on
             ``meta``, the name of an example, or a factory ``"my_model.py:make"`` that returns ``(module, inputs)``.
         devices: ``"2x24GiB"``, ``"rtx-3090,rtx-4090"``, a sequence of sizes, names and `splitkit.costs.Device`;
-            ``None``: the GPUs of this machine, or its main memory. The model's blocks lie on them in this order.
+            ``None``: the GPUs of this machine, or its main memory. The model's layers are placed on them in this order.
         tokens: tokens of each request in the cache, or of each sequence in training; by default 4096, or the model's
             context if that is less.
         requests: the requests whose caches are held at once, or the sequences of a microbatch.
@@ -63,13 +63,13 @@ def fit(
         train: the optimizer, for training: ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``; ``None``: inference.
         schedule: for training, the schedule of the pipeline, with one stage on each device: ``"1f1b"``, ``"gpipe"``.
         microbatches: for training, the microbatches in a step; by default two for each device.
-        recompute: for training, whether each stage saves only its inputs, and runs again before its backward.
+        recompute: for training, whether each stage saves only its inputs and is recomputed in backward.
         dtype: the dtype of the model: ``"float32"``, ``"bfloat16"``, ``"float16"``; or ``"float8"`` or ``"int4"`` for
             the matrices of its layers, with scales; ``None``: as its configuration or factory says.
         sizes: arguments of the example or factory.
 
     Raises:
-        PolicyError: SK302 for an argument that makes no sense.
+        PolicyError: SK302 for an invalid argument.
         CostError: SK321 for an unknown device.
         ScheduleError: SK330 for an unknown schedule.
         CaptureError: SK401 for a model that does not run on ``meta``, or has a cache of an unknown kind.
@@ -86,7 +86,7 @@ def fit(
     subject = fit_model(model, dtype, sizes)
     if subject.bits is not None:
         remedy = "Give dtype='bfloat16' (--dtype bfloat16)."
-        raise PolicyError("SK302", f"fit: weights of {subject.bits} bits are not trained", remedy)
+        raise PolicyError("SK302", f"fit: weights with {subject.bits} bits cannot be trained", remedy)
     blocks = blocks_of(subject.model)
     found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
     return _for_training(model, found, cards, tokens, dtype, sizes)
@@ -104,7 +104,7 @@ def _check_training(train: str, schedule: str, microbatches: int, devices: int) 
     microbatches = count("fit", "microbatches", microbatches)
     if devices > 1 and ranks_of(schedule, microbatches, devices) != tuple(range(devices)):
         remedy = "Use 1f1b or gpipe; `splitkit sweep` compares other schedules."
-        raise PolicyError("SK302", f"fit: {schedule} does not run one stage on each device", remedy)
+        raise PolicyError("SK302", f"fit: {schedule} does not run one stage per device", remedy)
 
 
 def _wanted(subject: FitModel, tokens: int | None) -> int | None:
@@ -120,7 +120,7 @@ def _wanted(subject: FitModel, tokens: int | None) -> int | None:
         return tokens or min(_USUAL_TOKENS, subject.context or _USUAL_TOKENS)
     if tokens is not None:
         remedy = "Give the sizes of its inputs to the factory (--size), or a transformers configuration."
-        raise PolicyError("SK302", f"fit: tokens={tokens} for {subject.name}, which has inputs of its own", remedy)
+        raise PolicyError("SK302", f"fit: tokens={tokens} for {subject.name}, which defines its own inputs", remedy)
     return None
 
 

@@ -165,6 +165,6 @@ def _stored_bits(name: str, config: Any) -> int | None:
         return int(bits)
     raise CaptureError(
         "SK401",
-        f"the bytes of weights that are stored as {method!r}, as {name} says, are not known",
+        f"{name} says that weights are stored as {method!r}, whose size is not known",
         f"Give --dtype: {', '.join((*DTYPES, *NARROW))}.",
     )

@@ -86,7 +86,7 @@ class _TrainingRun:
 
     Attributes:
         watch: records ops and lifetimes.
-        weights: the identities of memory that is no activation.
+        weights: the identities of memory that is not an activation.
     """
 
     def __init__(self, blocks: Sequence[ModelBlock]) -> None:

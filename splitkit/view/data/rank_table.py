@@ -42,7 +42,7 @@ def rank_table(ranks: ScheduleRun | Sequence[RankRow], devices: Sequence[str] = 
         memory: the memory limit of all ranks (``"80GiB"``) or of each, for a step.
 
     Raises:
-        PolicyError: SK302 if ``memory`` is no size, or not one for each rank.
+        PolicyError: SK302 if ``memory`` is not a size, or not one for each rank.
     """
     if isinstance(ranks, ScheduleRun):
         ranks = ranks.rows(devices, memory_of("rank_table", memory, ranks.ranks))

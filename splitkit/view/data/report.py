@@ -106,7 +106,7 @@ class Report(Shown):
 
 
 def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | None = None) -> Report:
-    """Describe what each part of a plan computes, holds, takes and gives.
+    """Describe what each part of a plan computes, holds, receives and sends.
 
     Args:
         gm: the graph that the plan is for, or a split.

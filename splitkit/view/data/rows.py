@@ -8,7 +8,7 @@ plan has a row of its own::
     transformer.h.1            row 2   stage 0
     transformer.h.1 (part 2)   row 3   stage 1
 
-A row of more than `MOST_OPS` ops that is no numbered layer is divided further: into the modules inside it, and what
+A row of more than `MOST_OPS` ops that is not a numbered layer is divided further: into the modules inside it, and what
 lies directly in one module, as in a model written without modules, into runs of ops where few values are alive.
 """
 
@@ -95,7 +95,7 @@ def ladder_rows(flow: Dataflow, part: Mapping[Node, int]) -> LadderRows:
 def _row_paths(paths: Counter[str]) -> dict[str, str]:
     """Return module path -> the path of the row that the module lies in.
 
-    A row's path ends at the first number. A module that contains numbered layers is no row of its children: they are
+    A row's path ends at the first number. A module that contains numbered layers is not a row of its children: they are
     rows themselves, and so is what the module computes itself. The same holds for a module of too many ops.
 
     Args:
@@ -120,7 +120,7 @@ def _row_paths(paths: Counter[str]) -> dict[str, str]:
 
 
 def _is_divided(path: str, ops: int) -> bool:
-    """Whether a row is divided: it has too many ops, and is no numbered layer."""
+    """Whether a row is divided: it has too many ops, and is not a numbered layer."""
     return ops > MOST_OPS and not path.rpartition(".")[2].isdigit()
 
 

@@ -98,7 +98,9 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         borders, rows = list(proposal["value"]), len(self.ladder.rows)
         if len(borders) < 2 or (borders[0], borders[-1]) != (0, rows) or any(a >= b for a, b in pairwise(borders)):
             raise ViewError(
-                "SK901", f"{borders!r:.200} are no borders of {rows} rows", f"Give increasing numbers from 0 to {rows}."
+                "SK901",
+                f"{borders!r:.200} are not borders of {rows} rows",
+                f"Give increasing numbers from 0 to {rows}.",
             )
         return borders
 

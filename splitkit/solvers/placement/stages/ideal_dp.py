@@ -93,7 +93,7 @@ class _Search:
         self._values[0, 0] = floor
         self._parents = np.full((device_steps.levels, count, 2), -1, np.int32)  # ideal and step
         # One stage takes no more least work than the device that its step uses up, below the limit: ideals with more
-        # than that beyond an ideal are no targets. Ideals are sorted by it, so targets are a range.
+        # than that beyond an ideal are not targets. Ideals are sorted by it, so targets are a range.
         gain = max(
             (device_steps.reach[step.high] - device_steps.reach[step.low] for step in device_steps.steps), default=0.0
         )
