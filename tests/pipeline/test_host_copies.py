@@ -31,6 +31,8 @@ def test_windows_of_1f1b():
         HostWindow(0, 1, 2, 2)
     )
     assert most_on_host(row, {0: 3}) == 12
+    divided = [Action(0, kind, number) for kind, number in (("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1))]
+    assert most_on_host(divided, {0: 3}) == 3  # away until the input part, as it reads them
 
 
 def drawn(dice, copies):
