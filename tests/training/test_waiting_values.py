@@ -30,11 +30,11 @@ def test_gradients_and_saved_values_wait_and_parameters_do_not():
 
 
 def test_what_the_input_part_recomputes_is_a_second_storage_unless_it_is_a_view():
-    h, flow, plan = planned(f="forward input")  # the view is of the first one
+    _, flow, plan = planned(f="forward input")  # the view is of the first one
     assert waiting_bytes(flow, plan, 1) == (4 + 4 + 2 + 1) * KIB
-    h, flow, plan = planned(v="forward input")
+    _, flow, plan = planned(v="forward input")
     assert waiting_bytes(flow, plan, 1) == (4 + 2 + 1) * KIB
-    h, flow, plan = planned(f="forward input", v="forward input")
+    _, flow, plan = planned(f="forward input", v="forward input")
     assert waiting_bytes(flow, plan, 1) == (4 + 2 + 1) * KIB
 
 
