@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.stages.in_flight import InFlight
@@ -21,9 +22,14 @@ def most_held(order, stage, ends):
     return most, late
 
 
-@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 3), ("gpipe", 2), ("zbv", 4), ("interleaved-1f1b", 4)])
+LATE = PipelineOrder.parse(["0F0 0F1 0I0 0F2 0W0 0I1 0I2 0W1 0W2", "1F0 1I0 1F1 1W0 1I1 1W1 1F2 1I2 1W2"])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("1f1b", 3), ("gpipe", 2), ("zbv", 4), ("interleaved-1f1b", 4), (LATE, 2)]
+)
 def test_numbers_are_those_of_the_order(schedule, stages):
-    run = simulate_schedule([StageCosts(1.0, 1.0, 1.0)] * stages, schedule, 6)
+    run = simulate_schedule([StageCosts(1.0, 1.0, 1.0)] * stages, schedule, 3 if schedule is LATE else 6)
     for surely in (False, True):
         found = InFlight.of(run, stages, surely=surely)
         for stage in range(stages):
