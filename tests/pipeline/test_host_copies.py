@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from pipelinegraphs import bytes_needed
 
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.action import Action
@@ -61,7 +62,7 @@ def test_bytes_and_waits(schedule, stages, microbatches):
         for run in (quick, slow):
             assert [max(n for _, n in rank) for rank in memory_over_time(run)] == list(run.peaks)
             loads = rank_loads(run.order, offload=True)
-            assert [load.need([costs[s] for s in load.stages]) for load in loads] == list(run.peaks)
+            assert [bytes_needed(load, [costs[s] for s in load.stages]) for load in loads] == list(run.peaks)
         assert list(slow.host_peaks) == [most_at_once(slow, rank) for rank in range(slow.ranks)]
         no_overtaking(slow)
 
