@@ -23,7 +23,7 @@ def test_bounds_hold_for_all_stages_and_say_something(seed):
     frontiers = StageFrontiers(StageProblems(JointPositions.of(flow), costs, "adam", False))
     problems, loads = frontiers.problems, rank_loads(order)
     whole = max(CutSearch(frontiers, order, None, [None] * 2).run().best.run.peaks)
-    cuts = candidate_cuts(problems, 1)  # in a piece of a single op there is nothing to recompute
+    cuts = candidate_cuts(problems, 2)  # in a piece of a single op there is nothing to recompute
     places = [(i, j) for i in range(len(cuts)) for j in range(i + 1, len(cuts))]
     every = {
         place: [(c.seconds, problems.costs_of(problem, c)) for c in all_choices(problem.savings)]

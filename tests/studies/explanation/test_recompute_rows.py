@@ -83,12 +83,6 @@ def test_each_price_is_that_of_the_plan_made_from_scratch(choices, joint):
     assert priced or all(choices.forced(nodes[0]) for nodes in choices.groups)
 
 
-def test_what_the_caller_keeps_is_in_rows_of_its_own(choices):
-    assert choices.returned
-    for nodes in choices.groups:
-        assert len({node in choices.returned for node in nodes}) == 1
-
-
 def test_what_is_forced_has_no_other_choice(choices, joint):
     costs, forced = sk.costs.roofline(joint.graph_module, "a100"), 0
     for node in choices.saved:
