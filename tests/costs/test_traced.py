@@ -141,6 +141,12 @@ def test_what_the_trace_lacks_is_priced_like_others_of_its_op():
     assert _like_others([other, tanh], known) == {other: (5.0, 0.0), tanh: (2.0, 0.0)}
 
 
+def test_a_trace_without_any_op_of_the_graph_is_refused_also_where_no_op_has_flops(tmp_path):
+    gm = sk.capture(nn.Flatten(), torch.ones(2, 3, 4))
+    with pytest.raises(CostError, match="SK326.*does not show 1 of 1 ops"):
+        sk.costs.traced(gm, written(tmp_path, [op("aten::sin", 0, 1), op("aten::cos", 2, 1)]))
+
+
 def test_on_a_gpu_the_kernels_count_wherever_they_run(tmp_path):
     forward = [op("aten::linear", 2, 10, 7, id=1), op("aten::addmm", 5, 4, 7, id=2), op("aten::relu", 13, 2, 8, id=3)]
     backward = [back(30, 5, 8, tid=2, id=4), back(36, 6, 7, tid=2, id=5), {**op("aten::mm", 37, 3, id=6), "tid": 2}]
