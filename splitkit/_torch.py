@@ -7,7 +7,7 @@ package ``frontends`` uses some more of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -99,6 +99,17 @@ def make_wrapper(kind: Any, size: Any, dtype: torch.dtype) -> Any:
 def schema_of(op: Any) -> Any:
     """Return the schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
     return op._schema
+
+
+def is_written(argument: Any) -> bool:
+    """Return whether an argument of a schema is one that its op writes to (``alias_info``: 2.11, 2.13, 2.15)."""
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def written_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments of a call that an overload writes to by its schema; ``None`` for those left out."""
+    written = [(i, a.name) for i, a in enumerate(schema_of(op).arguments) if is_written(a)]
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 from jointgraphs import Hand
 
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
@@ -79,13 +80,20 @@ def random_joint(seed, ops=5):
     return flow, Prices({n.name: float(dice.randint(1, 9)) for n in flow.nodes})
 
 
+def bytes_needed(load, costs):
+    """The bytes that a rank needs at most, without messages, by its `RankLoads` and what its stages cost, in order."""
+    saved, temporary = (np.array([getattr(s, f"{kind}_bytes") for s in costs]) for kind in ("saved", "temporary"))
+    waits = np.array([s.saved_bytes if s.deferred_bytes is None else s.deferred_bytes for s in costs])
+    moved = np.array([0 if s.copies is None else s.copies.nbytes for s in costs])
+    live = load.saved @ saved + load.waiting @ waits - load.away @ moved + temporary[load.runs]
+    return sum(s.fixed_bytes for s in costs) + int(live.max())
+
+
 def all_choices(problem):
     """Every choice of a stage's problem, each once."""
     found = {}
     n = len(problem.ops)
     for flags in itertools.product([False, True], repeat=n):
-        import numpy as np
-
         choice = problem.choose(np.array(flags, np.bool_))
         found[choice.runs.tobytes(), choice.saved.tobytes()] = choice
     return list(found.values())

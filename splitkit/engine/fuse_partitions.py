@@ -8,7 +8,6 @@ be fused.
 from __future__ import annotations
 
 import copy
-import heapq
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.fx.passes.utils.common import lift_subgraph_as_module
 from splitkit import _torch
 from splitkit.errors import CycleError, PlanError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.dependences import Before, all_dependences
+from splitkit.graph.dependences import Before, all_dependences, lowest_first
 
 Key = tuple[int, int]
 """A place in the graph that is being made: a position in the old graph, and 0 for a call, 1 ... for its outputs."""
@@ -116,7 +115,7 @@ def _sorted(number: int, nodes: Sequence[Node], before: Before, flow: Dataflow) 
     """Keep the order given as far as dependences allow, which among the nodes of a graph make no cycle."""
     keys = {node: (place, 0) for place, node in enumerate(nodes)}
     inside = {key: {keys[n] for n in before[node] if n in keys} for node, key in keys.items()}
-    order = [nodes[place] for place, _ in _by_key(inside)]
+    order = [nodes[place] for place, _ in lowest_first(inside)]
     outputs = [node for node in order if any(user not in keys for user in node.users)]
     return _Fused(number, order, outputs, flow.index[order[-1]])
 
@@ -137,32 +136,12 @@ def _order_of_calls(flow: Dataflow, fused: Sequence[_Fused], before: Before) -> 
         mine = of_node.get(node)
         key = keys[node] if mine is None else (mine.place, 0)
         waits[key].update(keys[n] for n in earlier if mine is None or of_node.get(n) is not mine)
-    order = _by_key(waits)
+    order = lowest_first(waits)
     if len(order) < len(waits):
         names = {key: node.name for node, key in keys.items()}
         _refuse_cycle(waits, order, names | {key: f"partition {p.number}" for key, p in calls.items()})
     nodes = list(flow.index)
     return [(key, nodes[key[0]]) for key in order]
-
-
-def _by_key(waits: Mapping[Key, Collection[Key]]) -> list[Key]:
-    """Sort keys, the lowest that waits for nothing first; keys on a cycle, and those behind it, are left out."""
-    after: dict[Key, list[Key]] = {key: [] for key in waits}
-    missing = {key: len(earlier) for key, earlier in waits.items()}
-    for key, earlier in waits.items():
-        for k in earlier:
-            after[k].append(key)
-    ready = [key for key, count in missing.items() if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        key = heapq.heappop(ready)
-        order.append(key)
-        for k in after[key]:
-            missing[k] -= 1
-            if not missing[k]:
-                heapq.heappush(ready, k)
-    return order
 
 
 def _refuse_cycle(waits: Mapping[Key, Collection[Key]], order: Iterable[Key], names: Mapping[Key, str]) -> NoReturn:

@@ -134,7 +134,7 @@ def parameters_in_stages(flow: Dataflow, plan: Plan, keys: Sequence[PartKey]) ->
     stages: dict[Hashable, set[int]] = {}
     number = {key: i for i, key in enumerate(keys)}
     for node in flow.nodes:
-        for held in flow.owned(node, *(read for read in node.all_input_nodes if read.op == "get_attr")):
+        for held in flow.owned(node):
             key = storage_key(held)
             if key in name_of:
                 stages.setdefault(key, set()).update(number[k] for k in plan.places[node] if k in number)

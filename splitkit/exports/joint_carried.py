@@ -107,7 +107,7 @@ def joint_recompute(form: ExportFormat, sequence: LayerSequence, plan: Plan) -> 
     for node in plan.places:
         for key in plan.places[node]:
             for read in node.all_input_nodes if _is_backward(key) else ():
-                if read in home and not _is_backward(plan.source(read, key)) and not _leaves(read, home):
+                if read in home and not _is_backward(plan.source(read, key)) and not _goes_on(read, home, plan):
                     kept.setdefault(home[read], []).append(read)
     partly = sorted(again & kept.keys())
     if partly:
@@ -133,6 +133,14 @@ def _is_backward(key: PartKey) -> bool:
     return part is not None and part.half != "forward"
 
 
+def _goes_on(node: Node, home: Mapping[Node, int], plan: Plan) -> bool:
+    """Whether another layer, or what runs behind the last one, reads a value in forward: its input is saved anyway."""
+    return any(
+        home.get(user) != home[node] and any(not _is_backward(key) for key in plan.places.get(user, ()))
+        for user in node.users
+    )
+
+
 def _leaves(node: Node, home: Mapping[Node, int]) -> bool:
-    """Whether another layer reads a value in forward: the input of that layer is saved in any case."""
+    """Whether another layer reads a value in forward."""
     return any(user in home and home[user] != home[node] for user in node.users)

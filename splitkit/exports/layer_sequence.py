@@ -133,7 +133,7 @@ class LayerSequence:
         for node, layers in self.readers.items():
             path = module_path(node)
             inside = any(path == name or path.startswith(f"{name}.") for name in around)
-            if path and not inside and self.flow.owned(node, *_read_attributes(node)):
+            if path and not inside and self.flow.owned(node):
                 found[path] = found.get(path, frozenset()) | layers
         return {path: found[path] for path in found if not any(path.startswith(f"{other}.") for other in found)}
 
@@ -216,7 +216,7 @@ def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: se
             own[node] = (f"{name}.{number}" if name else str(number), (name, number))
         elif module := _outermost(module_path(node), around):
             own[node] = (module, None)
-    stateful = {key for node, key in own.items() if key[1] is not None or flow.owned(*_read_attributes(node), node)}
+    stateful = {key for node, key in own.items() if key[1] is not None or flow.owned(node)}
     named = {node: key for node, key in own.items() if key in stateful}
     order: dict[tuple[str, tuple[str, int] | None], list[Node]] = {}
     for node, key in named.items():
@@ -234,10 +234,6 @@ def _outermost(path: str, around: set[str]) -> str:
     """Return the outermost module of a path that holds no block; empty for a module that holds all of them."""
     atoms = path.split(".")
     return next((name for end in range(1, len(atoms) + 1) if (name := ".".join(atoms[:end])) not in around), "")
-
-
-def _read_attributes(node: Node) -> list[Node]:
-    return [read for read in node.all_input_nodes if read.op == "get_attr"]
 
 
 def _loose(flow: Dataflow, known: Mapping[Node, int], shared: set[Node]) -> dict[Node, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 from torch.fx import Node
 
@@ -12,6 +14,7 @@ from splitkit.graph.shared_memory import GIVEN
 
 Before = Mapping[Node, Iterable[Node]]
 """Node -> the nodes that must run before it, each once."""
+_Key = TypeVar("_Key", int, tuple[int, int])
 
 
 def nodes_after(before: Before) -> dict[Node, list[Node]]:
@@ -21,6 +24,31 @@ def nodes_after(before: Before) -> dict[Node, list[Node]]:
         for n in earlier:
             after[n].append(node)
     return after
+
+
+def lowest_first(waits: Mapping[_Key, Collection[_Key]]) -> list[_Key]:
+    """Sort keys topologically, the lowest that waits for nothing first; keys on a cycle, and those behind it, are left
+    out.
+
+    Args:
+        waits: key -> the keys that must come before it, each once.
+    """
+    after: dict[_Key, list[_Key]] = {key: [] for key in waits}
+    missing = {key: len(earlier) for key, earlier in waits.items()}
+    for key, earlier in waits.items():
+        for k in earlier:
+            after[k].append(key)
+    ready = [key for key, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        key = heapq.heappop(ready)
+        order.append(key)
+        for k in after[key]:
+            missing[k] -= 1
+            if not missing[k]:
+                heapq.heappush(ready, k)
+    return order
 
 
 def all_dependences(flow: Dataflow) -> Before:

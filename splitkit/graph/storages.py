@@ -91,8 +91,8 @@ def always_aliases(target: object) -> bool:
     packet = target.overloadpacket
     if str(packet).removeprefix("aten.") in _VIEWS:
         return True
-    returned = _torch.schema_of(target).returns  # .alias_info: 2.11, 2.13, 2.15
-    return len(returned) == 1 and returned[0].alias_info is not None and returned[0].alias_info.is_write
+    returned = _torch.schema_of(target).returns
+    return len(returned) == 1 and _torch.is_written(returned[0])
 
 
 def attribute(root: torch.nn.Module, target: str) -> object:

@@ -25,7 +25,7 @@ from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.offload_cut_search import HostRoom, OffloadCutSearch
+from splitkit.search.pipelines.offload_cut_search import OffloadCutSearch, RankHost
 from splitkit.search.pipelines.planned_pipeline import PlannedPipeline
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
@@ -153,7 +153,7 @@ class Pipeline:
             return CutSearch(*given)
         require_seconds(frontiers.problems.costs)
         transfers = StageTransfers(frontiers.problems, HostLink.of(self.offload))
-        return OffloadCutSearch(*given, HostRoom(transfers, room_of_host(self, self.host)))
+        return OffloadCutSearch(*given, RankHost(transfers, room_of_host(self, self.host)))
 
     def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,22 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(read)
     assert args.links == "nvlink3", "the variable wins over the file, also over its table"
     assert read("view plan.json -o page.html", toml, SPLITKIT_VIEW_LINKS="none")[0].links == "none"
     assert read("run plan.json", toml)[0].stages is None, "[plan] is for plan only"
+
+
+def test_what_is_nearer_or_of_one_command_counts_more(read):
+    assert read("plan gpt2", SPLITKIT_PLAN_STAGES="5", SPLITKIT_STAGES="3")[0].stages == 5
+    args, used = read("plan gpt2 --links=pcie4", "links = 'nvlink4'")
+    assert (args.links, [text for text in used if "links" in text]) == ("pcie4", [])
+    Path("splitkit.toml").write_text("microbatches = 7")
+    assert read("plan gpt2", "microbatches = 3")[0].microbatches == 7
+
+
+def test_a_variable_may_have_the_name_of_an_option_and_of_a_command(read):
+    assert read("plan gpt2", SPLITKIT_VIEW="page.html")[0].view == "page.html"
+
+
+def test_a_default_stands_for_an_option_that_must_be_given(read):
+    assert read("export plan.json", SPLITKIT_TO="torch")[0].to == "torch"
 
 
 def test_flags_lists_and_several_values(read):

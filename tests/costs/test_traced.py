@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import splitkit as sk
 from splitkit.costs.timing.profiler_trace import load_steps
+from splitkit.costs.timing.traced import _like_others
 from splitkit.errors import CostError, FileError
 from splitkit.testing import models
 
@@ -126,6 +127,24 @@ def test_backward_belongs_to_the_outermost_op_that_made_its_node(tmp_path):
     )
     micro = [(round(each.forward * 1e6), round(each.backward * 1e6)) for each in found.ops]
     assert micro == [(1, 0), (10, 25), (2, 6), (3, 5)] and found.trains and not found.on_gpu
+
+
+def test_of_ops_that_begin_together_the_longer_one_is_outside(tmp_path):
+    (found,) = load_steps(written(tmp_path, [op("aten::addmm", 2, 4, 8), op("aten::linear", 2, 10, 7)]))
+    assert [each.name for each in found.ops] == ["aten::linear"]
+
+
+def test_what_the_trace_lacks_is_priced_like_others_of_its_op():
+    gm = sk.capture(nn.Sequential(nn.ReLU(), nn.Sigmoid(), nn.ReLU(), nn.Tanh()), torch.ones(2, 3))
+    relu, sigmoid, other, tanh = (node for node in gm.graph.nodes if node.op == "call_function")
+    known = {relu: (5.0, 7.0), sigmoid: (2.0, 3.0)}
+    assert _like_others([other, tanh], known) == {other: (5.0, 0.0), tanh: (2.0, 0.0)}
+
+
+def test_a_trace_without_any_op_of_the_graph_is_refused_also_where_no_op_has_flops(tmp_path):
+    gm = sk.capture(nn.Flatten(), torch.ones(2, 3, 4))
+    with pytest.raises(CostError, match="SK326.*does not show 1 of 1 ops"):
+        sk.costs.traced(gm, written(tmp_path, [op("aten::sin", 0, 1), op("aten::cos", 2, 1)]))
 
 
 def test_on_a_gpu_the_kernels_count_wherever_they_run(tmp_path):

@@ -61,6 +61,13 @@ def test_recompute_of_all_layers(joint):
     assert json.loads(sk.export(plan, to="galvatron").text)["checkpoint"] == "1,1,1,1"
 
 
+def test_recompute_of_each_layer_from_its_own_input(joint):
+    """The results of layers are saved: each layer is a unit of its own, in stages of any size."""
+    for ends in ([2], [1]):
+        text = sk.export(planned(joint, ends, Remat(keep=["aten.add"])), to="megatron").text
+        assert "--recompute-method uniform" in text and "--recompute-num-layers 1\n" in text
+
+
 def test_layers_that_are_recomputed_in_part(joint):
     plan = planned(joint, [2], Remat(["aten.relu"]))
     for to in ("megatron", "galvatron"):

@@ -78,6 +78,28 @@ def test_loads_of_runs_are_those_of_plans(decoder, level, links):
         assert max(loads_of(loads, cuts)) == pytest.approx(pricing.price(sequence.plan(cuts, "")).load, rel=1e-9)
 
 
+class Late(Decoder):
+    """Only the last two layers read the table."""
+
+    def forward(self, ids):
+        x, table = self.tok_embeddings(ids), self.rotary(ids.shape[1])
+        for layer in self.layers[:2]:
+            x = layer(x, 1.0)
+        for layer in self.layers[2:]:
+            x = layer(x, table)
+        return self.lm_head(self.norm(x))
+
+
+def test_a_stage_with_all_readers_of_a_shared_node_computes_it_too():
+    gm, flow = captured(Late(4), ids())
+    costs = sk.costs.unit(gm)
+    sequence = layer_sequence(flow, costs, "layers")
+    assert sequence.shared
+    pricing = pricing_of(flow, sequence.plan((3,), ""), costs)
+    before, behind = loads_of(interval_loads(sequence, pricing.request), (3,))
+    assert behind > before and behind == pricing.price(sequence.plan((3,), "")).load
+
+
 @pytest.mark.parametrize(("level", "schedule"), [("layers", None), ("blocks", "1f1b")])
 def test_rounding_is_the_best_of_all_cuts(decoder, level, schedule):
     gm, flow, costs = decoder

@@ -83,6 +83,18 @@ def test_each_op_is_saved_or_recomputed_as_planned():
     assert "gelu" in str(net.context) and "1 layers of" in str(net.context)
 
 
+class Repeated(Block):
+    def forward(self, x, scale=1.0):
+        return x + self.narrow(self.wide(x).sin() * self.wide(x).cos())
+
+
+def test_of_equal_ops_the_first_is_saved():
+    net = Net(count=1, make=Repeated)
+    context = sk.checkpoint_context(net, Remat(keep=["aten.addmm"]), X, layers="blocks.*")
+    products = [i for i, op in enumerate(context.ops) if op is torch.ops.aten.addmm.default]
+    assert len(products) == 3 and context.saved == {products[0]}
+
+
 def test_a_smaller_share_never_has_a_higher_peak():
     torch.manual_seed(0)
     net, peaks = Net(count=4), []

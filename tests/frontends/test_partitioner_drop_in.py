@@ -193,6 +193,14 @@ def chain_of(*targets):
     return gm, {n.name: n for n in graph.nodes}
 
 
+def test_a_partition_that_computes_one_thing_needs_an_op_that_is_worth_a_call():
+    gm, _ = chain_of(torch.sin, torch.cos, torch.tan)
+    rule = create_op_support(lambda _, node: node.target in (torch.sin, torch.tan))
+    for options, wanted in (({}, []), ({"allowed_single_node_partition_ops": ["torch.sin"]}, [["sin"]])):
+        partitions = sk.CapabilityBasedPartitioner(gm, rule, **options).propose_partitions()
+        assert [[node.name for node in p.nodes] for p in partitions] == wanted
+
+
 def test_a_cycle_is_named_and_nothing_is_changed():
     gm, node = chain_of(torch.sin, torch.cos, torch.tan)
     code = gm.code

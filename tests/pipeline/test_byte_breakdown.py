@@ -25,6 +25,8 @@ def test_kinds_add_up_to_the_peak_of_a_stage(gm, optimizer):
     assert [one.total for one in found] == list(peaks_of_visits(stages, range(2)).values())
     assert [bool(one.gradients) for one in found] == [optimizer is not None] * 2
     assert [one.optimizer for one in found] == [2 * one.gradients if optimizer == "adam" else 0 for one in found]
+    three = ByteBreakdown.of_stage(stages[0], in_flight=3)
+    assert three.activations - found[0].activations == 2 * stages[0].saved_bytes
     with_cache = ByteBreakdown.of_stage(stages[0], cache=1000)
     assert with_cache.total == found[0].total + 1000 and with_cache.to_dict()["cache"] == 1000
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from pipelinegraphs import bytes_needed
 
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.action import Action
@@ -31,6 +32,8 @@ def test_windows_of_1f1b():
         HostWindow(0, 1, 2, 2)
     )
     assert most_on_host(row, {0: 3}) == 12
+    divided = [Action(0, kind, number) for kind, number in (("F", 0), ("I", 0), ("F", 1), ("W", 0), ("I", 1), ("W", 1))]
+    assert most_on_host(divided, {0: 3}) == 3  # away until the input part, as it reads them
 
 
 def drawn(dice, copies):
@@ -59,7 +62,7 @@ def test_bytes_and_waits(schedule, stages, microbatches):
         for run in (quick, slow):
             assert [max(n for _, n in rank) for rank in memory_over_time(run)] == list(run.peaks)
             loads = rank_loads(run.order, offload=True)
-            assert [load.need([costs[s] for s in load.stages]) for load in loads] == list(run.peaks)
+            assert [bytes_needed(load, [costs[s] for s in load.stages]) for load in loads] == list(run.peaks)
         assert list(slow.host_peaks) == [most_at_once(slow, rank) for rank in range(slow.ranks)]
         no_overtaking(slow)
 

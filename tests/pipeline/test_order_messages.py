@@ -262,6 +262,7 @@ GOOD = ["0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,1B0
         ("0SEND_F1", "0SEND_F1,1SEND_F1", "'1SEND_F1' is not a message between two ranks"),
         ("0SEND_F1", "0SEND_F1,0SEND_F", "'0SEND_F' is not an action"),
         ("0SEND_F1", "0WAIT_SEND_F1,0SEND_F1", "rank 0 has 0WAIT_SEND_F1 before the message is sent"),
+        ("0SEND_F1", "0SEND_F1,0WAIT_SEND_F1,0WAIT_SEND_F1", "rank 0 has 0WAIT_SEND_F1 twice"),
         ("0SEND_F1,0RECV_B0", "0RECV_B0,0SEND_F1", ""),
         ("0SEND_F1,0RECV_B0", "0SEND_F1,0WAIT_SEND_F1,0RECV_B0", "on rank 0, 0RECV_B0 from rank 1 waits for 0WAIT"),
     ],

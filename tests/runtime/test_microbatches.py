@@ -142,6 +142,8 @@ def test_microbatches_may_be_given_with_sizes_of_their_own(three):
     assert three.sizes(made).rows == (2, 4, 3)
     with pytest.raises(PipelineError, match="SK802: 2 microbatches are given, and a step has 3"):
         three.given(given[:2])
+    with pytest.raises(PipelineError, match="SK802: 4 microbatches are given, and a step has 3"):
+        three.given([*given, given[0]])
     with pytest.raises(PipelineError, match=r"SK802: labels is \[2, 6\] in a microbatch"):
         three.sizes(three.given([*given[:2], tokens(2, 5) | {"labels": torch.randn(2, 6)}]))
     fixed = inputs()
@@ -161,3 +163,19 @@ def test_a_target_is_cut_like_the_rows():
     assert inputs().given_targets([1, 2, 3]) == [1, 2, 3] and inputs().given_targets(None) == [None] * 3
     with pytest.raises(PipelineError, match="SK802: 2 targets for 3 microbatches"):
         inputs().given_targets([1, 2])
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask=None):
+        return x.sin() if mask is None else x.sin() * mask
+
+
+def test_a_whole_batch_has_every_input_that_the_graph_has():
+    x = torch.randn(4, 3)
+    chain = chain_of(sk.split(sk.capture(Masked(), x[:2], None), sk.policies.Stages(1)))
+    cut = BatchSplitter(chain, 2, CPU)
+    assert cut.whole([x, None], {}) == {"x": x, "mask": None} == cut.whole([], {"x": x, "mask": None})
+    halves = [{"x": half, "mask": None} for half in x.split(2)]
+    assert cut.whole([], {"microbatches": halves}) == {"x": [half["x"] for half in halves], "mask": [None, None]}
+    unread = BatchSplitter(chain, 2, CPU, needed=())
+    assert unread.whole([], {}) == {} and unread.split([], {}) == [{"x": None, "mask": None}] * 2

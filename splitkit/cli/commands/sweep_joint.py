@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
@@ -16,7 +13,8 @@ from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
-from splitkit.policies.pipeline import Pipeline
+from splitkit.plans.policy_text import policy_text
+from splitkit.studies.fit.next_step import plan_command
 from splitkit.studies.sweep import MICROBATCHES, training_combinations
 from splitkit.studies.sweep_rows import Sweep
 from splitkit.studies.sweep_training import TrainingSweeper
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.cli.syntax.device_list import DeviceList
-
-_PLAN = "plan.json"
 
 
 def run(args: Namespace, wanted: Source) -> Outcome:
@@ -93,30 +89,13 @@ def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:
     policy = found.pareto[0].policy if found.pareto else None
     if policy is None:
         return None
-    words = ["splitkit", "plan", source.spec]
-    if source.sizes:
-        words += ["--size", ",".join(f"{name}={value}" for name, value in source.sizes.items())]
-    words += ["--seed", str(source.seed)] if source.seed else []
+    words = ["--seed", str(source.seed)] if source.seed else []
     words += ["--eval"] if source.mode == "eval" else []
     words += ["--costs", costs] if costs else []
-    words += ["--what", TRAINING, "--policy", pipeline_text(policy), "-o", _PLAN]
-    return shlex.join(words)
+    words += ["--what", TRAINING, "--policy", _in_shell(policy_text(policy))]
+    return plan_command(source.spec, source.sizes, words)
 
 
-def pipeline_text(policy: Pipeline) -> str:
-    """Return a policy as the command line takes it, without what it has by default."""
-    given = ", ".join(f"{name}={_quoted(value)}" for name, value in _given(policy))
-    return f"Pipeline({policy.n}, {_quoted(policy.schedule)}, {given})"
-
-
-def _quoted(value: object) -> str:
-    """Return a literal, a text in double quotes: single ones enclose the policy in a shell."""
-    return json.dumps(value) if isinstance(value, str) else repr(value)
-
-
-def _given(policy: Pipeline) -> Iterator[tuple[str, Any]]:
-    defaults = Pipeline(policy.n, policy.schedule)
-    for name in ("microbatches", "memory", "links", "recompute", "optimizer", "ranks", "offload", "host"):
-        value = getattr(policy, name)
-        if name == "microbatches" or (value != getattr(defaults, name) and (name, value) != ("optimizer", "adam")):
-            yield name, value
+def _in_shell(text: str) -> str:
+    """Return a policy with its texts in double quotes: single ones enclose the policy in a shell."""
+    return text if '"' in text else text.replace("'", '"')

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.fx import Node
 from torch.utils.flop_counter import FlopCounterMode
 
-from splitkit._torch import HigherOrderOperator
+from splitkit._torch import HigherOrderOperator, written_arguments
 from splitkit.costs.base import GraphCosts
 from splitkit.costs.formulas.flop_formulas import attention_backward_flops, attention_flops, formulas_for
 from splitkit.graph import fake_calls
@@ -190,7 +190,7 @@ class _Counting:
             return Count(counter.get_total_flops(), self.written())
         fresh = _fresh(self.target, made, (args, kwargs))
         written = sum(elements(t) for t, own in zip(made, fresh, strict=True) if own)
-        written += sum(map(elements, tensors(written_arguments(self.target, args, kwargs))))
+        written += sum(map(elements, tensors(only_written(self.target, args, kwargs))))
         return Count(counter.get_total_flops(), written, _fused(counter), fresh)
 
 
@@ -213,13 +213,10 @@ def _fresh(target: Any, made: list[torch.Tensor], inputs: Any) -> tuple[bool, ..
     return tuple(storage_key(t) not in held for t in made)
 
 
-def written_arguments(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def only_written(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that an op without results writes, as ``_foreach_add_`` and fused optimizers do."""
-    schema = getattr(target, "_schema", None)  # OpOverload._schema, .returns, .alias_info: 2.11, 2.13, 2.15
-    if schema is None or schema.returns:
-        return []
-    written = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
+    schema = getattr(target, "_schema", None)  # OpOverload._schema, .returns: 2.11, 2.13, 2.15
+    return [] if schema is None or schema.returns else written_arguments(target, args, kwargs)
 
 
 def _allocates(target: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
-from splitkit.costs.formulas.flop_count import Count, written_arguments
+from splitkit.costs.formulas.flop_count import Count, only_written
 from splitkit.graph.byte_sizes import elements, storage_bytes, tensor_bytes
 from splitkit.graph.fake_calls import hints, op_name, target_of, value_in
 from splitkit.graph.storages import registered_tensors, storage_key, tensors
@@ -42,7 +42,7 @@ def written_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:
     """Return the bytes of written results (no views, no uninitialized memory), or of arguments written instead."""
     made, fresh = list(tensors(value_of(node))), count.fresh
     if not made and count.written:
-        written = fx.map_arg(written_arguments(node.target, node.args, node.kwargs), partial(value_in, root))
+        written = fx.map_arg(only_written(node.target, node.args, node.kwargs), partial(value_in, root))
         return sum(map(tensor_bytes, tensors(written)))
     if fresh == ():
         return 0

@@ -280,15 +280,11 @@ def _emit(
             env[node] = graph.node_copy(node, copied)
             if node in leaving:
                 hosts[node] = start_copy(graph, node, env[node])
-    made: list[Any] = [
-        hosts[value]
-        if isinstance(value, Node) and value in hosts
-        else copied(value)
-        if isinstance(value, Node)
-        else value(graph, env)
-        if callable(value)
-        else value
-        for value in outputs
-    ]
-    graph.output((*made, *(env[value] for value in leaving)))
+
+    def returned(value: object) -> Any:
+        if isinstance(value, Node):
+            return hosts[value] if value in hosts else copied(value)
+        return value(graph, env) if callable(value) else value
+
+    graph.output((*map(returned, outputs), *(env[value] for value in leaving)))
     return fx.GraphModule(flow.root, graph)

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
-from splitkit._torch import pytree
+from splitkit._torch import pytree, written_arguments
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.autograd_functions import functions_as_fx_nodes
 from splitkit.frontends.capture.capture_errors import lost_data_error, user_line
@@ -75,13 +75,9 @@ class _RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        slots = func._schema.arguments if isinstance(func, OpOverload) and func._schema.is_mutable else ()
-        for i, slot in enumerate(slots):
-            if slot.alias_info is not None and slot.alias_info.is_write:
-                given = args[i] if i < len(args) else kwargs.get(slot.name)
-                written = filter(torch.is_tensor, pytree.tree_leaves(given))
-                if any(storage_key(t) not in self.made for t in written):
-                    raise _lost_write(f"writes to a tensor that existed before ({func}){user_line()}")
+        changed = written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else []
+        if any(storage_key(t) not in self.made for t in filter(torch.is_tensor, pytree.tree_leaves(changed))):
+            raise _lost_write(f"writes to a tensor that existed before ({func}){user_line()}")
         result = func(*args, **kwargs)
         given = {storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         made = ((storage_key(t), t) for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))

@@ -26,7 +26,7 @@ from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 from torch.utils.checkpoint import SAC_IGNORED_OPS  # 2.11, 2.13, 2.15
 
-from splitkit._torch import OpOverload, OpOverloadPacket, pytree
+from splitkit._torch import OpOverload, OpOverloadPacket, pytree, written_arguments
 from splitkit.frontends.checkpoint.real_integers import on_fakes
 
 DRAWN, DROPOUT = "drawn", "dropout"
@@ -161,13 +161,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an op writes to."""
-    schema = func._schema if isinstance(func, OpOverload) else None  # 2.11, 2.13, 2.15
-    found: list[Tensor] = []
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
-    return found
+    given = written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else []
+    return [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:

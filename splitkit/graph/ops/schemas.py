@@ -10,6 +10,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
+from splitkit._torch import is_written
 from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.argument_rules import rule_for
 from splitkit.graph.ops.facts import UNKNOWN, Facts, Slot
@@ -56,7 +57,7 @@ def schema_facts(op: OpOverload) -> Facts:
 def _written(op: OpOverload, key: str, slots: list[Slot]) -> set[Slot]:
     if op.namespace == "c10d":  # its schemas declare no write at all: allreduce_(Tensor[] tensors, ...)
         return set(slots)
-    declared = {s for s, a in zip(slots, op._schema.arguments, strict=True) if a.alias_info and a.alias_info.is_write}
+    declared = {s for s, a in zip(slots, op._schema.arguments, strict=True) if is_written(a)}
     return declared | {slots[i] for i in op_tables.LIES_WRITE.get(key, ())}
 
 

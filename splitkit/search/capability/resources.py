@@ -88,9 +88,5 @@ def _reads_state(node: Node) -> bool:
 
 
 def _tensors(flow: Dataflow, node: Node) -> Load:
-    load = Load()
-    for tensor in flow.owned(node):
-        start, nbytes = start_of(tensor), tensor.numel() * tensor.element_size()
-        load.tensors[start] = max(nbytes, load.tensors.get(start, 0))
-    load.nbytes = sum(load.tensors.values())
-    return load
+    sizes: dict[Hashable, int] = {start_of(t): t.numel() * t.element_size() for t in flow.owned(node)}
+    return Load(tensors=sizes, nbytes=sum(sizes.values()))

@@ -33,7 +33,7 @@ _MOST = 2**60
 
 
 @dataclass(frozen=True, eq=False)
-class HostRoom:
+class RankHost:
     """The host of each rank.
 
     Attributes:
@@ -48,11 +48,11 @@ class HostRoom:
 class OffloadScoring(CutScoring):
     """Scores cuts without offload, and with several ways to offload; the shortest step counts."""
 
-    def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None, room: HostRoom) -> None:
+    def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None, host: RankHost) -> None:
         super().__init__(choices, order, links)
-        self.transfers = room.transfers
+        self.transfers = host.transfers
         self.loads = rank_loads(order, offload=True)
-        self._offload = OffloadChoice(choices, room.transfers, self.loads, room.nbytes)
+        self._offload = OffloadChoice(choices, host.transfers, self.loads, host.nbytes)
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         best = super()._score(ends)
@@ -91,7 +91,7 @@ class OffloadCutSearch(CutSearch):
     """A search for one graph, schedule, memory and host.
 
     Attributes:
-        room: the host of each rank.
+        host: the host of each rank.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class OffloadCutSearch(CutSearch):
         order: PipelineOrder,
         links: Links | None,
         limits: Sequence[int | None],
-        room: HostRoom,
+        host: RankHost,
     ) -> None:
         super().__init__(frontiers, order, links, limits)
-        self.room = room
-        self.scoring: OffloadScoring = OffloadScoring(self.choices, order, links, room)
+        self.host = host
+        self.scoring: OffloadScoring = OffloadScoring(self.choices, order, links, host)
 
     def like(self, limits: Sequence[int | None]) -> CutSearch:
         """Return the same search with other limits."""
-        return OffloadCutSearch(self.frontiers, self.order, self.links, limits, self.room)
+        return OffloadCutSearch(self.frontiers, self.order, self.links, limits, self.host)
 
     def run(self) -> FoundCuts:
         """Search, and prove a bound."""
@@ -135,11 +135,11 @@ class OffloadCutSearch(CutSearch):
 
     def _relaxed(self, seconds: float) -> list[int | None]:
         """Return the memory of each rank and what it can have on the host at once in a step of so many seconds."""
-        link = self.room.transfers.link
+        link = self.host.transfers.link
         rate = min(link.out.bandwidth, link.back.bandwidth)
         each = min(seconds * rate / self.order.microbatches, float(_MOST))
         found: list[int | None] = []
         for limit, load in zip(self.limits, self.scoring.loads, strict=True):
-            away = min(each * int(load.away.max(initial=0)), self.room.nbytes, float(_MOST))
+            away = min(each * int(load.away.max(initial=0)), self.host.nbytes, float(_MOST))
             found.append(None if limit is None else limit + ceil(away))
         return found

@@ -1,4 +1,4 @@
-"""Counts the microbatches that a rank holds at once, and chooses what its stages save so that they fit its memory.
+"""Counts the microbatches of each stage that a rank holds at once.
 
 The order of a rank's actions says what it holds after each, whatever their times: so many microbatches of a stage
 between forward and backward, and so many between the input part and the weight part.
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from splitkit.pipeline.action import Action
 from splitkit.pipeline.host_windows import host_windows
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
-from splitkit.pipeline.stage_costs import StageCosts
 
 Ints = NDArray[np.int64]
 
@@ -37,21 +36,6 @@ class RankLoads:
     waiting: Ints
     runs: Ints
     away: Ints
-
-    def need(self, costs: Sequence[StageCosts]) -> int:
-        """Return the bytes that the rank needs at most, without messages.
-
-        Args:
-            costs: what its stages cost, in order.
-        """
-        fixed = sum(stage.fixed_bytes for stage in costs)
-        saved = np.array([stage.saved_bytes for stage in costs], np.int64)
-        given = [stage.deferred_bytes for stage in costs]
-        waits = np.array([s if w is None else w for s, w in zip(saved.tolist(), given, strict=True)], np.int64)
-        temporary = np.array([stage.temporary_bytes for stage in costs], np.int64)
-        moved = np.array([0 if stage.copies is None else stage.copies.nbytes for stage in costs], np.int64)
-        live = self.saved @ saved + self.waiting @ waits - self.away @ moved + temporary[self.runs]
-        return fixed + int(live.max(initial=0))
 
     def surely(self) -> Ints:
         """Return (s,) the most microbatches that each stage holds while its backward runs, taken alone."""

@@ -56,12 +56,8 @@ class OffloadFrontier:
                 front.append(plan)
         return tuple(front)
 
-    def within(self, nbytes: float) -> OffloadPlan | None:
-        """Return the quickest plan whose peak is at most ``nbytes``, or ``None`` if there is none."""
-        return next((plan for plan in reversed(self.plans) if plan.run.peak <= nbytes), None)
-
     def bound(self, nbytes: int) -> float:
         """Return a lower bound on recompute and waiting of plans in graph order whose peak is at most ``nbytes``."""
-        known = self.within(nbytes)
-        most = 2 * max(plan.seconds for plan in self.plans) if known is None else known.seconds
+        within = (plan.seconds for plan in reversed(self.plans) if plan.run.peak <= nbytes)
+        most = next(within, 2 * max(plan.seconds for plan in self.plans))
         return OffloadBound(self.planner.model, self.peaks.search.pool, nbytes, self.host).seconds(most)

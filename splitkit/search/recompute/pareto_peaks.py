@@ -48,10 +48,6 @@ class PeakFrontier:
                 front.append(seen)
         return tuple(front)
 
-    def within(self, nbytes: float) -> Seen | None:
-        """Return the quickest plan whose peak is at most ``nbytes``, or ``None`` if there is none."""
-        return next((seen for seen in reversed(self.plans) if seen.peak <= nbytes), None)
-
     def bound(self, nbytes: int) -> float:
         """Return a lower bound on the seconds of plans in graph order whose peak is at most ``nbytes``."""
         return self.search.bound(nbytes)

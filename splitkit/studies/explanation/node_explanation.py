@@ -195,7 +195,7 @@ def _fast(moves: StageMoves, node: Node) -> tuple[int, int] | None:
     before = sum(seconds[n] for n in moves.reach(node, -1) if moves.is_movable(n))
     after = sum(seconds[n] for n in moves.reach(node, 1) if moves.is_movable(n))
     low = max(0, math.ceil(before / value - slack) - 1)
-    high = min(count - 1, count - max(1, math.ceil(after / value - slack)))
+    high = min(count - 1, count - math.ceil(after / value - slack))
     return low, max(low, high)
 
 

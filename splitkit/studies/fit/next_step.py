@@ -57,7 +57,7 @@ def decoder_command(model: object, made: Any, devices: Sequence[FittedDevice], a
         limits = [_memory(device.card.limit) for device in used]
         words += ["--memory", ",".join(limits if len(set(limits)) > 1 else limits[:1])]
         words += ["--objective", "tokens"] if _keeps_tokens(made) else []
-    return _plan(model, {}, words)
+    return _command(model, {}, words)
 
 
 def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Mapping[str, int], as_stored: bool) -> str:
@@ -78,7 +78,7 @@ def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Map
     elif as_stored:
         memory = [_memory(nbytes) for nbytes in room]
         words = ["--eval", "--policy", f"Stages({len(used)}, memory={memory}, optimizer=None)"]
-    return _plan(model, sizes, words)
+    return _command(model, sizes, words)
 
 
 def training_command(
@@ -88,7 +88,7 @@ def training_command(
     words = ["--stages", str(len(devices)), "--schedule", found.schedule, "--microbatches", str(found.microbatches)]
     words += ["--memory", _memory(min(device.card.limit for device in devices))] if as_stored else []
     words += ["--optimizer", found.optimizer]
-    return _plan(model, sizes, words + ["--recompute"] * found.recompute)
+    return _command(model, sizes, words + ["--recompute"] * found.recompute)
 
 
 def _memory(nbytes: int) -> str:
@@ -96,11 +96,14 @@ def _memory(nbytes: int) -> str:
     return f"{nbytes >> 20}MiB" if nbytes >= 2**30 else f"{nbytes >> 10}KiB"
 
 
-def _plan(model: object, sizes: Mapping[str, int], words: Sequence[str]) -> str:
-    if not isinstance(model, str | os.PathLike):
-        return ""
+def _command(model: object, sizes: Mapping[str, int], words: Sequence[str]) -> str:
+    return plan_command(os.fspath(model), sizes, words) if isinstance(model, str | os.PathLike) else ""
+
+
+def plan_command(model: str, sizes: Mapping[str, int], words: Sequence[str]) -> str:
+    """Return the command that plans a model with these sizes and options, and writes ``plan.json``."""
     given = ["--size", ",".join(f"{name}={value}" for name, value in sizes.items())] if sizes else []
-    return shlex.join(["splitkit", "plan", os.fspath(model), *given, *words, "-o", "plan.json"])
+    return shlex.join(["splitkit", "plan", model, *given, *words, "-o", "plan.json"])
 
 
 def sizes_of_inputs(model: object, sizes: Mapping[str, int] | None, batch: int, tokens: int) -> Mapping[str, int]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from campaigns import these_first
-from pipelinegraphs import brute_force, random_joint
+from pipelinegraphs import Prices, brute_force, random_joint
 
 from splitkit.costs import Link, Links
 from splitkit.errors import NoPlanError
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Pipeline
-from splitkit.search.pipelines.cut_search import CutSearch
-from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.cut_search import CutSearch, candidate_cuts
+from splitkit.search.pipelines.joint_positions import JointPositions, bytes_across
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 
@@ -54,3 +54,27 @@ def test_the_path_bound_of_three_stages_holds(seed):
         if found.best is not None:
             assert best <= found.best.seconds + 1e-9
             assert memory is None or max(found.best.run.peaks) <= memory
+
+
+class Quick(Prices):
+    """Some ops take no time."""
+
+    def seconds(self, node):
+        return super().seconds(node) if node.name[-1] in "258" else 0.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_too_many_cuts_those_that_send_the_fewest_bytes_are_looked_at(seed):
+    flow, costs = random_joint(seed, ops=9)
+    problems = StageProblems(JointPositions.of(flow), Quick(costs.known), "adam", False)
+    legal = problems.positions.legal
+    sent = bytes_across(problems.positions.activations, legal) + bytes_across(problems.positions.gradients, legal)
+    sent = dict(zip(legal.tolist(), sent.tolist(), strict=True))
+    time = problems.forward + problems.backward
+    for most in range(1, len(legal)):
+        chosen = candidate_cuts(problems, most)[1:-1].tolist()
+        assert len(chosen) <= most
+        for cut in {*legal.tolist()} - {*chosen}:
+            twin = any(time[other] == time[cut] and sent[other] <= sent[cut] for other in chosen)
+            assert twin or (len(chosen) == most and max(sent[other] for other in chosen) <= sent[cut])
+    assert candidate_cuts(problems, len(legal))[1:-1].tolist() == legal.tolist()

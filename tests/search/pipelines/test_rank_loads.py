@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pipelinegraphs import bytes_needed
 
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
@@ -30,7 +31,7 @@ def test_need_is_the_peak_without_messages(schedule, stages):
         ]
         run = simulate_schedule(costs, order)
         loads = rank_loads(order)
-        assert [load.need([costs[s] for s in load.stages]) for load in loads] == list(run.peaks)
+        assert [bytes_needed(load, [costs[s] for s in load.stages]) for load in loads] == list(run.peaks)
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])

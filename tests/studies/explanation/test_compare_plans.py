@@ -36,6 +36,12 @@ def test_names_alone_make_no_difference(gm, three):
     assert sk.compare_plans(three, swapped).equal
 
 
+def test_memory_is_compared_between_parts_that_correspond(gm, three):
+    other = sk.Plan.of({node: "cba"[three.home(node)] for node in three})
+    memory = [one for one in sk.compare_plans(three, other).figures if one.name.startswith("memory of")]
+    assert [one.name[-1] for one in memory] == ["0", "1", "2"] and all(one.first == one.second for one in memory)
+
+
 def test_what_moved_is_every_node_with_another_home(gm, three):
     two = sk.plan(gm, Stages(2), Costs(gm))
     found = sk.compare_plans(three, two)

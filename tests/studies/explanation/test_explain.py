@@ -14,6 +14,7 @@ from splitkit.plans.policy_text import policy_text
 from splitkit.policies import Acyclic, Best, Budget, ByName, Devices, Expert, MinCut, Remat, RoundRobin, SplitBackward
 from splitkit.policies import Stages as StagesPolicy
 from splitkit.studies.explanation.recorded_policy import recorded_policy
+from splitkit.units import duration
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,20 @@ def test_a_graph_without_sizes_is_explained_without_memory():
 def test_replicas_and_tokens_are_explained_without_moves(gm):
     several = sk.plan(gm, StagesPolicy(2, replicas=(1, 2)))
     assert not several.explain(again=False).moves and "planned again" in str(several.explain())
+
+
+def test_the_transfers_of_the_slowest_stage_are_told(gm):
+    told = sk.plan(gm, StagesPolicy(3, links="ethernet100"), Costs(gm)).explain(again=False)
+    sent = told.figures.value - told.figures.work[told.figures.limiting]
+    assert sent > 0 and f"of which {duration(sent)} are transfers" in str(told)
+
+
+def test_a_plan_for_tokens_holds_the_cache_of_its_nodes(gm):
+    cache = {"linear": 100, "linear_1": 28, "linear_2": 64}
+    plan = sk.plan(gm, StagesPolicy(2, objective="tokens", memory="64KiB", cache=cache))
+    parts = {node.name: plan.home(node) for node in sk.analyze(gm).nodes}
+    held = [sum(n for name, n in cache.items() if parts[name] == part) * int(plan.claim.value) for part in (0, 1)]
+    assert [one.cache for one in plan.explain(again=False).figures.held] == held
 
 
 def test_names_of_the_model_are_escaped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import splitkit as sk
 from splitkit.engine.pair import divide
 from splitkit.policies import Budget, MinCut, Pipeline, RecomputeAll, Remat, SaveAll
 from splitkit.studies.explanation.recompute_explanation import choices_of, explain_recompute
-from splitkit.studies.explanation.recompute_rows import AGAIN, SAVED
+from splitkit.studies.explanation.recompute_rows import AGAIN, SAVED, RecomputeRow
 from splitkit.training.flow import BACKWARD, FORWARD
 
 
@@ -122,6 +123,18 @@ def test_rates_and_prices_agree_with_the_cut(joint):
         assert told.paid == 1 / price
         assert told.cheapest is None or told.cheapest >= told.paid * (1 - 1e-9)
         assert told.dearest is None or told.dearest <= told.paid * (1 + 1e-9)
+
+
+def test_of_a_budget_for_the_peak_only_rows_that_lower_it_have_a_price(joint):
+    costs = sk.costs.roofline(joint.graph_module, "a100")
+    told = explain_recompute(joint.flow, joint.split(SaveAll(), costs).plan, SaveAll(), costs, again=False)
+    row = RecomputeRow(SAVED, "", "", "exp", ("exp",), (), 8, "", 1.0, -8)
+    rows = (
+        replace(row, peak_change=8),
+        replace(row, seconds=2.0, peak_change=0),
+        replace(row, seconds=3.0, peak_change=-8),
+    )
+    assert replace(told, rows=rows).cheapest == 1 / 8 and replace(told, rows=rows, of="peak").cheapest == 3 / 8
 
 
 def test_the_peak_is_filled_by_what_the_simulator_sees(joint):

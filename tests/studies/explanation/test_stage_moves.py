@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from explainedgraphs import Costs, runs, stage_plans, towers
 
@@ -11,6 +13,7 @@ from splitkit.search.scoring import Scoring
 from splitkit.studies.explanation.explain import explain
 from splitkit.studies.explanation.longest_op import longest_op
 from splitkit.studies.explanation.node_explanation import explain_node
+from splitkit.studies.explanation.plan_variants import _others
 from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.studies.explanation.stage_explanation import moves_of
 from splitkit.studies.explanation.stage_figures import StagePricing
@@ -177,6 +180,22 @@ def test_variants_are_what_planning_again_gives():
         assert found[change].value == sk.plan(gm, other, costs).claim.value
     fewer = explain(sk.plan(gm, MemoryBudget("2KiB"), costs), costs=costs).variants
     assert [variant.change for variant in fewer] == ["10 % more memory"]
+
+
+def test_variants_of_ranks_with_two_stages_have_a_rank_more_or_less_and_as_many_microbatches():
+    gm = towers()
+    policy = Stages(4, schedule="zbv")
+    pricing = StagePricing.of(sk.analyze(gm), sk.Plan.of({}), Costs(gm), policy)
+    made = {change: other() for change, other in _others(pricing, policy, 4)}
+    assert made == {
+        "one more device": Stages(6, schedule="zbv", microbatches=8),
+        "one device fewer": Stages(2, schedule="zbv", microbatches=8),
+    }
+
+
+def test_a_move_that_does_not_fit_comes_last(case):
+    found = case.moves.found
+    assert case.moves._rank(replace(found[0], excess=1)) > max(map(case.moves._rank, found))
 
 
 def test_a_refused_variant_says_why():
