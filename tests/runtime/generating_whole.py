@@ -1,0 +1,164 @@
+"""One rank that generates with an encoder or images, which run whole on rank 0; prints what it made, as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from decoders import IMAGE, captured, decoder
+
+import splitkit as sk
+from splitkit.errors import SplitError
+
+END, PAD, LIMIT = 7, 0, 20.0
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 3}
+PROMPTS: list[Any] = [[[9, 3, 5]], [[4] * 9, [8, 6, 3]], [[11]], [[5, 3, 90, 9, 3, 5]], [[9], [3, 4, 5, 6], [7, 8]]]
+
+
+def prepare() -> None:
+    """Capture once for all ranks."""
+    for family in {*sys.argv[1:]} - {"--"}:
+        captured(family)
+
+
+@cache
+def pictures(count: int, size: int = 16) -> torch.Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(count))
+
+
+def speech(count: int, frames: int = 40) -> torch.Tensor:
+    return torch.randn(count, 8, frames, generator=torch.Generator().manual_seed(count))
+
+
+def good(family: str) -> list[dict[str, Any]]:
+    """Prompts of different lengths, batches, some that end early, and sampling."""
+    if family == "whisper":
+        few = [{"input_features": speech(n), "max_new_tokens": 4 + 5 * n} for n in (1, 2, 3)]
+        return [*few, {"input_features": speech(2).tolist(), "max_new_tokens": 9, **SAMPLED}]
+    plain = [{"input_ids": prompts, "max_new_tokens": 5 + 4 * i} for i, prompts in enumerate(PROMPTS)]
+    more = {"input_ids": [5, 6, 9], "max_new_tokens": 9, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    if family != "llava":
+        start = {"input_ids": [[5, 6], [7, 9, 9]], "decoder_input_ids": [[4, 8]], "max_new_tokens": 6}
+        return [*plain, start, {"input_ids": PROMPTS[1], "max_new_tokens": 9, **SAMPLED}, more]
+    one, rows = [3, *[IMAGE] * 4, 5], [[*[IMAGE] * 4, 9], [8, 6, 4, *[IMAGE] * 4, 5, *[IMAGE] * 4], [7, 7, 3]]
+    return [
+        *plain[:3],
+        {"input_ids": one, "pixel_values": pictures(1), "max_new_tokens": 9},
+        {"input_ids": rows, "pixel_values": pictures(3), "max_new_tokens": 14},
+        {"input_ids": rows, "inputs": {"pixel_values": pictures(3).tolist()}, "max_new_tokens": 8, **SAMPLED},
+        {**more, "input_ids": one, "pixel_values": pictures(1)},
+    ]
+
+
+def bad(family: str) -> list[Any]:
+    """Requests that fail alone."""
+    if family == "whisper":
+        return [
+            {"input_ids": [5, 6]},
+            {"input_features": speech(1, 12)},
+            {"input_ids": [5, 6], "input_features": speech(1)},
+            {"input_features": speech(1), "max_new_tokens": 39},
+        ]
+    if family == "llava":
+        return [
+            {"input_ids": [3, *[IMAGE] * 4]},
+            {"input_ids": [3, *[IMAGE] * 4], "pixel_values": pictures(1, 8)},
+            {"input_ids": [3, *[IMAGE] * 4], "pixel_values": pictures(2)},
+            {"input_ids": [3, 4], "pixel_value": pictures(1)},
+            {"input_ids": [3, *[IMAGE] * 4], "pixel_values": [[1, 2], [3]]},
+            {"input_ids": [3, 96]},
+        ]
+    return [
+        {"input_ids": [5, 6], "pixel_values": pictures(1)},
+        {"input_ids": [5, 96]},
+        {"input_ids": [5, 6], "decoder_input_ids": [[4], [5]]},
+        {"input_ids": [[5] * 60] * 3, "max_new_tokens": 10},
+        {"decoder_input_ids": [5, 6]},
+        {"input_ids": [[5, 6], [7, 0]], "attention_mask": [[1, 1], [1, 0]]},
+    ]
+
+
+def expected(request: dict[str, Any], family: str) -> list[list[int]]:
+    """What ``generate`` of the unsplit model gives, without prompt and padding."""
+    given = {**request, **request.get("inputs", {})}
+    torch.manual_seed(given.pop("seed", 0))
+    given.pop("inputs", None)
+    settings = {name: value for name, value in given.items() if name not in ("input_ids", "decoder_input_ids")}
+    settings = {name: torch.tensor(v) if isinstance(v, list) else v for name, v in settings.items()}
+    if family == "whisper":
+        made = decoder(family).generate(**{"top_k": 0, **settings}).tolist()
+        return [[token for token in row if token != PAD] for row in made]
+    rows = given["input_ids"] if isinstance(given["input_ids"][0], list) else [given["input_ids"]]
+    longest, left = max(map(len, rows)), family == "llava"
+    ids, mask = (
+        torch.tensor([fill * left + row + fill * (not left) for row, fill in zip(some, fills, strict=True)])
+        for some, fills in (
+            (rows, [[PAD] * (longest - len(row)) for row in rows]),
+            ([[1] * len(row) for row in rows], [[0] * (longest - len(row)) for row in rows]),
+        )
+    )
+    start = longest if left else 1
+    if "decoder_input_ids" in given:
+        settings["decoder_input_ids"] = torch.tensor(given["decoder_input_ids"]).expand(len(rows), -1)
+        start = 1 + settings["decoder_input_ids"].shape[1]
+    settings |= {"eos_token_id": END, "pad_token_id": PAD}
+    made = decoder(family).generate(ids, attention_mask=mask, **{"top_k": 0, **settings})[:, start:].tolist()
+    return [row[: row.index(END) + 1] if END in row else row for row in made]
+
+
+def generated(family: str, size: int) -> dict[str, Any]:
+    """Generate twice: all at once, and prompts in chunks with room for few requests."""
+    split, rank, model = sk.split(captured(family), sk.policies.Stages(size)), dist.get_rank(), decoder(family)
+    found: dict[str, Any] = {"left": [], "most": []}
+    ends = {} if family == "whisper" else {"eos_token_id": END, "pad_token_id": PAD}
+    ways: list[dict[str, Any]] = [{"cache_tokens": 200}, {"chunk": 4, "in_flight": 2, "cache_tokens": 150}]
+    for options in ways:
+        generator = sk.serve(split, model=None if rank else model, **ends, **options)
+        stage, held, sent = generator.stage, [0], [0]
+        enter, send = stage.enter, generator._ring.send
+
+        def entered(number: int, *given: Any, enter: Any = enter, stage: Any = stage, held: Any = held) -> None:
+            enter(number, *given)
+            held.append(stage.cache_bytes())
+
+        def counted(message: Any, send: Any = send, stage: Any = stage, sent: Any = sent) -> None:
+            caches = {c.untyped_storage().data_ptr() for one in stage.held.values() for c in one.caches.values()}
+            tensors = [v for v in (*message.values, *message.entering) if isinstance(v, torch.Tensor) and v.numel()]
+            sent[0] += sum(v.nbytes for v in tensors if v.untyped_storage().data_ptr() in caches)
+            send(message)
+
+        stage.enter, generator._ring.send = entered, counted
+        results = generator.generate([*bad(family)[:2], *good(family), *bad(family)[2:]] if not rank else ())
+        found["left"].append(len(stage.held) + stage.cache_bytes())
+        found["most"].append(max(held))
+        found.setdefault("sent", []).append(sent[0])
+        if not rank:
+            found.setdefault("made", []).append([result.to_dict() for result in results])
+    if not rank:
+        found["expected"] = [expected(request, family) for request in good(family)]
+    return found
+
+
+def main() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=size,
+        timeout=timedelta(seconds=LIMIT),
+    )  # fmt: skip
+    said, found = "", {}
+    try:
+        found = generated(sys.argv[1], size)
+    except SplitError as error:
+        said = str(error)
+    print(json.dumps({"rank": rank, "said": said, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    prepare()
+    main()
