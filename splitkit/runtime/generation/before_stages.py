@@ -17,7 +17,7 @@ from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import padded_left
 
 _OWN = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "use_cache", "return_dict")
-_STEP = ("past_key_values", "cache_position", "logits_to_keep", "encoder_outputs", "kwargs", "self")
+_STEP = ("mm_encoder_outputs", "past_key_values", "cache_position", "logits_to_keep", "encoder_outputs", "kwargs", "self")
 _GIVEN = ("inputs_embeds", "attention_mask", "position_ids")
 _LEFT_OUT = ("past_key_values", "use_cache", "cache_position", "return_dict", "logits_to_keep")
 

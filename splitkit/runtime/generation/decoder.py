@@ -21,7 +21,8 @@ from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain
 
 MASK = "attention_mask"
-_IDS, _STARTED, _EMBEDDED = "input_ids", "decoder_input_ids", "inputs_embeds"
+EMBEDDED = "inputs_embeds"
+_IDS, _STARTED = "input_ids", "decoder_input_ids"
 _ENCODED = "encoder_outputs_last_hidden_state"
 
 
@@ -44,7 +45,7 @@ class DecoderInputs:
     @classmethod
     def among(cls, names: Collection[str]) -> DecoderInputs | None:
         """Return the names for a graph with these inputs; ``None`` if it is not that of a decoder."""
-        tokens = next((name for name in (_STARTED, _IDS, _EMBEDDED) if name in names), None)
+        tokens = next((name for name in (_STARTED, _IDS, EMBEDDED) if name in names), None)
         if tokens is None:
             return None
         before = "decoder_" if tokens == _STARTED else ""
@@ -53,7 +54,13 @@ class DecoderInputs:
     @property
     def embedded(self) -> bool:
         """Whether the step reads embeddings and no tokens."""
-        return self.tokens == _EMBEDDED
+        return self.tokens == EMBEDDED
+
+
+    @property
+    def whole(self) -> bool:
+        """Whether the first rank also runs what is in no stage: an encoder, or what is in front of a language model."""
+        return self.embedded or self.encoded is not None
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def serve(
             disk (`splitkit.runtime.open_stages`), of which each rank loads its own.
         model: the model that was captured, on rank 0; other ranks may give ``None``. It is needed if it has an encoder
             or reads images: what is in no stage runs whole on rank 0, and needs its weights. With stages on disk it may
-            be on ``meta``: its weights are read from there. The tokens and positions below are those of its
+            be on ``meta``: its weights are read from where those of the stages are. The tokens and positions below are those of its
             configuration, if they are not given.
         eos_token_id: the tokens that end a sequence, unless a request names others.
         pad_token_id: the token with which shorter prompts of a request are filled up; by default one that ends.

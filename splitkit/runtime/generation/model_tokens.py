@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from splitkit.checks import is_whole
-from splitkit.json_fields import JsonField
 from splitkit.runtime.generation.generation_request import Request
-
-_ROWS = ("eos_token_id", "decoder_start", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
-_NUMBERS = ("pad_token_id", "positions", "forced_bos_token_id")
 
 
 @dataclass(frozen=True)
@@ -56,24 +52,6 @@ class ModelTokens:
             suppress_tokens=_row(getattr(settings, "suppress_tokens", None)),
             begin_suppress_tokens=_row(getattr(settings, "begin_suppress_tokens", None)),
         )
-
-    @classmethod
-    def from_data(cls, data: JsonField) -> ModelTokens:
-        """Return those that `to_dict` gave.
-
-        Raises:
-            FileError: SK505 for damaged data.
-        """
-        found: dict[str, Any] = {}
-        for name in (name for name in _ROWS if name in data.value):
-            found[name] = tuple(token.whole() for token in data[name].items())
-        for name in (name for name in _NUMBERS if name in data.value):
-            found[name] = None if data[name].value is None else data[name].whole()
-        return cls(**found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def or_given(self, ends: int | Collection[int] | None, pad: int | None, positions: int | None) -> ModelTokens:
         """Return these with what a user gave in place of the model's."""

@@ -24,8 +24,8 @@ def before_stages(
     """Return what prepares the inputs of the first stage, on the device of the first rank.
 
     Args:
-        model: the model that was captured, if it has an encoder or reads images. What a folder of stages has is read
-            from there if it is on ``meta`` in the model.
+        model: the model that was captured, if it has an encoder or reads images. With a folder of stages, its weights
+            are read from where those of the stages are.
         split: the stages.
         inputs: the inputs of a step.
         tokens: the tokens of the model.
@@ -36,7 +36,7 @@ def before_stages(
             with other weights; SK807 for weights on ``meta``.
         FileError: SK507 if the folder has no such weights.
     """
-    if inputs.encoded is None and not inputs.embedded:
+    if not inputs.whole:
         return BeforeStages(tokens, device)
     what = "an encoder" if inputs.encoded else "embeddings with images among them"
     if model is None:
@@ -77,10 +77,10 @@ def _whole_tensors(model: Any, inputs: DecoderInputs) -> dict[str, torch.Tensor]
 
 
 def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Let a model hold those of its tensors on ``meta`` that a folder of stages, or its weights, has."""
+    """Let a model hold the weights that a folder of stages, or the checkpoint it was opened with, has."""
     saved, groups = set(model.state_dict()), dict[int, tuple[torch.Tensor, list[str]]]()
     for name, tensor in held.items():
-        if tensor.is_meta and name in saved:
+        if name in saved:
             groups.setdefault(id(tensor), (tensor, []))[1].append(name)
     made = {key: torch.empty_like(old, device="cpu") for key, (old, _) in groups.items()}
     new = {
