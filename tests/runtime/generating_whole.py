@@ -20,6 +20,12 @@ from decoders import IMAGE, captured, decoder
 import splitkit as sk
 import splitkit.runtime
 from splitkit.errors import SplitError
+from splitkit.graph.caches import constant_caches
+from splitkit.runtime.generation.decoder import DecoderChain
+from splitkit.runtime.generation.encoder_caches import encoder_caches_of
+from splitkit.runtime.generation.model_tokens import ModelTokens
+from splitkit.runtime.generation.whole_modules import before_stages
+from splitkit.runtime.ranks.stage_chain import chain_of
 
 END, PAD, LIMIT = 7, 0, 20.0
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 3}
@@ -28,11 +34,17 @@ PROMPTS: list[Any] = [[[9, 3, 5]], [[4] * 9, [8, 6, 3]], [[11]], [[5, 3, 90, 9, 
 
 def prepare() -> None:
     """Capture once for all ranks; let T5 force and suppress tokens, which no configuration of it does."""
-    for family in ("t5", "bart", "whisper", "llava") if len(sys.argv) < 2 else {*sys.argv[1:]} - {"--"}:
-        captured(family)
+    for family in ("t5", "llava", *sys.argv[3:]):
+        if family not in ("--", "facts"):
+            split_of(family, 2)
     known: Any = decoder("t5").generation_config
     known.forced_bos_token_id, known.forced_eos_token_id = 6, 8
     known.suppress_tokens, known.begin_suppress_tokens = [48, 58], [79]
+
+
+@cache
+def split_of(family: str, parts: int) -> sk.Split:
+    return sk.split(captured(family), sk.policies.Stages(parts))
 
 
 @cache
@@ -150,7 +162,7 @@ def on_meta(model: torch.nn.Module) -> torch.nn.Module:
 
 def generated(family: str, size: int) -> dict[str, Any]:
     """Generate twice: all at once; and from a folder of stages, with prompts in chunks and room for few requests."""
-    split, rank, model = sk.split(captured(family), sk.policies.Stages(size)), dist.get_rank(), decoder(family)
+    split, rank, model = split_of(family, size), dist.get_rank(), decoder(family)
     found: dict[str, Any] = {"left": [], "most": []}
     ends = {} if family == "whisper" else {"eos_token_id": END, "pad_token_id": PAD}
     folder = saved(split, rank)
@@ -189,6 +201,54 @@ def generated(family: str, size: int) -> dict[str, Any]:
     return found
 
 
+def facts() -> dict[str, Any]:
+    """What stages have of an encoder, where its output goes, and which models are refused."""
+    found: dict[str, Any] = {"entering": {}, "layers": {}, "refused": []}
+    for family in ("t5", "llava"):
+        decoding = chain(family, 4)
+        found["entering"][family] = [len(decoding.border(stage).entering) for stage in range(4)]
+    for parts in (2, 4):
+        decoding = chain("t5", parts)
+        own = [names for stage in range(parts) if (names := decoding.constants(stage))]
+        caches = [encoder_caches_of(captured("t5"), names) for names in own]
+        read = [sorted({name.split("block.")[1][0] for name, _ in one.named_parameters()}) for one in caches]
+        found["layers"][parts] = [read, [*sum(own, ())] == [*constant_caches(captured("t5"))]]
+    for family, change in REFUSED:
+        split = split_of(family, 2)
+        inputs, known = chain(family, 2).inputs, ModelTokens.of(decoder(family))
+        before_stages(copy.deepcopy(decoder(family)), split, inputs, known, torch.device("cpu"))
+        try:
+            before_stages(change(family), split, inputs, known, torch.device("cpu"))
+            found["refused"].append("")
+        except SplitError as error:
+            found["refused"].append(str(error))
+    return found
+
+
+@cache
+def chain(family: str, parts: int) -> DecoderChain:
+    return DecoderChain.of(chain_of(split_of(family, parts)))
+
+
+def with_other_weights(family: str) -> Any:
+    model: Any = copy.deepcopy(decoder(family))
+    last = [value for name, value in model.named_parameters() if "encoder" in name or "vision" in name][-1]
+    with torch.no_grad():
+        last[0] += 1
+    return model
+
+
+REFUSED: list[tuple[str, Any]] = [
+    ("t5", lambda family: None),
+    ("llava", lambda family: None),
+    ("t5", lambda family: decoder("llava")),
+    ("t5", lambda family: copy.deepcopy(decoder(family)).train()),
+    ("t5", lambda family: copy.deepcopy(decoder(family)).to("meta")),
+    ("t5", with_other_weights),
+    ("llava", with_other_weights),
+]
+
+
 def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -197,7 +257,10 @@ def main() -> None:
     )  # fmt: skip
     said, found = "", {}
     try:
-        found = generated(sys.argv[1], size)
+        if sys.argv[1] != "facts":
+            found = generated(sys.argv[1], size)
+        elif not rank:
+            found = facts()
     except SplitError as error:
         said = str(error)
     print(json.dumps({"rank": rank, "family": sys.argv[1], "said": said, **found}), flush=True)

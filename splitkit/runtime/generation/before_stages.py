@@ -75,7 +75,7 @@ class BeforeStages:
     def _require_known(self, request: Request, known: Collection[str]) -> None:
         for name in request.inputs:
             if name not in known:
-                remedy = f"It reads {listed(sorted(known), 8)}." if known else "Give input_ids and how to continue."
+                remedy = f"It reads {listed(sorted(known), 8)}." if known else "It reads input_ids."
                 if name == "attention_mask":
                     remedy = "Give prompts without padding: input_ids=[[5, 6, 7], [8, 9]]."
                 raise _bad(f"the model reads no further input {name!r}", nearest(name, known, remedy))

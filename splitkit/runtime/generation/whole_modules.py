@@ -38,7 +38,7 @@ def before_stages(
     """
     if not inputs.whole:
         return BeforeStages(tokens, device)
-    what = "an encoder" if inputs.encoded else "embeddings with images among them"
+    what = "an encoder's output" if inputs.encoded else "embeddings with images among them"
     if model is None:
         raise PipelineError(
             "SK801",
