@@ -11,7 +11,7 @@ from decoders import IMAGE, decoder
 from launch import launch
 
 from splitkit.errors import PipelineError
-from splitkit.runtime.generation.before_stages import BehindEncoder, BeforeStages
+from splitkit.runtime.generation.before_stages import BeforeStages, BehindEncoder
 from splitkit.runtime.generation.generation_request import Request, RequestLimits
 from splitkit.runtime.generation.model_tokens import ModelTokens
 

@@ -15,6 +15,7 @@ from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.source import next_command, source_record
 from splitkit.errors import UsageError
 
+
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit plan``."""
     if args.form is not None and args.from_file is None:

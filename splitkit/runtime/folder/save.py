@@ -46,9 +46,9 @@ def save_stages(
     (the graph of a stage), ``stage-K.safetensors`` (its weights, buffers and constants; a tensor that several stages
     read is in the file of the first) and an index of these in Hugging Face's format. All of it is data: no code,
     nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. Buffers that are in no
-    state dict are written all the same, if `splitkit.capture` knew their values. Of a decoder with an encoder or images,
-    the weights that no stage reads are written too, for what runs whole on the first rank. An old manifest is deleted first and
-    the new one is written last, so that an incomplete folder is refused.
+    state dict are written all the same, if `splitkit.capture` knew their values. Of a decoder with an encoder or
+    images, the weights that no stage reads are written too, for what runs whole on the first rank. An old manifest is
+    deleted first and the new one is written last, so that an incomplete folder is refused.
 
     Args:
         split: captured by ``torch.export``, with the inputs of one microbatch.
@@ -159,8 +159,9 @@ class _Tensors:
 
     def unread_data(self) -> dict[str, torch.Tensor]:
         """Return the tensors with data that the model's state dict has and no stage reads; a tied one once."""
-        unread = {name: attribute(self._root, name) for name in self.unread()}
-        first = {id(tensor): name for name, tensor in reversed(unread.items()) if not tensor.is_meta}
+        held = parameters_and_buffers(self._root)
+        unread = {name: held[name] for name in self.unread() if name in held and not held[name].is_meta}
+        first = {id(tensor): name for name, tensor in reversed(unread.items())}
         return {name: unread[name] for name in first.values()}
 
     def require_apart(self, written: Sequence[str]) -> None:

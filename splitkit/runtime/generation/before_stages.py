@@ -17,7 +17,15 @@ from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import padded_left
 
 _OWN = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "use_cache", "return_dict")
-_STEP = ("mm_encoder_outputs", "past_key_values", "cache_position", "logits_to_keep", "encoder_outputs", "kwargs", "self")
+_STEP = (
+    "mm_encoder_outputs",
+    "past_key_values",
+    "cache_position",
+    "logits_to_keep",
+    "encoder_outputs",
+    "kwargs",
+    "self",
+)
 _GIVEN = ("inputs_embeds", "attention_mask", "position_ids")
 _LEFT_OUT = ("past_key_values", "use_cache", "cache_position", "return_dict", "logits_to_keep")
 
@@ -90,7 +98,8 @@ class BehindEncoder(BeforeStages):
     def __init__(self, model: Any, tokens: ModelTokens, device: torch.device) -> None:
         super().__init__(tokens, device)
         self._encoder, self._config = model.get_encoder(), model.config
-        self._main = getattr(self._encoder, "main_input_name", None) or getattr(model, "main_input_name", "input_ids")
+        main = getattr(self._encoder, "main_input_name", None) or getattr(model, "main_input_name", None)
+        self._main = str(main or "input_ids")
         self._as_given = getattr(model.config, "model_type", "") == "whisper"
         self._names = _further(self._encoder)
 
@@ -118,7 +127,7 @@ class BehindEncoder(BeforeStages):
         """As `BeforeStages.encoded_positions`."""
         if self._main == "input_ids":
             return max(map(len, request.prompts))
-        return getattr(self._config, "max_source_positions", None) or request.inputs[self._main].shape[-1]
+        return int(getattr(self._config, "max_source_positions", None) or request.inputs[self._main].shape[-1])
 
     @torch.no_grad()
     def first(self, request: Request) -> FirstInputs:

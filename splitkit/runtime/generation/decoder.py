@@ -22,8 +22,10 @@ from splitkit.runtime.ranks.stage_chain import Chain
 
 MASK = "attention_mask"
 EMBEDDED = "inputs_embeds"
+"""The input for embeddings in place of tokens."""
 _IDS, _STARTED = "input_ids", "decoder_input_ids"
-_ENCODED = "encoder_outputs_last_hidden_state"
+ENCODED = "encoder_outputs_last_hidden_state"
+"""The input for the output of an encoder."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,13 @@ class DecoderInputs:
         tokens: the tokens of the step, or their embeddings.
         mask: which positions are padding.
         positions: the positions of the tokens.
-        encoded: the output of an encoder; ``None`` without one.
+        has_encoder: whether it reads the output of an encoder, `ENCODED`.
     """
 
     tokens: str
     mask: str
     positions: str
-    encoded: str | None
+    has_encoder: bool
 
     @classmethod
     def among(cls, names: Collection[str]) -> DecoderInputs | None:
@@ -49,18 +51,17 @@ class DecoderInputs:
         if tokens is None:
             return None
         before = "decoder_" if tokens == _STARTED else ""
-        return cls(tokens, f"{before}{MASK}", f"{before}position_ids", _ENCODED if before else None)
+        return cls(tokens, f"{before}{MASK}", f"{before}position_ids", bool(before))
 
     @property
     def embedded(self) -> bool:
         """Whether the step reads embeddings and no tokens."""
         return self.tokens == EMBEDDED
 
-
     @property
     def whole(self) -> bool:
         """Whether the first rank also runs what is in no stage: an encoder, or what is in front of a language model."""
-        return self.embedded or self.encoded is not None
+        return self.embedded or self.has_encoder
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class DecoderChain:
         known = [name for name in names if chain.facts.inputs[name] is not None]
         held = [name for name in known if name.startswith(ARGUMENTS)]
         outputs, inputs = graph.output_node().all_input_nodes, DecoderInputs.among(known)
-        extra = 0 if inputs is None or inputs.encoded is None else 1
+        extra = int(inputs is not None and inputs.has_encoder)
         if not held or inputs is None or len(outputs) != 1 + len(held) + extra:
             raise PipelineError(
                 "SK801",
@@ -110,7 +111,7 @@ class DecoderChain:
     def _require_known(self) -> None:
         """Refuse stages that read each other's caches, or inputs that ranks cannot make."""
         inputs, readers = self.inputs, dict[str, int]()
-        known = {*self.caches, inputs.tokens, inputs.mask, inputs.positions, *([MASK] if inputs.encoded else [])}
+        known = {*self.caches, inputs.tokens, inputs.mask, inputs.positions, *([MASK] if inputs.has_encoder else [])}
         for stage in range(self.chain.stages):
             for name in (str(node.target) for node in self.chain.inputs(stage)):
                 if name in self.caches:
@@ -142,7 +143,7 @@ class DecoderChain:
     def _reads_encoder(self, stage: int) -> bool:
         """Whether a stage needs an encoder's output, or how many positions it has."""
         masked = any(str(node.target) == MASK for node in self.chain.inputs(stage))
-        return bool(self.inputs.encoded) and (masked or bool(self.constants(stage)))
+        return self.inputs.has_encoder and (masked or bool(self.constants(stage)))
 
     @property
     def stages(self) -> int:
@@ -182,7 +183,7 @@ class DecoderChain:
         numbers = [BorderType(scalar=int)] * (len(self.live(stage)) - len(types))
         tokens = [self._given(self.inputs.tokens)] if self.passes_tokens(stage) else []
         needed = any(self._reads_encoder(later) for later in range(stage + 1, self.stages))
-        entering = [self._given(self.inputs.encoded)] if needed and self.inputs.encoded else []
+        entering = [self._given(ENCODED)] if needed else []
         return Crossing((*types, *numbers, *tokens), tuple(entering))
 
     def _given(self, name: str) -> BorderType:
@@ -257,10 +258,10 @@ class DecoderStage:
             return
         held.encoded = _encoded_mask(request, encoded)
         if self._encoder is not None:
-            inputs = {self.decoder.inputs.encoded: encoded, MASK: held.encoded}
-            # only the number of sequences is read
-            inputs[self.decoder.inputs.tokens] = torch.zeros_like(padding)[:, None]
-            held.caches |= self._encoder.compute(inputs)
+            # of the tokens only the number of sequences is read
+            tokens = torch.zeros_like(padding)[:, None]
+            given = {ENCODED: encoded, MASK: held.encoded, self.decoder.inputs.tokens: tokens}
+            held.caches |= self._encoder.compute(given)
 
     def leave(self, number: int) -> None:
         """Free the caches of a request."""
@@ -315,7 +316,7 @@ class DecoderStage:
             return tokens
         if name in held.caches:
             return held.caches[name] if name in self.decoder.constant else held.caches.pop(name)
-        if name == MASK and self.decoder.inputs.encoded:
+        if name == MASK and self.decoder.inputs.has_encoder:
             return held.encoded
         end = held.length + query
         if name == self.decoder.inputs.mask:

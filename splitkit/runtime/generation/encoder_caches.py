@@ -87,7 +87,8 @@ def encoder_caches_of(gm: fx.GraphModule, names: Collection[str]) -> fx.GraphMod
 
 def tensors_in(gm: fx.GraphModule) -> list[torch.Tensor]:
     """Return the tensors that a graph reads."""
-    return [attribute(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
+    found = [attribute(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
+    return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def _places(gm: fx.GraphModule, homes: list[PartKey]) -> dict[Node, PartKey]:

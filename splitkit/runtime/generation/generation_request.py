@@ -176,7 +176,8 @@ class RequestLimits:
             wrong = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
             if wrong is not None:
                 raise _bad(
-                    f"prompt {row % len(request.decoded)} has the token {wrong}, and the model knows tokens from 0 to {self.vocabulary - 1}",
+                    f"prompt {row % len(request.decoded)} has the token {wrong}, and the model knows tokens from 0 to "
+                    f"{self.vocabulary - 1}",
                     "Use the tokenizer of this model.",
                 )
         if self.positions is not None and request.positions > self.positions:

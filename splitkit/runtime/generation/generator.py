@@ -73,8 +73,8 @@ def serve(
             disk (`splitkit.runtime.open_stages`), of which each rank loads its own.
         model: the model that was captured, on rank 0; other ranks may give ``None``. It is needed if it has an encoder
             or reads images: what is in no stage runs whole on rank 0, and needs its weights. With stages on disk it may
-            be on ``meta``: its weights are read from where those of the stages are. The tokens and positions below are those of its
-            configuration, if they are not given.
+            be on ``meta``: its weights are read from where those of the stages are. The tokens and positions below are
+            those of its configuration, if they are not given.
         eos_token_id: the tokens that end a sequence, unless a request names others.
         pad_token_id: the token with which shorter prompts of a request are filled up; by default one that ends.
         positions: the most tokens of a sequence, ``max_position_embeddings`` of the model; ``None`` for no limit.
@@ -356,7 +356,9 @@ class Generator:
                 self._ring.send(self._chosen(message.request, made[0], message.last))
             else:
                 entering = message.entering if self._sends_encoded else ()
-                self._ring.send(Message(RUN, message.request, message.query, message.last, message.note, made, entering))
+                self._ring.send(
+                    Message(RUN, message.request, message.query, message.last, message.note, made, entering)
+                )
 
     def _know(self, number: int, request: Request | None, left: Iterable[int]) -> None:
         """On the last rank, forget how the tokens of some requests are chosen, and learn how one is to be."""

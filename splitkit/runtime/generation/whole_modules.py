@@ -38,35 +38,37 @@ def before_stages(
     """
     if not inputs.whole:
         return BeforeStages(tokens, device)
-    what = "an encoder's output" if inputs.encoded else "embeddings with images among them"
+    what = "an encoder's output" if inputs.has_encoder else "embeddings with images among them"
     if model is None:
         raise PipelineError(
             "SK801",
             f"the decoder reads {what}, computed by what is in no stage, and the first rank has no model",
             "Give the model that was captured: sk.serve(split, model=model).",
         )
-    if not hasattr(model, "get_encoder") or bool(inputs.encoded) != bool(model.config.is_encoder_decoder):
+    if not hasattr(model, "get_encoder") or inputs.has_encoder != bool(model.config.is_encoder_decoder):
         raise PipelineError(
             "SK801",
             f"{type(model).__name__} is not the model that was captured: the decoder reads {what}",
             "Give that model.",
         )
     if model.training:
-        raise PipelineError("SK802", "the model is in training mode, where dropout changes tokens", "Call model.eval().")
+        raise PipelineError(
+            "SK802", "the model is in training mode, where dropout changes tokens", "Call model.eval()."
+        )
     held = _whole_tensors(model, inputs)
     held = _read_from(split, model, held) if isinstance(split, StageFolder) else held
     _require_data(held)
     if isinstance(split, Split):
         _require_captured(held, parameters_and_buffers(split.flow.root))
     move_tensors(model, nn.Module(), dict.fromkeys(map(id, held.values()), device))
-    kind = BehindEncoder if inputs.encoded else BehindEmbeddings
+    kind = BehindEncoder if inputs.has_encoder else BehindEmbeddings
     return kind(model, tokens, device)
 
 
 def _whole_tensors(model: Any, inputs: DecoderInputs) -> dict[str, torch.Tensor]:
     """Return name -> parameter or buffer of what runs whole; a tied one has several names."""
     every = parameters_and_buffers(model)
-    if inputs.encoded:
+    if inputs.has_encoder:
         own = set(map(id, parameters_and_buffers(model.get_encoder()).values()))
     else:
         stages = [model.get_decoder(), model.get_output_embeddings()]
