@@ -16,7 +16,7 @@ from splitkit.graph.caches import ARGUMENTS
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.generation.encoder_caches import StageEncoderCaches
 from splitkit.runtime.generation.generation_request import Request
-from splitkit.runtime.generation.ring import BorderType, Crossing
+from splitkit.runtime.generation.ring import BorderType, RingBorder
 from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain
 
@@ -167,7 +167,7 @@ class DecoderChain:
         later = range(stage + 1, self.stages)
         return any(str(node.target) == self.inputs.tokens for s in later for node in self.chain.inputs(s))
 
-    def border(self, stage: int) -> Crossing:
+    def border(self, stage: int) -> RingBorder:
         """Return the types of what crosses the border behind a stage; behind the last one, the next tokens.
 
         The output of an encoder crosses with a new request, as far as stages need it.
@@ -176,7 +176,7 @@ class DecoderChain:
             PipelineError: SK801 for a value that cannot be sent.
         """
         if stage == self.stages - 1:
-            return Crossing((BorderType(torch.long, 1),))
+            return RingBorder((BorderType(torch.long, 1),))
         values = [self.chain.value(node).sent(False) for node in self._sent(stage)]
         types = [BorderType(v.like.dtype, v.like.dim(), v.order, v.scalar) for v in values]
         # numbers that follow from sizes, which a folder does not describe
@@ -184,7 +184,7 @@ class DecoderChain:
         tokens = [self._given(self.inputs.tokens)] if self.passes_tokens(stage) else []
         needed = any(self._reads_encoder(later) for later in range(stage + 1, self.stages))
         entering = [self._given(ENCODED)] if needed else []
-        return Crossing((*types, *numbers, *tokens), tuple(entering))
+        return RingBorder((*types, *numbers, *tokens), tuple(entering))
 
     def _given(self, name: str) -> BorderType:
         like = self.chain.facts.inputs[name]

@@ -56,7 +56,7 @@ class StageEncoderCaches:
         self, gm: fx.GraphModule, names: Sequence[str], captured: frozenset[str], device: torch.device
     ) -> None:
         follow_device(gm, torch.device(device.type), captured)
-        move_tensors(gm, nn.Module(), dict.fromkeys(map(id, tensors_in(gm)), device))
+        move_tensors(gm, nn.Module(), dict.fromkeys(map(id, _tensors_read(gm)), device))
         self._gm, self._names, self._device = gm, tuple(names), device
         self._inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
 
@@ -85,7 +85,7 @@ def encoder_caches_of(gm: fx.GraphModule, names: Collection[str]) -> fx.GraphMod
     return fx.GraphModule(whole, graph)
 
 
-def tensors_in(gm: fx.GraphModule) -> list[torch.Tensor]:
+def _tensors_read(gm: fx.GraphModule) -> list[torch.Tensor]:
     """Return the tensors that a graph reads."""
     found = [attribute(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
     return [value for value in found if isinstance(value, torch.Tensor)]

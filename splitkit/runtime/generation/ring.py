@@ -69,7 +69,7 @@ class BorderType:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class RingBorder:
     """The types of what crosses a border.
 
     Attributes:
@@ -97,8 +97,8 @@ class Ring:
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        received: Crossing,
-        sent: Crossing,
+        received: RingBorder,
+        sent: RingBorder,
         window: int,
     ) -> None:
         self._group, self._device, self._window = group, device, window
