@@ -222,12 +222,27 @@ def facts() -> dict[str, Any]:
             found["refused"].append("")
         except SplitError as error:
             found["refused"].append(str(error))
-    return found
+    return {**found, "unlike": require_like()}
 
 
 @cache
 def chain(family: str, parts: int) -> DecoderChain:
     return DecoderChain.of(chain_of(split_of(family, parts)))
+
+
+def require_like() -> list[str]:
+    """What is refused at a border: other dtypes and other dimensions."""
+    said, wrong = (
+        [],
+        {"encoder_outputs_last_hidden_state": [torch.float16, torch.float32], "decoder_input_ids": [torch.int]},
+    )
+    for name, dtypes in wrong.items():
+        for dtype in dtypes:
+            try:
+                chain("t5", 2).require_like(name, torch.zeros(1, 2, dtype=dtype))
+            except SplitError as error:
+                said.append(str(error))
+    return said
 
 
 def with_other_weights(family: str) -> Any:

@@ -119,6 +119,12 @@ def test_a_model_that_cannot_run_before_the_stages_is_refused(facts):
         assert error.startswith(start)
 
 
+def test_a_border_refuses_another_dtype_than_that_of_the_capture(facts):
+    assert len(facts["unlike"]) == 3
+    for error in facts["unlike"]:
+        assert error.startswith("SK803: ") and "was captured as" in error
+
+
 def test_the_positions_of_an_encoder_count_as_tokens_of_the_cache():
     before = BehindEncoder(decoder("t5"), ModelTokens.of(decoder("t5")), CPU)
     request = before.checked(Request.from_data({"input_ids": [[5, 6, 7], [8]], "max_new_tokens": 4}))
@@ -144,6 +150,8 @@ def test_what_a_model_says_of_its_tokens():
         before.checked(Request(inputs={"input_features": torch.zeros(1, 8, 40)}))
     given = Request(inputs={"input_features": torch.zeros(2, 8, 40)}, decoder_input_ids=((3, 80, 90),))
     assert before.checked(given).decoded == ((3, 80, 90),) * 2
+    with pytest.raises(PipelineError, match="SK801: Linear is not a model of transformers"):
+        ModelTokens.of(torch.nn.Linear(1, 1))
     assert ModelTokens.of(decoder("llava")).or_given(7, None, 9) == ModelTokens((7,), 0, 9)
 
 

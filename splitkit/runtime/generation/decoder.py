@@ -186,6 +186,22 @@ class DecoderChain:
         entering = [self._given(ENCODED)] if needed else []
         return RingBorder((*types, *numbers, *tokens), tuple(entering))
 
+    def require_like(self, name: str, value: torch.Tensor | None) -> None:
+        """Refuse a value of an input of another dtype than at capture: a border would read its bytes wrongly.
+
+        Raises:
+            PipelineError: SK803.
+        """
+        like = self.chain.facts.inputs.get(name)
+        if value is not None and like is not None and (value.dtype, value.dim()) != (like.dtype, like.dim()):
+            raise PipelineError(
+                "SK803",
+                f"{name} is {value.dtype} of {value.dim()} dimensions, and was captured as {like.dtype} of "
+                f"{like.dim()}",
+                "Give the model in the dtype in which it was captured.",
+                [name],
+            )
+
     def _given(self, name: str) -> BorderType:
         like = self.chain.facts.inputs[name]
         assert like is not None

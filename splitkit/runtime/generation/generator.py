@@ -30,7 +30,7 @@ from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.generation.before_stages import BeforeStages
-from splitkit.runtime.generation.decoder import DecoderChain, DecoderStage
+from splitkit.runtime.generation.decoder import ENCODED, DecoderChain, DecoderStage
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
 from splitkit.runtime.generation.model_tokens import ModelTokens
@@ -282,6 +282,8 @@ class Generator:
         self._progress.request, self._progress.running = number, True
         try:
             first = self._before.first(entry.request)
+            self.stage.decoder.require_like(ENCODED, first.encoded)
+            self.stage.decoder.require_like(self.stage.decoder.inputs.tokens, first.tokens)
         except SplitError as error:
             return error
         except Exception as error:

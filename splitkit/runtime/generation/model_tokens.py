@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from splitkit.checks import is_whole
+from splitkit.errors import PipelineError
 from splitkit.runtime.generation.generation_request import Request
 
 
@@ -37,7 +38,14 @@ class ModelTokens:
 
     @classmethod
     def of(cls, model: Any) -> ModelTokens:
-        """Read them from a model's ``generation_config`` and ``config``."""
+        """Read them from a model's ``generation_config`` and ``config``.
+
+        Raises:
+            PipelineError: SK801 for a model that is not one of transformers.
+        """
+        if not hasattr(getattr(model, "config", None), "get_text_config"):
+            reason = f"{type(model).__name__} is not a model of transformers"
+            raise PipelineError("SK801", reason, "Give the model that was captured, or none.")
         settings, config = getattr(model, "generation_config", None) or model.config, model.config
         text = config.get_text_config(decoder=True)
         positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
