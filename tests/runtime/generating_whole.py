@@ -34,9 +34,8 @@ PROMPTS: list[Any] = [[[9, 3, 5]], [[4] * 9, [8, 6, 3]], [[11]], [[5, 3, 90, 9, 
 
 def prepare() -> None:
     """Capture once for all ranks; let T5 force and suppress tokens, which no configuration of it does."""
-    for family in ("t5", "llava", *sys.argv[3:]):
-        if family not in ("--", "facts"):
-            split_of(family, 2)
+    for family in ("t5", "llava"):
+        split_of(family, 2)
     known: Any = decoder("t5").generation_config
     known.forced_bos_token_id, known.forced_eos_token_id = 6, 8
     known.suppress_tokens, known.begin_suppress_tokens = [48, 58], [79]
