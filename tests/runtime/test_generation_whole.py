@@ -13,6 +13,7 @@ from launch import launch
 from splitkit.errors import PipelineError
 from splitkit.runtime.generation.before_stages import BeforeStages, BehindEncoder
 from splitkit.runtime.generation.generation_request import Request, RequestLimits
+from splitkit.runtime.generation.generator import _Line
 from splitkit.runtime.generation.model_tokens import ModelTokens
 
 pytest.importorskip("transformers")
@@ -132,6 +133,12 @@ def test_the_positions_of_an_encoder_count_as_tokens_of_the_cache():
     RequestLimits(96, None, 2 * (4 + 3)).require(request, 3)
     with pytest.raises(PipelineError, match="come to 14 tokens"):
         RequestLimits(96, None, 13).require(request, 3)
+    # a third one has no room beside two, which it would have if only the decoder's tokens counted
+    asked = [{"input_ids": [5, 6, 7], "max_new_tokens": 4}] * 3
+    line = _Line(RequestLimits(96, None, 20), 4, asked, before, ModelTokens.of(decoder("t5")))
+    assert line.admit() == [] and len(line.take_entered()) == 2
+    line.leave(0, None)
+    assert line.admit() == [] and line.take_entered() == [2]
     speech = BehindEncoder(decoder("whisper"), ModelTokens.of(decoder("whisper")), CPU)
     assert speech.encoded_positions(Request(inputs={"input_features": torch.zeros(1, 8, 40)})) == 20
 
