@@ -110,7 +110,12 @@ def _check(source: Source, plans: bool) -> None:
 
 
 def next_command(
-    source: Source, plan: str | None, ranks: int = 0, schedule: str = "", microbatches: int | None = None
+    source: Source,
+    plan: str | None,
+    ranks: int = 0,
+    schedule: str = "",
+    microbatches: int | None = None,
+    tokens: bool = True,
 ) -> str | None:
     """Return the command that runs a plan file and compares it with the unsplit model, or generates with it.
 
@@ -122,17 +127,19 @@ def next_command(
         ranks: the number of processes, for a plan that trains as a pipeline.
         schedule: the schedule of that pipeline.
         microbatches: the microbatches of its step; by default not said.
+        tokens: whether the model reads tokens, and not speech.
     """
     if plan is None or plan.startswith("/dev/"):
         return None
+    asks = ["--prompt-ids", "1,2,3"] if tokens else ["--requests", "requests.jsonl"]
     words = ["splitkit", "generate" if source.how == "decoder" else "train" if ranks else "run", plan]
     if runs_code(source.spec):
         words += ["--model", source.spec]
     if source.how == "decoder" and (weights := checkpoint_beside(source.spec)):
         own = shlex.join(["splitkit", "split", plan, "-o", "stages"])
-        return own + " && " + shlex.join([*words[:2], "stages", "--weights", weights, "--prompt-ids", "1,2,3"])
+        return own + " && " + shlex.join([*words[:2], "stages", "--weights", weights, *asks])
     if source.how == "decoder":
-        return shlex.join([*words, "--prompt-ids", "1,2,3"])
+        return shlex.join([*words, *asks])
     if ranks:
         words += ["--nproc", str(ranks), "--schedule", schedule]
         words += [] if microbatches is None else ["--microbatches", str(microbatches)]

@@ -48,13 +48,11 @@ def generation_record(model: Any) -> dict[str, Any]:
         ``eos_token_id``, the tokens that end a sequence; ``pad_token_id``, or ``None``; and ``positions``, the most
         tokens of a sequence, or ``None``.
     """
-    settings = getattr(model, "generation_config", None) or model.config
-    ends = settings.eos_token_id
-    return {
-        "eos_token_id": ends if isinstance(ends, list) else [] if ends is None else [ends],
-        "pad_token_id": settings.pad_token_id,
-        "positions": getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None),
-    }
+    from splitkit.runtime.generation.model_tokens import ModelTokens
+
+    known = ModelTokens.of(model)
+    ends = list(known.eos_token_id)
+    return {"eos_token_id": ends, "pad_token_id": known.pad_token_id, "positions": known.positions}
 
 
 def checked_generation_record(data: JsonField) -> dict[str, Any]:

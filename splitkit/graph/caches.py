@@ -66,6 +66,11 @@ def updated_caches(gm: fx.GraphModule) -> list[Node]:
     return [node for name in ARGUMENTS for i in _leaves(info.out_spec, name) if _is_tensor(node := outputs[i])]
 
 
+def constant_caches(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Return the names of the caches that a graph returns as they are: keys and values of an encoder's output."""
+    return tuple(cache.given.name for cache in caches_of(gm) if cache.given is cache.updated)
+
+
 def _signature(gm: fx.GraphModule) -> Any:
     info = getattr(_torch.codegen_of(gm.graph), "pytree_info", None)
     return None if info is None or info.out_spec is None else info

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,17 @@ def config_example(path: str, seed: int = 0, **sizes: int) -> Example:
         with torch.device(device):
             inputs = loss_inputs(model, config, wanted["batch"], wanted["seq"])
     config.use_cache = False
+    _read_settings(model, path)
     return Example(model.train(), (), inputs)
+
+
+def _read_settings(model: Any, path: str) -> None:
+    """Give a model the settings of generation that lie beside its configuration, such as the tokens that end a text."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def loss_inputs(model: Any, config: Any, batch: int, seq: int) -> dict[str, Any]:

@@ -105,6 +105,31 @@ def test_torchrun_reads_a_checkpoint_and_gives_the_tokens_of_the_model(tmp_path,
     assert data["results"][1]["error"]["code"] == "SK802" and data["weights"] == folder
 
 
+@pytest.mark.campaign
+def test_an_encoder_is_read_from_the_checkpoint_of_a_folder_of_stages(tmp_path, call):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(1)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder := str(tmp_path / "t5"))
+    plan, stages, asked = (str(tmp_path / name) for name in ("plan.json", "stages", "asked.jsonl"))
+    code, out, _ = call("plan", folder, "--how", "decoder", "--stages", "2", "-o", plan)
+    assert code == 0 and f"splitkit generate stages --weights {folder} --prompt-ids 1,2,3" in out
+    assert call("split", plan, "-o", stages)[0] == 0
+    Path(asked).write_text('{"input_ids": [[5, 6, 7, 8], [9, 3]], "max_new_tokens": 5}\n')
+    words = ["--prompt-ids", "5,6,7", "--max-new-tokens", "8", "--requests", asked, "--json"]
+    data = json.loads(command("generate", stages, "--weights", folder, *words).stdout)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]])
+    both = model.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=5, do_sample=False)[:, 1:].tolist()
+    one = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)[:, 1:].tolist()
+    assert [result["tokens"] for result in data["results"]] == [one, both]
+
+
 def test_a_model_is_planned_and_generates_in_one_command(expected):
     done = command("generate", "llama", *TINY, "--stages", "2", "--prompt-ids", "5,6,7", "--max-new-tokens", "4")
     assert done.returncode == 0

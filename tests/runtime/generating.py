@@ -18,7 +18,7 @@ from decoders import captured, decoder
 import splitkit as sk
 import splitkit.runtime.generation.generator as generator_module
 from splitkit.errors import SplitError
-from splitkit.runtime.generation.ring import BorderType, Message, Ring
+from splitkit.runtime.generation.ring import BorderType, Message, Ring, RingBorder
 
 OTHERS = ("gpt2", "gemma2", "mixtral", "mamba")
 END, PAD, LIMIT = 7, 0, 5.0
@@ -173,7 +173,8 @@ def messages(size: int) -> dict[str, Any]:
         BorderType(torch.float64, 2),
         BorderType(scalar=bool),
     )
-    ring, rank = Ring(None, torch.device("cpu"), kinds, kinds, 2), dist.get_rank()
+    crossing = RingBorder(kinds, (BorderType(torch.float32, 2),))
+    ring, rank = Ring(None, torch.device("cpu"), crossing, crossing, 2), dist.get_rank()
     same = []
     for count in (0, 1, 5, 9):
         base = torch.arange(3 * count * 2).half().reshape(count, 3, 2)

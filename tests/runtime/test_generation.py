@@ -10,6 +10,7 @@ from launch import launch
 
 from splitkit.errors import PipelineError
 from splitkit.runtime.generation.generation_request import Request, RequestLimits
+from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import Sampler
 
 RANKS = 2
@@ -150,7 +151,7 @@ def test_the_last_position_of_the_model_can_be_reached():
 
 
 def test_a_sequence_that_has_ended_gets_padding():
-    sampler = Sampler(Request(((1,), (2,)), max_new_tokens=3), {4}, 0, torch.device("cpu"))
+    sampler = Sampler(Request(((1,), (2,)), max_new_tokens=3), ModelTokens((4,), 0), torch.device("cpu"))
     logits = torch.eye(6)[[4, 5]]
     assert sampler.next(logits).tolist() == [4, 5] and not sampler.done
     assert sampler.next(logits).tolist() == [0, 5] and not sampler.done

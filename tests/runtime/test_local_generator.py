@@ -316,10 +316,8 @@ def test_what_is_no_decoder_is_refused():
     split = sk.split(sk.capture(torch.nn.Linear(2, 2), torch.ones(2, 2)), sk.policies.Stages(1))
     with pytest.raises(PipelineError, match="SK801: the split is not that of a decoder"):
         kept_caches(split)
-    with pytest.raises(PipelineError, match="SK801: the decoder reads .*, which ranks cannot make from a prompt"):
-        DecoderChain.of(chain_of(split_of("t5")))
-    with pytest.raises(PipelineError, match="SK801: the decoder reads inputs_embeds"):
-        DecoderChain.of(chain_of(split_of("llava")))
+    with pytest.raises(PipelineError, match="SK801: the split is not that of a decoder"):
+        DecoderChain.of(chain_of(split))
     with pytest.raises(PipelineError, match="SK801: Linear has no generate"):
         sk.generator(torch.nn.Linear(2, 2), split)
     with pytest.raises(PipelineError, match="SK802: tokens is -1"):

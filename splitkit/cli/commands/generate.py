@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import launcher, rank_process, source, stage_folders
 from splitkit.cli.commands.train import planned_together, words_for_ranks
-from splitkit.cli.common import plan_file, policy_of, require_policy_option
+from splitkit.cli.common import example_of, plan_file, policy_of, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError, message_line
 from splitkit.testing.config_files import checkpoint_beside, is_config
@@ -132,12 +132,10 @@ def _generate(args: Namespace) -> dict[str, Any]:
 
     from splitkit.runtime.ranks.rank_agreement import from_every
 
-    split, model, known = _decoder(args)
+    split, record, known = _decoder(args)
     generator = sk.serve(
         split,
-        eos_token_id=known["eos_token_id"],
-        pad_token_id=known["pad_token_id"],
-        positions=known["positions"],
+        **known,
         in_flight=args.in_flight,
         cache_tokens=args.cache_tokens,
         chunk=args.chunk,
@@ -150,9 +148,9 @@ def _generate(args: Namespace) -> dict[str, Any]:
     return {
         "command": "generate",
         "rank": rank,
-        "model": model,
+        "model": record,
         "note": split.plan.note,
-        "weights": _weights(args, model),
+        "weights": _weights(args, record),
         "results": [_described(result, decode) for result in results],
         "seconds": seconds,
         "ranks": from_every({"rank": rank, "weights": generator.stage.weight_bytes()}, None),
@@ -160,12 +158,13 @@ def _generate(args: Namespace) -> dict[str, Any]:
 
 
 def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]:
-    """Return the split of this rank or the folder of stages, a record of the model, and what generation needs of it."""
+    """Return the split of this rank or the folder of stages, a record of the model, and what else generation needs."""
     if not stage_folders.is_folder(args.target):
         _require_no_weights(args)
         work, plan = planned_together(args)
-        return sk.split(work.gm, plan), work.source.to_dict(), stage_folders.generation_record(work.example.model)
+        return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
     from splitkit.runtime import open_stages
+    from splitkit.runtime.generation.decoder import DecoderChain
 
     held = open_stages(args.target, args.weights)
     known = held.manifest.value.get("generation")
@@ -175,7 +174,12 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
             f"{args.target} holds stages that do not generate",
             "Plan with --how decoder, and split again.",
         )
-    return held, held.manifest.value.get("model"), stage_folders.checked_generation_record(held.manifest["generation"])
+    record = held.manifest.value.get("model")
+    needed = stage_folders.checked_generation_record(held.manifest["generation"])
+    if DecoderChain.of(held.chain).inputs.whole and not int(os.environ["RANK"]):
+        # its weights are read from the folder, or from --weights
+        needed["model"] = example_of(source.from_plan(args.target, held.manifest.value, args)).model.eval()
+    return held, record, needed
 
 
 def _tokenizer(args: Namespace) -> tuple[Callable[[str], list[int]] | None, Callable[[list[int]], str] | None]:

@@ -15,8 +15,6 @@ from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.source import next_command, source_record
 from splitkit.errors import UsageError
 
-_IN_PYTHON = "in Python, splitkit.generator: a model with an encoder or images generates in one process"
-
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit plan``."""
@@ -49,7 +47,7 @@ def run(args: Namespace) -> Outcome:
     report = sk.report(work.gm, plan, costs)
     took = work.clock.seconds
     times = f"captured in {seconds_text(took['capture'])}, planned in {seconds_text(took['plan'])}"
-    alone = work.source.how == "decoder" and not work.gm.graph.find_nodes(op="placeholder", target="input_ids")
+    tokens = getattr(work.example.model, "main_input_name", "input_ids") == "input_ids"
     data = {
         "command": "plan",
         "model": work.source.to_dict(),
@@ -57,9 +55,9 @@ def run(args: Namespace) -> Outcome:
         "report": report.to_dict(),
         "seconds": took,
         "file": args.output,
-        "next": None if alone else next_command(work.source, args.output),
+        "next": next_command(work.source, args.output, tokens=tokens),
     }
-    written = [f"wrote {args.output}", f"next: {_IN_PYTHON if alone else data['next']}"] if args.output else []
+    written = [f"wrote {args.output}", f"next: {data['next']}"] if args.output else []
     files: dict[str, Mapping[str, Any] | str] = {}
     if args.output:
         files[args.output] = {**plan.to_dict(), "model": source_record(work.source, args.output), **versions()}

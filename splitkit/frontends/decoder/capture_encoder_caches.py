@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from splitkit.graph.caches import ENCODER_CACHES, given_caches, updated_caches
+from splitkit.graph.reduced_graph import reduce_to
 
 
 def note_encoder_caches(gm: fx.GraphModule, whole: fx.GraphModule) -> None:
@@ -17,14 +18,7 @@ def note_encoder_caches(gm: fx.GraphModule, whole: fx.GraphModule) -> None:
     """
     given = {*given_caches(whole)}
     wanted = tuple(node for node in updated_caches(whole) if given.isdisjoint(node.all_input_nodes))
-    output = whole.graph.output_node()
-    output.args = (wanted,)
-    needed = {output}
-    for node in reversed(whole.graph.nodes):
-        if node in needed:
-            needed |= {*node.all_input_nodes}
-        else:
-            whole.graph.erase_node(node)
+    reduce_to(whole.graph, wanted)
     # plain arguments and results, and no check of the model's arguments
     whole.graph.set_codegen(fx.graph.CodeGen())
     gm.meta[ENCODER_CACHES] = fx.GraphModule(whole, whole.graph)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from splitkit._torch import attributes_of, codegen_of, pytree
 from splitkit.engine.serialization import argument_data, graph_data
 from splitkit.engine.serialization.argument_data import dtype_of
 from splitkit.errors import FileError, listed
+from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.json_fields import WRITE_AGAIN, JsonField
 from splitkit.plans import plan_file
@@ -60,6 +61,8 @@ class StageFolder:
         shared: groups of names in ``module``, each group naming one Parameter that several parts have.
         parts: part -> its module, for loaded parts.
         tensors: number in the manifest -> tensor, for loaded tensors.
+        encoder_caches: stage -> the graph that computes its keys and values of an encoder's output, for loaded stages
+            of a decoder that have some.
     """
 
     path: Path
@@ -72,6 +75,7 @@ class StageFolder:
     shared: tuple[tuple[str, ...], ...]
     parts: dict[PartKey, fx.GraphModule] = field(default_factory=dict)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    encoder_caches: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     __repr__ = brief
 
@@ -114,6 +118,8 @@ class StageFolder:
                 self._forget_unsaved(part, data["tensors"])
                 for name in self.chain.own(stage):
                     self._give(name, tensor_of(self.manifest["parent"]["tensors"][name]))
+                if ENCODER_CACHES in data.value:
+                    self.encoder_caches[stage] = graph_data.decode_graph(data[ENCODER_CACHES], tensor_of)
                 self.parts[key] = part
                 self.module.add_module(self.names[key], part)
                 if stage == self.chain.stages - 1:
@@ -130,6 +136,20 @@ class StageFolder:
         rows = [self._row(index) for index in range(len(self.manifest["tensors"].value))]
         found = [[name.text() for name in row["names"].items()] for row in rows if row["saved"].flag()]
         place.read([(names, next((held[name] for name in names if name in held), _NONE)) for names in found])
+
+    def read(self, wanted: Sequence[tuple[Sequence[str], torch.Tensor]]) -> None:
+        """Fill tensors of the model that was split, whether a stage reads them or not.
+
+        Args:
+            wanted: pairs of the names that a tensor has in the model, and the tensor.
+
+        Raises:
+            FileError: SK507 if neither the folder nor its weights have them.
+        """
+        place = self.weights or Weights.at(self.path)
+        rows = [[name.text() for name in row["names"].items()] for row in self.manifest["tensors"].items()]
+        first = {name: names for names in rows for name in names}
+        place.read([(list(dict.fromkeys([*first.get(names[0], ()), *names])), tensor) for names, tensor in wanted])
 
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the saved positional and keyword inputs of one microbatch.

@@ -16,6 +16,7 @@ from splitkit import files
 from splitkit.engine.serialization import argument_data, graph_data
 from splitkit.engine.split import Split
 from splitkit.errors import FileError
+from splitkit.graph.caches import ENCODER_CACHES, caches_of
 from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import attribute, parameters_and_buffers, storage_key
 from splitkit.graph.unsaved_buffers import kept_values
@@ -23,8 +24,12 @@ from splitkit.runtime.folder.checkpoint_weights import INDEX
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA
 from splitkit.runtime.folder.manifest import encode_facts
 from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
+from splitkit.runtime.generation.decoder import EMBEDDED, DecoderChain
+from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.ranks.stage_chain import Chain, chain_of
 
+UNREAD = "in-no-stage.safetensors"
+"""The file of the weights that a decoder's first rank needs besides those of its stage."""
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -41,8 +46,9 @@ def save_stages(
     (the graph of a stage), ``stage-K.safetensors`` (its weights, buffers and constants; a tensor that several stages
     read is in the file of the first) and an index of these in Hugging Face's format. All of it is data: no code,
     nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. Buffers that are in no
-    state dict are written all the same, if `splitkit.capture` knew their values. An old manifest is deleted first and
-    the new one is written last, so that an incomplete folder is refused.
+    state dict are written all the same, if `splitkit.capture` knew their values. Of a decoder with an encoder or
+    images, the weights that no stage reads are written too, for what runs whole on the first rank. An old manifest is
+    deleted first and the new one is written last, so that an incomplete folder is refused.
 
     Args:
         split: captured by ``torch.export``, with the inputs of one microbatch.
@@ -57,10 +63,17 @@ def save_stages(
     chain = chain_of(split)
     tensors = _Tensors(split)
     programs = [graph_data.encode_graph(part, tensors.number) for part in split.parts.values()]
+    if ENCODER_CACHES in split.flow.root.meta:
+        decoder = DecoderChain.of(chain)
+        for stage, program in enumerate(programs):
+            if names := decoder.constants(stage):
+                caches = encoder_caches_of(split.flow.root, names)
+                program[ENCODER_CACHES] = graph_data.encode_graph(caches, tensors.number)
     parent = graph_data.encode_graph(split.module, tensors.number, tuple(split.names.values()))
     tensors.require_apart(chain.facts.writes)
     texts = [json.dumps(program) + "\n" for program in programs]
     held = tensors.by_stage(chain, programs, parent)
+    unread = tensors.unread_data() if _is_run_whole(split) else {}
     example = None if inputs is None else bind_inputs(split.module, *inputs)
     if example is not None and any(isinstance(v, torch.Tensor) and v.is_meta for v in example):
         example = None
@@ -88,7 +101,9 @@ def save_stages(
             write_tensors(place / f"stage-{stage}.safetensors", held[stage])
         if example is not None:
             write_tensors(place / EXAMPLE, {str(i): v for i, v in enumerate(example) if isinstance(v, torch.Tensor)})
-        files.write_file(place / INDEX, json.dumps(_index(held), indent=1) + "\n")
+        if unread:
+            write_tensors(place / UNREAD, unread)
+        files.write_file(place / INDEX, json.dumps(_index(held, unread), indent=1) + "\n")
         files.write_file(place / MANIFEST, json.dumps(manifest) + "\n")
     except OSError as error:
         raise files.refusal(folder, error) from error
@@ -102,7 +117,7 @@ class _Tensors:
     """
 
     def __init__(self, split: Split) -> None:
-        root = split.flow.root
+        root = self._root = split.flow.root
         read = [str(node.target) for node in split.flow.graph.find_nodes(op="get_attr")]
         self._names: dict[int, dict[str, None]] = {}
         for name, tensor in {**{n: attribute(root, n) for n in read}, **parameters_and_buffers(root)}.items():
@@ -142,6 +157,13 @@ class _Tensors:
         """Return the names in the state dict of the model that no stage reads, which a checkpoint may have."""
         return sorted(self._saved.difference(*(row["names"] for row in self.rows)))
 
+    def unread_data(self) -> dict[str, torch.Tensor]:
+        """Return the tensors with data that the model's state dict has and no stage reads; a tied one once."""
+        held = parameters_and_buffers(self._root)
+        unread = {name: held[name] for name in self.unread() if name in held and not held[name].is_meta}
+        first = {id(tensor): name for name, tensor in reversed(unread.items())}
+        return {name: unread[name] for name in first.values()}
+
     def require_apart(self, written: Sequence[str]) -> None:
         """Refuse tensors that share memory if one of them changes: read from a file, they would no longer share it."""
         first: dict[object, int] = {}
@@ -172,8 +194,15 @@ class _Tensors:
 
 
 def _numbers(program: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the tensors of a graph and of the graphs nested in it."""
-    return [*program["tensors"].values(), *(n for inner in program["modules"].values() for n in _numbers(inner))]
+    """Return the numbers of the tensors of a graph, of the graphs nested in it, and of what it keeps of an encoder."""
+    inner = [*program["modules"].values(), *([program[ENCODER_CACHES]] if ENCODER_CACHES in program else [])]
+    return [*program["tensors"].values(), *(n for graph in inner for n in _numbers(graph))]
+
+
+def _is_run_whole(split: Split) -> bool:
+    """Whether the first rank also runs something that is in no stage: an encoder, or embeddings with images."""
+    inputs = split.flow.graph.find_nodes(op="placeholder", target=EMBEDDED)
+    return ENCODER_CACHES in split.flow.root.meta or bool(inputs and caches_of(split.flow.root))
 
 
 def _strides(tensor: torch.Tensor) -> list[int] | None:
@@ -204,15 +233,16 @@ def _example(example: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _index(held: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-    total = sum(t.numel() * t.element_size() for tensors in held for t in tensors.values())
+def _index(held: Sequence[Mapping[str, torch.Tensor]], unread: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    total = sum(t.numel() * t.element_size() for tensors in (*held, unread) for t in tensors.values())
     where = {name: f"stage-{stage}.safetensors" for stage, tensors in enumerate(held) for name in tensors}
+    where |= dict.fromkeys(unread, UNREAD)
     return {"metadata": {"total_size": total}, "weight_map": where}
 
 
 def _clear(folder: Path) -> None:
     """Remove the stages of an earlier split, its manifest first."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    for pattern in ("stage-*.json", "stage-*.safetensors", INDEX, EXAMPLE):
+    for pattern in ("stage-*.json", "stage-*.safetensors", INDEX, EXAMPLE, UNREAD):
         for file in folder.glob(pattern):
             file.unlink()

@@ -2,26 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ARGUMENTS
 from splitkit.runtime.devices.accelerators import current
+from splitkit.runtime.generation.encoder_caches import StageEncoderCaches
 from splitkit.runtime.generation.generation_request import Request
-from splitkit.runtime.generation.ring import BorderType
+from splitkit.runtime.generation.ring import BorderType, RingBorder
 from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain
 
-TOKENS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
-_OF_ONE_PROCESS = ("encoder_outputs", "decoder_input_ids", "inputs_embeds")
-"""What a decoder with an encoder or images reads."""
+MASK = "attention_mask"
+EMBEDDED = "inputs_embeds"
+"""The input for embeddings in place of tokens."""
+_IDS, _STARTED = "input_ids", "decoder_input_ids"
+ENCODED = "encoder_outputs_last_hidden_state"
+"""The input for the output of an encoder."""
+
+
+@dataclass(frozen=True)
+class DecoderInputs:
+    """The names of the inputs of a decoder's step that are no caches.
+
+    Attributes:
+        tokens: the tokens of the step, or their embeddings.
+        mask: which positions are padding.
+        positions: the positions of the tokens.
+        has_encoder: whether it reads the output of an encoder, `ENCODED`.
+    """
+
+    tokens: str
+    mask: str
+    positions: str
+    has_encoder: bool
+
+    @classmethod
+    def among(cls, names: Collection[str]) -> DecoderInputs | None:
+        """Return the names for a graph with these inputs; ``None`` if it is not that of a decoder."""
+        tokens = next((name for name in (_STARTED, _IDS, EMBEDDED) if name in names), None)
+        if tokens is None:
+            return None
+        before = "decoder_" if tokens == _STARTED else ""
+        return cls(tokens, f"{before}{MASK}", f"{before}position_ids", bool(before))
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the step reads embeddings and no tokens."""
+        return self.tokens == EMBEDDED
+
+    @property
+    def whole(self) -> bool:
+        """Whether the first rank also runs what is in no stage: an encoder, or what is in front of a language model."""
+        return self.embedded or self.has_encoder
 
 
 @dataclass(frozen=True)
@@ -30,13 +70,17 @@ class DecoderChain:
 
     Attributes:
         chain: the stages.
+        inputs: the names of the other inputs.
         logits: the node of the parent that computes the logits, ``[sequences, 1, vocabulary]``.
         caches: name of an input that is a cache -> the node of the parent that computes what it is after the step.
+        constant: the caches that a step returns as they are: keys and values of an encoder's output.
     """
 
     chain: Chain
+    inputs: DecoderInputs
     logits: Node
     caches: Mapping[str, Node]
+    constant: frozenset[str]
 
     @classmethod
     def of(cls, chain: Chain) -> DecoderChain:
@@ -47,46 +91,59 @@ class DecoderChain:
                 read.
         """
         graph = chain.split.module.graph
-        inputs = [str(node.target) for node in graph.find_nodes(op="placeholder")]
-        held = [name for name in inputs if name.startswith(ARGUMENTS) and chain.facts.inputs[name] is not None]
-        outputs = graph.output_node().all_input_nodes
-        foreign = [name for name in inputs if name.startswith(_OF_ONE_PROCESS) and chain.facts.inputs[name] is not None]
-        if held and foreign:
+        names = [str(node.target) for node in graph.find_nodes(op="placeholder")]
+        known = [name for name in names if chain.facts.inputs[name] is not None]
+        held = [name for name in known if name.startswith(ARGUMENTS)]
+        outputs, inputs = graph.output_node().all_input_nodes, DecoderInputs.among(known)
+        extra = int(inputs is not None and inputs.has_encoder)
+        if not held or inputs is None or len(outputs) != 1 + len(held) + extra:
             raise PipelineError(
                 "SK801",
-                f"the decoder reads {listed(foreign, 3)}, which ranks cannot make from a prompt",
-                "Generate in one process, with transformers' generate: sk.generator(model, split, devices).",
-                foreign,
-            )
-        if not held or TOKENS not in inputs or len(outputs) != len(held) + 1:
-            raise PipelineError(
-                "SK801",
-                "the split is not that of a decoder with a cache: its inputs are " + listed(inputs, 6),
+                "the split is not that of a decoder with a cache: its inputs are " + listed(names, 6),
                 "Capture one step of the decoder: sk.capture_decoder(model).",
             )
-        made = cls(chain, outputs[0], dict(zip(held, outputs[1:], strict=True)))
-        for stage in range(chain.stages):
-            made._require_known(stage)
+        caches = dict(zip(held, outputs[1 : 1 + len(held)], strict=True))
+        constant = frozenset(name for name, node in caches.items() if str(node.target) == name)
+        made = cls(chain, inputs, outputs[0], caches, constant)
+        made._require_known()
         return made
 
-    def _require_known(self, stage: int) -> None:
-        for node in self.chain.inputs(stage):
-            name = str(node.target)
-            if name in self.caches and (writes := self.chain.stage_of[self.caches[name]]) != stage:
-                raise PipelineError(
-                    "SK801",
-                    f"stage {stage} reads the cache {name}, and stage {writes} writes it",
-                    "Put all nodes that read a cache into one stage.",
-                    [name],
-                )
-            given = self.chain.facts.inputs.get(name)
-            if name not in (*self.caches, TOKENS, MASK, POSITIONS) and given is not None:
-                raise PipelineError(
-                    "SK801",
-                    f"stage {stage} reads the input {name}, which ranks cannot make from a prompt",
-                    "Generate in one process, with transformers' generate.",
-                    [name],
-                )
+    def _require_known(self) -> None:
+        """Refuse stages that read each other's caches, or inputs that ranks cannot make."""
+        inputs, readers = self.inputs, dict[str, int]()
+        known = {*self.caches, inputs.tokens, inputs.mask, inputs.positions, *([MASK] if inputs.has_encoder else [])}
+        for stage in range(self.chain.stages):
+            for name in (str(node.target) for node in self.chain.inputs(stage)):
+                if name in self.caches:
+                    keeper = self.chain.stage_of.get(self.caches[name], stage)
+                    if (other := readers.setdefault(name, keeper)) != stage:
+                        self._refuse_border(name, stage, other)
+                elif name not in known and self.chain.facts.inputs.get(name) is not None:
+                    raise PipelineError(
+                        "SK801",
+                        f"stage {stage} reads the input {name}, which ranks cannot make from a prompt",
+                        "Generate in one process, with transformers' generate.",
+                        [name],
+                    )
+
+    def _refuse_border(self, name: str, stage: int, other: int) -> None:
+        does = "reads" if name in self.constant else "writes"
+        raise PipelineError(
+            "SK801",
+            f"stage {stage} reads the cache {name}, and stage {other} {does} it",
+            "Put all nodes that read a cache into one stage.",
+            [name],
+        )
+
+    def constants(self, stage: int) -> tuple[str, ...]:
+        """Return the caches that a stage computes once from an encoder's output, in the order of the inputs."""
+        read = {str(node.target) for node in self.chain.inputs(stage)}
+        return tuple(name for name in self.caches if name in self.constant and name in read)
+
+    def _reads_encoder(self, stage: int) -> bool:
+        """Whether a stage needs an encoder's output, or how many positions it has."""
+        masked = any(str(node.target) == MASK for node in self.chain.inputs(stage))
+        return self.inputs.has_encoder and (masked or bool(self.constants(stage)))
 
     @property
     def stages(self) -> int:
@@ -108,21 +165,47 @@ class DecoderChain:
     def passes_tokens(self, stage: int) -> bool:
         """Whether a stage behind this one reads the tokens."""
         later = range(stage + 1, self.stages)
-        return any(str(node.target) == TOKENS for s in later for node in self.chain.inputs(s))
+        return any(str(node.target) == self.inputs.tokens for s in later for node in self.chain.inputs(s))
 
-    def border(self, stage: int) -> tuple[BorderType, ...]:
+    def border(self, stage: int) -> RingBorder:
         """Return the types of what crosses the border behind a stage; behind the last one, the next tokens.
+
+        The output of an encoder crosses with a new request, as far as stages need it.
 
         Raises:
             PipelineError: SK801 for a value that cannot be sent.
         """
         if stage == self.stages - 1:
-            return (BorderType(torch.long, 1),)
+            return RingBorder((BorderType(torch.long, 1),))
         values = [self.chain.value(node).sent(False) for node in self._sent(stage)]
         types = [BorderType(v.like.dtype, v.like.dim(), v.order, v.scalar) for v in values]
         # numbers that follow from sizes, which a folder does not describe
         numbers = [BorderType(scalar=int)] * (len(self.live(stage)) - len(types))
-        return (*types, *numbers, *([BorderType(torch.long, 2)] if self.passes_tokens(stage) else []))
+        tokens = [self._given(self.inputs.tokens)] if self.passes_tokens(stage) else []
+        needed = any(self._reads_encoder(later) for later in range(stage + 1, self.stages))
+        entering = [self._given(ENCODED)] if needed else []
+        return RingBorder((*types, *numbers, *tokens), tuple(entering))
+
+    def require_like(self, name: str, value: torch.Tensor | None) -> None:
+        """Refuse a value of an input of another dtype than at capture: a border would read its bytes wrongly.
+
+        Raises:
+            PipelineError: SK803.
+        """
+        like = self.chain.facts.inputs.get(name)
+        if value is not None and like is not None and (value.dtype, value.dim()) != (like.dtype, like.dim()):
+            raise PipelineError(
+                "SK803",
+                f"{name} is {value.dtype} of {value.dim()} dimensions, and was captured as {like.dtype} of "
+                f"{like.dim()}",
+                "Give the model in the dtype in which it was captured.",
+                [name],
+            )
+
+    def _given(self, name: str) -> BorderType:
+        like = self.chain.facts.inputs[name]
+        assert like is not None
+        return BorderType(like.dtype, like.dim())
 
 
 @dataclass
@@ -132,38 +215,69 @@ class Held:
     Attributes:
         padding: the number of padded positions of each sequence, on the left, ``[sequences]``.
         length: the positions that the caches hold.
+        encoded: which positions of an encoder's output are no padding, ``[sequences, positions]``; ``None`` if the
+            stage does not read them.
         caches: name of an input -> the cache.
     """
 
     padding: torch.Tensor
     length: int
+    encoded: torch.Tensor | None = None
     caches: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class DecoderStage:
     """One stage of a decoder.
 
+    Args:
+        decoder: the stages.
+        stage: the number of the stage.
+        device: its device.
+        encoder: the graph that computes the constant caches of the stage, if it has some.
+
     Attributes:
+        decoder: all stages.
+        part: the module of the stage.
         held: number of a request -> what the stage holds of it.
     """
 
-    def __init__(self, decoder: DecoderChain, stage: int, device: torch.device) -> None:
+    def __init__(
+        self, decoder: DecoderChain, stage: int, device: torch.device, encoder: fx.GraphModule | None = None
+    ) -> None:
         chain = decoder.chain
         key = chain.keys[stage]
         self.part = chain.split.parts[key]
         self.held: dict[int, Held] = {}
         self._read = {**chain.own(stage), chain.split.names[key]: self.part}
         self._nodes, self._inputs = chain.nodes(stage), chain.inputs(stage)
-        self._decoder, self._stage, self._device = decoder, stage, device
+        self.decoder, self._stage, self._device = decoder, stage, device
         self._received = decoder.live(stage - 1) if stage else ()
         self._sent = decoder.live(stage) if stage < decoder.stages - 1 else ()
+        names = decoder.constants(stage)
+        captured = chain.facts.captured
+        self._encoder = None if encoder is None else StageEncoderCaches(encoder, names, captured, device)
 
-    def enter(self, number: int, request: Request) -> None:
-        """Make the empty caches of a request."""
+    def enter(self, number: int, request: Request, encoded: torch.Tensor | None = None) -> None:
+        """Make the caches of a request: empty ones, and those of an encoder's output.
+
+        Args:
+            number: the request.
+            request: what is asked for.
+            encoded: the output of an encoder, ``[sequences, positions, hidden]``, where the stage reads it.
+        """
         longest = request.longest
-        padding = torch.tensor([longest - len(prompt) for prompt in request.prompts], device=self._device)
-        caches = {name: self._empty(name, len(padding)) for name in self._caches}
-        self.held[number] = Held(padding, 0, caches)
+        padding = torch.tensor([longest - len(row) for row in request.decoded], device=self._device)
+        held = self.held[number] = Held(padding, 0)
+        growing = [name for name in self._caches if name not in self.decoder.constant]
+        held.caches = {name: self._empty(name, len(padding)) for name in growing}
+        if encoded is None:
+            return
+        held.encoded = _encoded_mask(request, encoded)
+        if self._encoder is not None:
+            # of the tokens only the number of sequences is read
+            tokens = torch.zeros_like(padding)[:, None]
+            given = {ENCODED: encoded, MASK: held.encoded, self.decoder.inputs.tokens: tokens}
+            held.caches |= self._encoder.compute(given)
 
     def leave(self, number: int) -> None:
         """Free the caches of a request."""
@@ -177,14 +291,14 @@ class DecoderStage:
             number: the request.
             query: the number of tokens of each sequence.
             received: what crosses the border before this stage; for the first stage the tokens,
-                ``[sequences, query]``.
+                ``[sequences, query]``, or their embeddings, ``[sequences, query, hidden]``.
 
         Returns:
             What crosses the border behind this stage; from the last one the logits of the last position,
             ``[sequences, vocabulary]``.
         """
         held = self.held[number]
-        tokens = received[-1] if not self._stage or self._decoder.passes_tokens(self._stage - 1) else None
+        tokens = received[-1] if not self._stage or self.decoder.passes_tokens(self._stage - 1) else None
         values: dict[Node, Any] = dict(zip(self._received, received, strict=False))
         for node in self._inputs:
             values[node] = self._input(str(node.target), held, query, tokens)
@@ -192,11 +306,12 @@ class DecoderStage:
             for node in self._nodes:
                 values[node] = result_of(node, values, self._read, self.part)
         for name in self._caches:
-            held.caches[name] = values[self._decoder.caches[name]]
+            if name not in self.decoder.constant:
+                held.caches[name] = values[self.decoder.caches[name]]
         held.length += query
-        if self._stage == self._decoder.stages - 1:
-            return (values[self._decoder.logits][:, -1],)
-        passed = (tokens,) if self._decoder.passes_tokens(self._stage) else ()
+        if self._stage == self.decoder.stages - 1:
+            return (values[self.decoder.logits][:, -1],)
+        passed = (tokens,) if self.decoder.passes_tokens(self._stage) else ()
         return (*(values[node] for node in self._sent), *passed)
 
     def weight_bytes(self) -> int:
@@ -210,15 +325,17 @@ class DecoderStage:
 
     @cached_property
     def _caches(self) -> tuple[str, ...]:
-        return tuple(name for node in self._inputs if (name := str(node.target)) in self._decoder.caches)
+        return tuple(name for node in self._inputs if (name := str(node.target)) in self.decoder.caches)
 
     def _input(self, name: str, held: Held, query: int, tokens: torch.Tensor | None) -> Any:
-        if name == TOKENS:
+        if name == self.decoder.inputs.tokens:
             return tokens
         if name in held.caches:
-            return held.caches.pop(name)
+            return held.caches[name] if name in self.decoder.constant else held.caches.pop(name)
+        if name == MASK and self.decoder.inputs.has_encoder:
+            return held.encoded
         end = held.length + query
-        if name == MASK:
+        if name == self.decoder.inputs.mask:
             return (torch.arange(end, device=self._device) >= held.padding[:, None]).long()
         positions = torch.arange(held.length, end, device=self._device) - held.padding[:, None]
         return positions.clamp(min=0)
@@ -228,8 +345,15 @@ class DecoderStage:
 
         A state of constant size begins with zeros.
         """
-        facts = self._decoder.chain.facts
+        facts = self.decoder.chain.facts
         like, shape = facts.inputs[name], facts.sizes.inputs[name]
         assert like is not None
         sizes = [size if isinstance(size, int) else 0 for size in shape]
         return torch.zeros([sequences, *sizes[1:]], dtype=like.dtype, device=self._device)
+
+
+def _encoded_mask(request: Request, encoded: torch.Tensor) -> torch.Tensor:
+    """Return which positions of an encoder's output are no padding: prompts are padded on the right."""
+    places = torch.arange(encoded.shape[1], device=encoded.device)
+    lengths = [len(prompt) for prompt in request.prompts] or [encoded.shape[1]] * encoded.shape[0]
+    return (places < torch.tensor(lengths, device=encoded.device)[:, None]).long()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.engine.split import Split
 from splitkit.engine.split import split as split_graph
-from splitkit.graph.caches import ENCODER_CACHES
+from splitkit.graph.caches import ENCODER_CACHES, constant_caches
+from splitkit.graph.reduced_graph import reduce_to
+from splitkit.graph.storages import attribute
 from splitkit.plans.parts import PartKey
+from splitkit.runtime.devices.accelerators import current
+from splitkit.runtime.devices.hardcoded_devices import follow_device
+from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.devices.on_devices import OnDevices
 from splitkit.runtime.generation.kept_caches import KeptCache
 
@@ -35,6 +40,55 @@ class EncoderCaches:
     def compute(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         """Return the constant caches in their order, for the output of an encoder among the inputs of a step."""
         return list(self._run(*(inputs[name] for name in self.inputs)))
+
+
+class StageEncoderCaches:
+    """The graph that computes the constant caches of one stage of a decoder.
+
+    Args:
+        gm: from `encoder_caches_of`; its tensors are moved to the device.
+        names: the names of the caches, in the order in which the graph returns them.
+        captured: the device types on which the graph was captured.
+        device: the device of the stage.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, names: Sequence[str], captured: frozenset[str], device: torch.device
+    ) -> None:
+        follow_device(gm, torch.device(device.type), captured)
+        move_tensors(gm, nn.Module(), dict.fromkeys(map(id, _tensors_read(gm)), device))
+        self._gm, self._names, self._device = gm, tuple(names), device
+        self._inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+
+    @torch.no_grad()
+    def compute(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return name -> constant cache, for the output of an encoder among the inputs of a step."""
+        with current(self._device):
+            found = self._gm(*(inputs[name] for name in self._inputs))
+        return dict(zip(self._names, found, strict=True))
+
+
+def encoder_caches_of(gm: fx.GraphModule, names: Collection[str]) -> fx.GraphModule:
+    """Return the graph that computes some of a decoder's constant caches, in their order; it shares the tensors.
+
+    Args:
+        gm: the graph of a step of a decoder with an encoder.
+        names: the names of the caches.
+    """
+    whole: fx.GraphModule = gm.meta[ENCODER_CACHES]
+    graph, copied = fx.Graph(), dict[Node, Node]()
+    graph.graph_copy(whole.graph, copied)
+    outputs: Any = whole.graph.output_node().args[0]
+    kept = [copied[node] for name, node in zip(constant_caches(gm), outputs, strict=True) if name in names]
+    graph.output(tuple(kept))
+    reduce_to(graph, tuple(kept))
+    return fx.GraphModule(whole, graph)
+
+
+def _tensors_read(gm: fx.GraphModule) -> list[torch.Tensor]:
+    """Return the tensors that a graph reads."""
+    found = [attribute(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
+    return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def _places(gm: fx.GraphModule, homes: list[PartKey]) -> dict[Node, PartKey]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from splitkit.checks import is_number, is_whole, shown
@@ -27,7 +27,8 @@ class Request:
     """Prompts to continue, together as one batch, and how. The names are those of transformers' ``generate``.
 
     Attributes:
-        prompts: the token ids of one or several sequences, of different lengths if you like.
+        prompts: the token ids of one or several sequences, of different lengths if you like. An encoder reads them, if
+            the model has one; where it reads something else, such as speech, there are none.
         max_new_tokens: the most tokens that are added to each sequence.
         do_sample: whether to draw the next token at random; otherwise it is the most likely one.
         temperature: divides the logits, if ``do_sample``.
@@ -38,9 +39,13 @@ class Request:
         no_repeat_ngram_size: no run of this many tokens occurs twice; 0 for no limit.
         eos_token_id: tokens that end a sequence; ``None`` for the model's.
         seed: of the random numbers; a request gives the same tokens whatever runs beside it.
+        decoder_input_ids: the tokens with which the decoder of a model with an encoder starts, all equally many: for
+            each sequence, or once for all; ``None`` for the model's.
+        inputs: what else the model reads, such as ``pixel_values`` or ``input_features``: name -> a tensor, or nested
+            lists of numbers. `from_data` takes them beside the other fields too.
     """
 
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[tuple[int, ...], ...] = ()
     max_new_tokens: int = 20
     do_sample: bool = False
     temperature: float = 1.0
@@ -51,13 +56,20 @@ class Request:
     no_repeat_ngram_size: int = 0
     eos_token_id: tuple[int, ...] | None = None
     seed: int = 0
+    decoder_input_ids: tuple[tuple[int, ...], ...] | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     __repr__ = brief
 
     @property
+    def decoded(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens that the decoder reads before the first new one, of each sequence."""
+        return self.prompts if self.decoder_input_ids is None else self.decoder_input_ids
+
+    @property
     def longest(self) -> int:
-        """The length of the longest prompt, to which the others are padded on the left."""
-        return max(map(len, self.prompts))
+        """The most tokens before the first new one, to which the other sequences are padded on the left."""
+        return max(map(len, self.decoded))
 
     @property
     def positions(self) -> int:
@@ -66,12 +78,13 @@ class Request:
 
     @property
     def cache_tokens(self) -> int:
-        """The tokens that the caches may come to hold: the last new token is never fed back."""
-        return len(self.prompts) * (self.positions - 1)
+        """The tokens that the caches may come to hold, but for an encoder's: the last new token is never fed back."""
+        return len(self.decoded) * (self.positions - 1)
 
     def to_json(self) -> str:
-        """Return the request as JSON text, for `from_data`."""
-        return json.dumps(asdict(self))
+        """Return the request without its `inputs` as JSON text, for `from_data`."""
+        data = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "inputs"}
+        return json.dumps({name: value for name, value in data.items() if value not in (None, ())})
 
     @classmethod
     def from_data(cls, data: Any) -> Request:
@@ -91,12 +104,16 @@ class Request:
         for name, value in given.items():
             if name in _REFUSED and value not in (None, 1):
                 raise _bad(f"{name} is {value!r}: {_REFUSED[name]}", "Generate in one process: splitkit.generator.")
-            if name not in known and name not in _REFUSED:
+            if name not in known and name not in _REFUSED and not _is_array(value):
                 raise _bad(f"a request has no field {name!r}", nearest(name, known, f"Fields: {', '.join(known)}."))
-        if "prompts" not in given:
-            raise _bad("a request has no prompt", "Give input_ids, or a prompt and a tokenizer.")
+        further = {name: value for name, value in given.items() if name not in known and name not in _REFUSED}
         given = {name: value for name, value in given.items() if name in known}
-        given["prompts"] = _sequences(given["prompts"])
+        given["inputs"] = {**_mapping(given.get("inputs")), **further}
+        if not (given["inputs"] or "prompts" in given or given.get("decoder_input_ids") is not None):
+            raise _bad("a request has no prompt", "Give input_ids, or a prompt and a tokenizer.")
+        for name in ("prompts", "decoder_input_ids"):
+            if given.get(name) is not None:
+                given[name] = _sequences(given[name])
         if (ends := given.get("eos_token_id")) is not None:
             given["eos_token_id"] = _row([ends] if is_whole(ends) else ends)
         made = cls(**given)
@@ -145,17 +162,22 @@ class RequestLimits:
     positions: int | None = None
     cache_tokens: int | None = None
 
-    def require(self, request: Request) -> None:
+    def require(self, request: Request, encoded: int = 0) -> None:
         """Refuse a request that can never be answered.
+
+        Args:
+            request: the request.
+            encoded: the positions of an encoder that are cached for each of its sequences.
 
         Raises:
             PipelineError: SK802; names the limit.
         """
-        for row, prompt in enumerate(request.prompts):
+        for row, prompt in enumerate((*request.prompts, *(request.decoder_input_ids or ()))):
             wrong = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
             if wrong is not None:
                 raise _bad(
-                    f"prompt {row} has the token {wrong}, and the model knows tokens from 0 to {self.vocabulary - 1}",
+                    f"prompt {row % len(request.decoded)} has the token {wrong}, and the model knows tokens from 0 to "
+                    f"{self.vocabulary - 1}",
                     "Use the tokenizer of this model.",
                 )
         if self.positions is not None and request.positions > self.positions:
@@ -164,15 +186,16 @@ class RequestLimits:
                 f"and the model has {self.positions}",
                 f"Shorten the prompt, or ask for at most {max(0, self.positions - request.longest)} new tokens.",
             )
-        if self.cache_tokens is not None and request.cache_tokens > self.cache_tokens:
+        wanted = request.cache_tokens + encoded * len(request.decoded)
+        if self.cache_tokens is not None and wanted > self.cache_tokens:
             raise _bad(
-                f"the cache would come to {request.cache_tokens} tokens, and there is memory for {self.cache_tokens}",
+                f"the cache would come to {wanted} tokens, and there is memory for {self.cache_tokens}",
                 "Ask for fewer new tokens, or for fewer sequences at once.",
             )
 
 
 def _require_values(request: Request) -> None:
-    if not request.prompts or not all(request.prompts):
+    if not all(request.prompts) or not all(request.decoder_input_ids or ()):
         raise _bad("the prompt is empty", "Give at least one token, for example the one that begins a text.")
     for name, least in {"max_new_tokens": 1, "top_k": 0, "no_repeat_ngram_size": 0, "seed": 0}.items():
         if not is_whole(value := getattr(request, name), least):
@@ -192,6 +215,16 @@ def _require_values(request: Request) -> None:
         raise _bad(f"min_p is {shown(request.min_p)}", "Give a number from 0 to 1.")
     if not isinstance(request.do_sample, bool):
         raise _bad(f"do_sample is {shown(request.do_sample)}", "Give true or false.")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") or isinstance(value, list | tuple)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise _bad(f"inputs is {shown(value)}", 'Give names and tensors: {"pixel_values": ...}.')
+    return value or {}
 
 
 def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:

@@ -15,25 +15,32 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
-from splitkit.errors import PipelineError, SplitError
+from splitkit.errors import PipelineError, SplitError, listed
+from splitkit.graph.caches import ENCODER_CACHES
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.generation.decoder import DecoderChain, DecoderStage
+from splitkit.runtime.generation.before_stages import BeforeStages
+from splitkit.runtime.generation.decoder import ENCODED, DecoderChain, DecoderStage
+from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
+from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.prompt_pieces import piece
 from splitkit.runtime.generation.ring import END, RUN, Message, Ring
 from splitkit.runtime.generation.sampling import Sampler, processors
 from splitkit.runtime.generation.serving_progress import ServingProgress
+from splitkit.runtime.generation.whole_modules import before_stages
 from splitkit.runtime.ranks.faults import global_ranks, naming_failures, time_limit
-from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
+from splitkit.runtime.ranks.rank_agreement import from_first, require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.weight_agreement import require_same_model
@@ -43,7 +50,8 @@ from splitkit.short_repr import brief
 def serve(
     split: Split | StageFolder,
     *,
-    eos_token_id: int | Collection[int] = (),
+    model: Any = None,
+    eos_token_id: int | Collection[int] | None = None,
     pad_token_id: int | None = None,
     positions: int | None = None,
     in_flight: int | None = None,
@@ -63,20 +71,27 @@ def serve(
     Args:
         split: one step of a decoder with its caches as inputs and outputs, in the order of the stages; or stages on
             disk (`splitkit.runtime.open_stages`), of which each rank loads its own.
+        model: the model that was captured, on rank 0; other ranks may give ``None``. It is needed if it has an encoder
+            or reads images: what is in no stage runs whole on rank 0, and needs its weights. With stages on disk it may
+            be on ``meta``: its weights are read from where those of the stages are. The tokens and positions below are
+            those of its configuration, if they are not given.
         eos_token_id: the tokens that end a sequence, unless a request names others.
         pad_token_id: the token with which shorter prompts of a request are filled up; by default one that ends.
         positions: the most tokens of a sequence, ``max_position_embeddings`` of the model; ``None`` for no limit.
         in_flight: the most requests underway; by default twice as many as stages.
-        cache_tokens: the most tokens that the caches of all requests underway may come to hold, which bounds their
-            memory on every rank: a request waits until there is room. ``None`` for no limit.
+        cache_tokens: the most tokens that the caches of all requests underway may come to hold, with the positions of
+            an encoder, which bounds their memory on every rank: a request waits until there is room. ``None`` for no
+            limit.
         chunk: the most tokens of a prompt that run at once, so that a long prompt does not hold up the others; ``None``
             for the whole prompt. Later pieces of a prompt are shorter, so that each takes about as long as the first.
         group: the ranks; by default the whole default process group.
         device: the device of this rank; by default as for `splitkit.runtime.pipeline`.
 
     Raises:
-        PipelineError: SK801 for a split that is no decoder, or has not one stage for each rank; SK802 for arguments
-            that make no sense; SK804 without a process group, or if the ranks do not run the same.
+        PipelineError: SK801 for a split that is no decoder, or has not one stage for each rank, or without a model that
+            is needed; SK802 for arguments that make no sense; SK804 without a process group, or if the ranks do not run
+            the same, or the model has other weights; SK807 for weights on ``meta``.
+        FileError: as `StageFolder.load`.
     """
     require_process_group()
     for name, value in {
@@ -87,11 +102,10 @@ def serve(
     }.items():
         if value is not None and not is_whole(value, 1):
             raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a whole number of at least 1.")
-    ends = frozenset([eos_token_id] if is_whole(eos_token_id) else eos_token_id)  # type: ignore[arg-type]
     chain = chain_of(split) if isinstance(split, Split) else split.chain
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    facts = {"end tokens": sorted(ends), "padding": pad_token_id, "in_flight": in_flight, "chunk": chunk}
-    require_same(chain, facts, group)
+    given = ModelTokens().or_given(eos_token_id, pad_token_id, positions)
+    require_same(chain, {"tokens": given, "in_flight": in_flight, "chunk": chunk}, group)
     if chain.stages != ranks:
         raise PipelineError(
             "SK801",
@@ -103,27 +117,38 @@ def serve(
         split.load([rank], placed)
     decoder = DecoderChain.of(chain)
     place_stages(chain, [rank], placed)
-    require_same_model(chain, [rank], group)
-    limits = RequestLimits(decoder.vocabulary, positions, cache_tokens)
-    tokens = Tokens(ends, next(iter(sorted(ends)), 0) if pad_token_id is None else pad_token_id)
-    return Generator(decoder, limits, tokens, in_flight or 2 * ranks, chunk, group, placed)
+    encoder = _encoder_caches(split, decoder, rank)
+    require_same_model(chain, [rank], group, _constant_tensors(split, encoder, rank))
+    before: list[BeforeStages] = []
+
+    def prepared() -> ModelTokens:
+        known = ModelTokens() if model is None else ModelTokens.of(model)
+        known = known.or_given(eos_token_id, pad_token_id, positions)
+        before.append(before_stages(model, split, decoder.inputs, known, placed))
+        return known
+
+    tokens = from_first(prepared, group)
+    limits = RequestLimits(decoder.vocabulary, tokens.positions, cache_tokens)
+    stage = DecoderStage(decoder, rank, placed, encoder)
+    return Generator(stage, limits, tokens, in_flight or 2 * ranks, chunk, group, placed, *before)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens with a meaning.
+def _encoder_caches(split: Split | StageFolder, decoder: DecoderChain, stage: int) -> fx.GraphModule | None:
+    """Return the graph that computes the constant caches of a stage, if it has some."""
+    if isinstance(split, StageFolder):
+        return split.encoder_caches.get(stage)
+    names = decoder.constants(stage)
+    return encoder_caches_of(split.flow.root, names) if names else None
 
-    Attributes:
-        ends: those that end a sequence, unless a request names others.
-        pad: the one that fills up shorter prompts.
-    """
 
-    ends: frozenset[int]
-    pad: int
-
-    def ends_of(self, request: Request) -> frozenset[int]:
-        """Return the tokens that end a sequence of a request."""
-        return self.ends if request.eos_token_id is None else frozenset(request.eos_token_id)
+def _constant_tensors(
+    split: Split | StageFolder, encoder: fx.GraphModule | None, rank: int
+) -> Mapping[str, torch.Tensor]:
+    """Return the weights with which this rank computes constant caches; on rank 0 those of all, if it has them."""
+    held = encoder
+    if rank == 0 and isinstance(split, Split):
+        held = split.flow.root.meta.get(ENCODER_CACHES)
+    return {} if held is None else parameters_and_buffers(held)
 
 
 @dataclass
@@ -132,13 +157,16 @@ class Underway:
 
     Attributes:
         request: the request.
-        tokens: the tokens to run next, ``[sequences, query]``; with those of a prompt, all that are left of it.
+        tokens: the tokens to run next, ``[sequences, query]``, or their embeddings; with those of a prompt, all that
+            are left of it.
+        encoded: the output of an encoder, until it is sent.
         found: the tokens that each sequence got.
         entered: whether the other ranks know the request.
     """
 
     request: Request
-    tokens: torch.Tensor
+    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    encoded: torch.Tensor | None = None
     found: list[list[int]] = field(default_factory=list)
     entered: bool = False
 
@@ -156,20 +184,23 @@ class Generator:
 
     def __init__(
         self,
-        decoder: DecoderChain,
+        stage: DecoderStage,
         limits: RequestLimits,
-        tokens: Tokens,
+        tokens: ModelTokens,
         in_flight: int,
         chunk: int | None,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        before: BeforeStages | None = None,
     ) -> None:
+        decoder = stage.decoder
         self.rank, self.device, self.limits, self.in_flight = dist.get_rank(group), device, limits, in_flight
-        self.stage = DecoderStage(decoder, self.rank, device)
+        self.stage, self._before = stage, before or BeforeStages(tokens, device)
         self._tokens, self._chunk, self._stages = tokens, chunk, decoder.stages
         self._costly = decoder.chain.facts.costly
-        before = decoder.border((self.rank - 1) % decoder.stages)
-        self._ring = Ring(group, device, before, decoder.border(self.rank), in_flight)
+        received = decoder.border((self.rank - 1) % decoder.stages)
+        self._ring = Ring(group, device, received, decoder.border(self.rank), in_flight)
+        self._sends_encoded = bool(decoder.border(self.rank).entering)
         self._progress = ServingProgress(self.rank, decoder.stages, global_ranks(group), device, time_limit(group))
         self._samplers: dict[int, Sampler | Exception] = {}
 
@@ -211,19 +242,25 @@ class Generator:
 
     def _lead(self, requests: Iterable[Any]) -> Iterator[RequestResult]:
         """Let requests enter, run the first stage, and take the tokens of the last one."""
-        line = _Line(self.limits, self.in_flight, requests)
+        line = _Line(self.limits, self.in_flight, requests, self._before, self._tokens)
         ready, left, unanswered = deque[int](), list[int](), 0
         while True:
             refused = line.admit()
             yield from refused
-            ready += line.take_entered(self._tokens.pad, self.device)
+            ready += line.take_entered()
             if not line.underway:
                 break
             while ready and unanswered < self.in_flight:
                 number = ready.popleft()
+                if error := self._unready(number, line.underway[number]):
+                    yield line.leave(number, error)
+                    continue
                 if self._start(number, line.underway[number], left):
                     ready.append(number)
                 left, unanswered = [], unanswered + 1
+            if not unanswered:
+                # all that were ready have failed
+                continue
             number, done, error = self._answer(line.underway)
             unanswered -= 1
             if done is None:
@@ -238,13 +275,33 @@ class Generator:
         if self._stages == 1:
             self._know(self._ring.receive().request, None, left)
 
+    def _unready(self, number: int, entry: Underway) -> SplitError | None:
+        """Run what is before the stages on a new request; return why that fails, if it does."""
+        if entry.entered:
+            return None
+        self._progress.request, self._progress.running = number, True
+        try:
+            first = self._before.first(entry.request)
+            self.stage.decoder.require_like(ENCODED, first.encoded)
+            self.stage.decoder.require_like(self.stage.decoder.inputs.tokens, first.tokens)
+        except SplitError as error:
+            return error
+        except Exception as error:
+            names = listed([*entry.request.inputs], 3) or "the prompt"
+            reason = f"the model cannot read {names}: {type(error).__name__}: {error}"
+            return PipelineError("SK802", reason, "Give what the model's processor makes.")
+        finally:
+            self._progress.running = False
+        entry.tokens, entry.encoded = first.tokens, first.encoded
+        return None
+
     def _start(self, number: int, entry: Underway, left: list[int]) -> bool:
         """Run the first stage on the next tokens of a request; return whether more of the prompt is to follow."""
-        request = None if entry.entered else entry.request
+        request, encoded, entry.encoded = None if entry.entered else entry.request, entry.encoded, None
         if request is not None:
-            self.stage.enter(number, request)
+            self.stage.enter(number, request, encoded)
             entry.entered = True
-            entry.found = [[] for _ in request.prompts]
+            entry.found = [[] for _ in request.decoded]
         rest, query = entry.tokens, entry.tokens.shape[1]
         if self._chunk is not None:
             query = min(query, piece(self._chunk, self.stage.held[number].length, self._costly))
@@ -258,7 +315,8 @@ class Generator:
         if self._stages == 1:
             self._ring.send(self._chosen(number, made[0], not more))
         else:
-            self._ring.send(Message(RUN, number, query, not more, _note(left, request), made))
+            entering = () if encoded is None or not self._sends_encoded else (encoded,)
+            self._ring.send(Message(RUN, number, query, not more, _note(left, request), made, entering))
         return more
 
     def _answer(self, underway: dict[int, Underway]) -> tuple[int, bool | None, SplitError | None]:
@@ -274,7 +332,8 @@ class Generator:
         for row, token in zip(entry.found, tokens.tolist(), strict=True):
             if not row or row[-1] not in ends:
                 row.append(token)
-        entry.tokens = tokens[:, None]
+        if not answer.last:
+            entry.tokens = self._before.next(tokens)
         return answer.request, answer.last, None
 
     def _follow(self) -> None:
@@ -287,7 +346,7 @@ class Generator:
                 self.stage.leave(number)
             self._know(message.request, request, known["left"])
             if request is not None:
-                self.stage.enter(message.request, request)
+                self.stage.enter(message.request, request, *message.entering)
             if message.kind == END:
                 if not self.is_last:
                     self._ring.send(message)
@@ -298,7 +357,10 @@ class Generator:
             if self.is_last:
                 self._ring.send(self._chosen(message.request, made[0], message.last))
             else:
-                self._ring.send(Message(RUN, message.request, message.query, message.last, message.note, made))
+                entering = message.entering if self._sends_encoded else ()
+                self._ring.send(
+                    Message(RUN, message.request, message.query, message.last, message.note, made, entering)
+                )
 
     def _know(self, number: int, request: Request | None, left: Iterable[int]) -> None:
         """On the last rank, forget how the tokens of some requests are chosen, and learn how one is to be."""
@@ -309,7 +371,7 @@ class Generator:
         if request is None:
             return
         try:
-            self._samplers[number] = Sampler(request, self._tokens.ends_of(request), self._tokens.pad, self.device)
+            self._samplers[number] = Sampler(request, self._tokens, self.device)
         except Exception as error:
             self._samplers[number] = error
 
@@ -339,8 +401,15 @@ class Generator:
 class _Line:
     """The requests that wait, and those that are underway, on the first rank."""
 
-    def __init__(self, limits: RequestLimits, places: int, requests: Iterable[Any]) -> None:
-        self._limits, self._places = limits, places
+    def __init__(
+        self,
+        limits: RequestLimits,
+        places: int,
+        requests: Iterable[Any],
+        before: BeforeStages,
+        tokens: ModelTokens,
+    ) -> None:
+        self._limits, self._places, self._before, self._tokens = limits, places, before, tokens
         self._coming = enumerate(requests)
         self._next: tuple[int, Request] | None = None
         self._held = 0
@@ -364,7 +433,7 @@ class _Line:
                         error = PipelineError("SK802", reason, "Give the fields of splitkit.runtime.Request.")
                     refused.append(RequestResult(number, error=error))
                     continue
-            room, wants = self._limits.cache_tokens, self._next[1].cache_tokens
+            room, wants = self._limits.cache_tokens, self._wants(self._next[1])
             if room is not None and self._held + wants > room:
                 break
             self._held += wants
@@ -374,16 +443,19 @@ class _Line:
 
     def _checked(self, given: Any) -> Request:
         request = given if isinstance(given, Request) else Request.from_data(given)
-        self._limits.require(request)
-        processors(request)
+        request = self._before.checked(request)
+        self._limits.require(request, self._before.encoded_positions(request))
+        processors(request, self._tokens)
         return request
 
-    def take_entered(self, pad: int, device: torch.device) -> list[int]:
+    def _wants(self, request: Request) -> int:
+        """Return the tokens that the caches of a request may come to hold."""
+        return request.cache_tokens + len(request.decoded) * self._before.encoded_positions(request)
+
+    def take_entered(self) -> list[int]:
         """Return the numbers of the requests that entered since the last call."""
         for number, request in self._fresh:
-            longest = request.longest
-            rows = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in request.prompts]
-            self.underway[number] = Underway(request, torch.tensor(rows, device=device))
+            self.underway[number] = Underway(request)
         entered = [number for number, _ in self._fresh]
         self._fresh = []
         return entered
@@ -391,7 +463,7 @@ class _Line:
     def leave(self, number: int, error: SplitError | None) -> RequestResult:
         """Free the place of a request, and return its result."""
         entry = self.underway.pop(number)
-        self._held -= entry.request.cache_tokens
+        self._held -= self._wants(entry.request)
         return RequestResult(number, tuple(map(tuple, entry.found)), error)
 
 

@@ -16,7 +16,7 @@ from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.fake_calls import hints, op_name
 from splitkit.graph.symbols import value_of
 
-_ATTENTION, _TOKENS = "scaled_dot_product_attention", "input_ids"
+_ATTENTION, _TOKENS = "scaled_dot_product_attention", ("input_ids", "inputs_embeds")
 _SHORTEST = 4
 """A piece has at least this fraction of the first one's tokens, since kernels are slow for few of them."""
 
@@ -24,10 +24,10 @@ _SHORTEST = 4
 def costly_positions(gm: fx.GraphModule | Dataflow) -> int | None:
     """Return the positions after which attention costs as much as all else, by the FLOPs of a decoder's step.
 
-    ``None`` for a graph without ``input_ids`` or without ``scaled_dot_product_attention``.
+    ``None`` for a graph without ``input_ids`` or ``inputs_embeds``, or without ``scaled_dot_product_attention``.
     """
     flow = facts_of(gm)
-    if not flow.graph.find_nodes(op="placeholder", target=_TOKENS):
+    if not any(flow.graph.find_nodes(op="placeholder", target=name) for name in _TOKENS):
         return None
     counts, layers, attention = counter_of(flow), 0.0, 0.0
     for node in flow.graph.nodes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from splitkit.errors import PipelineError
 from splitkit.runtime.generation.generation_request import Request
+from splitkit.runtime.generation.model_tokens import ModelTokens
 
 
 class Sampler:
@@ -18,14 +19,13 @@ class Sampler:
         unfinished: which sequences go on, ``[sequences]``.
     """
 
-    def __init__(self, request: Request, ends: Collection[int], pad: int, device: torch.device) -> None:
-        longest = request.longest
-        rows = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in request.prompts]
-        self._history = torch.tensor(rows, device=device)
-        self._ends, self._pad = torch.tensor(sorted(ends), dtype=torch.long, device=device), pad
+    def __init__(self, request: Request, known: ModelTokens, device: torch.device) -> None:
+        self._history = padded_left(request.decoded, known.pad, device)
+        self._ends = torch.tensor(sorted(known.ends_of(request)), dtype=torch.long, device=device)
+        self._pad = known.pad
         self._left = request.max_new_tokens
-        self.unfinished = torch.ones(len(rows), dtype=torch.bool, device=device)
-        self._processors = processors(request)
+        self.unfinished = torch.ones(len(self._history), dtype=torch.bool, device=device)
+        self._processors = processors(request, known)
         self._draws = request.do_sample
         self._random = torch.Generator(device).manual_seed(request.seed)
 
@@ -62,24 +62,23 @@ class Sampler:
         return not self._left or not bool(self.unfinished.any())
 
 
-def processors(request: Request) -> list[Any]:
+def padded_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> torch.Tensor:
+    """Return sequences of tokens as a tensor, ``[sequences, longest]``."""
+    longest = max(map(len, rows))
+    return torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows], device=device)
+
+
+def processors(request: Request, known: ModelTokens) -> list[Any]:
     """Return transformers' processors of logits for a request, in the order in which ``generate`` applies them.
+
+    Args:
+        request: the request.
+        known: the tokens that the model forces and suppresses.
 
     Raises:
         PipelineError: SK802 without transformers, if the request asks for any.
     """
-    wanted = [
-        ("RepetitionPenaltyLogitsProcessor", request.repetition_penalty, 1.0),
-        ("NoRepeatNGramLogitsProcessor", request.no_repeat_ngram_size, 0),
-    ]
-    if request.do_sample:
-        wanted += [
-            ("TemperatureLogitsWarper", request.temperature, 1.0),
-            ("TopKLogitsWarper", request.top_k, 0),
-            ("TopPLogitsWarper", request.top_p, 1.0),
-            ("MinPLogitsWarper", request.min_p, 0.0),
-        ]
-    wanted = [row for row in wanted if row[1] != row[2]]
+    wanted = [*_always(request, known), *(_if_drawn(request) if request.do_sample else ())]
     if not wanted:
         return []
     try:
@@ -87,7 +86,34 @@ def processors(request: Request) -> list[Any]:
     except ImportError as error:
         reason = "temperature, top_k and their like are transformers', which is not installed"
         raise PipelineError("SK802", reason, "pip install 'transformers>=5'") from error
-    return [
-        getattr(transformers, name)(value if name != "TemperatureLogitsWarper" else float(value))
-        for name, value, _ in wanted
-    ]
+    return [getattr(transformers, name)(*arguments) for name, *arguments in wanted]
+
+
+def _always(request: Request, known: ModelTokens) -> Iterator[tuple[Any, ...]]:
+    """Yield classes of processors with their arguments."""
+    if request.repetition_penalty != 1:
+        yield "RepetitionPenaltyLogitsProcessor", request.repetition_penalty
+    if request.no_repeat_ngram_size:
+        yield "NoRepeatNGramLogitsProcessor", request.no_repeat_ngram_size
+    if known.forced_bos_token_id is not None:
+        yield "ForcedBOSTokenLogitsProcessor", known.forced_bos_token_id
+    if known.forced_eos_token_id:
+        yield "ForcedEOSTokenLogitsProcessor", request.positions, list(known.forced_eos_token_id)
+    if known.suppress_tokens:
+        yield "SuppressTokensLogitsProcessor", list(known.suppress_tokens)
+    if known.begin_suppress_tokens:
+        # where the first new token is given, the one after it counts as the first
+        given = request.longest == 1 and known.forced_bos_token_id is not None
+        yield "SuppressTokensAtBeginLogitsProcessor", list(known.begin_suppress_tokens), request.longest + given
+
+
+def _if_drawn(request: Request) -> Iterator[tuple[Any, ...]]:
+    """Yield classes of processors with their arguments, for tokens that are drawn at random."""
+    if request.temperature != 1:
+        yield "TemperatureLogitsWarper", float(request.temperature)
+    if request.top_k:
+        yield "TopKLogitsWarper", request.top_k
+    if request.top_p != 1:
+        yield "TopPLogitsWarper", request.top_p
+    if request.min_p:
+        yield "MinPLogitsWarper", request.min_p

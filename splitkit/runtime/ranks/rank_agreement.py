@@ -44,15 +44,15 @@ def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.Proce
         SplitError: the error that ``make`` raises, on every rank.
         PipelineError: SK804 on every rank if one captured a different graph than rank 0; names the first difference.
     """
-    sent = _from_first(lambda: make().to_dict(), group)
+    sent = from_first(lambda: make().to_dict(), group)
     graphs = from_every((fingerprint(gm.graph), _sizes(gm)), group)
     if any(graph != graphs[0] for graph in graphs):
         _agree_on_order(gm, group)
     return Plan.from_dict(gm.graph, sent)
 
 
-def _from_first(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Return what rank 0 makes on every rank, or raise its error on every rank."""
+def from_first(make: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Return what rank 0 makes on every rank, or raise its error on every rank. All ranks must call it."""
     sent: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
@@ -98,7 +98,7 @@ def _sizes(gm: fx.GraphModule) -> int:
 
 def _agree_on_order(gm: fx.GraphModule, group: dist.ProcessGroup | None) -> None:
     """Put the graphs of all ranks into rank 0's order, or raise SK804 on all ranks."""
-    first = _from_first(lambda: listing(gm), group)
+    first = from_first(lambda: listing(gm), group)
     _refuse_other_graphs(from_every(difference(gm, first), group))
     if dist.get_rank(group):
         put_in_order(gm, first)
@@ -140,7 +140,7 @@ def require_same(chain: Chain, facts: Mapping[str, object], group: dist.ProcessG
 def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
     """Raise SK804 that names where the graphs differ, even if only in the order of their nodes."""
     root = chain.split.flow.root if isinstance(chain.split, Split) else None
-    first = _from_first(lambda: None if root is None else listing(root), group)
+    first = from_first(lambda: None if root is None else listing(root), group)
     if not all(from_every(root is not None and first is not None, group)):
         return  # stages of a folder know only the fingerprint of their graph
     assert root is not None

@@ -37,17 +37,28 @@ def tensors_of_stages(chain: Chain, stages: Iterable[int]) -> dict[str, torch.Te
     return found
 
 
-def require_same_model(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
+def require_same_model(
+    chain: Chain,
+    stages: Iterable[int],
+    group: dist.ProcessGroup | None,
+    also: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Refuse ranks that hold different models. All ranks must call it, before the stages train.
 
     Each rank compares the tensors of its own stages with the same tensors on rank 0, which usually holds the whole
     model, and on other ranks that hold them too. Tensors on ``meta`` do not count.
 
+    Args:
+        chain: the stages.
+        stages: those of this rank.
+        group: the ranks.
+        also: name -> further tensors that this rank has; they are the same on all ranks that have the name.
+
     Raises:
         PipelineError: SK804 on every rank; names the first tensor that differs, and the ranks.
     """
     own = range(chain.stages) if dist.get_rank(group) == 0 else stages
-    _require_same(_by_one_name(chain, tensors_of_stages(chain, own)), group, _BUILT)
+    _require_same(_by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)}), group, _BUILT)
 
 
 def require_same_copies(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
