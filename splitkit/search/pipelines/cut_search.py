@@ -30,6 +30,7 @@ from splitkit.search.pipelines.rank_choice import RankChoice
 from splitkit.search.pipelines.rank_loads import rank_loads, warm_up
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.pipelines.step_bound import ProvenStep, StepBound
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum
 
@@ -44,6 +45,7 @@ _HALVINGS = 8  # of the memory, for a refusal that says what would do
 _ALL = 400  # cuts that are all looked at
 _SMALL = 150  # ops of a stage for which an integer program is solved
 _REPAIRS = 200  # cuts that are looked at to make a candidate fit
+_RELAXED = 12  # candidates that the bound found
 _STARTS = 3  # candidates from which a local search starts
 
 
@@ -123,12 +125,16 @@ class CutSearch:
     def seeds(self) -> list[tuple[int, ...]]:
         """Return cuts from which to start, as numbers of positions."""
         seeds = [self._even(), *self._balanced(), *self._by_blocks()]
-        return [*seeds, *self._by_path(self._times)] if self.single else seeds
+        return [*seeds, *(self._by_path(self._times) if self.single else self._proven.cuts[:_RELAXED])]
+
+    @cached_property
+    def _proven(self) -> ProvenStep:
+        starts = [self._even(), *self._balanced(), *self._by_blocks()]
+        return StepBound(self.choices, self.order, self.links, self.cuts).run(dict.fromkeys(starts))
 
     def bound(self) -> float:
         """Return a lower bound on the step of all cuts."""
-        bound = self._path_bound(self._times) if self.single else 0.0
-        return max(bound, self._average_bound())
+        return max(self._path_bound(self._times) if self.single else self._proven.seconds, self._average_bound())
 
     def like(self, limits: Sequence[int | None]) -> CutSearch:
         """Return the same search with other limits."""

@@ -8,10 +8,14 @@ rule.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.search.pipelines.joint_positions import JointPositions
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class StageBackward:
@@ -33,6 +37,30 @@ class StageBackward:
 
     def _weights(self, start: int, end: int) -> np.ndarray:
         return np.flatnonzero((self._at >= start) & (self._at < end) & (self._reach >= start))
+
+    def nodes_of_backward(self) -> tuple[Ints, Ints, Floats]:
+        """Return (n,) position, reach and seconds of all nodes of backward.
+
+        A node is in the weight part of each stage that starts at its reach or before and contains its position.
+        """
+        return self._at, self._reach, self._seconds
+
+    def reads_of_backward(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Return (r,) arrays of what nodes of backward read that another part made.
+
+        A reader's position and reach, and the storage that it reads, the position of its maker, and its bytes. Only
+        what forward makes is here: all of it waits if the weight part reads it.
+        """
+        flow, place, own = self.positions.flow, self.positions.place, set(self._nodes)
+        rows = [
+            (at, reach, root, place.get(flow.producer(read), -1), flow.storages.nbytes[root])
+            for node, at, reach in zip(self._nodes, self._at.tolist(), self._reach.tolist(), strict=True)
+            for read in node.all_input_nodes
+            if flow.producer(read) not in own
+            for root in flow.storages.under(read)
+        ]
+        at, reach, root, made, nbytes = np.array(rows, np.int64).reshape(-1, 5).T
+        return at, reach, root, made, nbytes
 
     def weight_nodes(self, start: int, end: int) -> list[Node]:
         """Return the nodes of the weight part of a stage that is not the first."""
