@@ -103,15 +103,29 @@ class CutSearch:
         if len(self.cuts) <= self.stages:
             return FoundCuts(None, np.inf, self.looked_at, 0, 0, False)
         seeds = self.seeds()
-        bound = self.bound()
         known = [s for s in map(self.scored, dict.fromkeys(seeds)) if s is not None]
         if len(known) < len(set(seeds)) and not self.single:
             known += [s for seed in dict.fromkeys(seeds[:2]) if (s := self.repaired(seed)) is not None]
         best = self.local(known or [s for s in map(self.scored, self._tight()) if s is not None])
+        bound = self._average_bound()
+        if self.single:
+            bound = max(bound, self._path_bound(self._times))
+        else:
+            proven = self.proven(np.inf if best is None else best.seconds)
+            bound = max(bound, proven.seconds)
+            best = self._improved(best, proven.cuts[:_RELAXED])
         if self.few:
             least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    def _improved(self, best: ScoredCuts | None, candidates: Sequence[tuple[int, ...]]) -> ScoredCuts | None:
+        """Return the best, or what a search from these candidates finds."""
+        known = [s for s in map(self.scored, candidates) if s is not None]
+        if not known:
+            known = [s for ends in candidates[:1] if (s := self.repaired(ends)) is not None]
+        found = self.local(known)
+        return min((s for s in (best, found) if s is not None), key=lambda scored: scored.seconds, default=None)
 
     @property
     def few(self) -> bool:
@@ -125,16 +139,19 @@ class CutSearch:
     def seeds(self) -> list[tuple[int, ...]]:
         """Return cuts from which to start, as numbers of positions."""
         seeds = [self._even(), *self._balanced(), *self._by_blocks()]
-        return [*seeds, *(self._by_path(self._times) if self.single else self._proven.cuts[:_RELAXED])]
+        return [*seeds, *self._by_path(self._times)] if self.single else seeds
 
-    @cached_property
-    def _proven(self) -> ProvenStep:
-        starts = [self._even(), *self._balanced(), *self._by_blocks()]
-        return StepBound(self.choices, self.order, self.links, self.cuts).run(dict.fromkeys(starts))
+    def bound(self, below: float = np.inf) -> float:
+        """Return a lower bound on the step of all cuts.
 
-    def bound(self) -> float:
-        """Return a lower bound on the step of all cuts."""
-        return max(self._path_bound(self._times) if self.single else self._proven.seconds, self._average_bound())
+        Args:
+            below: the step of some cuts; the bound may be of shorter ones only.
+        """
+        return max(self._path_bound(self._times) if self.single else self.proven(below).seconds, self._average_bound())
+
+    def proven(self, below: float) -> ProvenStep:
+        """Return the bound for any order of actions, with candidates."""
+        return StepBound(self.choices, self.order, self.links, self.cuts).run(dict.fromkeys(self.seeds()), below)
 
     def like(self, limits: Sequence[int | None]) -> CutSearch:
         """Return the same search with other limits."""

@@ -127,7 +127,7 @@ class OffloadCutSearch(CutSearch):
         if best is None:
             return FoundCuts(None, 0.0, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
         relaxed = CutSearch(self.frontiers, self.order, self.links, self._relaxed(best.seconds))
-        bound = relaxed.bound()
+        bound = relaxed.bound(best.seconds)
         if self.few:
             least, found = relaxed.all_cuts(best, self.scoring)
             bound, best = max(bound, least), found or best

@@ -66,11 +66,11 @@ class SpanTables:
         return found
 
     def _waiting(self) -> Floats:
-        """Return the bytes that weight parts read and forward made, with what the stage received."""
-        at, reach, root, place, nbytes = self.problems.halves.reads_of_backward()
+        """Return the bytes that weight parts read and other parts made, with what the stage received."""
+        at, reach, root, nbytes, made, makers = self.problems.halves.reads_of_backward()
         found = np.zeros((len(self.cuts), len(self.cuts)))
         for i, start in enumerate(self.cuts.tolist()):
-            inside = (at >= start) & (reach >= start) & (place >= start)
+            inside = (at >= start) & (reach >= start) & (made >= start) & (makers < start)
             roots, number = np.unique(root[inside], return_inverse=True)
             first = np.full(len(roots), np.iinfo(np.int64).max)
             np.minimum.at(first, number, at[inside])

@@ -45,22 +45,23 @@ class StageBackward:
         """
         return self._at, self._reach, self._seconds
 
-    def reads_of_backward(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Return (r,) arrays of what nodes of backward read that another part made.
+    def reads_of_backward(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
+        """Return (r,) arrays of what nodes of backward read.
 
-        A reader's position and reach, and the storage that it reads, the position of its maker, and its bytes. Only
-        what forward makes is here: all of it waits if the weight part reads it.
+        A reader's position and reach; of what it reads the storage, its bytes, and the position and reach of its maker,
+        which is -1 for what forward makes.
         """
-        flow, place, own = self.positions.flow, self.positions.place, set(self._nodes)
+        flow, place = self.positions.flow, self.positions.place
+        reach = dict(zip(self._nodes, self._reach.tolist(), strict=True))
         rows = [
-            (at, reach, root, place.get(flow.producer(read), -1), flow.storages.nbytes[root])
-            for node, at, reach in zip(self._nodes, self._at.tolist(), self._reach.tolist(), strict=True)
+            (place[node], reach[node], root, flow.storages.nbytes[root], place.get(maker, -1), reach.get(maker, -1))
+            for node in self._nodes
             for read in node.all_input_nodes
-            if flow.producer(read) not in own
+            for maker in [flow.producer(read)]
             for root in flow.storages.under(read)
         ]
-        at, reach, root, made, nbytes = np.array(rows, np.int64).reshape(-1, 5).T
-        return at, reach, root, made, nbytes
+        at, own, root, nbytes, made, makers = np.array(rows, np.int64).reshape(-1, 6).T
+        return at, own, root, nbytes, made, makers
 
     def weight_nodes(self, start: int, end: int) -> list[Node]:
         """Return the nodes of the weight part of a stage that is not the first."""

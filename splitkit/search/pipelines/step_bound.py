@@ -38,16 +38,18 @@ from splitkit.search.pipelines.span_tables import SpanTables
 from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.pipelines.stage_hull import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn, least_cuts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _ROUNDS = 60  # of columns
-_SETTLED = 8  # rounds of a dynamic program in which entries become exact
-_PATHS = 30  # rounds of paths
+_WIDTHS = 5  # pieces of 1, 2, 4 ... cuts
+_SETTLED = 3  # rounds of a dynamic program in which entries become exact
+_PATHS = 2  # rounds of paths before each round of columns
 _CLOSE = 1e-3  # relative: a bound so near the value of its linear program cannot rise much
+_LITTLE, _PATIENCE = 5e-4, 8  # relative: after so many rounds that raise the bound by less, it is good enough
+_SMOOTH = 0.5  # of the way from the best weights to those that the linear program proposes
 _LONGER = 1e-6  # relative: a path so little longer than those of the program is no news
 _F, _I, _W, _ON, _BACK = range(5)
 
@@ -58,7 +60,7 @@ class ProvenStep:
 
     Attributes:
         seconds: no plan takes less.
-        cuts: cuts that were the best for some weights, the latest first: good candidates.
+        cuts: good candidates: cuts near the mean of mixtures, the best mixture first.
     """
 
     seconds: float
@@ -84,7 +86,8 @@ class StepBound:
         self.problems = choices.frontiers.problems
         self.stages = len(order.rank_of)
         self.tables = SpanTables(self.problems, cuts)
-        self.pieces = PieceHulls(self.problems, cuts)
+        self._hulls = SpanHulls(self.problems, cuts)
+        self.pieces = PieceHulls(self._hulls)
         self._messages = _message_seconds(self.problems, order, links, cuts)
         self._rows = [
             (rank, *moment)
@@ -96,28 +99,45 @@ class StepBound:
         self._settled: list[dict[tuple[int, int], None]] = [{} for _ in range(self.stages)]
         self._outside = np.where(np.arange(len(cuts))[:, None] < np.arange(len(cuts))[None, :], 0.0, np.inf)
 
-    def run(self, seeds: Iterable[Sequence[int]]) -> ProvenStep:
+    def run(self, seeds: Iterable[Sequence[int]], below: float = np.inf) -> ProvenStep:
         """Return the bound.
 
         Args:
             seeds: the ends of the stages of some plans, as numbers of cuts: one at least.
+            below: the bound may be of plans of a shorter step only; then it is not above this.
         """
-        master, found, best = CutMaster(np.maximum(self.limits, 1.0)), dict[tuple[int, ...], None](), 0.0
-        for ends in seeds:
+        alone = self.tables.forward + self.tables.inputs + self.tables.weights
+        self._outside[alone * self.order.microbatches >= below] = np.inf
+        master, found = CutMaster(np.maximum(self.limits, 1.0)), dict[tuple[int, ...], None]()
+        center = self._even_weights()
+        best, last = self._price(center)[0], _ROUNDS
+        for ends in seeds:  # columns that are excluded now do no harm: the bound is not that of the mixture
             for price, weight in ((0.0, 1.0), (1.0, 0.0)):
                 for column in self._columns(ends, [(price, weight)] * self.stages):
                     master.add_column(column)
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
             dual = self._with_paths(master)
             if dual is None:
                 break
-            value, plans, columns = self._price(dual)
-            best = max(best, value)
-            found = dict.fromkeys([plans[-1], *found])
-            new = [master.add_column(column) for column in columns]
-            if best >= dual.value * (1 - _CLOSE) or not any(new):
+            found = {self._near(dual.mean): None} | found
+            for weights in (center.towards(dual, _SMOOTH), dual):
+                value, columns = self._price(weights)
+                if value > best:
+                    last = number if value > best * (1 + _LITTLE) else min(last, number)
+                    best, center = value, weights
+                if sum(master.add_column(column) for column in columns):
+                    break
+            else:
                 break
-        return ProvenStep(best, tuple(found))
+            if best >= dual.value * (1 - _CLOSE) or number >= last + _PATIENCE:
+                break
+        return ProvenStep(min(best, below), tuple(found))
+
+    def _even_weights(self) -> DualWeights:
+        """Return the mean of the paths that follow one rank from its first action to its last."""
+        times = np.zeros((self.stages, 5))
+        times[:, [_F, _I, _W]] = self.order.microbatches / len(self.order.ranks)
+        return DualWeights(0.0, 0.0, times, np.zeros(len(self._rows)), times)
 
     def _with_paths(self, master: CutMaster) -> DualWeights | None:
         """Solve until no path is longer than the value of the program."""
@@ -186,8 +206,16 @@ class StepBound:
             saved[0] += prices.waiting[0]
         return list(zip(saved.tolist(), again.tolist(), strict=True))
 
-    def _price(self, dual: DualWeights) -> tuple[float, list[tuple[int, ...]], list[StageColumn]]:
-        """Return a lower bound for these weights, the cuts that attain it, and columns for the linear program."""
+    def _near(self, times: Floats) -> tuple[int, ...]:
+        """Return the cuts that come nearest to given seconds of forward, each after the one before."""
+        last, found = len(self.cuts) - 1, list[int]()
+        for s, until in enumerate(np.cumsum(times[:, _F]).tolist()):
+            near = int(np.abs(self.tables.forward[0] - until).argmin()) if s < self.stages - 1 else last
+            found.append(min(max(near, (found[-1] if found else 0) + 1), last - (self.stages - 1 - s)))
+        return tuple(found)
+
+    def _price(self, dual: DualWeights) -> tuple[float, list[StageColumn]]:
+        """Return a lower bound for these weights, and columns for the linear program."""
         prices, tables = self._prices(dual), self.tables
         rates = self._rates(prices)
         costs = []
@@ -198,31 +226,26 @@ class StepBound:
             cost += price * tables.held + prices.waiting[s] * tables.waiting + prices.temporary[s] * tables.temporary
             costs.append(cost + self._outside)
         base = np.array(costs)
-        full = base.copy()
+        full = base + self.pieces.least(rates)
         for s, (price, weight) in enumerate(rates):
-            full[s] += self.pieces.least(price, weight)
             for i, j in self._settled[s]:
-                full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hull(i, j).least(price, weight)[0])
-        plans, columns = [], list[StageColumn]()
+                full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(price, weight)[0])
+        columns = list[StageColumn]()
         for _ in range(_SETTLED):
             value, ends = least_cuts(full)
-            plans.append(ends)
             columns += self._columns(ends, rates)
             new = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *ends))) if (i, j) not in self._settled[s]]
             for s, i, j in new:
                 self._settled[s][i, j] = None
-                full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hull(i, j).least(*rates[s])[0])
+                full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(*rates[s])[0])
             if not new:
                 break
-        return value - float(dual.loads @ self.limits), plans, columns
-
-    def _hull(self, i: int, j: int) -> StageHull:
-        return self.choices.frontiers.of(int(self.cuts[i]), int(self.cuts[j])).hull
+        return value - float(dual.loads @ self.limits), columns
 
     def _columns(self, ends: Sequence[int], rates: Sequence[tuple[float, float]]) -> Iterator[StageColumn]:
         """Yield the columns of a plan whose stages save what is best for these rates."""
         for s, (i, j) in enumerate(pairwise((0, *ends))):
-            hull = self._hull(i, j)
+            hull = self._hulls.of(i, j)
             _, corner = hull.least(*rates[s])
             yield self._column(s, i, j, corner.first, corner.second * hull.tick)
 
@@ -243,26 +266,60 @@ class StepBound:
 
 
 class PieceHulls:
-    """The hulls of the pieces between neighbouring cuts, each as if all that passes its cuts were free."""
+    """The hulls of pieces between cuts, each as if all that passes its two cuts were free.
+
+    A piece spans 1, 2, 4 ... cuts. An interval is at least the sum of disjoint pieces: the longest that fit, one after
+    the other.
+    """
+
+    def __init__(self, hulls: SpanHulls) -> None:
+        self._size = len(hulls.cuts)
+        self._hulls: list[StageHull] = []
+        self._number: dict[int, Ints] = {}
+        """Width -> for each start the number of the hull."""
+        known: dict[StageHull, int] = {}
+        for width in (2**k for k in range(_WIDTHS) if 2**k < self._size):
+            found = [hulls.of(i, i + width, relaxed=True) for i in range(self._size - width)]
+            self._number[width] = np.array([known.setdefault(hull, len(known)) for hull in found], np.int64)
+        self._hulls = list(known)
+
+    def least(self, rates: Sequence[tuple[float, float]]) -> Floats:
+        """Return (r, n + 1, n + 1) lower bounds on price * saved bytes + weight * recompute seconds of all intervals.
+
+        Args:
+            rates: (price, weight) r times.
+        """
+        least = np.array([[hull.least(*rate)[0] for hull in self._hulls] for rate in rates])
+        found, size = np.zeros((len(rates), self._size, self._size)), self._size
+        sums: list[Floats] = [np.zeros((len(rates), size))]  # length -> of the intervals of this length, by their start
+        for length in range(1, size):
+            width = max(w for w in self._number if w <= length)
+            own = (
+                least[:, self._number[width][: size - length]] + sums[length - width][:, width : width + size - length]
+            )
+            sums.append(own)
+            starts = np.arange(size - length)
+            found[:, starts, starts + length] = own
+        return found
+
+
+class SpanHulls:
+    """The hulls of intervals between cuts, one for all isomorphic ones."""
 
     def __init__(self, problems: StageProblems, cuts: Ints) -> None:
-        known: dict[object, int] = {}
-        self._corners: list[Floats] = []
-        self._class = np.zeros(len(cuts) - 1, np.int64)
-        for q, (start, end) in enumerate(pairwise(cuts.tolist())):
-            problem = problems.problem(start, end, relaxed=True).savings
-            key = problem_key(problem)
-            if key not in known:
-                hull = Hull.of(problem)
-                known[key] = len(self._corners)
-                self._corners.append(np.array([(c.first, c.second * hull.tick) for c in hull.corners], np.float64))
-            self._class[q] = known[key]
+        self.problems, self.cuts = problems, cuts
+        self._of: dict[tuple[int, int, bool], StageHull] = {}
+        self._known: dict[object, StageHull] = {}
 
-    def least(self, price: float, weight: float) -> Floats:
-        """Return (n + 1, n + 1) lower bounds on price * saved bytes + weight * recompute seconds of all intervals."""
-        least = np.array([(corners @ np.array([price, weight])).min() for corners in self._corners])
-        sums = np.concatenate([[0.0], np.cumsum(least[self._class])])
-        return np.asarray(sums[None, :] - sums[:, None])
+    def of(self, i: int, j: int, *, relaxed: bool = False) -> StageHull:
+        """Return the hull of a stage between two cuts; if ``relaxed``, as if all that passes these were free."""
+        if (i, j, relaxed) not in self._of:
+            problem = self.problems.problem(int(self.cuts[i]), int(self.cuts[j]), relaxed=relaxed).savings
+            key = problem_key(problem)
+            if key not in self._known:
+                self._known[key] = StageHull(problem)
+            self._of[i, j, relaxed] = self._known[key]
+        return self._of[i, j, relaxed]
 
 
 def _message_seconds(

@@ -17,7 +17,9 @@ mixtures of the intervals (columns) and paths (rows) seen so far; its dual solut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +29,8 @@ from scipy.sparse import csr_array
 Floats = NDArray[np.float64]
 
 _PENALTY = 10.0
-"""What a mixture pays for loads of twice a limit above it, in units of the first path."""
+"""What a mixture pays for each load of a limit above the limit, in units of the first path."""
+_IDLE = 12  # solutions that a path may not bound; a column twice as many
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +70,18 @@ class DualWeights:
     loads: Floats
     mean: Floats
 
+    def towards(self, other: DualWeights, share: float) -> DualWeights:
+        """Return weights so far on the way to others: a mean of paths and prices, too."""
+        times, loads = (
+            (1 - share) * mine + share * its for mine, its in ((self.times, other.times), (self.loads, other.loads))
+        )
+        return replace(other, times=times, loads=loads)
+
 
 class CutMaster:
     """The linear program over the columns and paths so far; there must be a column for each stage that fit together.
+
+    What a number of solutions in a row did not use is left out, and can be added again.
 
     Attributes:
         limits: (r,) the limits of the rows, all positive.
@@ -77,9 +89,9 @@ class CutMaster:
 
     def __init__(self, limits: Floats) -> None:
         self.limits = limits
-        self._columns: list[StageColumn] = []
-        self._paths: list[Floats] = []
-        self._seen: set[bytes] = set()
+        self._columns: dict[bytes, StageColumn] = {}
+        self._paths: dict[bytes, Floats] = {}
+        self._idle: dict[bytes, int] = {}
 
     @property
     def has_paths(self) -> bool:
@@ -89,67 +101,72 @@ class CutMaster:
     def add_column(self, column: StageColumn) -> bool:
         """Add a column; return whether it is new."""
         key = np.array([column.stage, column.start, column.end, *column.times]).tobytes() + column.loads.tobytes()
-        if key in self._seen:
-            return False
-        self._seen.add(key)
-        self._columns.append(column)
-        return True
+        is_new = key not in self._columns
+        self._columns[key] = column
+        return is_new
 
     def add_path(self, path: Floats) -> bool:
         """Add a path of shape (p, t); return whether it is new."""
-        if path.tobytes() in self._seen:
-            return False
-        self._seen.add(path.tobytes())
-        self._paths.append(path)
-        return True
+        is_new = path.tobytes() not in self._paths
+        self._paths[path.tobytes()] = path
+        return is_new
+
+    def _leave_out(self, known: dict[bytes, Any], used: Floats, most: int) -> None:
+        """Forget what was not used for some time."""
+        for key, share in zip(list(known), used.tolist(), strict=True):
+            self._idle[key] = 0 if share > 0 else self._idle.get(key, 0) + 1
+            if self._idle[key] > most:
+                del known[key], self._idle[key]
 
     def solve(self) -> DualWeights | None:
         """Return the best mixture and its dual solution; ``None`` if the solver finds none."""
-        stage = np.array([c.stage for c in self._columns])
-        times = np.array([c.times for c in self._columns])
-        unit = max(float((path[stage] * times).sum()) for path in self._paths[:1]) or 1.0
-        lengths = np.array([(path[stage] * times).sum(axis=1) for path in self._paths]) / unit
-        loads = np.array([c.loads for c in self._columns]).T / self.limits[:, None]
+        columns, paths = list(self._columns.values()), np.array(list(self._paths.values()))
+        stage, times = np.array([c.stage for c in columns]), np.array([c.times for c in columns])
+        lengths = np.einsum("pkt,kt->pk", paths[:, stage], times)
+        unit = float(lengths[0].sum()) or 1.0
+        lengths /= unit
         rows = len(self.limits)
+        loads = np.array([c.loads for c in columns]).reshape(len(stage), rows).T / self.limits[:, None]
         above = np.block(
             [
                 [lengths, np.zeros((len(lengths), rows)), -np.ones((len(lengths), 1))],
-                [loads.reshape(rows, -1), -np.eye(rows), np.zeros((rows, 1))],
+                [loads, -np.eye(rows), np.zeros((rows, 1))],
             ]
         )
+        flow = _flow(columns, rows + 1)
         objective = np.concatenate([np.zeros(len(stage)), np.full(rows, _PENALTY), [1.0]])
         found = linprog(
             objective,
             A_ub=csr_array(above),
             b_ub=np.concatenate([np.zeros(len(lengths)), np.ones(rows)]),
-            A_eq=self._flow(rows + 1),
-            b_eq=self._from,
+            A_eq=flow,
+            b_eq=np.eye(1, flow.shape[0])[0],
             method="highs",
         )
         if found.x is None or found.status != 0:
             return None
         dual = np.maximum(0.0, -found.ineqlin.marginals)
         share = dual[: len(lengths)] / (float(dual[: len(lengths)].sum()) or 1.0)
-        weights = np.tensordot(share, np.array(self._paths), 1)
-        mean = np.zeros_like(self._paths[0])
+        weights = np.tensordot(share, paths, 1)
+        mean = np.zeros_like(paths[0])
         np.add.at(mean, stage, found.x[: len(stage), None] * times)
-        return DualWeights(
-            found.fun * unit, found.x[-1] * unit, weights, dual[len(lengths) :] * unit / self.limits, mean
-        )
+        self._leave_out(self._paths, share, _IDLE)
+        self._leave_out(self._columns, found.x[: len(stage)], 2 * _IDLE)
+        prices = dual[len(lengths) :] * unit / self.limits
+        return DualWeights(found.fun * unit, found.x[-1] * unit, weights, prices, mean)
 
-    def _flow(self, others: int) -> csr_array:
-        """Return the rows that make stages of a mixture follow one another."""
-        number: dict[tuple[int, int], int] = {}
-        last = max(c.stage for c in self._columns)
-        entries = []
-        for k, c in enumerate(self._columns):
-            entries.append((number.setdefault((c.stage, c.start), len(number)), k, 1.0))
-            if c.stage < last:
-                entries.append((number.setdefault((c.stage + 1, c.end), len(number)), k, -1.0))
-        self._from = np.zeros(len(number))
-        self._from[number[0, 0]] = 1.0
-        at, column, value = zip(*entries, strict=True)
-        return csr_array((value, (at, column)), shape=(len(number), len(self._columns) + others))
+
+def _flow(columns: Sequence[StageColumn], others: int) -> csr_array:
+    """Return the rows that make stages of a mixture follow one another; the first is the start of the line."""
+    number: dict[tuple[int, int], int] = {(0, 0): 0}
+    last = max(c.stage for c in columns)
+    entries = []
+    for k, c in enumerate(columns):
+        entries.append((number.setdefault((c.stage, c.start), len(number)), k, 1.0))
+        if c.stage < last:
+            entries.append((number.setdefault((c.stage + 1, c.end), len(number)), k, -1.0))
+    at, column, value = zip(*entries, strict=True)
+    return csr_array((value, (at, column)), shape=(len(number), len(columns) + others))
 
 
 def least_cuts(costs: Floats) -> tuple[float, tuple[int, ...]]:

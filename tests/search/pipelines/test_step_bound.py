@@ -17,7 +17,7 @@ from splitkit.search.pipelines.span_tables import SpanTables
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_hull import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.step_bound import PieceHulls, StepBound
+from splitkit.search.pipelines.step_bound import PieceHulls, SpanHulls, StepBound
 
 KINDS = ("zbv", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev", "v-half", "1f1b")
 CASES = [(seed, kind) for seed in range(20) for kind in KINDS]
@@ -80,15 +80,15 @@ def test_tables_have_the_times_of_stages_and_at_most_their_bytes(spans):
 
 def test_the_hull_is_below_all_choices_and_pieces_are_below_the_hull(spans):
     problems, tables, stages = spans
-    pieces = PieceHulls(problems, tables.cuts)
+    pieces = PieceHulls(SpanHulls(problems, tables.cuts))
     for price, weight in ((0.0, 1.0), (1.0, 0.0), (1.0, 900.0), (1.0, 250.0), (1.0, 4000.0), (0.0, 0.0)):
-        below = pieces.least(price, weight)
+        below = pieces.least([(price, weight)])[0]
         for i, j, start, end in stages:
             problem = problems.problem(start, end).savings
             hull = StageHull(problem)
             bound, corner = hull.least(price, weight)
             least = min(price * c.nbytes + weight * c.seconds for c in all_choices(problem))
             assert bound <= least * (1 + 1e-9) + 1e-9
-            assert bound == approx(least, abs=1e-6)
-            assert price * corner.first + weight * corner.second * hull.tick == approx(least, abs=1e-6)
+            assert bound == approx(least, rel=1e-6, abs=1e-6)
+            assert price * corner.first + weight * corner.second * hull.tick == approx(least, rel=1e-6, abs=1e-6)
             assert below[i, j] <= least * (1 + 1e-9) + 1e-9

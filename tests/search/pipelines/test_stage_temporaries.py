@@ -1,0 +1,80 @@
+"""What a stage takes while it computes equals what was measured in a run of its graphs, also where weights are tied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import splitkit as sk
+from splitkit.memory.measurement import measure_memory
+from splitkit.policies import Pipeline
+from splitkit.testing import models
+
+
+class Tied(nn.Module):
+    """A projection that its stages share: three terms of one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(32, 32, bias=False)
+        self.own = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.own:
+            x = torch.tanh(layer(torch.tanh(self.shared(x))))
+        return x.sum()
+
+
+def tied_gpt2():
+    made = models.build("gpt2", layers=2, width=32, heads=2, seq=8, vocab=256, batch=1)
+    return sk.capture_joint(made.model, *made.args, **made.kwargs), made.args, made.kwargs
+
+
+def tied_layers():
+    x = torch.randn(4, 32)
+    return sk.capture_joint(Tied(), x), (x,), {}
+
+
+@pytest.fixture(scope="module", params=[tied_gpt2, tied_layers])
+def given(request):
+    torch.manual_seed(0)
+    joint, args, kwargs = request.param()
+    return joint, joint.primals(*args, **kwargs), sk.costs.roofline(joint.graph_module, "h100")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_pipeline_and_staged_step_say_what_a_run_takes(given, count):
+    joint, primals, costs = given
+    policy = Pipeline(count, "gpipe", microbatches=2)
+    found = policy.found(policy.problems(joint.flow, costs))
+    step = joint.split(found.plan)
+    planned = [stage.temporary_bytes for stage in found.run.stages]
+    assert planned == [stage.temporary_bytes for stage in step.stage_costs(costs)]
+    assert planned == measured(step, primals, joint.tangents())
+
+
+def measured(step, primals, tangents):
+    """The most bytes that each stage takes beyond what it is given, saves and sends."""
+    with torch.no_grad():
+        given, crossing, held, most = dict(zip(step.primals, primals, strict=True)), (), [], []
+        for stage in step.stages:
+            inputs = [*(given[name] for name in stage.primals), *crossing]
+            most.append(forward_temporaries(stage.forward, inputs))
+            _, crossing, kept = stage.given(stage.forward(*inputs))
+            held.append(kept)
+        crossing = tuple(tangents)
+        for number in reversed(range(len(step.stages))):
+            stage = step.stages[number]
+            inputs = [*(held[number][name] for name in stage.saved), *crossing]
+            ran = measure_memory(stage.backward, *inputs)
+            most[number] = max(most[number], ran.peak - ran.baseline)
+            crossing = tuple(stage.backward(*inputs)[: len(stage.gradients_sent)])
+    return most
+
+
+def forward_temporaries(graph, inputs):
+    """The most bytes alive at once while a graph runs, without what it returns."""
+    from splitkit.engine.joint_stages.graph_temporaries import graph_temporaries
+
+    return graph_temporaries(graph, outputs=False)
