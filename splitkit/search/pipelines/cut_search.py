@@ -45,7 +45,7 @@ _HALVINGS = 8  # of the memory, for a refusal that says what would do
 _ALL = 400  # cuts that are all looked at
 _SMALL = 150  # ops of a stage for which an integer program is solved
 _REPAIRS = 200  # cuts that are looked at to make a candidate fit
-_RELAXED = 12  # candidates that the bound found
+_RELAXED = 6  # candidates that the bound found
 _STARTS = 3  # candidates from which a local search starts
 
 
@@ -102,30 +102,25 @@ class CutSearch:
         """Search, and prove a bound."""
         if len(self.cuts) <= self.stages:
             return FoundCuts(None, np.inf, self.looked_at, 0, 0, False)
-        seeds = self.seeds()
-        known = [s for s in map(self.scored, dict.fromkeys(seeds)) if s is not None]
-        if len(known) < len(set(seeds)) and not self.single:
-            known += [s for seed in dict.fromkeys(seeds[:2]) if (s := self.repaired(seed)) is not None]
-        best = self.local(known or [s for s in map(self.scored, self._tight()) if s is not None])
-        bound = self._average_bound()
+        seeds = dict.fromkeys(self.seeds())
+        known = self._fitting(seeds)
         if self.single:
-            bound = max(bound, self._path_bound(self._times))
+            bound = self.bound()
         else:
-            proven = self.proven(np.inf if best is None else best.seconds)
-            bound = max(bound, proven.seconds)
-            best = self._improved(best, proven.cuts[:_RELAXED])
+            proven = self.proven(min((s.seconds for s in known), default=np.inf))
+            bound = max(proven.seconds, self._average_bound())
+            candidates = dict.fromkeys([*proven.cuts[:_RELAXED], *seeds])
+            known = self._fitting(candidates)
+            if len(known) < len(candidates):
+                known += [s for ends in list(candidates)[:2] if (s := self.repaired(ends)) is not None]
+        best = self.local(known or self._fitting(self._tight()))
         if self.few:
             least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
 
-    def _improved(self, best: ScoredCuts | None, candidates: Sequence[tuple[int, ...]]) -> ScoredCuts | None:
-        """Return the best, or what a search from these candidates finds."""
-        known = [s for s in map(self.scored, candidates) if s is not None]
-        if not known:
-            known = [s for ends in candidates[:1] if (s := self.repaired(ends)) is not None]
-        found = self.local(known)
-        return min((s for s in (best, found) if s is not None), key=lambda scored: scored.seconds, default=None)
+    def _fitting(self, candidates: Iterable[tuple[int, ...]]) -> list[ScoredCuts]:
+        return [scored for scored in map(self.scored, candidates) if scored is not None]
 
     @property
     def few(self) -> bool:

@@ -122,8 +122,7 @@ class OffloadCutSearch(CutSearch):
         seeds = CutSearch(self.frontiers, self.order, self.links, self._relaxed(pace)).seeds()
         if alone.best is not None:
             seeds.append(tuple(place[end] for end in alone.best.ends))
-        known = [s for s in map(self.scored, dict.fromkeys(seeds)) if s is not None]
-        best = self.local(known or [s for s in map(self.scored, self._tight()) if s is not None])
+        best = self.local(self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight()))
         if best is None:
             return FoundCuts(None, 0.0, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
         relaxed = CutSearch(self.frontiers, self.order, self.links, self._relaxed(best.seconds))

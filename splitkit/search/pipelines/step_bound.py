@@ -233,6 +233,8 @@ class StepBound:
         columns = list[StageColumn]()
         for _ in range(_SETTLED):
             value, ends = least_cuts(full)
+            if not np.isfinite(value):  # all plans that are left out take longer
+                return np.inf, []
             columns += self._columns(ends, rates)
             new = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *ends))) if (i, j) not in self._settled[s]]
             for s, i, j in new:
