@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import splitkit as sk
+from splitkit.engine.joint_stages.graph_temporaries import graph_temporaries
 from splitkit.memory.measurement import measure_memory
 from splitkit.policies import Pipeline
-from splitkit.testing import models
 
 
 class Tied(nn.Module):
@@ -26,21 +26,27 @@ class Tied(nn.Module):
         return x.sum()
 
 
-def tied_gpt2():
-    made = models.build("gpt2", layers=2, width=32, heads=2, seq=8, vocab=256, batch=1)
-    return sk.capture_joint(made.model, *made.args, **made.kwargs), made.args, made.kwargs
+class TiedHead(nn.Module):
+    """An embedding whose weight is that of the head, as in GPT-2: its gradient decides the peak of both ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(300, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return (x @ self.embedding.weight.T).logsumexp(-1).sum()
 
 
-def tied_layers():
-    x = torch.randn(4, 32)
-    return sk.capture_joint(Tied(), x), (x,), {}
-
-
-@pytest.fixture(scope="module", params=[tied_gpt2, tied_layers])
+@pytest.fixture(scope="module", params=["layers", "head"])
 def given(request):
     torch.manual_seed(0)
-    joint, args, kwargs = request.param()
-    return joint, joint.primals(*args, **kwargs), sk.costs.roofline(joint.graph_module, "h100")
+    model, x = {"layers": (Tied(), torch.randn(4, 32)), "head": (TiedHead(), torch.randint(300, (6,)))}[request.param]
+    joint = sk.capture_joint(model, x)
+    return joint, joint.primals(x), sk.costs.roofline(joint.graph_module, "h100")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -60,7 +66,7 @@ def measured(step, primals, tangents):
         given, crossing, held, most = dict(zip(step.primals, primals, strict=True)), (), [], []
         for stage in step.stages:
             inputs = [*(given[name] for name in stage.primals), *crossing]
-            most.append(forward_temporaries(stage.forward, inputs))
+            most.append(graph_temporaries(stage.forward, outputs=False))
             _, crossing, kept = stage.given(stage.forward(*inputs))
             held.append(kept)
         crossing = tuple(tangents)
@@ -71,10 +77,3 @@ def measured(step, primals, tangents):
             most[number] = max(most[number], ran.peak - ran.baseline)
             crossing = tuple(stage.backward(*inputs)[: len(stage.gradients_sent)])
     return most
-
-
-def forward_temporaries(graph, inputs):
-    """The most bytes alive at once while a graph runs, without what it returns."""
-    from splitkit.engine.joint_stages.graph_temporaries import graph_temporaries
-
-    return graph_temporaries(graph, outputs=False)

@@ -51,10 +51,10 @@ def test_no_plan_is_quicker_than_the_bound(seed, schedule):
         assert bound > 0.5 * best or best == float("inf")
 
 
-@pytest.fixture(scope="module", params=range(4))
+@pytest.fixture(scope="module", params=range(2))
 def spans(request):
     """Problems of a divided backward, their tables, and the numbers and positions of all stages."""
-    flow, costs = random_joint(request.param, ops=6)
+    flow, costs = random_joint(request.param, ops=5)
     problems = StageProblems(JointPositions.of(flow), costs, "adam", divided=True)
     cuts = candidate_cuts(problems)
     return problems, SpanTables(problems, cuts), [(i, j, int(cuts[i]), int(cuts[j])) for i, j in pairs(len(cuts))]
@@ -81,7 +81,7 @@ def test_tables_have_the_times_of_stages_and_at_most_their_bytes(spans):
 def test_the_hull_is_below_all_choices_and_pieces_are_below_the_hull(spans):
     problems, tables, stages = spans
     pieces = PieceHulls(SpanHulls(problems, tables.cuts))
-    for price, weight in ((0.0, 1.0), (1.0, 0.0), (1.0, 900.0), (1.0, 250.0), (1.0, 4000.0), (0.0, 0.0)):
+    for price, weight in ((0.0, 1.0), (1.0, 0.0), (1.0, 900.0)):
         below = pieces.least([(price, weight)])[0]
         for i, j, start, end in stages:
             problem = problems.problem(start, end).savings
