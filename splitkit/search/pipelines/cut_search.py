@@ -2,8 +2,9 @@
 
 With one stage on each rank a dynamic program over the cuts gives the least path bound (`least_path`), whose value over
 lower bounds of all stage times proves how short the step can be at best. Programs with a limit on the slowest stage
-give candidates. With several stages on a rank the candidates have balanced stages. In both cases the best candidates
-are simulated, and cuts are moved as long as the simulated step gets shorter.
+give candidates. With several stages on a rank, mixtures of cuts give both the bound and candidates (`StepBound`), in
+addition to cuts with balanced stages. In both cases the best candidates are simulated, and cuts are moved as long as
+the simulated step gets shorter.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class FoundCuts:
         cuts: how many positions were looked at, of how many.
         tried: how many candidates were simulated.
         classes: how many frontiers were computed.
-        path: whether the bound is that of the dynamic program.
+        path: whether the bound is that of the dynamic program for one stage on each rank.
     """
 
     best: ScoredCuts | None
