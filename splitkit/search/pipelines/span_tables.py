@@ -91,7 +91,7 @@ class SpanTables:
             found[i, j] = max(found[i, j], nbytes)
         found = np.maximum.accumulate(np.maximum.accumulate(found[::-1], axis=0)[::-1], axis=1)
         made = self.problems.peaks.gradients[self.cuts]
-        return np.maximum(found, made[None, :] - made[:, None])
+        return np.asarray(np.maximum(found, made[None, :] - made[:, None]), np.float64)
 
 
 def fixed_bytes(problems: StageProblems, cuts: Ints) -> Floats:

@@ -73,7 +73,7 @@ class StageTemporaries:
     def _sums_of_terms(self) -> list[_Sum]:
         """Return the gradients that are sums of terms, each of which can be in another stage."""
         flow, number, found = self.flow, self.order.number, list[_Sum]()
-        returned = output_nodes(flow.gradients)
+        returned = list(output_nodes(flow.gradients))
         for value in dict.fromkeys(returned):
             terms, sums = terms_and_sums(value, returned)
             places = [int(self._at[number[t]]) if t in number else -1 for t in terms]
@@ -86,7 +86,7 @@ class StageTemporaries:
     def _kept(self, start: int, end: int) -> set[int]:
         """Return the storages that live to the end of a stage's backward: it returns them, or sends them back."""
         terms = {s for each in self._sums for i in each.own(start, end) for s in each.storages[i]}
-        return self._returned | self._up(start, end) | terms
+        return {*self._returned, *self._up(start, end), *terms}
 
     def _elsewhere(self, start: int, end: int) -> set[int]:
         """Return the sums that no stage computes, since a stage has only some of their terms."""
