@@ -57,8 +57,9 @@ class Pipeline:
 
     The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on
     each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less
-    time than the hull of its exact frontier says. With several stages on a rank it is all work evenly on all ranks. If
-    there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
+    time than the hull of its exact frontier says. With several stages on a rank it is the longest path through the
+    schedule's order of actions, made as short as mixtures of cuts can within the memory at each moment of that order.
+    If there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
     those that send the fewest bytes; the note says how many of how many.
 
     ``Pipeline(4, memory="80GiB", offload="pcie5")`` may also move saved activations to the host while other

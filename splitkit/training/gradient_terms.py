@@ -45,8 +45,7 @@ def gradient_terms(flow: JointFlow, places: Places) -> list[GradientTerm]:
     for position, value in enumerate(flow.gradients):
         if not isinstance(value, Node):
             continue
-        sums: list[Node] = []
-        nodes = _apart(value, returned, sums)
+        nodes, sums = terms_and_sums(value, returned)
         stages = {node: _stage_of(places.get(node, ())) for node in nodes}
         if len(set(stages.values())) < 2:
             found.append(GradientTerm(position, (value,), _stage_of(places.get(value, ()))))
@@ -57,6 +56,17 @@ def gradient_terms(flow: JointFlow, places: Places) -> list[GradientTerm]:
             for stage in sorted(set(stages.values()), reverse=True)
         ]
     return found
+
+
+def terms_and_sums(value: Node, returned: list[Node]) -> tuple[list[Node], list[Node]]:
+    """Return the terms of a gradient, in the order in which they are added, and the sums that add them up.
+
+    Args:
+        value: the gradient.
+        returned: all gradients that backward returns.
+    """
+    sums: list[Node] = []
+    return _apart(value, returned, sums), sums
 
 
 def _apart(value: Node, returned: list[Node], sums: list[Node]) -> list[Node]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,17 @@ def activations(gm: fx.GraphModule | Dataflow) -> Activations:
     Raises:
         GraphError: SK101 if it is not a graph, SK102 if nodes have no ``meta["val"]``.
     """
+    kept, root = activations_alone(gm), root_of(gm)
+    probes = BackwardTemporaries(root, kept.requires)
+    return replace(kept, inside={node: found for node in kept.values if (found := probes(node))})
+
+
+def activations_alone(gm: fx.GraphModule | Dataflow) -> Activations:
+    """Return what `activations` does, without the temporary memory, which takes most of the time to find.
+
+    Raises:
+        GraphError: as `activations`.
+    """
     root = root_of(gm)
     require_values(root.graph)
     with paused_collector(), torch.inference_mode(False):  # inference mode of the caller would save nothing
@@ -85,9 +96,7 @@ def activations(gm: fx.GraphModule | Dataflow) -> Activations:
             kept = record_whole_run(root)
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     saved = {n: tuple(sorted(kept.saved[n])) for n in sorted(kept.saved, key=order.__getitem__) if kept.saved[n]}
-    probes = BackwardTemporaries(root, kept.requires)
-    inside = {node: found for node in kept.values if (found := probes(node))}
-    return Activations(tuple(kept.nbytes), kept.values, saved, frozenset(kept.requires), inside, kept.estimated)
+    return Activations(tuple(kept.nbytes), kept.values, saved, frozenset(kept.requires), {}, kept.estimated)
 
 
 def record_by_calls(root: fx.GraphModule) -> ActivationRecord:

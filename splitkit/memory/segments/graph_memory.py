@@ -23,7 +23,7 @@ from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.losses import loss_node
 from splitkit.memory.autograd.backward_temporaries import NOTHING
-from splitkit.memory.autograd.saved_storages import Activations, activations
+from splitkit.memory.autograd.saved_storages import Activations, activations, activations_alone
 from splitkit.memory.kernels.temporaries import Temporaries
 from splitkit.memory.segments.order_tables import MemoryFacts, NodeMemory, OrderTables
 from splitkit.memory.segments.segment import OrderMemory
@@ -208,7 +208,8 @@ class GraphMemory:
 
 def graph_memory(flow: Dataflow, training: bool) -> GraphMemory:
     """Return the memory of a forward graph; a fact of ``flow``, see `Dataflow.fact`."""
-    return GraphMemory(flow, flow.fact(activations), training)
+    # Without backward, no temporary memory of a run with gradients is asked for.
+    return GraphMemory(flow, flow.fact(activations if training else activations_alone), training)
 
 
 def is_dense(tensor: torch.Tensor, any_order: bool = True) -> bool:

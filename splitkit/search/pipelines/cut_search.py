@@ -2,8 +2,9 @@
 
 With one stage on each rank a dynamic program over the cuts gives the least path bound (`least_path`), whose value over
 lower bounds of all stage times proves how short the step can be at best. Programs with a limit on the slowest stage
-give candidates. With several stages on a rank the candidates have balanced stages. In both cases the best candidates
-are simulated, and cuts are moved as long as the simulated step gets shorter.
+give candidates. With several stages on a rank, mixtures of cuts give both the bound and candidates (`StepBound`), in
+addition to cuts with balanced stages. In both cases the best candidates are simulated, and cuts are moved as long as
+the simulated step gets shorter.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from splitkit.search.pipelines.rank_choice import RankChoice
 from splitkit.search.pipelines.rank_loads import rank_loads, warm_up
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.pipelines.step_bound import ProvenStep, StepBound
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum
 
@@ -44,6 +46,7 @@ _HALVINGS = 8  # of the memory, for a refusal that says what would do
 _ALL = 400  # cuts that are all looked at
 _SMALL = 150  # ops of a stage for which an integer program is solved
 _REPAIRS = 200  # cuts that are looked at to make a candidate fit
+_RELAXED = 6  # candidates that the bound found
 _STARTS = 3  # candidates from which a local search starts
 
 
@@ -57,7 +60,7 @@ class FoundCuts:
         cuts: how many positions were looked at, of how many.
         tried: how many candidates were simulated.
         classes: how many frontiers were computed.
-        path: whether the bound is that of the dynamic program.
+        path: whether the bound is that of the dynamic program for one stage on each rank.
     """
 
     best: ScoredCuts | None
@@ -100,16 +103,25 @@ class CutSearch:
         """Search, and prove a bound."""
         if len(self.cuts) <= self.stages:
             return FoundCuts(None, np.inf, self.looked_at, 0, 0, False)
-        seeds = self.seeds()
-        bound = self.bound()
-        known = [s for s in map(self.scored, dict.fromkeys(seeds)) if s is not None]
-        if len(known) < len(set(seeds)) and not self.single:
-            known += [s for seed in dict.fromkeys(seeds[:2]) if (s := self.repaired(seed)) is not None]
-        best = self.local(known or [s for s in map(self.scored, self._tight()) if s is not None])
+        seeds = dict.fromkeys(self.seeds())
+        known = self._fitting(seeds)
+        if self.single:
+            bound = self.bound()
+        else:
+            proven = self.proven(min((s.seconds for s in known), default=np.inf))
+            bound = max(proven.seconds, self._average_bound())
+            candidates = dict.fromkeys([*proven.cuts[:_RELAXED], *seeds])
+            known = self._fitting(candidates)
+            if len(known) < len(candidates):
+                known += [s for ends in list(candidates)[:2] if (s := self.repaired(ends)) is not None]
+        best = self.local(known or self._fitting(self._tight()))
         if self.few:
             least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    def _fitting(self, candidates: Iterable[tuple[int, ...]]) -> list[ScoredCuts]:
+        return [scored for scored in map(self.scored, candidates) if scored is not None]
 
     @property
     def few(self) -> bool:
@@ -125,10 +137,17 @@ class CutSearch:
         seeds = [self._even(), *self._balanced(), *self._by_blocks()]
         return [*seeds, *self._by_path(self._times)] if self.single else seeds
 
-    def bound(self) -> float:
-        """Return a lower bound on the step of all cuts."""
-        bound = self._path_bound(self._times) if self.single else 0.0
-        return max(bound, self._average_bound())
+    def bound(self, below: float = np.inf) -> float:
+        """Return a lower bound on the step of all cuts.
+
+        Args:
+            below: the step of some cuts; the bound may be of shorter ones only.
+        """
+        return max(self._path_bound(self._times) if self.single else self.proven(below).seconds, self._average_bound())
+
+    def proven(self, below: float) -> ProvenStep:
+        """Return the bound for any order of actions, with candidates."""
+        return StepBound(self.choices, self.order, self.links, self.cuts).run(dict.fromkeys(self.seeds()), below)
 
     def like(self, limits: Sequence[int | None]) -> CutSearch:
         """Return the same search with other limits."""

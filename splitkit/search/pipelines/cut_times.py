@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.span_tables import fixed_bytes
 from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.recompute.pareto_cuts import Hull
 
@@ -37,25 +37,12 @@ class CutTimes:
         self.count = [int(load.surely()[0]) for load in choices.loads]
         both = self.problems.forward + self.problems.backward
         self._base = both[cuts][None, :] - both[cuts][:, None]
-        self._fixed = self._statics()
+        self._fixed = fixed_bytes(self.problems, cuts)
         made = self.problems.peaks.gradients[cuts]
         self._gradients = (made[None, :] - made[:, None]).astype(np.float64)
         self.lower = self._bounds()
         self.upper = self.lower.copy()
         self.known = np.zeros(self.lower.shape, np.bool_)
-
-    def _statics(self) -> Floats:
-        """Return the fixed bytes of each stage."""
-        size = len(self.cuts)
-        gradients, parameters = np.zeros((size, size)), np.zeros((size, size))
-        for nbytes, gradient, used in self.problems.parameters:
-            before = -1
-            for piece in np.unique(np.searchsorted(self.cuts, used, side="right") - 1).tolist():
-                parameters[before + 1 : piece + 1, piece + 1 :] += nbytes
-                gradients[before + 1 : piece + 1, piece + 1 :] += gradient
-                before = piece
-        state = STATE_OF[self.problems.optimizer] if self.problems.optimizer else 0
-        return parameters + gradients * (1 + state)
 
     def _bounds(self) -> Floats:
         size = len(self.cuts)

@@ -122,12 +122,11 @@ class OffloadCutSearch(CutSearch):
         seeds = CutSearch(self.frontiers, self.order, self.links, self._relaxed(pace)).seeds()
         if alone.best is not None:
             seeds.append(tuple(place[end] for end in alone.best.ends))
-        known = [s for s in map(self.scored, dict.fromkeys(seeds)) if s is not None]
-        best = self.local(known or [s for s in map(self.scored, self._tight()) if s is not None])
+        best = self.local(self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight()))
         if best is None:
             return FoundCuts(None, 0.0, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
         relaxed = CutSearch(self.frontiers, self.order, self.links, self._relaxed(best.seconds))
-        bound = relaxed.bound()
+        bound = relaxed.bound(best.seconds)
         if self.few:
             least, found = relaxed.all_cuts(best, self.scoring)
             bound, best = max(bound, least), found or best

@@ -8,10 +8,14 @@ rule.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.search.pipelines.joint_positions import JointPositions
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class StageBackward:
@@ -33,6 +37,31 @@ class StageBackward:
 
     def _weights(self, start: int, end: int) -> np.ndarray:
         return np.flatnonzero((self._at >= start) & (self._at < end) & (self._reach >= start))
+
+    def nodes_of_backward(self) -> tuple[Ints, Ints, Floats]:
+        """Return (n,) position, reach and seconds of all nodes of backward.
+
+        A node is in the weight part of each stage that starts at its reach or before and contains its position.
+        """
+        return self._at, self._reach, self._seconds
+
+    def reads_of_backward(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
+        """Return (r,) arrays of what nodes of backward read.
+
+        A reader's position and reach; of what it reads the storage, its bytes, and the position and reach of its maker,
+        which is -1 for what forward makes.
+        """
+        flow, place = self.positions.flow, self.positions.place
+        reach = dict(zip(self._nodes, self._reach.tolist(), strict=True))
+        rows = [
+            (place[node], reach[node], root, flow.storages.nbytes[root], place.get(maker, -1), reach.get(maker, -1))
+            for node in self._nodes
+            for read in node.all_input_nodes
+            for maker in [flow.producer(read)]
+            for root in flow.storages.under(read)
+        ]
+        at, own, root, nbytes, made, makers = np.array(rows, np.int64).reshape(-1, 6).T
+        return at, own, root, nbytes, made, makers
 
     def weight_nodes(self, start: int, end: int) -> list[Node]:
         """Return the nodes of the weight part of a stage that is not the first."""

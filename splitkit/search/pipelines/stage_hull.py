@@ -72,6 +72,33 @@ class StageHull:
         rate, least = self._lines[low.first, self.corners[index + 1].first]
         return max(self.corners[-1].second, (least - nbytes) / rate) * self.tick
 
+    def least(self, price: float, weight: float) -> tuple[float, Corner]:
+        """Return a lower bound on ``price * bytes + weight * seconds`` of every choice, and the best corner.
+
+        The bound is that of the lines left and right of the corner, each of which holds for all choices: a sum of
+        both with positive weights does so too.
+        """
+        ticks = weight * self.tick
+        while True:
+            index = min(
+                range(len(self.corners)), key=lambda k: price * self.corners[k].first + ticks * self.corners[k].second
+            )
+            if not any(self._settle(k) for k in (index, index - 1) if 0 <= k < len(self.corners) - 1):
+                break
+        best = self.corners[index]
+        if not price or not ticks or len(self.corners) == 1:  # one of the two exact ends
+            return price * self.corners[0].first + ticks * self.corners[-1].second, best
+        low_rate, low_least = 0.0, float(self.corners[0].first)
+        if index:
+            low_rate, low_least = self._lines[self.corners[index - 1].first, best.first]
+        if index + 1 == len(self.corners):
+            rest = max(0.0, ticks - price * low_rate)
+            return price * low_least + rest * self.corners[-1].second, best
+        high_rate, high_least = self._lines[best.first, self.corners[index + 1].first]
+        rate = min(max(ticks / price, low_rate), high_rate)
+        share = (rate - low_rate) / (high_rate - low_rate) if high_rate > low_rate else 0.0
+        return price * ((1 - share) * low_least + share * high_least), best
+
     def around(self, nbytes: float) -> list[Choice]:
         """Return the choices at the corners around so many bytes, and those between them on the hull."""
         index = self._segment(nbytes)

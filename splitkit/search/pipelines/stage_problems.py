@@ -43,6 +43,8 @@ class StageProblems:
         whole: the recompute problem of the whole graph.
         forward: (n + 1,) seconds of forward before each position.
         backward: (n + 1,) the same of backward, without recompute.
+        sent: what crosses cuts on its way to later stages: (position of the maker, of the last reader, [(storage,
+            position of its maker)]).
     """
 
     def __init__(
@@ -101,11 +103,11 @@ class StageProblems:
         maker = {
             root: flow.producer(self._nodes[storages.maker[root]]) for root in dict.fromkeys(storages.root) if root >= 0
         }
-        self._sent = [
+        self.sent = [
             (c.made, c.last, [(r, place.get(maker[r], -1)) for r in storages.under(c.value)])
             for c in self.positions.activations
         ]
-        self._ends = np.array([(made, last) for made, last, _ in self._sent], np.int64).reshape(-1, 2)
+        self._ends = np.array([(made, last) for made, last, _ in self.sent], np.int64).reshape(-1, 2)
 
     @cached_property
     def _nodes(self) -> tuple[Node, ...]:
@@ -156,7 +158,7 @@ class StageProblems:
         if not len(self._ends):
             return frozenset()
         leaves = (self._ends[:, 0] >= start) & (self._ends[:, 0] < end) & (self._ends[:, 1] >= end)
-        sent = (pair for i in np.flatnonzero(leaves).tolist() for pair in self._sent[i][2])
+        sent = (pair for i in np.flatnonzero(leaves).tolist() for pair in self.sent[i][2])
         return frozenset(root for root, at in sent if at >= start)
 
     def parameter_bytes(self, start: int, end: int) -> tuple[int, int]:

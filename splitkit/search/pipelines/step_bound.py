@@ -1,0 +1,340 @@
+"""A lower bound on the simulated step of every plan of a pipeline, for any fixed order of actions on each rank.
+
+**What bounds the step.** The schedule gives the order of the actions of each rank. So a step takes as long as the
+longest path through its actions, each of which follows the action before it on its rank and the message that it reads.
+Waits for busy links are left out, which only makes paths shorter. And the order alone says how many microbatches a rank
+holds at each moment (`splitkit.search.pipelines.rank_loads`), whatever times its actions take: what its stages hold
+then must fit its memory. All times and bytes are sums over stages, of numbers that depend on the two cuts of the stage
+and on what it saves.
+
+**The bound.** For any mean of paths and any prices of the moments, the least over all cuts and choices of
+
+    the length of the mean path  +  sum of price * (bytes that are held at the moment - memory of the rank)
+
+is a lower bound: the mean of some paths is not longer than the longest one, and the second term is not positive for a
+plan that fits (`splitkit.solvers.line.column_bound` finds good means and prices). With these given, the sum falls apart
+into stages: times * weights, bytes in any case * prices, and recompute seconds * weight + saved bytes * price. This
+last part is at least the sum of the same over all pieces between neighbouring cuts, as if what passes a cut were free.
+For the intervals that the dynamic program over cuts chooses, it is exact up to rounding (`StageHull.least`), and the
+program is solved again. Both are lower bounds of the part, so the value of the program is a lower bound in every round.
+
+The bound may be below the best step, because mixtures of cuts and of points of frontiers count as plans, temporary
+bytes are those of one op, and messages take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitkit.costs import Links
+from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
+from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.span_tables import SpanTables
+from splitkit.search.pipelines.stage_frontiers import problem_key
+from splitkit.search.pipelines.stage_hull import StageHull
+from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn, least_cuts
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_ROUNDS = 60  # of columns
+_WIDTHS = 5  # pieces of 1, 2, 4 ... cuts
+_SETTLED = 3  # rounds of a dynamic program in which entries become exact
+_PATHS = 2  # rounds of paths before each round of columns
+_CLOSE = 1e-3  # relative: a bound so near the value of its linear program cannot rise much
+_LITTLE, _PATIENCE = 5e-4, 8  # relative: after so many rounds that raise the bound by less, it is good enough
+_SMOOTH = 0.5  # of the way from the best weights to those that the linear program proposes
+_LONGER = 1e-6  # relative: a path so little longer than those of the program is no news
+_F, _I, _W, _ON, _BACK = range(5)
+
+
+@dataclass(frozen=True, eq=False)
+class ProvenStep:
+    """A lower bound.
+
+    Attributes:
+        seconds: no plan takes less.
+        cuts: good candidates: cuts near the mean of mixtures, the best mixture first.
+    """
+
+    seconds: float
+    cuts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Prices:
+    """What times and bytes of a stage cost: (p,) arrays, and (p, 5) of times."""
+
+    times: Floats
+    saved: Floats
+    waiting: Floats
+    temporary: Floats
+    fixed: Floats
+
+
+class StepBound:
+    """The bound for one graph, schedule and memory."""
+
+    def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None, cuts: Ints) -> None:
+        self.choices, self.order, self.cuts = choices, order, cuts
+        self.problems = choices.frontiers.problems
+        self.stages = len(order.rank_of)
+        self.tables = SpanTables(self.problems, cuts)
+        self._hulls = SpanHulls(self.problems, cuts)
+        self.pieces = PieceHulls(self._hulls)
+        self._messages = _message_seconds(self.problems, order, links, cuts)
+        self._rows = [
+            (rank, *moment)
+            for rank, load in enumerate(choices.loads)
+            if choices.limits[rank] is not None
+            for moment in zip(load.saved, load.waiting, load.runs.tolist(), strict=True)
+        ]
+        self.limits = np.array([float(choices.limits[row[0]] or 0) for row in self._rows])
+        self._settled: list[dict[tuple[int, int], None]] = [{} for _ in range(self.stages)]
+        self._outside = np.where(np.arange(len(cuts))[:, None] < np.arange(len(cuts))[None, :], 0.0, np.inf)
+
+    def run(self, seeds: Iterable[Sequence[int]], below: float = np.inf) -> ProvenStep:
+        """Return the bound.
+
+        Args:
+            seeds: the ends of the stages of some plans, as numbers of cuts: one at least.
+            below: the bound may be of plans of a shorter step only; then it is not above this.
+        """
+        alone = self.tables.forward + self.tables.inputs + self.tables.weights
+        self._outside[alone * self.order.microbatches >= below] = np.inf
+        master, found = CutMaster(np.maximum(self.limits, 1.0)), dict[tuple[int, ...], None]()
+        center = self._even_weights()
+        best, last = self._price(center)[0], _ROUNDS
+        for ends in seeds:  # columns that are excluded now do no harm: the bound is not that of the mixture
+            for price, weight in ((0.0, 1.0), (1.0, 0.0)):
+                for column in self._columns(ends, [(price, weight)] * self.stages):
+                    master.add_column(column)
+        for number in range(_ROUNDS):
+            dual = self._with_paths(master)
+            if dual is None:
+                break
+            found = {self._near(dual.mean): None} | found
+            for weights in (center.towards(dual, _SMOOTH), dual):
+                value, columns = self._price(weights)
+                if value > best:
+                    last = number if value > best * (1 + _LITTLE) else min(last, number)
+                    best, center = value, weights
+                if sum(master.add_column(column) for column in columns):
+                    break
+            else:
+                break
+            if best >= dual.value * (1 - _CLOSE) or number >= last + _PATIENCE:
+                break
+        return ProvenStep(min(best, below), tuple(found))
+
+    def _even_weights(self) -> DualWeights:
+        """Return the mean of the paths that follow one rank from its first action to its last."""
+        times = np.zeros((self.stages, 5))
+        times[:, [_F, _I, _W]] = self.order.microbatches / len(self.order.ranks)
+        return DualWeights(0.0, 0.0, times, np.zeros(len(self._rows)), times)
+
+    def _with_paths(self, master: CutMaster) -> DualWeights | None:
+        """Solve until no path is longer than the value of the program."""
+        if not master.has_paths:
+            master.add_path(next(self._paths(np.ones((self.stages, 5)), 0.0)))
+        dual = None
+        for _ in range(_PATHS):
+            dual = master.solve()
+            longer = () if dual is None else self._paths(dual.mean, dual.longest * (1 + _LONGER))
+            if not sum(master.add_path(path) for path in longer):
+                break
+        return dual
+
+    def _paths(self, times: Floats, above: float) -> Iterator[Floats]:
+        """Yield the longest path to the last action of each rank that is longer than ``above``."""
+        order = self.order
+        durations = np.stack([times[:, _F], times[:, _I] + times[:, _W], times[:, _I], times[:, _W]])
+        columns = order.columns
+        took = durations[columns.kind, columns.stage].tolist()
+        sends = np.where(columns.kind == FORWARD, times[columns.stage, _ON], times[columns.stage, _BACK]).tolist()
+        rank, data = columns.rank.tolist(), order.links.data.tolist()
+        ends, before, last = [0.0] * len(rank), [-1] * len(rank), [-1] * len(order.ranks)
+        for i in order.links.sequence:
+            own, need = last[rank[i]], data[i]
+            start = ends[own] if own >= 0 else 0.0
+            if need >= 0 and ends[need] + sends[need] > start:
+                start, own = ends[need] + sends[need], need
+            ends[i], before[i], last[rank[i]] = start + took[i], own, i
+        for action in sorted(last, key=lambda i: -ends[i]):
+            if ends[action] > above:
+                yield self._counted(action, before)
+
+    def _counted(self, action: int, before: Sequence[int]) -> Floats:
+        """Return how often a path has each time of each stage."""
+        columns, path = self.order.columns, []
+        while action >= 0:
+            path.append(action)
+            action = before[action]
+        found = np.zeros((self.stages, 5))
+        at = np.array(path)
+        kind, stage, rank = columns.kind[at], columns.stage[at], columns.rank[at]
+        for time, kinds in ((_F, [FORWARD]), (_I, [BACKWARD, BACKWARD_INPUT]), (_W, [BACKWARD, BACKWARD_WEIGHT])):
+            np.add.at(found[:, time], stage[np.isin(kind, kinds)], 1.0)
+        sent = np.flatnonzero(rank[1:] != rank[:-1]) + 1  # the path is from the last action to the first
+        for time, on in ((_ON, True), (_BACK, False)):
+            np.add.at(found[:, time], stage[sent[(kind[sent] == FORWARD) == on]], 1.0)
+        return found
+
+    def _prices(self, dual: DualWeights) -> _Prices:
+        saved, waiting, temporary, fixed = np.zeros((4, self.stages))
+        for price, (rank, held, waits, runs) in zip(dual.loads.tolist(), self._rows, strict=True):
+            if price:
+                own = list(self.choices.loads[rank].stages)
+                saved[own] += price * held
+                waiting[own] += price * waits
+                fixed[own] += price
+                temporary[own[runs]] += price
+        return _Prices(dual.times, saved, waiting, temporary, fixed)
+
+    def _rates(self, prices: _Prices) -> list[tuple[float, float]]:
+        """Return the price of a saved byte, and of a second of recompute, for each stage."""
+        again = prices.times[:, _I].copy()
+        saved = prices.saved.copy()
+        if self.problems.divided:  # the first stage has all of its backward in the weight part, and all waits for it
+            again[0] = prices.times[0, _W]
+            saved[0] += prices.waiting[0]
+        return list(zip(saved.tolist(), again.tolist(), strict=True))
+
+    def _near(self, times: Floats) -> tuple[int, ...]:
+        """Return the cuts that come nearest to given seconds of forward, each after the one before."""
+        last, found = len(self.cuts) - 1, list[int]()
+        for s, until in enumerate(np.cumsum(times[:, _F]).tolist()):
+            near = int(np.abs(self.tables.forward[0] - until).argmin()) if s < self.stages - 1 else last
+            found.append(min(max(near, (found[-1] if found else 0) + 1), last - (self.stages - 1 - s)))
+        return tuple(found)
+
+    def _price(self, dual: DualWeights) -> tuple[float, list[StageColumn]]:
+        """Return a lower bound for these weights, and columns for the linear program."""
+        prices, tables = self._prices(dual), self.tables
+        rates = self._rates(prices)
+        costs = []
+        for s, (price, _) in enumerate(rates):
+            w, (on, back) = prices.times[s], self._messages[s]
+            cost = w[_F] * tables.forward + w[_I] * tables.inputs + w[_W] * tables.weights
+            cost += w[_ON] * on[None, :] + w[_BACK] * back[:, None] + prices.fixed[s] * tables.fixed
+            cost += price * tables.held + prices.waiting[s] * tables.waiting + prices.temporary[s] * tables.temporary
+            costs.append(cost + self._outside)
+        base = np.array(costs)
+        full = base + self.pieces.least(rates)
+        for s, (price, weight) in enumerate(rates):
+            for i, j in self._settled[s]:
+                full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(price, weight)[0])
+        columns = list[StageColumn]()
+        for _ in range(_SETTLED):
+            value, ends = least_cuts(full)
+            if not np.isfinite(value):  # all plans that are left out take longer
+                return np.inf, []
+            columns += self._columns(ends, rates)
+            new = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *ends))) if (i, j) not in self._settled[s]]
+            for s, i, j in new:
+                self._settled[s][i, j] = None
+                full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(*rates[s])[0])
+            if not new:
+                break
+        return value - float(dual.loads @ self.limits), columns
+
+    def _columns(self, ends: Sequence[int], rates: Sequence[tuple[float, float]]) -> Iterator[StageColumn]:
+        """Yield the columns of a plan whose stages save what is best for these rates."""
+        for s, (i, j) in enumerate(pairwise((0, *ends))):
+            hull = self._hulls.of(i, j)
+            _, corner = hull.least(*rates[s])
+            yield self._column(s, i, j, corner.first, corner.second * hull.tick)
+
+    def _column(self, s: int, i: int, j: int, nbytes: float, again: float) -> StageColumn:
+        tables, (on, back) = self.tables, self._messages[s]
+        times = np.array([t[i, j] for t in (tables.forward, tables.inputs, tables.weights)] + [on[j], back[i]])
+        late = self.problems.divided and s == 0
+        times[_W if late else _I] += again
+        saved = tables.held[i, j] + nbytes
+        waiting = saved if late else tables.waiting[i, j]
+        loads = np.zeros(len(self._rows))
+        for row, (rank, held, waits, runs) in enumerate(self._rows):
+            if self.order.rank_of[s] == rank:
+                own = self.choices.loads[rank].stages.index(s)
+                loads[row] = held[own] * saved + waits[own] * waiting + tables.fixed[i, j]
+                loads[row] += tables.temporary[i, j] * (runs == own)
+        return StageColumn(s, i, j, times, loads)
+
+
+class PieceHulls:
+    """The hulls of pieces between cuts, each as if all that passes its two cuts were free.
+
+    A piece spans 1, 2, 4 ... cuts. An interval is at least the sum of disjoint pieces: the longest that fit, one after
+    the other.
+    """
+
+    def __init__(self, hulls: SpanHulls) -> None:
+        self._size = len(hulls.cuts)
+        self._hulls: list[StageHull] = []
+        self._number: dict[int, Ints] = {}
+        """Width -> for each start the number of the hull."""
+        known: dict[StageHull, int] = {}
+        for width in (2**k for k in range(_WIDTHS) if 2**k < self._size):
+            found = [hulls.of(i, i + width, relaxed=True) for i in range(self._size - width)]
+            self._number[width] = np.array([known.setdefault(hull, len(known)) for hull in found], np.int64)
+        self._hulls = list(known)
+
+    def least(self, rates: Sequence[tuple[float, float]]) -> Floats:
+        """Return (r, n + 1, n + 1) lower bounds on price * saved bytes + weight * recompute seconds of all intervals.
+
+        Args:
+            rates: (price, weight) r times.
+        """
+        least = np.array([[hull.least(*rate)[0] for hull in self._hulls] for rate in rates])
+        found, size = np.zeros((len(rates), self._size, self._size)), self._size
+        sums: list[Floats] = [np.zeros((len(rates), size))]  # length -> of the intervals of this length, by their start
+        for length in range(1, size):
+            width = max(w for w in self._number if w <= length)
+            own = (
+                least[:, self._number[width][: size - length]] + sums[length - width][:, width : width + size - length]
+            )
+            sums.append(own)
+            starts = np.arange(size - length)
+            found[:, starts, starts + length] = own
+        return found
+
+
+class SpanHulls:
+    """The hulls of intervals between cuts, one for all isomorphic ones."""
+
+    def __init__(self, problems: StageProblems, cuts: Ints) -> None:
+        self.problems, self.cuts = problems, cuts
+        self._of: dict[tuple[int, int, bool], StageHull] = {}
+        self._known: dict[object, StageHull] = {}
+
+    def of(self, i: int, j: int, *, relaxed: bool = False) -> StageHull:
+        """Return the hull of a stage between two cuts; if ``relaxed``, as if all that passes these were free."""
+        if (i, j, relaxed) not in self._of:
+            problem = self.problems.problem(int(self.cuts[i]), int(self.cuts[j]), relaxed=relaxed).savings
+            key = problem_key(problem)
+            if key not in self._known:
+                self._known[key] = StageHull(problem)
+            self._of[i, j, relaxed] = self._known[key]
+        return self._of[i, j, relaxed]
+
+
+def _message_seconds(
+    problems: StageProblems, order: PipelineOrder, links: Links | None, cuts: Ints
+) -> list[tuple[Floats, Floats]]:
+    """Return, for each stage, (n + 1,) seconds of the activation over its end, and of the gradient over its start."""
+    of, nothing = order.rank_of, np.zeros(len(cuts))
+    found = []
+    for s, here in enumerate(of):
+        on, back = nothing, nothing
+        if links is not None and s + 1 < len(of) and of[s + 1] != here:
+            on = np.array([links.seconds(here, of[s + 1], float(b)) for b in problems.sent_on[cuts]])
+        if links is not None and s and of[s - 1] != here:
+            back = np.array([links.seconds(here, of[s - 1], float(b)) for b in problems.sent_back[cuts]])
+        found.append((on, back))
+    return found
