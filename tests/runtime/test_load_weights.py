@@ -17,6 +17,7 @@ import torch.distributed as dist
 import splitkit as sk
 from splitkit.errors import FileError, PipelineError
 from splitkit.runtime import open_stages, pipeline, save_stages
+from splitkit.runtime.folder.checkpoint_names import sources_of
 from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -162,6 +163,20 @@ def test_what_transformers_leaves_out_of_a_checkpoint_is_left_out(tmp_path):
     (masked / "config.json").write_text(json.dumps(config))
     model = sk.load(on_meta("gpt2"), masked, "cpu")
     assert torch.equal(model(**inputs_of("gpt2")).logits, whole(**inputs_of("gpt2")).logits)
+
+
+def test_each_model_inside_another_has_names_of_its_own(tmp_path):
+    """The LLaVA on the Hub has the language model and the vision model under the names that each has by itself."""
+    from decoders import decoder
+
+    model = decoder("llava")
+    model.save_pretrained(tmp_path)
+    stored = state_of(tmp_path)
+    assert "language_model.model.norm.weight" in stored
+    found = sources_of([[name] for name in model.state_dict()], stored, tmp_path)
+    for name, tensor in model.state_dict().items():
+        [[own]] = found[name].rows
+        assert torch.equal(stored[own], tensor), name
 
 
 def test_dtypes_are_converted_on_the_way(llama, group, tmp_path):

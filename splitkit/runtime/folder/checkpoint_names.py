@@ -6,6 +6,7 @@
     lm_head.weight                     transformer.wte.weight        tied: one of its names is enough
     transformer.h.0.ln_1.weight        h.0.ln_1.weight               saved from the base model
     layers.0.mlp.experts.down_proj     layers.0.block_sparse_moe.experts.{0..7}.w2.weight
+    model.language_model.norm.weight   language_model.model.norm.weight                     names of a part of LLaVA
 
 Which names differ is known to transformers (``conversion_mapping`` of 5.23; no other version was run), by the
 ``model_type`` in the folder's ``config.json``. Experts that a file has one by one are read straight into their place in
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from splitkit.errors import FileError, listed
 from splitkit.plans.plan_file import read_json
@@ -95,11 +98,7 @@ def _prefixed(wanted: Collection[str], found: Mapping[str, Sources]) -> dict[str
 
 def _converted(stored: Collection[str], place: Path) -> dict[str, Sources]:
     """Rename as transformers does for the model in ``config.json``."""
-    module = _imported("transformers.conversion_mapping")
-    kind = _config(place).get("model_type")
-    steps: list[Any] = []
-    if module is not None and isinstance(kind, str):
-        steps = module.get_checkpoint_conversion_mapping(kind) or []
+    steps = _steps(place)
     converters = [step for step in steps if hasattr(step, "operations")]
     plain = [step for step in steps if not hasattr(step, "operations")]
     found: dict[str, Sources] = {}
@@ -116,6 +115,32 @@ def _converted(stored: Collection[str], place: Path) -> dict[str, Sources]:
         else:
             found[target] = Sources(((name,),))
     return found | {target: _merged(step, rows) for target, (step, rows) in merged.items()}
+
+
+def _steps(place: Path) -> list[Any]:
+    """Return what transformers renames and merges, in its order, for the model in ``config.json``."""
+    module, config = _imported("transformers.conversion_mapping"), _config(place)
+    kind = config.get("model_type")
+    if module is None or not isinstance(kind, str):
+        return []
+    if any(isinstance(part, dict) and "model_type" in part for part in config.values()):
+        # a model of several, such as LLaVA: each of them has names of its own, which only a model tells
+        model = _on_meta(place, config)
+        if model is not None:
+            return list(module.get_model_conversion_mapping(model, add_legacy=False))
+    return list(module.get_checkpoint_conversion_mapping(kind) or [])
+
+
+def _on_meta(place: Path, config: Mapping[str, Any]) -> Any:
+    """Return the model in ``config.json`` on ``meta``, or ``None`` if transformers has no such class."""
+    transformers = _imported("transformers")
+    kind = getattr(transformers, str((config.get("architectures") or [None])[0]), None)
+    if kind is None:
+        return None
+    folder = place if place.is_dir() else place.parent
+    with torch.device("meta"):
+        # a class of transformers itself: no code of the folder runs
+        return kind(transformers.AutoConfig.from_pretrained(folder))
 
 
 def _merged(step: Any, rows: Mapping[str, list[str]]) -> Sources:
