@@ -19,7 +19,7 @@ _EXAMPLE = "self.parts = [0, 9, 17, 24]"
 def _write(carried: CarriedPlan) -> str:
     if carried.order is not None and carried.order.name != "1F1B":
         remedy = "Use --schedule 1f1b, or export to torch or torchtitan."
-        raise cannot_carry("DeepSpeed", f"it runs 1F1B, and not {carried.order.name}", remedy)
+        raise cannot_carry("DeepSpeed", f"it runs 1F1B, but not {carried.order.name}", remedy)
     parts = [0, *carried.cuts, len(carried.sequence.layers)]
     listed = [f"#   {i}: {' + '.join(layer.names)}" for i, layer in enumerate(carried.sequence.layers)]
     return "\n".join(

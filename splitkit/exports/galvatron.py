@@ -20,7 +20,7 @@ def _write(carried: CarriedPlan) -> str:
     order = carried.order
     if order is not None and order.name not in _TYPES:
         remedy = "Use --schedule 1f1b or gpipe, or export to torch or torchtitan."
-        raise cannot_carry("Galvatron", f"it runs 1F1B and GPipe, and not {order.name}", remedy)
+        raise cannot_carry("Galvatron", f"it runs 1F1B and GPipe, but not {order.name}", remedy)
     flags = [flag for stage in carried.recomputed_blocks for flag in stage]
     chunks = 1 if order is None else order.microbatches
 

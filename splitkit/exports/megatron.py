@@ -72,7 +72,7 @@ def _ranks(carried: CarriedPlan) -> int:
     if order.name not in ("1F1B", "Interleaved1F1B") or carried.rank_of != tuple(s % ranks for s in range(stages)):
         raise cannot_carry(
             "Megatron",
-            f"it runs 1F1B, or interleaved 1F1B with stage s on rank s mod {ranks}, and not {order.name}",
+            f"it runs 1F1B, or interleaved 1F1B with stage s on rank s mod {ranks}, but not {order.name}",
             "Use --schedule 1f1b or interleaved-1f1b, or export to torch or torchtitan.",
         )
     return ranks

@@ -54,7 +54,7 @@ def test_not_a_number_comes_back():
 
 @pytest.mark.parametrize("value", [object(), Pair(1, 2), torch.ones(1), {1, 2}, len], ids=lambda v: type(v).__name__)
 def test_what_is_no_data_is_refused(value):
-    with pytest.raises(FileError, match="SK506: node x is given a"):
+    with pytest.raises(FileError, match="SK506: node x has an argument of type"):
         argument_data.encode_argument(value, "node x")
 
 

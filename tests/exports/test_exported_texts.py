@@ -192,10 +192,10 @@ class TestSchedules:
     def test_schedules_that_do_not_fit(self, decoder):
         with pytest.raises(ScheduleError, match="SK330"):
             sk.export(decoder, to="torch", schedule="zbv")
-        with pytest.raises(PlanError, match="SK523.*has 1 stages, and the plan 3"):
+        with pytest.raises(PlanError, match="SK523.*has 1 stages, but the plan has 3"):
             sk.export(decoder, to="torch", schedule=PipelineOrder.parse(["0F0 0B0"]))
         for to in ("deepspeed", "galvatron", "nnscaler"):
-            with pytest.raises(PlanError, match="SK523.*and not Eager1F1B"):
+            with pytest.raises(PlanError, match="SK523.*but not Eager1F1B"):
                 sk.export(decoder, to=to, schedule="eager-1f1b", microbatches=4)
 
 

@@ -156,7 +156,7 @@ def test_devices_of_unequal_speed_leave_room_for_the_tokens(links):
     assert "of cache" in plan.note and plan.claim.value >= free.claim.value
     with pytest.raises(sk.NoPlanError, match="of cache"):
         sk.plan(gm, replace(policy, tokens=10**6), costs)
-    with pytest.raises(sk.PolicyError, match="objective='latency' is for one"):
+    with pytest.raises(sk.PolicyError, match="objective='latency' is for a single one"):
         Devices(["l4", "h100"], objective="latency", tokens=5)
 
 

@@ -79,7 +79,7 @@ def test_what_makes_no_sense_is_refused():
         ({"offload": "pcie5"}, PolicyError, "of='peak'"),
         ({"of": "peak", "host": "1GiB"}, PolicyError, "no link"),
         ({"of": "peak", "offload": "pcie9"}, CostError, "pcie9"),
-        ({"of": "peak", "offload": 1e9, "host": 0}, PolicyError, "without room"),
+        ({"of": "peak", "offload": 1e9, "host": 0}, PolicyError, "without memory"),
     ):
         with pytest.raises(error, match=code):
             Frontier(flow, prices, **words)

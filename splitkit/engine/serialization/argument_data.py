@@ -45,7 +45,7 @@ def encode_argument(value: Any, where: str) -> Any:
         return {"ellipsis": None}
     raise FileError(
         "SK506",
-        f"{where} has a {kind.__name__} argument, which cannot be written as data",
+        f"{where} has an argument of type {kind.__name__}, which cannot be written as data",
         "Give the model constants that are numbers, strings, dtypes, devices or tensors.",
     )
 
