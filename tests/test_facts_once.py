@@ -1,4 +1,4 @@
-"""Facts are found once: a verb analyses its graph once, and looks once at what autograd keeps, if a step of training must fit."""
+"""Facts are found once: a verb analyses its graph once, and looks once at what autograd keeps, if it plans training."""
 
 import sys
 from collections.abc import Callable
