@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from decoders import captured, decoder
+from decoders import FAMILIES, STATES, captured, decoder
 
 import splitkit as sk
 import splitkit.runtime.generation.generator as generator_module
@@ -98,7 +98,7 @@ def main() -> None:
     )  # fmt: skip
     start, said, found = time.monotonic(), "", {}
     try:
-        found = {"tokens": tokens, "family": family, "messages": messages}.get(what, fails)(size)
+        found = {"tokens": tokens, "family": family, "every": every, "messages": messages}.get(what, fails)(size)
     except SplitError as error:
         said = str(error)
     print(json.dumps({"rank": rank, "said": said, "took": time.monotonic() - start, **found}), flush=True)
@@ -133,10 +133,15 @@ def tokens(size: int) -> dict[str, Any]:
     return found
 
 
-def family(size: int) -> dict[str, Any]:
+def every(size: int) -> dict[str, Any]:
+    """Generate with models of all families."""
+    return family(size, (*FAMILIES, *STATES))
+
+
+def family(size: int, names: Sequence[str] = OTHERS) -> dict[str, Any]:
     """Generate with models of other families: mixed lengths, and one token after another in chunks of three."""
     made: dict[str, Any] = {}
-    for name in OTHERS:
+    for name in names:
         results = sk.serve(split_in(size, name), eos_token_id=END, pad_token_id=PAD, chunk=3).generate(REQUESTS[:3])
         if not dist.get_rank():
             made[name] = [[result.to_dict()["tokens"] for result in results], [expected(r, name) for r in REQUESTS[:3]]]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import FAMILIES, STATES
 from launch import launch
 
 from splitkit.errors import PipelineError
@@ -96,6 +97,15 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(said):
 def test_messages_arrive_as_they_were_sent(said):
     (first,) = [line for line in said["messages"] if not line["rank"]]
     assert first["same"] == [True] * 4
+
+
+@pytest.mark.campaign
+def test_all_families_give_the_tokens_of_generate():
+    lines = launch("runtime/generating.py", 2, "every")
+    (first,) = [line for line in lines if line.get("rank") == 0 and "families" in line]
+    assert len(first["families"]) == len(FAMILIES + STATES)
+    for family, (made, expected) in first["families"].items():
+        assert made == expected, family
 
 
 @pytest.mark.campaign
