@@ -13,7 +13,7 @@ from torch.fx import Node
 from splitkit.engine.subgraphs import Subgraph
 from splitkit.graph.assumed_tensors import Assumed, assumed_tensors
 from splitkit.graph.dataflow import Dataflow
-from splitkit.object_inputs import refuse_objects
+from splitkit.graph.object_inputs import refuse_objects
 from splitkit.plans.record import Plan
 
 

@@ -6,8 +6,9 @@ The order of parts follows from the graph, and a graph does not show that its ca
     b = x.add_(10)   part B      split: A (a, r), B      f(t, t): r runs first
     r = a - y        part A
 
-So the parent of such a split begins with a node that compares the memory of its inputs (`splitkit.sharing`). There is
-no such node if the parts keep the order of the graph, as stages do, or if the graph writes nothing.
+So the parent of such a split begins with a node that compares the memory of its inputs
+(`splitkit.graph.input_overlap`). There is no such node if the parts keep the order of the graph, as stages do, or if
+the graph writes nothing.
 
 Each call looks up the parameters of parts anew and skips those that are gone, because users replace parts::
 
@@ -32,11 +33,11 @@ from splitkit import _torch
 from splitkit.engine.subgraphs import Subgraph
 from splitkit.graph.check_nodes import check_nodes
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.input_overlap import Use, refuse_shared
 from splitkit.graph.ops import PURE
 from splitkit.graph.shared_memory import REACHED, SIZES, Memory, memory_classes
 from splitkit.graph.storages import Lookup, storage_key
 from splitkit.graph.symbols import value_of
-from splitkit.sharing import Use, refuse_shared
 
 _ANYWHERE = ("as_strided", "set_", "resize", "storage")
 """Parts of the names of ops that may touch bytes of a storage outside the tensor they are given."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 from torch.fx import Node
 
-from splitkit.object_inputs import refuse_objects
-from splitkit.sharing import CHECKS
+from splitkit.graph.input_overlap import CHECKS
+from splitkit.graph.object_inputs import refuse_objects
 
 
 def check_nodes(graph: fx.Graph) -> dict[Node, None]:

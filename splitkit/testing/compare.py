@@ -64,7 +64,7 @@ class Comparison:
         gradients: every parameter that has a gradient in either run, and every input that requires one.
         state: every buffer, parameter and input after the run, and the caller's RNG state, grad mode and autocast.
         loss: the loss of reference and candidate.
-        loss_is_models: whether the loss is the model's own (`splitkit.losses`), or a weighted sum of its outputs.
+        loss_is_models: whether the loss is the model's own (`splitkit.graph.losses`), or a weighted sum of its outputs.
         tolerance: largest difference of a gradient that counts as rounding, relative to its scale.
         steps: if a `Split` differs from a model, comparisons of each step between them: ``"model"`` (two runs of the
             model), ``"capture"`` (the model and the graph that was split) and ``"split"`` (that graph and the split).

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from splitkit.frontends.joint.train_step import sum_of_outputs
-from splitkit.losses import loss_of
+from splitkit.graph.losses import loss_of
 from splitkit.testing.models import Example
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit.frontends.joint.train_step import sum_of_outputs
-from splitkit.losses import loss_of
+from splitkit.graph.losses import loss_of
 from splitkit.testing.rehearsal import copied_inputs, state_restored
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from splitkit.frontends.input_copies import copies_with_leaves
 from splitkit.frontends.module_state import made_by_hooks, write_back
 from splitkit.frontends.output_classes import held_values, named_leaves
 from splitkit.graph.ambient import SETTINGS
+from splitkit.graph.losses import loss_of, named_loss
 from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
-from splitkit.losses import loss_of, named_loss
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -40,7 +40,7 @@ class Trial:
         changed: name -> value after the run, for parameters, buffers and inputs that the run wrote to.
         state: name -> value after the run, for all parameters, buffers and inputs.
         ambient: the RNG state, settings (grad mode ...) and autocast state after the run.
-        loss: the model's own loss (`splitkit.losses`), or the value that backward started from.
+        loss: the model's own loss (`splitkit.graph.losses`), or the value that backward started from.
         loss_is_models: whether the loss is the model's own.
         no_backward: why backward from the weighted sum of the outputs failed; empty if it did not.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.losses import loss_of
+from splitkit.graph.losses import loss_of
 from splitkit.runtime import to_devices
 from splitkit.runtime.devices import accelerators, device_copies, device_graphs
 from splitkit.testing import models

@@ -17,8 +17,8 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import SplitError
+from splitkit.graph.losses import loss_of
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.losses import loss_of
 from splitkit.runtime import pipeline
 from splitkit.runtime.devices import accelerators
 from splitkit.runtime.ranks import rank_device, rng_state, stage

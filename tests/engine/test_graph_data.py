@@ -11,8 +11,8 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.engine.serialization import argument_data, function_names, graph_data, tree_specs
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -6,8 +6,8 @@ import torch
 from handgraphs import graph_of
 
 from splitkit.graph.check_nodes import check_nodes
-from splitkit.object_inputs import refuse_objects
-from splitkit.sharing import CHECKS
+from splitkit.graph.input_overlap import CHECKS
+from splitkit.graph.object_inputs import refuse_objects
 
 
 def test_checks_and_what_is_read_for_them_alone():

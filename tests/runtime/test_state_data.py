@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 from splitkit.runtime.folder.checkpoint_reader import METADATA, read_stored, stored_looks
 from splitkit.runtime.folder.checkpoint_weights import Weights
 from splitkit.runtime.folder.random_state import random_state, set_random_state

@@ -28,9 +28,9 @@ from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint_marks import is_joint
+from splitkit.graph.losses import loss_of
 from splitkit.graph.shared_memory import memory_classes
 from splitkit.graph.storages import tensors
-from splitkit.losses import loss_of
 from splitkit.short_repr import brief
 
 
@@ -233,7 +233,7 @@ class _Step(TimedRun):
             self.backward[self._now] = self.backward.get(self._now, 0.0) + self.clock.now() - self._since
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run backward from the loss if there is one (`splitkit.losses`), else from all outputs that require grad."""
+        """Run backward from the loss if there is one (`splitkit.graph.losses`), else from outputs that require grad."""
         wanted = [t for t in tensors(args) if t.requires_grad]
         own = loss_of(self.graph.process_outputs(args[0]))
         losses = wanted if own is None else [own]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 
 
 def encode_argument(value: Any, where: str) -> Any:

@@ -21,10 +21,10 @@ from splitkit.engine.codegen.part_modules import EagerPart
 from splitkit.engine.codegen.writer import LeanGraph, Writer
 from splitkit.engine.serialization import argument_data, tree_specs
 from splitkit.engine.serialization.function_names import function_of, name_of_function, op_schema
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
 from splitkit.graph.caches import caches_of
 from splitkit.graph.storages import attribute
-from splitkit.json_fields import JsonField
 
 EXPORT = "Capture the model with splitkit.capture(model, ...), by torch.export."
 

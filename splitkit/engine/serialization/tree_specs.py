@@ -12,8 +12,8 @@ from typing import Any
 
 from splitkit._torch import pytree
 from splitkit.engine.serialization import argument_data
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 
 _KINDS: Mapping[str, Any] = MappingProxyType(
     {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}

@@ -13,7 +13,7 @@ from splitkit.frontends.checkpoint.real_integers import on_fakes
 from splitkit.frontends.joint.joint_checks import no_loss_error
 from splitkit.frontends.joint.train_step import Loss
 from splitkit.frontends.trace_settings import without_meta_errors
-from splitkit.losses import loss_of
+from splitkit.graph.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
 

@@ -18,7 +18,7 @@ from splitkit.frontends.compile.compile import Backend, own_code
 from splitkit.frontends.compile.generated_code import without_kernels
 from splitkit.frontends.joint.joint_checks import no_loss_error
 from splitkit.frontends.trace_settings import without_logging, without_meta_errors
-from splitkit.losses import loss_of
+from splitkit.graph.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
 CompileBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from splitkit.engine.reduced_graph import reduce_to
 from splitkit.graph.caches import ENCODER_CACHES, given_caches, updated_caches
-from splitkit.graph.reduced_graph import reduce_to
 
 
 def note_encoder_caches(gm: fx.GraphModule, whole: fx.GraphModule) -> None:

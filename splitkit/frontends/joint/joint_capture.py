@@ -175,7 +175,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
         model: a module, in the mode (train or eval) in which it is to be captured.
         args: example inputs; those that require grad get a gradient.
         loss: a function of the model's output that returns a scalar. The default is the attribute, key or field
-            ``loss`` of the output, else its only scalar that requires grad (`splitkit.losses`).
+            ``loss`` of the output, else its only scalar that requires grad (`splitkit.graph.losses`).
         kwargs: example keyword inputs.
 
     Raises:

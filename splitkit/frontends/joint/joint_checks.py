@@ -12,8 +12,8 @@ from splitkit.errors import CaptureError
 from splitkit.frontends import aot
 from splitkit.frontends.capture.first_call import outputs_of_call
 from splitkit.frontends.joint.joint_signature import JointSignature
+from splitkit.graph.losses import GIVE, no_loss
 from splitkit.graph.storages import storage_key
-from splitkit.losses import GIVE, no_loss
 
 
 def check_model(model: nn.Module, loss: object) -> None:

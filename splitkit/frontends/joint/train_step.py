@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from splitkit._torch import pytree
 from splitkit.graph.joint_marks import mark_of
-from splitkit.losses import loss_of
+from splitkit.graph.losses import loss_of
 
 _WRAPPED = "model"
 _ROOT = "L['self']"  # Dynamo's name of the module that it captures

@@ -10,12 +10,12 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
+from splitkit.graph.input_overlap import CHECKS
+from splitkit.graph.object_inputs import refuse_objects
 from splitkit.graph.ops.facts import Effects, Facts, Slot, replace_effects
 from splitkit.graph.ops.module_effects import module_tensors
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.ops.state_scans import SCANS
-from splitkit.object_inputs import refuse_objects
-from splitkit.sharing import CHECKS
 
 _DECLARED: dict[Any, Facts] = {
     **dict.fromkeys((*CHECKS, refuse_objects), Facts(check=True)),

@@ -19,9 +19,9 @@ from splitkit._torch import pytree
 from splitkit.graph.byte_sizes import storage_bytes, tensor_bytes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.fake_calls import hints
+from splitkit.graph.losses import loss_node
 from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
-from splitkit.losses import loss_node
 from splitkit.memory.autograd.backward_temporaries import NOTHING
 from splitkit.memory.autograd.saved_storages import Activations, activations, activations_alone
 from splitkit.memory.kernels.temporaries import Temporaries

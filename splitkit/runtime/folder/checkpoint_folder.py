@@ -23,8 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 from splitkit.plans.plan_file import read_json
 from splitkit.runtime.folder.checkpoint_reader import METADATA
 from splitkit.units import size

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError, listed
-from splitkit.json_fields import JsonField
 from splitkit.plans.plan_file import read_json
 from splitkit.runtime.folder.checkpoint_names import Sources, is_ignored, refuse_trouble, sources_of
 from splitkit.runtime.folder.checkpoint_reader import METADATA, Look, look_text, read_stored, stored_looks

@@ -26,10 +26,10 @@ from torch import fx, nn
 from splitkit._torch import attributes_of, codegen_of, pytree
 from splitkit.engine.serialization import argument_data, graph_data
 from splitkit.engine.serialization.argument_data import dtype_of
+from splitkit.engine.serialization.json_fields import WRITE_AGAIN, JsonField
 from splitkit.errors import FileError, listed
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.json_fields import WRITE_AGAIN, JsonField
 from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan

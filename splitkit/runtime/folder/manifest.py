@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from splitkit.engine.serialization.argument_data import dtype_of, name_of_dtype
-from splitkit.json_fields import JsonField
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.pipeline.inseparable_nodes import SCALARS
 from splitkit.runtime.folder.size_data import decode_shape, decode_sizes, encode_shape, encode_sizes
 from splitkit.runtime.ranks.border_values import BorderValue

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError
-from splitkit.json_fields import JsonField
 from splitkit.runtime.folder.state_data import decode_state, empty_tensors, encode_state
 
 PREFIX = "optimizer."

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError
-from splitkit.json_fields import JsonField
 from splitkit.runtime.folder.state_data import decode_state, encode_state
 
 _OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr", "lr_lambdas": ""}

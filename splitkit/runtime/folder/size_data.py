@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.graph.size_expressions import Expression, is_known, symbols_in
-from splitkit.json_fields import JsonField
 from splitkit.runtime.ranks.graph_sizes import GraphSizes, Sizes
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from splitkit.engine.serialization.argument_data import decode_argument, dtype_of, encode_argument, name_of_dtype
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 
 
 def encode_state(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from splitkit import _torch, files
 from splitkit.checks import is_whole, shown
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError, SplitError
-from splitkit.json_fields import JsonField
 from splitkit.runtime.folder import checkpoint_folder as on_disk
 from splitkit.runtime.folder.checkpoint_reader import (
     cause_of,

@@ -9,10 +9,10 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit.engine.reduced_graph import reduce_to
 from splitkit.engine.split import Split
 from splitkit.engine.split import split as split_graph
 from splitkit.graph.caches import ENCODER_CACHES, constant_caches
-from splitkit.graph.reduced_graph import reduce_to
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import PartKey
 from splitkit.runtime.devices.accelerators import current

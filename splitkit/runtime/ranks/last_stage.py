@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import PipelineError
-from splitkit.losses import loss_of, named_loss, no_loss, outputs_of, tensors_in
+from splitkit.graph.losses import loss_of, named_loss, no_loss, outputs_of, tensors_in
 from splitkit.runtime.ranks.stage_chain import Chain
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -64,7 +64,7 @@ def _loss_node(chain: Chain, every: tuple[Node, ...]) -> Node | None:
 
 
 def own_loss(result: Any, target: object) -> torch.Tensor:
-    """Return the loss among the model's outputs, by the rule of `splitkit.losses`.
+    """Return the loss among the model's outputs, by the rule of `splitkit.graph.losses`.
 
     Raises:
         PipelineError: SK802 if there is none; lists the outputs.

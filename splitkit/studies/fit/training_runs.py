@@ -11,7 +11,7 @@ from torch import Tensor
 
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
-from splitkit.losses import loss_of, no_loss
+from splitkit.graph.losses import loss_of, no_loss
 from splitkit.studies.fit.blocks import ModelBlock, memory_key
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_runs import running_order

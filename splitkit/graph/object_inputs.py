@@ -1,6 +1,6 @@
 """The check by which a graph refuses a call that passes an object where its parts rely on a tensor.
 
-The check is a node of the graph, like the check of memory in `splitkit.sharing`.
+The check is a node of the graph, like the check of memory in `splitkit.graph.input_overlap`.
 """
 
 from __future__ import annotations

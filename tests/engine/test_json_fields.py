@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
-from splitkit.json_fields import JsonField
 
 FILE = JsonField("graph.json", "", {"nodes": [{"name": "a", "sizes": [0, 3], "once": False}, 7]})
 
