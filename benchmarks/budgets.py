@@ -4,9 +4,9 @@
 families of one and two layers, small configurations of transformers, and the other architectures of `zoo_models.py`.
 Each step is divided by torch's partitioner at several values of ``activation_memory_budget`` and by ``Budget(share)``
 at the same numbers, and run op by op on the CPU. For each division there are the peak that
-`splitkit.simulate_memory` predicts and the measured peak, both in bytes with all that the caller holds.
+`splitkit.simulate_memory` predicts and the measured peak, both in bytes, including everything that the caller holds.
 
-A *rise* is a pair of budgets of which the smaller one has the higher measured peak. Under a budget torch's partitioner
+A *rise* is a pair of budgets where the smaller budget has the higher measured peak. Under a budget torch's partitioner
 draws the random numbers of dropout again in backward, where they differ: a lower peak with wrong gradients, so rows say
 where it does. Each model runs in a process of its
 own and leaves its row as a file in the folder; models with a file there are not run again, so a run that was cut off
@@ -134,7 +134,7 @@ def _write(name: str, file: Path) -> None:
 
 
 def table(count: int, folder: Path) -> list[Found]:
-    """Return the rows of so many models, of which those are run that have no file in the folder."""
+    """Return the rows of so many models; models without a file in the folder are run."""
     folder.mkdir(parents=True, exist_ok=True)
     context, found = multiprocessing.get_context("forkserver"), list[Found]()
     context.set_forkserver_preload(["transformers", "zoo_models", "splitkit.frontends.joint", "scipy.optimize"])

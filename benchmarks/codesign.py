@@ -11,7 +11,7 @@ each    the same cuts, then what each stage can save at best within its memory
 ours    `Pipeline`
 
 Times are milliseconds; ``block``, ``once`` and ``each`` are ratios to ``ours``; a dash: nothing fits. With one stage on
-each rank the bound of the gap is the least path bound, else that of mixtures of cuts
+each rank the bound of the gap is the least path bound, else the bound over mixtures of cuts
 (`splitkit.search.pipelines.step_bound`).
 """
 

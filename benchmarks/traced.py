@@ -7,7 +7,7 @@ in the order in which they ran (pairs of one model; ``--apart`` leaves out those
 
 A machine whose speed drifts spoils absolute times, so a plain step in one process is timed right before and after each
 run. ``measured`` is what the run would have taken at the speed at which the trace was made: the seconds of the run
-times those of the traced step over those of the step beside it.
+times the seconds of the traced step, divided by the seconds of the plain step beside the run.
 
     OMP_NUM_THREADS=1 python benchmarks/traced.py --plans 8
 """

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "split_module.md").read_text()
 STEP = (ROOT / "docs" / "forward_backward.md").read_text()
 LAYERS, ONE_LAYER = '"llama", layers=2,', '"llama", layers=1,'
-"""What stands in `STEP`, and what is run: it shows the same in half of the time."""
+"""The text in `STEP`, and its replacement when it runs: one layer shows the same in half of the time."""
 PLACEMENT = (ROOT / "docs" / "placement.md").read_text()
 
 

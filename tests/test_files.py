@@ -1,4 +1,4 @@
-"""Text files are written whole or not at all; what is not a regular file is written to."""
+"""Text files are written whole or not at all; a path that is not a regular file, such as a pipe, is written to."""
 
 from __future__ import annotations
 

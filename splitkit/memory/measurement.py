@@ -78,7 +78,7 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
     custom op is one. In the code of Inductor, whose kernels are not ops, each allocation of a buffer counts as one.
     Memory that a kernel allocates besides its results is not seen, and neither are RNG states; ``allocator=True`` sees
     all of it. ``fn`` may run backward, use checkpoints, call this function, and call compiled code. On fake tensors
-    nothing is allocated, and the numbers are those of real tensors.
+    nothing is allocated, and the numbers are the same as on real tensors.
 
     Python's garbage collector is paused, so tensors in reference cycles stay alive and all runs give the same numbers
     (except the first, if ``fn`` imports or compiles something). Measuring takes about 30 microseconds per op. No mode,

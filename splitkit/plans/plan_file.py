@@ -199,7 +199,7 @@ def _prices(data: object) -> PriceRecord | None:
 
 
 def _check_device(data: object) -> None:
-    """Refuse what is not a description of a device; `splitkit.costs.Device` checks what its figures mean."""
+    """Refuse data that does not describe a device; `splitkit.costs.Device` checks the figures."""
     known = {"name", "peak", "source", *_DEVICE_NUMBERS}
     if not isinstance(data, Mapping) or data.keys() != known:
         raise _damaged("prices.device", data, f"an object with {', '.join(sorted(known))}")

@@ -22,7 +22,7 @@ class Acyclic:
     The graph is coarsened without cycles, the coarsest graph is placed, and the stages are refined during uncoarsening
     (Herrmann et al., SIAM J. Sci. Comput. 2019). A stage's load is the work of its nodes and, with ``links``, each
     value that it sends or receives, once; the objective is the greatest load. The plan's claim says how good it is. On
-    a small graph, the plan is that of `Stages`, or a better one if `Stages` does not find the optimum.
+    a small graph, the plan comes from `Stages`, or is better if `Stages` does not find the optimum.
 
     Attributes:
         n: the number of stages, at most the number of nodes.

@@ -35,7 +35,7 @@ class Best:
     A plan is scored as a pipeline of its parts, in the order in which they run (visits to one device count together). A
     plan that does not fit ``memory`` is rejected. The lowest bottleneck wins, then the shortest simulated step (with a
     schedule), the lowest peak (with a schedule or memory), the least traffic, and the policy that is listed first.
-    Policies get the prices with which plans are scored: with a schedule, those of forward and backward.
+    Policies get the prices that score the plans: with a schedule, prices of forward and backward.
 
     Policies run in the given order until the time limit. The first one always runs, and none is interrupted. The note
     lists the result of each. The plan is reproducible if the time suffices.

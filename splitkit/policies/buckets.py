@@ -21,7 +21,7 @@ class Buckets:
         w1 (4)   w2 (4)   w3 (4)   w4 (4)    bytes = 8, first = 4
         ──0───  ──1────────────── ──2───
 
-    The rule and the parts are those of ``torch._dynamo.backends.distributed.DDPOptimizer``, except for parameters with
+    The rule and the parts are as in ``torch._dynamo.backends.distributed.DDPOptimizer``, except for parameters with
     several readers. Such a parameter counts once, at its first reader in the graph: the backward of that reader is the
     last to add to the gradient, and only then can the gradient be sent.
 

@@ -51,8 +51,8 @@ class Pipeline:
         plan = splitkit.plan(joint, Pipeline(4, "1f1b", microbatches=32, memory="80GiB", links="nvlink4"), costs)
 
     A stage is an interval of the order in which forward computes its nodes; cuts may fall inside blocks. The backward
-    of a node is in the same stage as the node. Until its backward, a stage holds its saved activations and, as torch's
-    runtime does, what it received and sent. Ranks hold weights, gradients, optimizer state, the saved activations of
+    of a node is in the same stage as the node. Until its backward, a stage holds its saved activations and, as in
+    torch's runtime, received and sent values. Ranks hold weights, gradients, optimizer state, the saved activations of
     all microbatches in flight, messages, and the temporary memory of the stage that runs.
 
     The claim has the simulated step and a lower bound for all plans with these positions of cuts. With one stage on

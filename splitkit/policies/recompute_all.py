@@ -15,7 +15,7 @@ class RecomputeAll:
     """Save only inputs and values that may not be computed twice (random numbers, effects, sizes, reads of updated
     inputs).
 
-    The plan saves the fewest bytes between forward and backward, but its peak may be higher than that of `SaveAll`.
+    The plan saves the fewest bytes between forward and backward, but its peak may be higher than with `SaveAll`.
     """
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:

@@ -33,8 +33,8 @@ class SplitBackward:
         SplitBackward(policy=MinCut())           after recompute
         SplitBackward(price=1e12)                a second that is deferred is worth 1 TB
 
-    The input part computes the gradients that leave the stage (those for the previous stage, and those of model inputs
-    that require grad), everything that these need, and everything with side effects or random numbers. Every other node
+    The input part computes the gradients that leave the stage (for the previous stage, or of model inputs that
+    require grad), everything that these need, and everything with side effects or random numbers. Every other node
     of backward can be in the input part, in the weight part, or in both; a minimum cut decides. Each storage counts
     once, however many views of it are read. The caller holds parameters and model inputs anyway. A finished gradient of
     a parameter is accumulated immediately, so it does not wait. The weight part returns only gradients of parameters.
@@ -59,7 +59,7 @@ class SplitBackward:
     A convolution's backward is a single node with the gradients of input and weight, so all of it is in the input part.
 
     The plan has the parts ``("forward", s)``, ``("input", s)`` and ``("weight", s)`` for each stage ``s``; a plan of
-    one forward and one backward is stage 0. Its claim is proven: the value of the cut equals that of a flow.
+    one forward and one backward is stage 0. Its claim is proven: the value of the cut equals the value of a flow.
 
     Attributes:
         price: the bytes that may wait per second that is deferred; ``None`` defers products.

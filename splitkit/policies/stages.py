@@ -99,7 +99,7 @@ class Stages:
         tolerance: relative, from 0 to 1: how much slower the slowest stage may be than the best that was found if that
             makes stages more even, and how much less even stages may be if that reduces traffic.
         replicas: the numbers of devices that a stage may use, such as ``(1, 2, 4)``; ``n`` is then the number of
-            devices, some of which may stay unused.
+            devices; some may stay unused.
         objective: ``"tokens"`` or ``"throughput"``, for inference; ``None``: the slowest stage, without a cache.
         tokens: with ``objective="throughput"``, the tokens of all requests in flight, whose cache must fit.
         cache: node, or its name -> bytes of cache per token; by default the result of `splitkit.extend.cache_bytes`.

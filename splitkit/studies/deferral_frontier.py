@@ -122,7 +122,7 @@ class DeferralFrontier:
         """Return the point with the most bytes up to a limit, an int or a text such as ``"1GiB"``.
 
         Raises:
-            PolicyError: SK302 for what is not a number of bytes.
+            PolicyError: SK302 if the limit is not a number of bytes.
         """
         most = nbytes(self, "limit", limit)
         return [point for point in self.points if point.waiting <= most or point is self.points[0]][-1]

@@ -102,7 +102,7 @@ def test_partitions_around_a_write_are_two_here_and_one_in_torch():
 
 
 def test_bookends_that_a_write_orders():
-    """A copy is not a bookend if a computing node of its partition writes what it copies."""
+    """A copy is not a bookend if a computing node of its partition writes the value that it copies."""
 
     def write(call, graph):
         x = graph.placeholder("x")

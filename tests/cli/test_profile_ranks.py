@@ -98,7 +98,7 @@ def test_the_traces_tell_what_each_rank_did_and_held(found):
         assert 0 < step.seconds <= run["step"]["measured"] * 1.5  # one step was timed; this is without the barrier
         for rank, row in enumerate(run["ranks"]):
             assert step.busy[rank] == pytest.approx(row["busy"]["measured"])
-            # bytes of the step before the first action and after the last are not those of an action
+            # bytes of the step before the first action and after the last belong to no action
             assert 0.5 * row["peak"]["measured"] < max(p[1] for p in step.memory[rank]) <= row["peak"]["measured"]
             assert len(step.memory[rank]) == 2 * len(step.order.ranks[rank])
 

@@ -1,4 +1,4 @@
-"""The memory of a compiled step that does not run is that of the step that runs: predicted and measured peaks."""
+"""A dry run of a compiled step predicts the memory of the real step: predicted and measured peaks."""
 
 from __future__ import annotations
 

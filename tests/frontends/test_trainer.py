@@ -59,7 +59,7 @@ def test_a_run_resumes_from_its_checkpoint(plain, tmp_path):
     trained(net, tmp_path, steps=2)
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.fill_(7.0)  # as in a process of its own, all weights are those of the checkpoint
+            parameter.fill_(7.0)  # as in a process of its own, all weights come from the checkpoint
     assert_same(trained(net, tmp_path, resume=True), plain)
 
 

@@ -1,4 +1,4 @@
-"""Steps that ran: what is written is read again, and what is not a step is refused by event and field."""
+"""Measured steps: a written step can be read again, and a bad trace is refused by event and field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank that generates with an encoder or images, which run whole on rank 0; prints what it made, as JSON."""
+"""One rank that generates with an encoder or images, which run whole on rank 0; prints its results as JSON."""
 
 from __future__ import annotations
 

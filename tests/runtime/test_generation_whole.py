@@ -50,7 +50,7 @@ REASONS = {
 
 
 def check(lines: list[dict[str, Any]], family: str) -> None:
-    """All requests have the tokens of ``generate``, and those that cannot be answered have failed alone."""
+    """All requests have the tokens of ``generate``, and only the requests that cannot be answered have failed."""
     for line in lines:
         assert line["said"] == "" and line["left"] == [0, 0] and line["sent"] == [0, 0], line
     assert sum(line["most"][0] for line in lines) > 0

@@ -1,4 +1,4 @@
-"""What waits for the weight part of a divided backward, and what is computed again, on graphs made by hand."""
+"""Values that wait for the weight part of a divided backward, and recomputed values, on graphs made by hand."""
 
 from __future__ import annotations
 

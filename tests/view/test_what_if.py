@@ -113,7 +113,7 @@ def test_another_memory_limit_is_compared_with_at_once_and_kept_in_the_address(b
         entered(page, text)
         assert page.value("splitkit.data.memory") == found
     entered(page, "much")
-    assert page.value("splitkit.data.memory") == 7  # what is not a size changes nothing, and is marked
+    assert page.value("splitkit.data.memory") == 7  # text that is not a size changes nothing, and is marked
     assert page.value("document.querySelector('aside .limit input').getAttribute('aria-invalid')") == "true"
     entered(page, "")
     assert page.value("splitkit.data.memory") is None and page.value(red) == []

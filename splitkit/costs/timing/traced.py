@@ -131,8 +131,8 @@ def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Traced | TracedSte
 
     The ops of each step are aligned with the nodes of the graph, by name and by the shape of the first argument. The
     price of a node is the median over the steps. If the trace has a backward, prices include it, with the accumulation
-    of gradients; the backward time of an op is that of the autograd nodes that it created. On a GPU, times are those of
-    kernels. The time that Python takes between ops is not included.
+    of gradients; the backward time of an op is the time of the autograd nodes that it created. On a GPU, times are
+    kernel times. The time that Python takes between ops is not included.
 
     Some models build masks and positions differently under capture. Nodes that the trace lacks are priced like other
     nodes with their op, or as the quickest op, as long as they have at most 1 % of the graph's FLOPs.

@@ -258,7 +258,7 @@ class StagedStep(Shown):
     def stage_costs(self, costs: Costs, *, optimizer: Optimizer = "adam") -> tuple[StageCosts, ...]:
         """Return the costs of each stage for one microbatch, for `splitkit.simulate_schedule`.
 
-        Until its backward, a stage holds what it saves and, as torch's runtime does, what it received and sent. The
+        Until its backward, a stage holds its saved values and, as in torch's runtime, its received and sent values. The
         values that its weight graph reads wait for it; a stage whose backward is one graph has no weight part, and
         nothing waits.
 

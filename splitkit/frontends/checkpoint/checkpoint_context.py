@@ -129,7 +129,7 @@ def checkpoint_context(
     Args:
         model: the model, in training mode; or the layer itself.
         policy: plans one layer; or a budget for what one layer saves: ``"least"`` for its inputs only, bytes
-            (``"2MiB"``), or a share (0.5) of what it saves without activation checkpointing.
+            (``"2MiB"``), or a share (0.5) of the bytes saved without activation checkpointing.
         args: example inputs of the model.
         layers: a pattern for the names of layers (``"blocks.*"``). The default is the layers that transformers
             checkpoints, or the whole model if it has none.

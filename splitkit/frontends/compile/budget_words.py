@@ -12,7 +12,7 @@ BudgetLike = str | int | float
 
 
 def as_policy(policy: PolicyLike | BudgetLike, of: Literal["peak", "saved"] = "peak") -> PolicyLike:
-    """Return the policy; for a budget, the policy that keeps it for the peak, or for what is saved.
+    """Return the policy; for a budget, a policy that limits the peak, or the saved bytes, to it.
 
     Raises:
         PolicyError: SK301 if it is neither, SK302 for a bad budget.

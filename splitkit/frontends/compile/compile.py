@@ -185,7 +185,7 @@ def apply(
     """Return the model, ready to train under a policy, with the same parameters, buffers and submodules.
 
     The result is a shallow copy whose calls are compiled with `backend`; its ``state_dict`` names, hooks, methods and
-    attributes are those of the model (``train()`` and ``eval()`` set the top-level flag only on the copy).
+    attributes are the model's (``train()`` and ``eval()`` set the top-level flag only on the copy).
     ``copy.deepcopy`` and pickle give a plain model, as for any compiled module.
 
     Backward recomputes from the parameters and inputs as they are then, so do not write to them between forward and

@@ -3,9 +3,9 @@
 ::
 
     run.json                     the run to which the folder belongs, and the process that may write to it
-    step-200/checkpoint.json     what is not a tensor: options, schedules, positions, random states
+    step-200/checkpoint.json     everything but tensors: options, schedules, positions, random states
     step-200/.metadata           tensors, as torch.distributed.checkpoint writes them
-    step-200/__0_0.distcp        those that rank 0 wrote
+    step-200/__0_0.distcp        the tensors that rank 0 wrote
     .writing-step-300-5f1c       a step that is being written; the folder is renamed when all of it is on disk
 
 A step that is written a second time becomes ``step-200.1``: a rename cannot replace a folder that has files in it.

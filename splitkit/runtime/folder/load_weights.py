@@ -36,7 +36,7 @@ def load(
         model = sk.load(split, "Llama-3-8B", ["cuda:0", "cuda:1"])
 
     Files may have any names that transformers can convert: one name of a tied weight is enough, a checkpoint of a base
-    model is accepted, and experts that are stored separately are merged. Non-persistent buffers are those of the
+    model is accepted, and experts that are stored separately are merged. Non-persistent buffers come from the
     capture (see `splitkit.capture`). Everything is checked before the first tensor is read; if loading fails, the split
     is unchanged.
 

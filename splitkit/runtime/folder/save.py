@@ -29,7 +29,7 @@ from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.ranks.stage_chain import Chain, chain_of
 
 UNREAD = "in-no-stage.safetensors"
-"""The file of the weights that a decoder's first rank needs besides those of its stage."""
+"""The file of the weights that a decoder's first rank needs besides its stage's weights."""
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -194,7 +194,7 @@ class _Tensors:
 
 
 def _numbers(program: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the tensors of a graph, of the graphs nested in it, and of what it keeps of an encoder."""
+    """Return the numbers of the tensors of a graph, of its nested graphs, and of the graph of its encoder caches."""
     inner = [*program["modules"].values(), *([program[ENCODER_CACHES]] if ENCODER_CACHES in program else [])]
     return [*program["tensors"].values(), *(n for graph in inner for n in _numbers(graph))]
 

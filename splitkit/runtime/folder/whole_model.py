@@ -100,8 +100,8 @@ def save_pretrained(pipe: Pipeline, model: Any, folder: str | os.PathLike[str], 
         options: further arguments of ``model.save_pretrained``.
 
     Raises:
-        PipelineError: SK802 on every rank if the model has no ``save_pretrained``, or its names differ from those of
-            the capture.
+        PipelineError: SK802 on every rank if the model has no ``save_pretrained``, or its names differ from
+            the captured names.
     """
 
     def require_model() -> None:

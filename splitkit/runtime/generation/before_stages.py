@@ -50,7 +50,7 @@ class BeforeStages:
         self._tokens, self._device = tokens, device
 
     def checked(self, request: Request) -> Request:
-        """Return the request with all that the model gives it.
+        """Return the request, completed with values from the model.
 
         Raises:
             PipelineError: SK802 for inputs that the model does not have, or that are missing.

@@ -46,7 +46,7 @@ class DecoderInputs:
 
     @classmethod
     def among(cls, names: Collection[str]) -> DecoderInputs | None:
-        """Return the names for a graph with these inputs; ``None`` if it is not that of a decoder."""
+        """Return the names for a graph with these inputs; ``None`` if the graph is not a decoder."""
         tokens = next((name for name in (_STARTED, _IDS, EMBEDDED) if name in names), None)
         if tokens is None:
             return None
@@ -60,7 +60,7 @@ class DecoderInputs:
 
     @property
     def whole(self) -> bool:
-        """Whether the first rank also runs what is in no stage: an encoder, or what is in front of a language model."""
+        """Whether the first rank also runs an encoder, or modules in front of a language model, outside the stages."""
         return self.embedded or self.has_encoder
 
 
@@ -258,11 +258,11 @@ class DecoderStage:
         self._encoder = None if encoder is None else StageEncoderCaches(encoder, names, captured, device)
 
     def enter(self, number: int, request: Request, encoded: torch.Tensor | None = None) -> None:
-        """Make the caches of a request: empty ones, and those of an encoder's output.
+        """Make the caches of a request: empty caches, and the caches of an encoder's output.
 
         Args:
-            number: the request.
-            request: what is asked for.
+            number: the number of the request.
+            request: the request.
             encoded: the output of an encoder, ``[sequences, positions, hidden]``, where the stage reads it.
         """
         longest = request.longest

@@ -70,11 +70,11 @@ def serve(
 
     Args:
         split: one step of a decoder with its caches as inputs and outputs, in the order of the stages; or stages on
-            disk (`splitkit.runtime.open_stages`), of which each rank loads its own.
+            disk (`splitkit.runtime.open_stages`); each rank loads its own stage.
         model: the model that was captured, on rank 0; other ranks may give ``None``. It is needed if it has an encoder
-            or reads images: what is in no stage runs whole on rank 0, and needs its weights. With stages on disk it may
-            be on ``meta``: its weights are read from where those of the stages are. The tokens and positions below are
-            those of its configuration, if they are not given.
+            or reads images: modules outside the stages run whole on rank 0, and need their weights. With stages on disk
+            it may be on ``meta``: its weights are read from the same place as the stages' weights. The tokens and
+            positions below come from its configuration, if they are not given.
         eos_token_id: the tokens that end a sequence, unless a request names others.
         pad_token_id: the token with which shorter prompts of a request are filled up; by default one that ends.
         positions: the most tokens of a sequence, ``max_position_embeddings`` of the model; ``None`` for no limit.
@@ -144,7 +144,7 @@ def _encoder_caches(split: Split | StageFolder, decoder: DecoderChain, stage: in
 def _constant_tensors(
     split: Split | StageFolder, encoder: fx.GraphModule | None, rank: int
 ) -> Mapping[str, torch.Tensor]:
-    """Return the weights with which this rank computes constant caches; on rank 0 those of all, if it has them."""
+    """Return the weights that compute this rank's constant caches; on rank 0 all ranks' weights, if it has them."""
     held = encoder
     if rank == 0 and isinstance(split, Split):
         held = split.flow.root.meta.get(ENCODER_CACHES)
@@ -157,8 +157,8 @@ class Underway:
 
     Attributes:
         request: the request.
-        tokens: the tokens to run next, ``[sequences, query]``, or their embeddings; with those of a prompt, all that
-            are left of it.
+        tokens: the tokens to run next, ``[sequences, query]``, or their embeddings; for a prompt, the rest of
+            the prompt.
         encoded: the output of an encoder, until it is sent.
         found: the tokens that each sequence got.
         entered: whether the other ranks know the request.
@@ -259,7 +259,7 @@ class Generator:
                     ready.append(number)
                 left, unanswered = [], unanswered + 1
             if not unanswered:
-                # all that were ready have failed
+                # all ready requests have failed
                 continue
             number, done, error = self._answer(line.underway)
             unanswered -= 1
@@ -276,7 +276,7 @@ class Generator:
             self._know(self._ring.receive().request, None, left)
 
     def _unready(self, number: int, entry: Underway) -> SplitError | None:
-        """Run what is before the stages on a new request; return why that fails, if it does."""
+        """Run the modules before the stages on a new request; return the error, if it fails."""
         if entry.entered:
             return None
         self._progress.request, self._progress.running = number, True

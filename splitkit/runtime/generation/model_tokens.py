@@ -13,7 +13,7 @@ from splitkit.runtime.generation.generation_request import Request
 
 @dataclass(frozen=True)
 class ModelTokens:
-    """What generation needs of a model besides its stages. The names are those of transformers' ``generate``.
+    """What generation needs of a model besides its stages. The names are as in transformers' ``generate``.
 
     Attributes:
         eos_token_id: the tokens that end a sequence, unless a request names others.

@@ -25,7 +25,7 @@ def before_stages(
 
     Args:
         model: the model that was captured, if it has an encoder or reads images. With a folder of stages, its weights
-            are read from where those of the stages are.
+            are read from the same place as the stages' weights.
         split: the stages.
         inputs: the inputs of a step.
         tokens: the tokens of the model.

@@ -50,7 +50,7 @@ def require_same_model(
 
     Args:
         chain: the stages.
-        stages: those of this rank.
+        stages: the stages of this rank.
         group: the ranks.
         also: name -> further tensors that this rank has; they are the same on all ranks that have the name.
 

@@ -60,7 +60,7 @@ class FoundCuts:
         cuts: how many positions were looked at, of how many.
         tried: how many candidates were simulated.
         classes: how many frontiers were computed.
-        path: whether the bound is that of the dynamic program for one stage on each rank.
+        path: whether the bound comes from the dynamic program for one stage on each rank.
     """
 
     best: ScoredCuts | None

@@ -1,6 +1,6 @@
 """Tables over pairs of cuts: what a stage between two cuts takes at least, whatever it saves.
 
-Times are exact; bytes are lower bounds. An entry [i, j] is that of the stage from cut i to cut j > i; the others mean
+Times are exact; bytes are lower bounds. Entry [i, j] is for the stage from cut i to cut j > i; other entries mean
 nothing.
 """
 
@@ -28,7 +28,7 @@ class SpanTables:
         weights: the same of the weight part. The first stage has all of its backward there.
         fixed: bytes of weights, gradients and optimizer.
         held: bytes of a microbatch that are held in any case: received and sent values.
-        waiting: bytes of a microbatch that wait for the weight part. The first stage's is what it saves, and 0 here.
+        waiting: bytes of a microbatch that wait for the weight part. The first stage's are its saved bytes, and 0 here.
         temporary: bytes that the stage takes while it computes.
     """
 

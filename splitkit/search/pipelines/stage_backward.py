@@ -46,10 +46,10 @@ class StageBackward:
         return self._at, self._reach, self._seconds
 
     def reads_of_backward(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
-        """Return (r,) arrays of what nodes of backward read.
+        """Return (r,) arrays, one entry for each storage that a node of backward reads.
 
-        A reader's position and reach; of what it reads the storage, its bytes, and the position and reach of its maker,
-        which is -1 for what forward makes.
+        The reader's position and reach; the storage, its bytes, and the position and reach of its maker, -1 if
+        forward makes it.
         """
         flow, place = self.positions.flow, self.positions.place
         reach = dict(zip(self._nodes, self._reach.tolist(), strict=True))

@@ -75,8 +75,8 @@ class StageHull:
     def least(self, price: float, weight: float) -> tuple[float, Corner]:
         """Return a lower bound on ``price * bytes + weight * seconds`` of every choice, and the best corner.
 
-        The bound is that of the lines left and right of the corner, each of which holds for all choices: a sum of
-        both with positive weights does so too.
+        The bound is a weighted sum of the lines left and right of the corner. Both lines hold for all choices, so a sum
+        with positive weights does too.
         """
         ticks = weight * self.tick
         while True:

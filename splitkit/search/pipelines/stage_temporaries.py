@@ -71,7 +71,7 @@ class StageTemporaries:
         """(n + 1,) bytes of the gradients of inputs that backward makes before each position: alive at its end."""
 
     def _sums_of_terms(self) -> list[_Sum]:
-        """Return the gradients that are sums of terms, each of which can be in another stage."""
+        """Return the gradients that are sums of terms from possibly different stages."""
         flow, number, found = self.flow, self.order.number, list[_Sum]()
         returned = list(output_nodes(flow.gradients))
         for value in dict.fromkeys(returned):
@@ -99,7 +99,7 @@ class StageTemporaries:
     def needs_of_backward(self) -> Iterator[tuple[int, int, int]]:
         """Yield (lowest, highest position, bytes) for ops of backward: what each stage with both takes at least.
 
-        While an op runs, what it makes is there, and of what it reads, what backward made.
+        While an op runs, memory holds its outputs, and its inputs that backward made.
         """
         inside = (self._at >= 0) & ~self._forward & ~self._late
         inside[sorted({op for each in self._sums for op in each.sums})] = False

@@ -1,11 +1,11 @@
 """A lower bound on the simulated step of every plan of a pipeline, for any fixed order of actions on each rank.
 
 **What bounds the step.** The schedule gives the order of the actions of each rank. So a step takes as long as the
-longest path through its actions, each of which follows the action before it on its rank and the message that it reads.
+longest path through its actions; an action follows the previous action on its rank and the message that it reads.
 Waits for busy links are left out, which only makes paths shorter. And the order alone says how many microbatches a rank
 holds at each moment (`splitkit.search.pipelines.rank_loads`), whatever times its actions take: what its stages hold
 then must fit its memory. All times and bytes are sums over stages, of numbers that depend on the two cuts of the stage
-and on what it saves.
+and on its saved values.
 
 **The bound.** For any mean of paths and any prices of the moments, the least over all cuts and choices of
 
@@ -19,7 +19,7 @@ For the intervals that the dynamic program over cuts chooses, it is exact up to 
 program is solved again. Both are lower bounds of the part, so the value of the program is a lower bound in every round.
 
 The bound may be below the best step, because mixtures of cuts and of points of frontiers count as plans, temporary
-bytes are those of one op, and messages take no memory.
+bytes count one op only, and messages take no memory.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _SETTLED = 3  # rounds of a dynamic program in which entries become exact
 _PATHS = 2  # rounds of paths before each round of columns
 _CLOSE = 1e-3  # relative: a bound so near the value of its linear program cannot rise much
 _LITTLE, _PATIENCE = 5e-4, 8  # relative: after so many rounds that raise the bound by less, it is good enough
-_SMOOTH = 0.5  # of the way from the best weights to those that the linear program proposes
-_LONGER = 1e-6  # relative: a path so little longer than those of the program is no news
+_SMOOTH = 0.5  # of the way from the best weights to the linear program's
+_LONGER = 1e-6  # relative: a new path must be longer than the program's longest by more than this
 _F, _I, _W, _ON, _BACK = range(5)
 
 
@@ -111,7 +111,7 @@ class StepBound:
         master, found = CutMaster(np.maximum(self.limits, 1.0)), dict[tuple[int, ...], None]()
         center = self._even_weights()
         best, last = self._price(center)[0], _ROUNDS
-        for ends in seeds:  # columns that are excluded now do no harm: the bound is not that of the mixture
+        for ends in seeds:  # excluded columns do no harm: the bound does not come from the mixture
             for price, weight in ((0.0, 1.0), (1.0, 0.0)):
                 for column in self._columns(ends, [(price, weight)] * self.stages):
                     master.add_column(column)
@@ -245,7 +245,7 @@ class StepBound:
         return value - float(dual.loads @ self.limits), columns
 
     def _columns(self, ends: Sequence[int], rates: Sequence[tuple[float, float]]) -> Iterator[StageColumn]:
-        """Yield the columns of a plan whose stages save what is best for these rates."""
+        """Yield the columns of a plan whose stages save the best values for these rates."""
         for s, (i, j) in enumerate(pairwise((0, *ends))):
             hull = self._hulls.of(i, j)
             _, corner = hull.least(*rates[s])
@@ -268,7 +268,7 @@ class StepBound:
 
 
 class PieceHulls:
-    """The hulls of pieces between cuts, each as if all that passes its two cuts were free.
+    """The hulls of pieces between cuts, each as if all values that pass its two cuts were free.
 
     A piece spans 1, 2, 4 ... cuts. An interval is at least the sum of disjoint pieces: the longest that fit, one after
     the other.
@@ -314,7 +314,7 @@ class SpanHulls:
         self._known: dict[object, StageHull] = {}
 
     def of(self, i: int, j: int, *, relaxed: bool = False) -> StageHull:
-        """Return the hull of a stage between two cuts; if ``relaxed``, as if all that passes these were free."""
+        """Return the hull of a stage between two cuts; if ``relaxed``, as if all values that pass them were free."""
         if (i, j, relaxed) not in self._of:
             problem = self.problems.problem(int(self.cuts[i]), int(self.cuts[j]), relaxed=relaxed).savings
             key = problem_key(problem)

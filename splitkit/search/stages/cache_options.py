@@ -68,7 +68,7 @@ def check_cache(options: CacheOptions, memory: Memory, training: Mapping[str, ob
 
 
 def check_tokens(name: str, tokens: object) -> None:
-    """Refuse what is not a number of tokens.
+    """Refuse a value that is not a number of tokens.
 
     Raises:
         PolicyError: SK302.

@@ -10,7 +10,7 @@ is not smaller than its dual for any weights x >= 0 of paths, of sum 1, and any 
 
     min over y of  (sum of x * path) * times of y  +  l * (loads of y - limits)
 
-since a mean of paths is not above the longest one, and what is within the limits is not above them. For given weights
+since a mean of paths is not above the longest one, and the second term is at most 0 within limits. For given weights
 the minimum is a sum over stages, which a dynamic program finds exactly. `CutMaster` is the linear program over
 mixtures of the intervals (columns) and paths (rows) seen so far; its dual solution proposes weights.
 """
@@ -42,7 +42,7 @@ class StageColumn:
         start: the cut at which it begins.
         end: the cut at which it ends.
         times: (t,) its times.
-        loads: (r,) what it adds to each row.
+        loads: (r,) its load in each row.
     """
 
     stage: int
@@ -57,8 +57,8 @@ class DualWeights:
     """Weights of times and prices of loads.
 
     Attributes:
-        value: the value of the mixture, with what it pays for loads above the limits.
-        longest: its longest path among those that were added.
+        value: the value of the mixture, with the penalty for loads above the limits.
+        longest: its longest path among the added paths.
         times: (p, t) a mean of paths.
         loads: (r,) prices, not negative.
         mean: (p, t) the times of the mixture.

@@ -21,7 +21,7 @@ def paired(homes: Iterable[tuple[A, B]], ours: Sequence[A], theirs: Sequence[B])
     Args:
         homes: for each node, its part in the first plan and in the second.
         ours: the parts of the first plan that are paired.
-        theirs: those of the second.
+        theirs: the parts of the second plan that are paired.
     """
     row, column = {key: i for i, key in enumerate(theirs)}, {key: i for i, key in enumerate(ours)}
     shared = np.zeros((len(theirs), len(ours)))

@@ -111,7 +111,7 @@ def shared_weights(memory: OrderMemory, ends: Sequence[int], optimizer: Optimize
 
 
 def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
-    """Return a simulated step as the page draws it; ``stages`` are those of the picture."""
+    """Return a simulated step as the page draws it; ``stages`` are the picture's stages."""
     return {
         "name": run.order.name,
         "microbatches": run.order.microbatches,
@@ -128,7 +128,7 @@ def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
 
 
 def memory_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
-    """Return the memory of each rank of a step by stage and kind; ``stages`` are those of the picture.
+    """Return the memory of each rank of a step by stage and kind; ``stages`` are the picture's stages.
 
     ``counts`` is how many of the counts of `MemoryByStage` are told of each stage: the others are 0.
     """

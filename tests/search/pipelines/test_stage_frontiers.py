@@ -14,7 +14,7 @@ LAYERS = 5
 
 
 def layers(skip=False):
-    """Equal layers; backward of layer 2 alone returns what it makes first, and so keeps it to its end.
+    """Equal layers; only the backward of layer 2 returns the first value that it makes, and so keeps it to its end.
 
     With ``skip``, a value goes from the second position over layer 1 to layer 2.
     """

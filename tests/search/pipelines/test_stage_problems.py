@@ -1,4 +1,4 @@
-"""What stages hold in any case: parameters, gradients of those that are trained, and the optimizer's state of these."""
+"""What stages hold in any case: parameters, and gradients and optimizer state of the trained parameters."""
 
 from __future__ import annotations
 

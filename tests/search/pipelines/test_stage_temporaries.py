@@ -13,7 +13,7 @@ from splitkit.policies import Pipeline
 
 
 class Tied(nn.Module):
-    """A projection that its stages share: three terms of one gradient, each of which lives while others are made."""
+    """A projection that its stages share: three terms of one gradient, each alive while others are made."""
 
     def __init__(self):
         super().__init__()
@@ -27,7 +27,7 @@ class Tied(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """An embedding whose weight is that of the head, as in GPT-2: its gradient decides the peak of both ends."""
+    """An embedding that shares its weight with the head, as in GPT-2: its gradient decides the peak of both ends."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def test_pipeline_and_staged_step_say_what_a_run_takes(given, count):
 
 
 def measured(step, primals, tangents):
-    """The most bytes that each stage takes beyond what it is given, saves and sends."""
+    """The most bytes that each stage takes beyond its inputs, saved values and sent values."""
     with torch.no_grad():
         given, crossing, held, most = dict(zip(step.primals, primals, strict=True)), (), [], []
         for stage in step.stages:
