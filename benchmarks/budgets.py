@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from zoo_models import rows
 
 import splitkit as sk
+from splitkit.costs.formulas.kernel_loops import is_random
+from splitkit.errors import message_line
 from splitkit.policies import Budget
 from splitkit.testing import models
 from splitkit.testing.small_nets import loss_or_sum
@@ -46,24 +48,22 @@ FAMILIES: dict[str, dict[str, int]] = {
 DEEPEST = {"gpt2": 2, "llama": 2, "bert": 2, "t5": 1, "vit": 2}
 Made = tuple[nn.Module, Mapping[str, Any]]
 Found = dict[str, Any]
+T = TypeVar("T")
 
 
 def specimens() -> dict[str, Callable[[], Made]]:
     """Return name -> a function that makes the model, in the mode for training, and its inputs."""
-    deep = {f"{family}-{n}": _deep(family, n) for n in (1, 2) for family in FAMILIES if n <= DEEPEST[family]}
-    known = [row for row in rows() if row.installed and "train" in row.modes]
-    plain = {row.name: _row(row) for row in known if row.package == "torch"}
-    others = {row.name: _row(row) for row in _in_turns(row for row in known if row.package != "torch")}
-    names = [name for turn in zip_longest(others, deep, plain) for name in turn if name is not None]
-    return {name: {**others, **deep, **plain}[name] for name in names}
+    deep = [(f"{family}-{n}", _deep(family, n)) for n in (1, 2) for family in FAMILIES if n <= DEEPEST[family]]
+    plain, families = [], dict[str, list[tuple[str, Callable[[], Made]]]]()
+    for row in rows():
+        if row.installed and "train" in row.modes:
+            (plain if row.package == "torch" else families.setdefault(row.family, [])).append((row.name, _row(row)))
+    return dict(_in_turns(_in_turns(*families.values()), deep, plain))
 
 
-def _in_turns(found: Iterable[Any]) -> Iterator[Any]:
-    """Yield one row of each family, then the second of each, so that few models are of many families."""
-    families: dict[str, list[Any]] = {}
-    for row in found:
-        families.setdefault(row.family, []).append(row)
-    return (row for row in chain.from_iterable(zip_longest(*families.values())) if row is not None)
+def _in_turns(*lists: Iterable[T]) -> Iterator[T]:
+    """Yield the first item of each list, then the second of each, so that few items are of many lists."""
+    return (item for item in chain.from_iterable(zip_longest(*lists)) if item is not None)
 
 
 def _deep(family: str, layers: int) -> Callable[[], Made]:
@@ -95,8 +95,7 @@ def peaks(joint: sk.Joint, pair: sk.Pair, inputs: Mapping[str, Any]) -> tuple[in
 
 def draws_again(pair: sk.Pair) -> bool:
     """Return whether backward draws random numbers: other ones than forward did, so that gradients are wrong."""
-    calls = pair.backward.graph.nodes
-    return any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in calls)
+    return any(map(is_random, pair.backward.graph.nodes))
 
 
 def row_of(name: str, budgets: Sequence[float] = BUDGETS) -> Found:
@@ -129,7 +128,7 @@ def _write(name: str, file: Path) -> None:
     try:
         found = row_of(name)
     except Exception as error:  # of torch, of the library, or of the model
-        found = {"model": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+        found = {"model": name, "error": f"{type(error).__name__}: {message_line(error)[:300]}"}
     file.write_text(json.dumps(found))
 
 

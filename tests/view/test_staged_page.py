@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from browser import BINARY
 from stagedsteps import divided, recomputed
-from steeredpages import OVERLAPS, assert_quiet, shown, side
+from steeredpages import OVERLAPS, assert_quiet, border, shown, side
 
 from splitkit.units import duration, size
 from splitkit.view.renderers import pictured
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
-FORWARD, SAVED, INPUT, WAITS, WEIGHT = range(5)
+FORWARD, SAVED, INPUT, WAITS, WEIGHT, BESIDE = range(6)
 
 
 @pytest.fixture
@@ -23,10 +23,10 @@ def opened(browser, tmp_path):
 
 
 def place(page, row, column):
-    """Where the middle of a box or of the space between two columns is, in pixels of the window."""
+    """Where the middle of a box is, or of the space between two columns or beside them, in pixels of the window."""
     return page.value(
         f"""(() => {{ const s = splitkit, box = s.canvas.getBoundingClientRect(), y = s.itemOf[{row}].y + 13;
-        const x = [170 + s.wide / 2, s.left2 - 95, s.left2 + s.wide2 / 2, s.left3 - 95, s.left3 + s.wide3 / 2];
+        const x = [170 + s.wide / 2, s.left2 - 95, s.left2 + s.wide2 / 2, s.left3 - 95, s.left3 + s.wide3 / 2, 60];
         return [box.left + s.x + x[{column}] * s.zoom, box.top + s.y + y * s.zoom]; }})()"""
     )
 
@@ -65,10 +65,7 @@ def test_the_mouse_over_ribbons_tells_what_is_saved_and_what_waits(opened):
 
 def test_the_mouse_over_a_border_tells_what_crosses_and_cannot_move_it(opened):
     before = opened.value("splitkit.borders")
-    x, y = opened.value(
-        """(() => { const s = splitkit, box = s.canvas.getBoundingClientRect();
-        return [box.left + s.x + 60 * s.zoom, box.top + s.y + (s.itemOf[s.borders[1]].y - 5) * s.zoom]; })()"""
-    )
+    x, y = border(opened, 1)
     opened.mouse("moved", x, y)
     opened.settle()
     text = opened.value("splitkit.tip.textContent")
@@ -81,16 +78,10 @@ def test_the_mouse_over_a_border_tells_what_crosses_and_cannot_move_it(opened):
 
 def test_the_mouse_beside_a_stage_tells_the_times_of_its_three_parts(opened):
     stage = pictured(divided()).ladder().stages[1]
-    x, y = opened.value(
-        """(() => { const s = splitkit, box = s.canvas.getBoundingClientRect();
-        return [box.left + s.x + 60 * s.zoom, box.top + s.y + (s.itemOf[s.borders[1]].y + 13) * s.zoom]; })()"""
-    )
-    opened.mouse("moved", x, y)
-    opened.settle()
-    assert opened.value("splitkit.hovered") == {"stage": 1}
+    target, text = hovered(opened, opened.value("splitkit.borders[1]"), BESIDE)
+    assert target == {"stage": 1}
     times = [duration(each, "s") for each in (stage.forward, stage.backward_input, stage.backward_weight)]
-    words = "forward {}, gradients of inputs {}, of weights {}\n".format(*times)
-    assert words in opened.value("splitkit.tip.textContent")
+    assert "forward {}, gradients of inputs {}, of weights {}\n".format(*times) in text
     assert_quiet(opened)
 
 

@@ -10,10 +10,9 @@ from torch import fx, nn
 from splitkit.errors import CaptureError, SplitError, message_line
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.checkpoint.real_integers import on_fakes
-from splitkit.frontends.joint.joint_checks import no_loss_error
+from splitkit.frontends.joint.joint_checks import checked_loss
 from splitkit.frontends.joint.train_step import Loss
 from splitkit.frontends.trace_settings import without_meta_errors
-from splitkit.graph.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
 
@@ -68,9 +67,7 @@ def _eager(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: d
 
     def step(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         # The output is not held during backward, as in `model(**batch).loss.backward()`.
-        value = (loss_of if loss is None else loss)(module(*inputs, **named))
-        if value is None:
-            raise no_loss_error(model, args, kwargs)
+        value = checked_loss(module(*inputs, **named), loss, model, args, kwargs)
         value.backward()  # type: ignore[no-untyped-call]
 
     try:

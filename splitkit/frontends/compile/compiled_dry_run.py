@@ -16,9 +16,9 @@ from splitkit._torch import fake_mode, pytree
 from splitkit.errors import CaptureError, PolicyError, SplitError
 from splitkit.frontends.compile.compile import Backend, own_code
 from splitkit.frontends.compile.generated_code import without_kernels
-from splitkit.frontends.joint.joint_checks import no_loss_error
+from splitkit.frontends.joint.joint_checks import checked_loss
+from splitkit.frontends.joint.train_step import Loss
 from splitkit.frontends.trace_settings import without_logging, without_meta_errors
-from splitkit.graph.losses import loss_of
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 
 CompileBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -62,7 +62,7 @@ class FakeRun:
 def compiled_dry_run(
     model: nn.Module,
     backend: str | CompileBackend,
-    loss: Callable[[Any], Any] | None,
+    loss: Loss | None,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> MeasuredMemory:
@@ -87,11 +87,9 @@ def compiled_dry_run(
     def step(*held: Any) -> None:
         output = compiled(*args, **kwargs)
         with run.mode:
-            value = (loss_of if loss is None else loss)(output)
+            value = checked_loss(output, loss, model, args, kwargs)
             del output  # as in `model(**batch).loss.backward()`
-            if value is None:
-                raise no_loss_error(model, args, kwargs)
-            value.backward()
+            value.backward()  # type: ignore[no-untyped-call]
 
     held = copy.deepcopy(model, {id(tensor): run.fake(tensor) for tensor in state})
     given = pytree.tree_map_only(Tensor, run.fake, (args, kwargs))

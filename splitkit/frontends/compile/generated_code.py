@@ -21,24 +21,14 @@ from torch._inductor import async_compile, config  # AsyncCompile: 2.11, 2.13, 2
 from torch._inductor.codecache import PyCodeCache  # load_by_key_path: 2.11, 2.13, 2.15
 
 
-class _NoKernel:
-    """In the place of a compiled kernel."""
+class _Nothing:
+    """In the place of Inductor's compiler of kernels, and of the kernels: they leave the buffers as they are."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the buffers as they are."""
-
-    def __getattr__(self, name: str) -> _NoKernel:
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
         return self
 
-
-class _NoCompiler:
-    """In the place of Inductor's compiler of kernels, whose methods take the source of a kernel."""
-
-    def wait(self, scope: Mapping[str, Any]) -> None:
-        """Wait for nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *source, **options: _NoKernel()
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
 
 
 @contextmanager
@@ -58,7 +48,7 @@ def _load(
     """Run a generated file, in the place of ``PyCodeCache.load_by_key_path``, which would keep the module."""
     module = ModuleType(f"splitkit_generated_{key}")
     module.__file__ = path
-    with mock.patch.object(async_compile, "AsyncCompile", _NoCompiler):
+    with mock.patch.object(async_compile, "AsyncCompile", _Nothing):
         exec(compile(Path(path).read_text(encoding="utf-8"), path, "exec"), vars(module))
     vars(module).update(attrs or {})
     vars(module).update(_ON_FAKES)
@@ -73,8 +63,8 @@ def _reinterpret(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int
     return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
-def _accept(*facts: Any) -> None:
-    """In the place of assertions about addresses, which fakes do not have."""
-
-
-_ON_FAKES = {"empty_strided_cpu": _empty, "reinterpret_tensor": _reinterpret, "assert_alignment": _accept}
+_ON_FAKES = {
+    "empty_strided_cpu": _empty,
+    "reinterpret_tensor": _reinterpret,
+    "assert_alignment": _Nothing(),  # asserts addresses, which fakes do not have
+}

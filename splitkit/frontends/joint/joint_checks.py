@@ -12,7 +12,8 @@ from splitkit.errors import CaptureError
 from splitkit.frontends import aot
 from splitkit.frontends.capture.first_call import outputs_of_call
 from splitkit.frontends.joint.joint_signature import JointSignature
-from splitkit.graph.losses import GIVE, no_loss
+from splitkit.frontends.joint.train_step import Loss
+from splitkit.graph.losses import GIVE, loss_of, no_loss
 from splitkit.graph.storages import storage_key
 
 
@@ -63,6 +64,16 @@ def check_inputs(model: nn.Module, signature: JointSignature, leaves: list[Any])
     inputs = [name for name in signature.updates.values() if name in signature.inputs]
     if twice := [name for name in inputs if memory[storage_key(leaves[signature.inputs[name]])] > 1]:
         raise _shared_memory_error(model, twice)
+
+
+def checked_loss(
+    output: Any, loss: Loss | None, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Return the loss in an output of a model, by ``loss`` or, without one, by `loss_of`; refuse an output without."""
+    value = loss_of(output) if loss is None else loss(output)
+    if value is None:
+        raise no_loss_error(model, args, kwargs)
+    return value
 
 
 def no_loss_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CaptureError:
