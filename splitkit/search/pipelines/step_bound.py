@@ -38,7 +38,8 @@ from splitkit.search.pipelines.span_tables import SpanTables
 from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.pipelines.stage_hull import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn, least_cuts
+from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn
+from splitkit.solvers.line.path_bound import least_sum
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -232,17 +233,17 @@ class StepBound:
                 full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(price, weight)[0])
         columns = list[StageColumn]()
         for _ in range(_SETTLED):
-            value, ends = least_cuts(full)
-            if not np.isfinite(value):  # all plans that are left out take longer
+            least = least_sum(full, np.zeros(len(self.cuts)), np.inf)
+            if not np.isfinite(least.value):  # all plans that are left out take longer
                 return np.inf, []
-            columns += self._columns(ends, rates)
-            new = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *ends))) if (i, j) not in self._settled[s]]
+            columns += self._columns(least.ends, rates)
+            new = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *least.ends))) if (i, j) not in self._settled[s]]
             for s, i, j in new:
                 self._settled[s][i, j] = None
                 full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(*rates[s])[0])
             if not new:
                 break
-        return value - float(dual.loads @ self.limits), columns
+        return least.value - float(dual.loads @ self.limits), columns
 
     def _columns(self, ends: Sequence[int], rates: Sequence[tuple[float, float]]) -> Iterator[StageColumn]:
         """Yield the columns of a plan whose stages save what is best for these rates."""
