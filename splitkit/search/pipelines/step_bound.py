@@ -39,7 +39,7 @@ from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.pipelines.stage_hull import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn
-from splitkit.solvers.line.path_bound import least_sum
+from splitkit.solvers.line.path_bound import least_sum, nearest_cuts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -120,7 +120,8 @@ class StepBound:
             dual = self._with_paths(master)
             if dual is None:
                 break
-            found = {self._near(dual.mean): None} | found
+            near = nearest_cuts(self.tables.forward[0], np.cumsum(dual.mean[:, _F]).tolist())
+            found = {near: None} | found
             for weights in (center.towards(dual, _SMOOTH), dual):
                 value, columns = self._price(weights)
                 if value > best:
@@ -206,14 +207,6 @@ class StepBound:
             again[0] = prices.times[0, _W]
             saved[0] += prices.waiting[0]
         return list(zip(saved.tolist(), again.tolist(), strict=True))
-
-    def _near(self, times: Floats) -> tuple[int, ...]:
-        """Return the cuts that come nearest to given seconds of forward, each after the one before."""
-        last, found = len(self.cuts) - 1, list[int]()
-        for s, until in enumerate(np.cumsum(times[:, _F]).tolist()):
-            near = int(np.abs(self.tables.forward[0] - until).argmin()) if s < self.stages - 1 else last
-            found.append(min(max(near, (found[-1] if found else 0) + 1), last - (self.stages - 1 - s)))
-        return tuple(found)
 
     def _price(self, dual: DualWeights) -> tuple[float, list[StageColumn]]:
         """Return a lower bound for these weights, and columns for the linear program."""
