@@ -108,7 +108,7 @@ class CutSearch:
         if self.single:
             bound = self.bound()
         else:
-            proven = self.proven(min((s.seconds for s in known), default=np.inf))
+            proven = self.proven(seeds, min((s.seconds for s in known), default=np.inf))
             bound = max(proven.seconds, self._average_bound())
             candidates = dict.fromkeys([*proven.cuts[:_RELAXED], *seeds])
             known = self._fitting(candidates)
@@ -143,11 +143,13 @@ class CutSearch:
         Args:
             below: the step of some cuts; the bound may be of shorter ones only.
         """
-        return max(self._path_bound(self._times) if self.single else self.proven(below).seconds, self._average_bound())
+        if self.single:
+            return max(self._path_bound(self._times), self._average_bound())
+        return max(self.proven(dict.fromkeys(self.seeds()), below).seconds, self._average_bound())
 
-    def proven(self, below: float) -> ProvenStep:
-        """Return the bound for any order of actions, with candidates."""
-        return StepBound(self.choices, self.order, self.links, self.cuts).run(dict.fromkeys(self.seeds()), below)
+    def proven(self, seeds: Iterable[tuple[int, ...]], below: float) -> ProvenStep:
+        """Return the bound for any order of actions, with candidates; arguments as for `StepBound.run`."""
+        return StepBound(self.choices, self.order, self.links, self.cuts).run(seeds, below)
 
     def like(self, limits: Sequence[int | None]) -> CutSearch:
         """Return the same search with other limits."""
