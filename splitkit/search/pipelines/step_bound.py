@@ -270,7 +270,6 @@ class PieceHulls:
 
     def __init__(self, hulls: SpanHulls) -> None:
         self._size = len(hulls.cuts)
-        self._hulls: list[StageHull] = []
         self._number: dict[int, Ints] = {}
         """Width -> for each start the number of the hull."""
         known: dict[StageHull, int] = {}
