@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from splitkit.costs import Links
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
 from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.rank_loads import RankLoads
 from splitkit.search.pipelines.span_tables import SpanTables
 from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.pipelines.stage_hull import StageHull
@@ -75,8 +76,8 @@ class _Prices:
     times: Floats
     saved: Floats
     waiting: Floats
-    temporary: Floats
     fixed: Floats
+    temporary: Floats
 
 
 class StepBound:
@@ -90,13 +91,11 @@ class StepBound:
         self._hulls = SpanHulls(self.problems, cuts)
         self.pieces = PieceHulls(self._hulls)
         self._messages = _message_seconds(self.problems, order, links, cuts)
-        self._rows = [
-            (rank, *moment)
-            for rank, load in enumerate(choices.loads)
-            if choices.limits[rank] is not None
-            for moment in zip(load.saved, load.waiting, load.runs.tolist(), strict=True)
-        ]
-        self.limits = np.array([float(choices.limits[row[0]] or 0) for row in self._rows])
+        limited = [(load, n) for load, n in zip(choices.loads, choices.limits, strict=True) if n is not None]
+        self.limits = np.array([float(limit) for load, limit in limited for _ in load.runs])
+        self._moments = np.concatenate(
+            [np.zeros((4, 0, self.stages)), *(_moments(load, self.stages) for load, _ in limited)], axis=1
+        )
         self._settled: list[dict[tuple[int, int], None]] = [{} for _ in range(self.stages)]
         self._outside = np.where(np.arange(len(cuts))[:, None] < np.arange(len(cuts))[None, :], 0.0, np.inf)
 
@@ -139,7 +138,7 @@ class StepBound:
         """Return the mean of the paths that follow one rank from its first action to its last."""
         times = np.zeros((self.stages, 5))
         times[:, [_F, _I, _W]] = self.order.microbatches / len(self.order.ranks)
-        return DualWeights(0.0, 0.0, times, np.zeros(len(self._rows)), times)
+        return DualWeights(0.0, 0.0, times, np.zeros(len(self.limits)), times)
 
     def _with_paths(self, master: CutMaster) -> DualWeights | None:
         """Solve until no path is longer than the value of the program."""
@@ -189,15 +188,7 @@ class StepBound:
         return found
 
     def _prices(self, dual: DualWeights) -> _Prices:
-        saved, waiting, temporary, fixed = np.zeros((4, self.stages))
-        for price, (rank, held, waits, runs) in zip(dual.loads.tolist(), self._rows, strict=True):
-            if price:
-                own = list(self.choices.loads[rank].stages)
-                saved[own] += price * held
-                waiting[own] += price * waits
-                fixed[own] += price
-                temporary[own[runs]] += price
-        return _Prices(dual.times, saved, waiting, temporary, fixed)
+        return _Prices(dual.times, *(dual.loads[:, None] * self._moments).sum(axis=1))
 
     def _rates(self, prices: _Prices) -> list[tuple[float, float]]:
         """Return the price of a saved byte, and of a second of recompute, for each stage."""
@@ -252,12 +243,8 @@ class StepBound:
         times[_W if late else _I] += again
         saved = tables.held[i, j] + nbytes
         waiting = saved if late else tables.waiting[i, j]
-        loads = np.zeros(len(self._rows))
-        for row, (rank, held, waits, runs) in enumerate(self._rows):
-            if self.order.rank_of[s] == rank:
-                own = self.choices.loads[rank].stages.index(s)
-                loads[row] = held[own] * saved + waits[own] * waiting + tables.fixed[i, j]
-                loads[row] += tables.temporary[i, j] * (runs == own)
+        held, waits, here, runs = self._moments[:, :, s]
+        loads = held * saved + waits * waiting + here * tables.fixed[i, j] + runs * tables.temporary[i, j]
         return StageColumn(s, i, j, times, loads)
 
 
@@ -315,6 +302,13 @@ class SpanHulls:
                 self._known[key] = StageHull(problem)
             self._of[i, j, relaxed] = self._known[key]
         return self._of[i, j, relaxed]
+
+
+def _moments(load: RankLoads, stages: int) -> Floats:
+    """Return (4, v, p) how often a rank holds the saved, waiting, fixed and temporary bytes of each stage."""
+    place = np.eye(stages)[list(load.stages)]
+    fixed = np.ones(load.saved.shape) @ place
+    return np.array([load.saved @ place, load.waiting @ place, fixed, place[load.runs]])
 
 
 def _message_seconds(
