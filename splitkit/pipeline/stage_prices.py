@@ -57,17 +57,19 @@ def stage_costs(
       Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and has no
       input part in the first stage: all of its backward is ``backward_weight`` (`splitkit.pipeline.weight_gradients`).
       With separate graphs for the two parts, the inputs and the output gradients of all layers with parameters wait
-      (``weight_part="own"``), or of products and embeddings only (``"mincut"``). * ``temporary_bytes`` is an upper
-      bound on what forward or backward hold beyond that: gradients that share memory (of a sum's two addends)
-      are counted separately. Parameters have a gradient from an earlier microbatch, so a new one is counted as
-      well. * ``activation_bytes`` are all values made up to the part and read in later ones, for runtimes in which a
-      rank talks only to the next; ``input_gradient_bytes`` are the same on the way back. The inputs of the graph are
-      available to every part, and its outputs need not go to the last one. * Parameters that two parts read are counted
-      in both. * A part with replicas is one of them (`splitkit.pipeline.replication_costs`). * A part with
-      ``call="checkpoint"`` saves its inputs and outputs, and the state of the random number generator (5,056 bytes).
-      Backward takes as long as forward and backward, all of it as the input part, and nothing waits for the weight
-      part: such a stage runs its whole backward at once. ``temporary_bytes`` include what the second forward makes and
-      saves, for the one microbatch whose backward runs.
+      (``weight_part="own"``), or of products and embeddings only (``"mincut"``).
+    * ``temporary_bytes`` is an upper bound on what forward or backward hold beyond that: gradients that share memory
+      (of a sum's two addends) are counted separately. Parameters have a gradient from an earlier microbatch, so a new
+      one is counted as well.
+    * ``activation_bytes`` are all values made up to the part and read in later ones, for runtimes in which a rank talks
+      only to the next; ``input_gradient_bytes`` are the same on the way back. The inputs of the graph are available to
+      every part, and its outputs need not go to the last one.
+    * Parameters that two parts read are counted in both.
+    * A part with replicas is one of them (`splitkit.pipeline.replication_costs`).
+    * A part with ``call="checkpoint"`` saves its inputs and outputs, and the state of the random number generator
+      (5,056 bytes). Backward takes as long as forward and backward, all of it as the input part, and nothing waits for
+      the weight part: such a stage runs its whole backward at once. ``temporary_bytes`` include what the second forward
+      makes and saves, for the one microbatch whose backward runs.
 
     Without an optimizer there is no backward: no gradients, nothing saved, and ``temporary_bytes`` are all
     activations at their peak, including what the part takes and gives.

@@ -7,7 +7,8 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from splitkit.solvers.line.column_bound import CutMaster, StageColumn, least_cuts
+from splitkit.solvers.line.column_bound import CutMaster, StageColumn
+from splitkit.solvers.line.path_bound import least_sum
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -18,8 +19,8 @@ def test_the_least_cuts_are_those_of_all(seed):
     costs[:, np.tri(size, dtype=bool)] = np.inf
     every = {(*inner, size - 1) for inner in combinations(range(1, size - 1), stages - 1)}
     sums = {ends: sum(costs[s, i, j] for s, (i, j) in enumerate(pairwise((0, *ends)))) for ends in every}
-    value, ends = least_cuts(costs)
-    assert value == min(sums.values()) == sums[ends]
+    least = least_sum(costs, np.zeros(size), np.inf)
+    assert least.value == min(sums.values()) == sums[least.ends]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -39,7 +40,7 @@ def test_duals_of_all_columns_prove_the_value_of_the_program(seed):
     dual = master.solve()
     costs = np.einsum("sijt,st->sij", times, dual.times) + loads @ dual.loads
     costs[:, np.tri(size, dtype=bool)] = np.inf
-    bound = least_cuts(costs)[0] - dual.loads @ limits
+    bound = least_sum(costs, np.zeros(size), np.inf).value - dual.loads @ limits
     assert bound == pytest.approx(dual.value)
     assert (dual.loads >= 0).all()
     assert dual.longest == pytest.approx(max((path * dual.mean).sum() for path in counts))

@@ -33,7 +33,7 @@ from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.pipelines.step_bound import ProvenStep, StepBound
 from splitkit.search.recompute.pareto_cuts import Hull
-from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum
+from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum, nearest_cuts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -108,7 +108,7 @@ class CutSearch:
         if self.single:
             bound = self.bound()
         else:
-            proven = self.proven(min((s.seconds for s in known), default=np.inf))
+            proven = self.proven(seeds, min((s.seconds for s in known), default=np.inf))
             bound = max(proven.seconds, self._average_bound())
             candidates = dict.fromkeys([*proven.cuts[:_RELAXED], *seeds])
             known = self._fitting(candidates)
@@ -143,11 +143,13 @@ class CutSearch:
         Args:
             below: the step of some cuts; the bound may be of shorter ones only.
         """
-        return max(self._path_bound(self._times) if self.single else self.proven(below).seconds, self._average_bound())
+        if self.single:
+            return max(self._path_bound(self._times), self._average_bound())
+        return max(self.proven(dict.fromkeys(self.seeds()), below).seconds, self._average_bound())
 
-    def proven(self, below: float) -> ProvenStep:
-        """Return the bound for any order of actions, with candidates."""
-        return StepBound(self.choices, self.order, self.links, self.cuts).run(dict.fromkeys(self.seeds()), below)
+    def proven(self, seeds: Iterable[tuple[int, ...]], below: float) -> ProvenStep:
+        """Return the bound for any order of actions, with candidates; arguments as for `StepBound.run`."""
+        return StepBound(self.choices, self.order, self.links, self.cuts).run(seeds, below)
 
     def like(self, limits: Sequence[int | None]) -> CutSearch:
         """Return the same search with other limits."""
@@ -236,19 +238,7 @@ class CutSearch:
 
     def _even(self) -> tuple[int, ...]:
         """Return cuts that divide the time of forward and backward evenly."""
-        return self._near([self._time[-1] * (i + 1) / self.stages for i in range(self.stages)])
-
-    def _near(self, times: Sequence[float]) -> tuple[int, ...]:
-        """Return the cuts nearest to these times, each after the one before."""
-        ends: list[int] = []
-        last = len(self.cuts) - 1
-        for i, time in enumerate(times):
-            least = (ends[-1] if ends else 0) + 1
-            most = last - (len(times) - 1 - i)
-            near = int(np.abs(self._time - time).argmin())
-            ends.append(min(max(near, least), most))
-        ends[-1] = last
-        return tuple(ends)
+        return nearest_cuts(self._time, [self._time[-1] * (i + 1) / self.stages for i in range(self.stages)])
 
     def _balanced(self) -> Iterator[tuple[int, ...]]:
         """Yield the cuts with the least slowest stage without recompute, which do not depend on the memory."""
@@ -288,18 +278,14 @@ class CutSearch:
         times = np.full(self.stages, (whole - own) / max(1, ranks - 1) / local)
         times[of == last] = (own - max(head, own / local)) / max(1, local - 1)
         times[-1] = max(head, own / local)
-        return self._near(np.cumsum(times).tolist())
+        return nearest_cuts(self._time, np.cumsum(times).tolist())
 
     def _tight(self) -> Iterator[tuple[int, ...]]:
         """Yield cuts that give ranks even shares of the fixed bytes, for memory that hardly suffices."""
         fixed = np.array([self.choices.fixed((0, int(c))) if c else 0 for c in self.cuts], np.float64)
         for weight in (0.25, 0.5, 0.75, 1.0):
             mixed = weight * fixed / max(1.0, fixed[-1]) + (1 - weight) * self._time / max(1e-30, self._time[-1])
-            known, self._time = self._time, mixed
-            try:
-                yield self._near([(i + 1) / self.stages for i in range(self.stages)])
-            finally:
-                self._time = known
+            yield nearest_cuts(mixed, [(i + 1) / self.stages for i in range(self.stages)])
 
     def _link_seconds(self) -> Floats:
         """Return (n + 1,) the seconds of an activation and its gradient over each cut, by the quickest link."""

@@ -6,8 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -112,8 +110,8 @@ def _differences(sums: Floats) -> Floats:
     return np.asarray(sums[None, :] - sums[:, None])
 
 
-def _before(at: Ints, values: Iterable[float] | Floats, cuts: Ints) -> Floats:
+def _before(at: Ints, values: Floats, cuts: Ints) -> Floats:
     """Return (n + 1,) the sum of the values that are at a position before each cut."""
     order = np.argsort(at, kind="stable")
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64)[order])])
+    sums = np.concatenate([[0.0], np.cumsum(values[order])])
     return np.asarray(sums[np.searchsorted(at[order], cuts, side="left")])

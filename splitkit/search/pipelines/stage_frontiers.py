@@ -51,42 +51,41 @@ class StageFrontier:
 
     Attributes:
         problem: the problem of one of them.
-        hull: the lower convex hull of the frontier.
     """
 
     def __init__(self, problems: StageProblems, problem: StageProblem) -> None:
         self.problem = problem
         self._problems = problems
-        self.hull = StageHull(problem.savings)
+        self._hull = StageHull(problem.savings)
         self._choices: dict[int, Choice] = {}
         self._points: dict[int, FrontierPoint] = {}
         self._least: dict[int, float] = {}
 
     def bound(self, saved: float) -> float:
         """Return a lower bound on the recompute time if a microbatch holds at most ``saved`` bytes."""
-        return self.hull.bound(saved - self.problem.held)
+        return self._hull.bound(saved - self.problem.held)
 
     def within(self, saved: float) -> FrontierPoint | None:
         """Return the point with the least recompute that holds at most ``saved`` bytes; ``None`` if there is none."""
         most = saved - self.problem.held
-        self._add(self.hull.around(most))
+        self._add(self._hull.around(most))
         fits = [choice for nbytes, choice in self._choices.items() if nbytes <= most]
         return self._point(min(fits, key=lambda choice: (choice.seconds, choice.nbytes))) if fits else None
 
     @property
     def least_saved(self) -> int:
         """The fewest bytes that a microbatch can hold besides those that are held in any case."""
-        return self.hull.corners[0].first
+        return self._hull.corners[0].first
 
     def corners(self) -> list[FrontierPoint]:
         """Return the points at the corners of the hull, by rising recompute time."""
-        found = sorted(self.hull.all_corners(), key=lambda choice: (choice.seconds, choice.nbytes))
+        found = sorted(self._hull.all_corners(), key=lambda choice: (choice.seconds, choice.nbytes))
         self._add(found)
         return [self._point(choice) for choice in found]
 
     def priced_corners(self) -> list[tuple[float, Choice]]:
         """Return the corners of the hull with the lowest price, in bytes a second, at which `MinCut` takes each."""
-        return self.hull.priced()
+        return self._hull.priced()
 
     def least(self, saved: int) -> float:
         """Return a bound like that of `bound`, by an integer program, and remember its choice for `within`."""

@@ -34,11 +34,13 @@ from numpy.typing import NDArray
 from splitkit.costs import Links
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
 from splitkit.search.pipelines.rank_choice import RankChoice
+from splitkit.search.pipelines.rank_loads import RankLoads
 from splitkit.search.pipelines.span_tables import SpanTables
 from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.pipelines.stage_hull import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn, least_cuts
+from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn
+from splitkit.solvers.line.path_bound import least_sum, nearest_cuts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -74,8 +76,8 @@ class _Prices:
     times: Floats
     saved: Floats
     waiting: Floats
-    temporary: Floats
     fixed: Floats
+    temporary: Floats
 
 
 class StepBound:
@@ -89,13 +91,11 @@ class StepBound:
         self._hulls = SpanHulls(self.problems, cuts)
         self.pieces = PieceHulls(self._hulls)
         self._messages = _message_seconds(self.problems, order, links, cuts)
-        self._rows = [
-            (rank, *moment)
-            for rank, load in enumerate(choices.loads)
-            if choices.limits[rank] is not None
-            for moment in zip(load.saved, load.waiting, load.runs.tolist(), strict=True)
-        ]
-        self.limits = np.array([float(choices.limits[row[0]] or 0) for row in self._rows])
+        limited = [(load, n) for load, n in zip(choices.loads, choices.limits, strict=True) if n is not None]
+        self.limits = np.array([float(limit) for load, limit in limited for _ in load.runs])
+        self._moments = np.concatenate(
+            [np.zeros((4, 0, self.stages)), *(_moments(load, self.stages) for load, _ in limited)], axis=1
+        )
         self._settled: list[dict[tuple[int, int], None]] = [{} for _ in range(self.stages)]
         self._outside = np.where(np.arange(len(cuts))[:, None] < np.arange(len(cuts))[None, :], 0.0, np.inf)
 
@@ -119,7 +119,8 @@ class StepBound:
             dual = self._with_paths(master)
             if dual is None:
                 break
-            found = {self._near(dual.mean): None} | found
+            near = nearest_cuts(self.tables.forward[0], np.cumsum(dual.mean[:, _F]).tolist())
+            found = {near: None} | found
             for weights in (center.towards(dual, _SMOOTH), dual):
                 value, columns = self._price(weights)
                 if value > best:
@@ -137,7 +138,7 @@ class StepBound:
         """Return the mean of the paths that follow one rank from its first action to its last."""
         times = np.zeros((self.stages, 5))
         times[:, [_F, _I, _W]] = self.order.microbatches / len(self.order.ranks)
-        return DualWeights(0.0, 0.0, times, np.zeros(len(self._rows)), times)
+        return DualWeights(0.0, 0.0, times, np.zeros(len(self.limits)), times)
 
     def _with_paths(self, master: CutMaster) -> DualWeights | None:
         """Solve until no path is longer than the value of the program."""
@@ -187,15 +188,7 @@ class StepBound:
         return found
 
     def _prices(self, dual: DualWeights) -> _Prices:
-        saved, waiting, temporary, fixed = np.zeros((4, self.stages))
-        for price, (rank, held, waits, runs) in zip(dual.loads.tolist(), self._rows, strict=True):
-            if price:
-                own = list(self.choices.loads[rank].stages)
-                saved[own] += price * held
-                waiting[own] += price * waits
-                fixed[own] += price
-                temporary[own[runs]] += price
-        return _Prices(dual.times, saved, waiting, temporary, fixed)
+        return _Prices(dual.times, *(dual.loads[:, None] * self._moments).sum(axis=1))
 
     def _rates(self, prices: _Prices) -> list[tuple[float, float]]:
         """Return the price of a saved byte, and of a second of recompute, for each stage."""
@@ -205,14 +198,6 @@ class StepBound:
             again[0] = prices.times[0, _W]
             saved[0] += prices.waiting[0]
         return list(zip(saved.tolist(), again.tolist(), strict=True))
-
-    def _near(self, times: Floats) -> tuple[int, ...]:
-        """Return the cuts that come nearest to given seconds of forward, each after the one before."""
-        last, found = len(self.cuts) - 1, list[int]()
-        for s, until in enumerate(np.cumsum(times[:, _F]).tolist()):
-            near = int(np.abs(self.tables.forward[0] - until).argmin()) if s < self.stages - 1 else last
-            found.append(min(max(near, (found[-1] if found else 0) + 1), last - (self.stages - 1 - s)))
-        return tuple(found)
 
     def _price(self, dual: DualWeights) -> tuple[float, list[StageColumn]]:
         """Return a lower bound for these weights, and columns for the linear program."""
@@ -232,17 +217,17 @@ class StepBound:
                 full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(price, weight)[0])
         columns = list[StageColumn]()
         for _ in range(_SETTLED):
-            value, ends = least_cuts(full)
-            if not np.isfinite(value):  # all plans that are left out take longer
+            least = least_sum(full, np.zeros(len(self.cuts)), np.inf)
+            if not np.isfinite(least.value):  # all plans that are left out take longer
                 return np.inf, []
-            columns += self._columns(ends, rates)
-            new = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *ends))) if (i, j) not in self._settled[s]]
+            columns += self._columns(least.ends, rates)
+            new = [(s, i, j) for s, (i, j) in enumerate(pairwise((0, *least.ends))) if (i, j) not in self._settled[s]]
             for s, i, j in new:
                 self._settled[s][i, j] = None
                 full[s, i, j] = max(full[s, i, j], base[s, i, j] + self._hulls.of(i, j).least(*rates[s])[0])
             if not new:
                 break
-        return value - float(dual.loads @ self.limits), columns
+        return least.value - float(dual.loads @ self.limits), columns
 
     def _columns(self, ends: Sequence[int], rates: Sequence[tuple[float, float]]) -> Iterator[StageColumn]:
         """Yield the columns of a plan whose stages save the best values for these rates."""
@@ -258,12 +243,8 @@ class StepBound:
         times[_W if late else _I] += again
         saved = tables.held[i, j] + nbytes
         waiting = saved if late else tables.waiting[i, j]
-        loads = np.zeros(len(self._rows))
-        for row, (rank, held, waits, runs) in enumerate(self._rows):
-            if self.order.rank_of[s] == rank:
-                own = self.choices.loads[rank].stages.index(s)
-                loads[row] = held[own] * saved + waits[own] * waiting + tables.fixed[i, j]
-                loads[row] += tables.temporary[i, j] * (runs == own)
+        held, waits, here, runs = self._moments[:, :, s]
+        loads = held * saved + waits * waiting + here * tables.fixed[i, j] + runs * tables.temporary[i, j]
         return StageColumn(s, i, j, times, loads)
 
 
@@ -276,7 +257,6 @@ class PieceHulls:
 
     def __init__(self, hulls: SpanHulls) -> None:
         self._size = len(hulls.cuts)
-        self._hulls: list[StageHull] = []
         self._number: dict[int, Ints] = {}
         """Width -> for each start the number of the hull."""
         known: dict[StageHull, int] = {}
@@ -322,6 +302,13 @@ class SpanHulls:
                 self._known[key] = StageHull(problem)
             self._of[i, j, relaxed] = self._known[key]
         return self._of[i, j, relaxed]
+
+
+def _moments(load: RankLoads, stages: int) -> Floats:
+    """Return (4, v, p) how often a rank holds the saved, waiting, fixed and temporary bytes of each stage."""
+    place = np.eye(stages)[list(load.stages)]
+    fixed = np.ones(load.saved.shape) @ place
+    return np.array([load.saved @ place, load.waiting @ place, fixed, place[load.runs]])
 
 
 def _message_seconds(

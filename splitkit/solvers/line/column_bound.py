@@ -167,22 +167,3 @@ def _flow(columns: Sequence[StageColumn], others: int) -> csr_array:
             entries.append((number.setdefault((c.stage + 1, c.end), len(number)), k, -1.0))
     at, column, value = zip(*entries, strict=True)
     return csr_array((value, (at, column)), shape=(len(number), len(columns) + others))
-
-
-def least_cuts(costs: Floats) -> tuple[float, tuple[int, ...]]:
-    """Return the least sum of the costs of p stages that follow one another, and the end of each.
-
-    Args:
-        costs: (p, n + 1, n + 1) the cost of each stage from one cut to another; infinite where it is not allowed.
-    """
-    after = np.full(costs.shape[1], np.inf)
-    after[-1] = 0.0
-    chosen = []
-    for own in costs[::-1]:
-        value = own + after[None, :]
-        chosen.append(value.argmin(axis=1))
-        after = value.min(axis=1)
-    ends = [0]
-    for row in reversed(chosen):
-        ends.append(int(row[ends[-1]]))
-    return float(after[0]), tuple(ends[1:])

@@ -7,6 +7,7 @@ times that depend on the number of the stage, since earlier stages hold more mic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +87,23 @@ def least_sum(times: Floats, links: Floats, most: float) -> LineCuts:
         chosen[stage] = value.argmin(axis=1)
         after = value.min(axis=1)
     return LineCuts(float(after[0]), _ends(chosen))
+
+
+def nearest_cuts(at: Floats, times: Sequence[float]) -> tuple[int, ...]:
+    """Return the ends of stages whose cuts are nearest to given times, each after the one before.
+
+    Args:
+        at: (n + 1,) the time of each cut.
+        times: (p,) the time at which each stage is to end; the last stage ends with the line in any case.
+    """
+    ends: list[int] = []
+    last = len(at) - 1
+    for i, time in enumerate(times):
+        least = (ends[-1] if ends else 0) + 1
+        most = last - (len(times) - 1 - i)
+        ends.append(min(max(int(np.abs(at - time).argmin()), least), most))
+    ends[-1] = last
+    return tuple(ends)
 
 
 def _ends(chosen: Ints) -> tuple[int, ...]:
