@@ -167,7 +167,7 @@ class BehindEmbeddings(BeforeStages):
 
     def __init__(self, model: Any, tokens: ModelTokens, device: torch.device) -> None:
         super().__init__(tokens, device, _further(model))
-        self._embedded = EmbeddedInputs(model, type(model).forward)
+        self._embedded = EmbeddedInputs(model)
         self._placeholder = getattr(model.config, "image_token_id", None)
 
     def checked(self, request: Request) -> Request:

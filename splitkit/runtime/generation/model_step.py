@@ -33,7 +33,7 @@ class ModelStep:
         self._encoder = EncoderCaches(split, self.decoder.caches, self.decoder.devices) if has_encoder else None
         before = "decoder_" if self._encoder else ""
         embedded = "inputs_embeds" in self.decoder.inputs
-        self._embedded = EmbeddedInputs(model, type(model).forward) if embedded else None
+        self._embedded = EmbeddedInputs(model) if embedded else None
         self._tokens, self._mask, self._positions = (
             f"{before}{name}"
             for name in ("inputs_embeds" if embedded else "input_ids", "attention_mask", "position_ids")
