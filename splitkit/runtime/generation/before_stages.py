@@ -12,7 +12,7 @@ import torch
 from splitkit.errors import PipelineError, listed, nearest
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.generation.embedded_inputs import EmbeddedInputs
-from splitkit.runtime.generation.generation_request import Request
+from splitkit.runtime.generation.generation_request import Request, is_array
 from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import padded_left
 
@@ -110,7 +110,8 @@ class BehindEncoder(BeforeStages):
             most, longest = getattr(self._config, "max_position_embeddings", None), max(map(len, request.prompts))
             if most is not None and longest > most:
                 raise _bad(f"a prompt has {longest} tokens, and the encoder {most} positions", "Shorten the prompt.")
-            return replace(request, decoder_input_ids=self._start(request, len(request.prompts)))
+            start = self._start(request, len(request.prompts))
+            return replace(request, inputs=self._given(request), decoder_input_ids=start)
         if request.prompts:
             remedy = "Leave input_ids out; tokens with which the decoder starts are decoder_input_ids."
             raise _bad(f"the encoder reads {self._main}, and no tokens", remedy)
@@ -131,7 +132,7 @@ class BehindEncoder(BeforeStages):
     @torch.no_grad()
     def first(self, request: Request) -> FirstInputs:
         """As `BeforeStages.first`."""
-        given = self._given(request)
+        given = dict(request.inputs)
         if self._main == "input_ids":
             longest = max(map(len, request.prompts))
             rows = [list(row) + [self._tokens.pad] * (longest - len(row)) for row in request.prompts]
@@ -219,7 +220,7 @@ def _further(module: Any) -> tuple[str, ...]:
 def _tensor(name: str, value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if not (hasattr(value, "shape") or isinstance(value, list | tuple)):
+    if not is_array(value):
         return value
     try:
         return torch.as_tensor(value, device=device)
