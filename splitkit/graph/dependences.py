@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from torch.fx import Node
@@ -15,11 +15,12 @@ from splitkit.graph.shared_memory import GIVEN
 Before = Mapping[Node, Iterable[Node]]
 """Node -> the nodes that must run before it, each once."""
 _Key = TypeVar("_Key", int, tuple[int, int])
+_Node = TypeVar("_Node", bound=Hashable)
 
 
-def nodes_after(before: Before) -> dict[Node, list[Node]]:
-    """Return node -> the nodes that must run after it."""
-    after: dict[Node, list[Node]] = {node: [] for node in before}
+def nodes_after(before: Mapping[_Node, Iterable[_Node]]) -> dict[_Node, list[_Node]]:
+    """Return node -> the nodes that must run after it; nodes of a graph, or keys in their place."""
+    after: dict[_Node, list[_Node]] = {node: [] for node in before}
     for node, earlier in before.items():
         for n in earlier:
             after[n].append(node)
@@ -33,11 +34,8 @@ def lowest_first(waits: Mapping[_Key, Collection[_Key]]) -> list[_Key]:
     Args:
         waits: key -> the keys that must come before it, each once.
     """
-    after: dict[_Key, list[_Key]] = {key: [] for key in waits}
+    after = nodes_after(waits)
     missing = {key: len(earlier) for key, earlier in waits.items()}
-    for key, earlier in waits.items():
-        for k in earlier:
-            after[k].append(key)
     ready = [key for key, count in missing.items() if not count]
     heapq.heapify(ready)
     order = []

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import splitkit as sk
 from splitkit.errors import FileError, PipelineError
 from splitkit.runtime import open_stages, pipeline, save_stages
-from splitkit.runtime.folder.checkpoint_names import sources_of
+from splitkit.runtime.folder.checkpoint_names import converted, sources_of
 from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -173,7 +173,7 @@ def test_each_model_inside_another_has_names_of_its_own(tmp_path):
     model.save_pretrained(tmp_path)
     stored = state_of(tmp_path)
     assert "language_model.model.norm.weight" in stored
-    found = sources_of([[name] for name in model.state_dict()], stored, tmp_path)
+    found = sources_of([[name] for name in model.state_dict()], stored, lambda: converted(stored, tmp_path))
     for name, tensor in model.state_dict().items():
         [[own]] = found[name].rows
         assert torch.equal(stored[own], tensor), name

@@ -16,7 +16,7 @@ the fused tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -53,35 +53,36 @@ class Sources:
         return [name for row in self.rows for name in row]
 
 
-def sources_of(groups: Sequence[Sequence[str]], stored: Collection[str], place: Path) -> dict[str, Sources]:
+def sources_of(
+    groups: Sequence[Sequence[str]], stored: Collection[str], renamed: Callable[[], Mapping[str, Sources]]
+) -> Mapping[str, Sources]:
     """Return name in the model -> its sources; also for names in files that the model does not have.
 
     Args:
         groups: for each tensor that is wanted, the names that it has in the model.
         stored: the names in the files.
-        place: the folder, perhaps with a ``config.json``.
+        renamed: returns `converted` of these names; called only if names differ.
     """
-    found = {name: Sources(((name,),)) for name in stored}
+    found: Mapping[str, Sources] = {name: Sources(((name,),)) for name in stored}
     if all(any(name in found for name in names) for names in groups):
         return found
-    converted = _converted(stored, place)
+    other = renamed()
     wanted = {name for names in groups for name in names}
     # A file may have the names of the model already: then nothing is renamed.
-    if len(wanted & converted.keys()) > len(wanted & found.keys()):
-        found = converted
+    if len(wanted & other.keys()) > len(wanted & found.keys()):
+        found = other
     return found if wanted & found.keys() else _prefixed(wanted, found)
 
 
-def is_ignored(name: str, place: Path) -> bool:
-    """Whether transformers, too, leaves out a name in a file of the model in ``config.json``."""
-    transformers = _imported("transformers")
+def without_ignored(names: Sequence[str], place: Path) -> list[str]:
+    """Leave out the names in files that transformers, too, leaves out for the model in ``config.json``."""
+    transformers = _imported("transformers") if names else None
     kinds = (_config(place).get("architectures") or []) if transformers is not None else []
+    patterns: list[str] = []
     for kind in kinds:
         # Patterns that authors of models in transformers set (as in 5.23, the only version that was run).
-        patterns = getattr(getattr(transformers, str(kind), None), "_keys_to_ignore_on_load_unexpected", None)
-        if any(re.search(pattern, name) for pattern in patterns or ()):
-            return True
-    return False
+        patterns += getattr(getattr(transformers, str(kind), None), "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _prefixed(wanted: Collection[str], found: Mapping[str, Sources]) -> dict[str, Sources]:
@@ -96,8 +97,8 @@ def _prefixed(wanted: Collection[str], found: Mapping[str, Sources]) -> dict[str
     return dict(found)
 
 
-def _converted(stored: Collection[str], place: Path) -> dict[str, Sources]:
-    """Rename as transformers does for the model in ``config.json``."""
+def converted(stored: Collection[str], place: Path) -> dict[str, Sources]:
+    """Rename as transformers does for the model in ``config.json``, if the folder has one."""
     steps = _steps(place)
     converters = [step for step in steps if hasattr(step, "operations")]
     plain = [step for step in steps if not hasattr(step, "operations")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError, listed
 from splitkit.plans.plan_file import read_json
-from splitkit.runtime.folder.checkpoint_names import Sources, is_ignored, refuse_trouble, sources_of
+from splitkit.runtime.folder.checkpoint_names import Sources, converted, refuse_trouble, sources_of, without_ignored
 from splitkit.runtime.folder.checkpoint_reader import METADATA, Look, look_text, read_stored, stored_looks
 from splitkit.runtime.folder.tensorfiles import StoredTensor, stored_tensors
 
@@ -83,7 +84,7 @@ class Weights:
                 self.require(name, tensor, *self.saved[name])
             read_stored(self.place, dict(found))
             return
-        sources = sources_of([names for names, _ in wanted], self.files, self.place)
+        sources = sources_of([names for names, _ in wanted], self.files, self._renamed)
         self._require_all([names for names, _ in wanted], sources)
         headers = _Headers(self)
         plan = [
@@ -104,9 +105,16 @@ class Weights:
             groups: for each tensor that is wanted, the names that it has in the model.
             known: the names of all parameters and buffers of the model.
         """
-        sources = sources_of(groups, self.files, self.place)
+        sources = sources_of(groups, self.files, self._renamed)
         over = [name for target, found in sources.items() if target not in known for name in found.names]
-        return sorted(name for name in over if not is_ignored(name, self.place))
+        return without_ignored(sorted(over), self.place)
+
+    def _renamed(self) -> Mapping[str, Sources]:
+        return self._converted
+
+    @cached_property
+    def _converted(self) -> Mapping[str, Sources]:
+        return converted(self.files, self.place)
 
     def _name(self, names: Sequence[str]) -> str:
         for prefix in _PREFIXES:

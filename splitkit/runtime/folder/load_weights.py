@@ -66,7 +66,7 @@ def load(
     require_captured(dtype, [slot.old.dtype for slot in held])
     _require_known(split, weights, held)
     fresh = [slot for slot in held if slot.saved or slot.old.is_meta]
-    made = [_empty_like(slot.old, slot.device) for slot in fresh]
+    made = [empty_like(slot.old, slot.device) for slot in fresh]
     wanted = [(slot.names, new) for slot, new in zip(fresh, made, strict=True) if slot.saved]
     with _bar(sum(new.numel() * new.element_size() for _, new in wanted)) as advance:
         weights.read(wanted, advance)
@@ -132,12 +132,12 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
         )
 
 
-def _empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
+def empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Make an uninitialized tensor on a device with the shape, dtype and dense strides of another."""
-    steps = old.stride() if fills_its_range(old.shape, old.stride()) else None
-    new = torch.empty(old.shape, dtype=old.dtype, device=device)
-    if steps is not None:
-        new = torch.empty_strided(old.shape, steps, dtype=old.dtype, device=device)
+    if fills_its_range(old.shape, old.stride()):
+        new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
+    else:
+        new = torch.empty(old.shape, dtype=old.dtype, device=device)
     return (
         nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new.requires_grad_(old.requires_grad)
     )

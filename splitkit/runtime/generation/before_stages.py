@@ -12,7 +12,7 @@ import torch
 from splitkit.errors import PipelineError, listed, nearest
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.generation.embedded_inputs import EmbeddedInputs
-from splitkit.runtime.generation.generation_request import Request
+from splitkit.runtime.generation.generation_request import Request, is_array
 from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import padded_left
 
@@ -46,8 +46,8 @@ class FirstInputs:
 class BeforeStages:
     """What is before the stages of a decoder that reads tokens: nothing but padding."""
 
-    def __init__(self, tokens: ModelTokens, device: torch.device) -> None:
-        self._tokens, self._device = tokens, device
+    def __init__(self, tokens: ModelTokens, device: torch.device, further: Collection[str] = ()) -> None:
+        self._tokens, self._device, self._names = tokens, device, further
 
     def checked(self, request: Request) -> Request:
         """Return the request, completed with values from the model.
@@ -56,7 +56,7 @@ class BeforeStages:
             PipelineError: SK802 for inputs that the model does not have, or that are missing.
         """
         self._require_prompts(request)
-        self._require_known(request, ())
+        self._require_known(request)
         if request.decoder_input_ids is not None:
             raise _bad("the model has no encoder, and decoder_input_ids are given", "Give input_ids.")
         return request
@@ -80,13 +80,13 @@ class BeforeStages:
         if not request.prompts:
             raise _bad("a request has no prompt", "Give input_ids.")
 
-    def _require_known(self, request: Request, known: Collection[str]) -> None:
+    def _require_known(self, request: Request) -> None:
         for name in request.inputs:
-            if name not in known:
-                remedy = f"It reads {listed(sorted(known), 8)}." if known else "It reads input_ids."
+            if name not in self._names:
+                remedy = f"It reads {listed(sorted(self._names), 8)}." if self._names else "It reads input_ids."
                 if name == "attention_mask":
                     remedy = "Give prompts without padding: input_ids=[[5, 6, 7], [8, 9]]."
-                raise _bad(f"the model reads no further input {name!r}", nearest(name, known, remedy))
+                raise _bad(f"the model reads no further input {name!r}", nearest(name, self._names, remedy))
 
     def _given(self, request: Request) -> dict[str, Any]:
         return {name: _tensor(name, value, self._device) for name, value in request.inputs.items()}
@@ -96,22 +96,22 @@ class BehindEncoder(BeforeStages):
     """The encoder of a model."""
 
     def __init__(self, model: Any, tokens: ModelTokens, device: torch.device) -> None:
-        super().__init__(tokens, device)
+        super().__init__(tokens, device, _further(model.get_encoder()))
         self._encoder, self._config = model.get_encoder(), model.config
         main = getattr(self._encoder, "main_input_name", None) or getattr(model, "main_input_name", None)
         self._main = str(main or "input_ids")
         self._as_given = getattr(model.config, "model_type", "") == "whisper"
-        self._names = _further(self._encoder)
 
     def checked(self, request: Request) -> Request:
         """As `BeforeStages.checked`; the result also has the tokens with which the decoder starts."""
-        self._require_known(request, self._names)
+        self._require_known(request)
         if self._main == "input_ids":
             self._require_prompts(request)
             most, longest = getattr(self._config, "max_position_embeddings", None), max(map(len, request.prompts))
             if most is not None and longest > most:
                 raise _bad(f"a prompt has {longest} tokens, and the encoder {most} positions", "Shorten the prompt.")
-            return replace(request, decoder_input_ids=self._start(request, len(request.prompts)))
+            start = self._start(request, len(request.prompts))
+            return replace(request, inputs=self._given(request), decoder_input_ids=start)
         if request.prompts:
             remedy = "Leave input_ids out; tokens with which the decoder starts are decoder_input_ids."
             raise _bad(f"the encoder reads {self._main}, and no tokens", remedy)
@@ -132,7 +132,7 @@ class BehindEncoder(BeforeStages):
     @torch.no_grad()
     def first(self, request: Request) -> FirstInputs:
         """As `BeforeStages.first`."""
-        given = self._given(request)
+        given = dict(request.inputs)
         if self._main == "input_ids":
             longest = max(map(len, request.prompts))
             rows = [list(row) + [self._tokens.pad] * (longest - len(row)) for row in request.prompts]
@@ -167,16 +167,13 @@ class BehindEmbeddings(BeforeStages):
     """The part of a model in front of its language model: embeddings of tokens, and images among them."""
 
     def __init__(self, model: Any, tokens: ModelTokens, device: torch.device) -> None:
-        super().__init__(tokens, device)
-        self._embedded, self._names = EmbeddedInputs(model, type(model).forward), _further(model)
+        super().__init__(tokens, device, _further(model))
+        self._embedded = EmbeddedInputs(model)
         self._placeholder = getattr(model.config, "image_token_id", None)
 
     def checked(self, request: Request) -> Request:
         """As `BeforeStages.checked`."""
-        self._require_prompts(request)
-        self._require_known(request, self._names)
-        if request.decoder_input_ids is not None:
-            raise _bad("the model has no encoder, and decoder_input_ids are given", "Give input_ids.")
+        super().checked(request)
         if not request.inputs and any(self._placeholder in prompt for prompt in request.prompts):
             reason = f"a prompt has the token {self._placeholder}, in whose place an image is read, and there is none"
             raise _bad(reason, "Give the images, such as pixel_values.")
@@ -223,7 +220,7 @@ def _further(module: Any) -> tuple[str, ...]:
 def _tensor(name: str, value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
-    if not (hasattr(value, "shape") or isinstance(value, list | tuple)):
+    if not is_array(value):
         return value
     try:
         return torch.as_tensor(value, device=device)

@@ -253,6 +253,8 @@ class DecoderStage:
         self.decoder, self._stage, self._device = decoder, stage, device
         self._received = decoder.live(stage - 1) if stage else ()
         self._sent = decoder.live(stage) if stage < decoder.stages - 1 else ()
+        self._gets_tokens = not stage or decoder.passes_tokens(stage - 1)
+        self._passes_tokens = decoder.passes_tokens(stage)
         names = decoder.constants(stage)
         captured = chain.facts.captured
         self._encoder = None if encoder is None else StageEncoderCaches(encoder, names, captured, device)
@@ -298,7 +300,7 @@ class DecoderStage:
             ``[sequences, vocabulary]``.
         """
         held = self.held[number]
-        tokens = received[-1] if not self._stage or self.decoder.passes_tokens(self._stage - 1) else None
+        tokens = received[-1] if self._gets_tokens else None
         values: dict[Node, Any] = dict(zip(self._received, received, strict=False))
         for node in self._inputs:
             values[node] = self._input(str(node.target), held, query, tokens)
@@ -311,7 +313,7 @@ class DecoderStage:
         held.length += query
         if self._stage == self.decoder.stages - 1:
             return (values[self.decoder.logits][:, -1],)
-        passed = (tokens,) if self.decoder.passes_tokens(self._stage) else ()
+        passed = (tokens,) if self._passes_tokens else ()
         return (*(values[node] for node in self._sent), *passed)
 
     def weight_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,11 @@ class EmbeddedInputs:
     """The part of a model in front of its language model.
 
     Args:
-        model: the model, whose ``forward`` is its own.
-        forward: that function, unbound.
+        model: the model; its class has its own ``forward``.
     """
 
-    def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
-        self._model, self._forward = model, forward
+    def __init__(self, model: Any) -> None:
+        self._model = model
 
     @torch.no_grad()
     def of(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ class EmbeddedInputs:
         own = {name: value for name, value in given.items() if name != "self"}
         handle = self._model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
         try:
-            self._forward(self._model, **own)
+            type(self._model).forward(self._model, **own)
         except _ReachedError as reached:
             return {**reached.given, **{name: given[name] for name in _PASSED_ON if name in given}}
         finally:

@@ -13,7 +13,7 @@ from splitkit.engine.reduced_graph import reduce_to
 from splitkit.engine.split import Split
 from splitkit.engine.split import split as split_graph
 from splitkit.graph.caches import ENCODER_CACHES, constant_caches
-from splitkit.graph.storages import attribute
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.plans.parts import PartKey
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.devices.hardcoded_devices import follow_device
@@ -56,7 +56,7 @@ class StageEncoderCaches:
         self, gm: fx.GraphModule, names: Sequence[str], captured: frozenset[str], device: torch.device
     ) -> None:
         follow_device(gm, torch.device(device.type), captured)
-        move_tensors(gm, nn.Module(), dict.fromkeys(map(id, _tensors_read(gm)), device))
+        move_tensors(gm, nn.Module(), dict.fromkeys(map(id, parameters_and_buffers(gm).values()), device))
         self._gm, self._names, self._device = gm, tuple(names), device
         self._inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
 
@@ -83,12 +83,6 @@ def encoder_caches_of(gm: fx.GraphModule, names: Collection[str]) -> fx.GraphMod
     graph.output(tuple(kept))
     reduce_to(graph, tuple(kept))
     return fx.GraphModule(whole, graph)
-
-
-def _tensors_read(gm: fx.GraphModule) -> list[torch.Tensor]:
-    """Return the tensors that a graph reads."""
-    found = [attribute(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
-    return [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def _places(gm: fx.GraphModule, homes: list[PartKey]) -> dict[Node, PartKey]:

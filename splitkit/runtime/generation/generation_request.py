@@ -104,7 +104,7 @@ class Request:
         for name, value in given.items():
             if name in _REFUSED and value not in (None, 1):
                 raise _bad(f"{name} is {value!r}: {_REFUSED[name]}", "Generate in one process: splitkit.generator.")
-            if name not in known and name not in _REFUSED and not _is_array(value):
+            if name not in known and name not in _REFUSED and not is_array(value):
                 raise _bad(f"a request has no field {name!r}", nearest(name, known, f"Fields: {', '.join(known)}."))
         further = {name: value for name, value in given.items() if name not in known and name not in _REFUSED}
         given = {name: value for name, value in given.items() if name in known}
@@ -217,7 +217,8 @@ def _require_values(request: Request) -> None:
         raise _bad(f"do_sample is {shown(request.do_sample)}", "Give true or false.")
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
+    """Whether a value of a request may become a tensor."""
     return hasattr(value, "shape") or isinstance(value, list | tuple)
 
 

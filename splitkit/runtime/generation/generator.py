@@ -198,9 +198,8 @@ class Generator:
         self.stage, self._before = stage, before or BeforeStages(tokens, device)
         self._tokens, self._chunk, self._stages = tokens, chunk, decoder.stages
         self._costly = decoder.chain.facts.costly
-        received = decoder.border((self.rank - 1) % decoder.stages)
-        self._ring = Ring(group, device, received, decoder.border(self.rank), in_flight)
-        self._sends_encoded = bool(decoder.border(self.rank).entering)
+        received, sent = decoder.border((self.rank - 1) % decoder.stages), decoder.border(self.rank)
+        self._ring, self._sends_encoded = Ring(group, device, received, sent, in_flight), bool(sent.entering)
         self._progress = ServingProgress(self.rank, decoder.stages, global_ranks(group), device, time_limit(group))
         self._samplers: dict[int, Sampler | Exception] = {}
 

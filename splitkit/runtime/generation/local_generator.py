@@ -15,7 +15,7 @@ from splitkit._torch import attributes_of
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ENCODER_CACHES
-from splitkit.graph.storages import attribute
+from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.runtime.devices.accelerators import same_device
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.devices.move_tensors import move_tensors
@@ -59,9 +59,9 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
         raise PipelineError("SK801", f"{kind.__name__} has no generate", "Give a model of transformers that generates.")
     _require_weights(model, split)
     rest, signature = _unread(model, split), inspect.signature(kind.forward)
-    before = _tensors(split.flow.root)
+    before = parameters_and_buffers(split.flow.root)
     step = ModelStep(model, split, devices)
-    _share(model, before, _tensors(step.decoder.tensors))
+    _share(model, before, parameters_and_buffers(step.decoder.tensors))
     first = next(iter(step.decoder.devices.values()))
     move_tensors(model, nn.Module(), dict.fromkeys(rest, first))
     _require_there(_runs_whole(model, step), first)
@@ -112,15 +112,11 @@ def _require_weights(model: nn.Module, split: Split) -> None:
         )
 
 
-def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return name -> parameter or buffer."""
-    return dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
-
-
 def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
     """Let a model hold the tensors of the parts: its own may be on ``meta``, or of a kind that cannot move in place."""
     new = {id(tensor): after[name] for name, tensor in before.items()}
-    new |= {id(tensor): after[name] for name, tensor in _tensors(model).items() if name in after and tensor.is_meta}
+    named = parameters_and_buffers(model)
+    new |= {id(tensor): after[name] for name, tensor in named.items() if name in after and tensor.is_meta}
     for module in model.modules():
         for table in attributes_of(module)[:2]:
             held: dict[str, Any] = table

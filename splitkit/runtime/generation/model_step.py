@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from splitkit.engine.split import Split
-from splitkit.errors import PipelineError
+from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ARGUMENTS, ENCODER_CACHES
 from splitkit.runtime.devices.device_map import Devices
+from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.embedded_inputs import EmbeddedInputs
 from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.model_caches import cached_positions, put_into, require_plain, taken_from
 
-_HIDDEN = "encoder_outputs_last_hidden_state"
 _READ_HERE = {"self", *ARGUMENTS, "return_dict", "use_cache", "logits_to_keep", "cache_position"}
 
 
@@ -31,13 +31,15 @@ class ModelStep:
         self.decoder = DecoderOnDevices(split, devices)
         has_encoder = ENCODER_CACHES in split.flow.root.meta
         self._encoder = EncoderCaches(split, self.decoder.caches, self.decoder.devices) if has_encoder else None
-        before = "decoder_" if self._encoder else ""
-        embedded = "inputs_embeds" in self.decoder.inputs
-        self._embedded = EmbeddedInputs(model, type(model).forward) if embedded else None
-        self._tokens, self._mask, self._positions = (
-            f"{before}{name}"
-            for name in ("inputs_embeds" if embedded else "input_ids", "attention_mask", "position_ids")
-        )
+        names = DecoderInputs.among(self.decoder.inputs)
+        if names is None:
+            raise PipelineError(
+                "SK801",
+                "the graph reads neither tokens nor embeddings: its inputs are " + listed(self.decoder.inputs, 6),
+                "Capture one step of the decoder: sk.capture_decoder(model).",
+            )
+        self._embedded = EmbeddedInputs(model) if names.embedded else None
+        self._tokens, self._mask, self._positions = names.tokens, names.mask, names.positions
         caches = self.decoder.caches
         self._cache = next(name for name in ARGUMENTS if caches[0].given.startswith(name))
         self._grows = any(cache.grows for cache in caches)
@@ -67,9 +69,9 @@ class ModelStep:
         inputs: dict[str, Any] = {self._tokens: ids, self._mask: mask, self._positions: positions}
         hidden = given["encoder_outputs"][0] if self._encoder else None
         if hidden is not None:
-            seen = given.get("attention_mask")
-            inputs[_HIDDEN] = hidden
-            inputs["attention_mask"] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
+            seen = given.get(MASK)
+            inputs[ENCODED] = hidden
+            inputs[MASK] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
         tensors = taken_from(cache, self.decoder, ids.shape[0], lambda: self._encoded(inputs))
         logits, tensors = self.decoder.step(inputs, tensors)
         put_into(cache, self.decoder.caches, tensors)

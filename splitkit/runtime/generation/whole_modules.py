@@ -13,6 +13,7 @@ from splitkit.errors import PipelineError, listed
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.move_tensors import move_tensors, replace_tensor, tables_of
 from splitkit.runtime.folder.load import StageFolder
+from splitkit.runtime.folder.load_weights import empty_like
 from splitkit.runtime.generation.before_stages import BeforeStages, BehindEmbeddings, BehindEncoder
 from splitkit.runtime.generation.decoder import DecoderInputs
 from splitkit.runtime.generation.model_tokens import ModelTokens
@@ -84,11 +85,7 @@ def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.T
     for name, tensor in held.items():
         if name in saved:
             groups.setdefault(id(tensor), (tensor, []))[1].append(name)
-    made = {key: torch.empty_like(old, device="cpu") for key, (old, _) in groups.items()}
-    new = {
-        key: nn.Parameter(made[key], old.requires_grad) if isinstance(old, nn.Parameter) else made[key]
-        for key, (old, _) in groups.items()
-    }
+    new = {key: empty_like(old, torch.device("cpu")) for key, (old, _) in groups.items()}
     folder.read([(names, new[key]) for key, (_, names) in groups.items()])
     tables = tables_of(model)
     for key, (old, _) in groups.items():
