@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -27,3 +27,17 @@ def kept_values(root: nn.Module) -> Mapping[str, torch.Tensor]:
     """Return what `keep_values` noted: name of a buffer -> its value; empty for a module with nothing noted."""
     found: Mapping[str, torch.Tensor] = getattr(root, "meta", {}).get(_KEY, {})
     return found
+
+
+def known_value(root: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the value of a tensor on ``meta`` on the CPU, if no checkpoint is needed for it.
+
+    Args:
+        root: the graph module.
+        names: the names of the tensor.
+        tensor: the tensor. Without elements, it has no value that could be lost: caches begin with such constants.
+    """
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    kept = kept_values(root)
+    return next((kept[name] for name in names if name in kept), None)

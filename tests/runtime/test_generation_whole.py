@@ -10,11 +10,15 @@ import torch
 from decoders import IMAGE, decoder
 from launch import launch
 
+import splitkit as sk
 from splitkit.errors import PipelineError
-from splitkit.runtime.generation.before_stages import BeforeStages, BehindEncoder
+from splitkit.runtime import open_stages, save_stages
+from splitkit.runtime.generation.before_stages import BeforeStages, BehindEmbeddings, BehindEncoder
+from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.generation_request import Request, RequestLimits
 from splitkit.runtime.generation.generator import _Line
 from splitkit.runtime.generation.model_tokens import ModelTokens
+from splitkit.runtime.generation.whole_modules import before_stages
 
 pytest.importorskip("transformers")
 
@@ -174,3 +178,26 @@ def test_inputs_are_not_sent_to_other_ranks():
             Request.from_data(data)
     with pytest.raises(PipelineError, match="SK802: the model reads no further input 'cats'"):
         BeforeStages(ModelTokens(), CPU).checked(Request.from_data({"cats": [3], "prompts": [1]}))
+
+
+@pytest.mark.parametrize("family", ["whisper", "llava"])
+def test_stages_that_were_captured_on_meta_compute_what_the_model_computes(family, tmp_path):
+    """As for a configuration above 1 GiB: no checkpoint has position_ids and constants of caches."""
+    real = decoder(family)
+    with torch.device("meta"):
+        model = type(real)(copy.deepcopy(real.config)).eval()
+    save_stages(sk.split(sk.capture_decoder(model), sk.policies.Stages(2)), tmp_path / "stages")
+    real.save_pretrained(tmp_path / "weights")
+    stages = open_stages(tmp_path / "stages", weights=tmp_path / "weights")
+    stages.load(range(2))
+    before = before_stages(model, stages, DecoderChain.of(stages.chain).inputs, ModelTokens.of(real), CPU)
+    assert isinstance(before, BehindEmbeddings if family == "llava" else BehindEncoder)
+    if family == "llava":
+        pixels = torch.randn(1, 3, 16, 16)
+        towers = (one.model.vision_tower(pixels).last_hidden_state for one in (model, real))
+        assert torch.equal(*towers)
+        return
+    held = {name: t for one in stages.encoder_caches.values() for name, t in one.named_parameters()}
+    assert held and all(torch.equal(t, real.get_parameter(name)) for name, t in held.items())
+    given = torch.randn(1, 8, 40)
+    assert torch.equal(*(one.get_encoder()(given).last_hidden_state for one in (model, real)))

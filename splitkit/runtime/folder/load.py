@@ -151,6 +151,17 @@ class StageFolder:
         first = {name: names for names in rows for name in names}
         place.read([(list(dict.fromkeys([*first.get(names[0], ()), *names])), tensor) for names, tensor in wanted])
 
+    def read_unsaved(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Fill buffers that no state dict has, and return those whose values the folder has.
+
+        Args:
+            wanted: name in the model that was split -> buffer.
+        """
+        place = Weights.at(self.path)
+        found = {name: buffer for name, buffer in wanted.items() if name in place.files}
+        place.read([([name], buffer) for name, buffer in found.items()])
+        return found
+
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the saved positional and keyword inputs of one microbatch.
 

@@ -14,7 +14,7 @@ from torch import nn
 from splitkit.engine.split import Split
 from splitkit.errors import FileError, PipelineError, listed
 from splitkit.graph.storages import attribute, parameters_and_buffers
-from splitkit.graph.unsaved_buffers import kept_values
+from splitkit.graph.unsaved_buffers import known_value
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
 from splitkit.runtime.devices.move_tensors import replace_tensor, tables_of
 from splitkit.runtime.devices.on_devices import OnDevices, to_devices
@@ -70,11 +70,11 @@ def load(
     wanted = [(slot.names, new) for slot, new in zip(fresh, made, strict=True) if slot.saved]
     with _bar(sum(new.numel() * new.element_size() for _, new in wanted)) as advance:
         weights.read(wanted, advance)
-    values = kept_values(split.flow.root)
     for slot, new in zip(fresh, made, strict=True):
-        if not slot.saved:
+        value = None if slot.saved else known_value(split.flow.root, slot.names, slot.old)
+        if value is not None:
             with torch.no_grad():
-                new.copy_(next(values[name] for name in slot.names if name in values))
+                new.copy_(value)
     return _on_devices(split, devices, [(slot.old, new) for slot, new in zip(fresh, made, strict=True)])
 
 
@@ -112,9 +112,9 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
     Raises:
         FileError: SK507.
     """
-    values, root = kept_values(split.flow.root), split.flow.root
+    root = split.flow.root
     for slot in held:
-        if slot.old.is_meta and not slot.saved and not any(name in values for name in slot.names):
+        if slot.old.is_meta and not slot.saved and known_value(root, slot.names, slot.old) is None:
             raise FileError(
                 "SK507",
                 f"{slot.names[0]} is on meta and in no state dict, so no checkpoint has its values",

@@ -19,7 +19,7 @@ from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES, caches_of
 from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import attribute, parameters_and_buffers, storage_key
-from splitkit.graph.unsaved_buffers import kept_values
+from splitkit.graph.unsaved_buffers import kept_values, known_value
 from splitkit.runtime.folder.checkpoint_weights import INDEX
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA
 from splitkit.runtime.folder.manifest import encode_facts
@@ -125,7 +125,6 @@ class _Tensors:
         for name, tensor in parameters_and_buffers(split.module).items():  # tensors of copies, or new ones
             self._names.setdefault(id(tensor), {})[split.qualified_names.get(name, name)] = None
         self._saved = set(root.state_dict())
-        self._kept = kept_values(root)
         self._numbers: dict[int, int] = {}
         self._held: list[torch.Tensor] = []
         self.rows: list[dict[str, Any]] = []
@@ -158,9 +157,10 @@ class _Tensors:
         return sorted(self._saved.difference(*(row["names"] for row in self.rows)))
 
     def unread_data(self) -> dict[str, torch.Tensor]:
-        """Return the tensors with data that the model's state dict has and no stage reads; a tied one once."""
-        held = parameters_and_buffers(self._root)
-        unread = {name: held[name] for name in self.unread() if name in held and not held[name].is_meta}
+        """Return the parameters and buffers with data that no stage reads; a tied one once."""
+        read = {name for row in self.rows for name in row["names"]}
+        real = {name: held for name, held in parameters_and_buffers(self._root).items() if not held.is_meta}
+        unread = {name: held for name, held in {**real, **kept_values(self._root)}.items() if name not in read}
         first = {id(tensor): name for name, tensor in reversed(unread.items())}
         return {name: unread[name] for name in first.values()}
 
@@ -186,11 +186,11 @@ class _Tensors:
         return found
 
     def _data(self, number: int) -> torch.Tensor | None:
-        """Return a tensor with data; of those on ``meta``, only buffers whose values the capture kept have any."""
+        """Return a tensor with data; on ``meta``, only buffers whose values the capture kept have any."""
         held = self._held[number]
         if not held.is_meta:
             return held
-        return next((self._kept[name] for name in self.rows[number]["names"] if name in self._kept), None)
+        return known_value(self._root, self.rows[number]["names"], held)
 
 
 def _numbers(program: Mapping[str, Any]) -> list[int]:

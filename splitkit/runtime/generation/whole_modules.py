@@ -87,9 +87,12 @@ def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.T
             groups.setdefault(id(tensor), (tensor, []))[1].append(name)
     new = {key: empty_like(old, torch.device("cpu")) for key, (old, _) in groups.items()}
     folder.read([(names, new[key]) for key, (_, names) in groups.items()])
+    unsaved = {name: old for name, old in held.items() if name not in saved and old.is_meta}
+    filled = folder.read_unsaved({name: empty_like(old, torch.device("cpu")) for name, old in unsaved.items()})
+    new |= {id(unsaved[name]): buffer for name, buffer in filled.items()}
     tables = tables_of(model)
-    for key, (old, _) in groups.items():
-        replace_tensor(tables, old, new[key])
+    for old in {id(tensor): tensor for tensor in held.values() if id(tensor) in new}.values():
+        replace_tensor(tables, old, new[id(old)])
     return {name: new.get(id(tensor), tensor) for name, tensor in held.items()}
 
 
