@@ -57,9 +57,13 @@ def kept_by_autograd(
         kept.add(made)
         return made
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda k: k.tensor):
-        result = run()
-    gc.collect()
+    gc.disable()  # then all that the run makes is of the youngest generation, which takes no time to collect
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda k: k.tensor):
+            result = run()
+        gc.collect(0)
+    finally:
+        gc.enable()
     found = storages([*(k.tensor for k in kept), *held, *(tensors_of(result) if outputs else ())])
     own = storages([*module.parameters(), *module.buffers()])
     return sum(nbytes for place, nbytes in found.items() if place not in own)

@@ -23,7 +23,7 @@ from splitkit.testing.oracle import assert_same
 from splitkit.testing.trial import bitwise, named_tensors
 
 QUICK = {"min_run_time": 1e-4}
-TINY = {"layers": 2, "width": 64, "heads": 2, "vocab": 100, "seq": 16}
+TINY = {"layers": 2, "width": 32, "heads": 2, "vocab": 100, "seq": 8}
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def ops(gm, name):
     return [n for n in gm.graph.nodes if n.op.startswith("call_") and name in str(n.target)]
 
 
-@pytest.mark.parametrize("name", these_first(["gpt2", "mixtral"], ["bert", "t5"]))
+@pytest.mark.parametrize("name", these_first(["gpt2"], ["bert", "t5", "mixtral"]))
 def test_transformers_in_training_mode(name, counted):
     example = models.build(name, **TINY)
     gm = capture(example.model, **example.kwargs)
@@ -259,18 +259,18 @@ def test_symbolic_sizes_are_those_of_the_inputs(tmp_path):
 
 
 def test_a_second_call_only_reads(tmp_path, counted):
-    example = models.build("gpt2", **TINY)
-    gm = capture(example.model, **example.kwargs)
-    first = measure(gm, example.kwargs, cache=tmp_path / "costs.json")
+    x = torch.randn(4, 8)
+    gm = capture(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)), x)
+    first = measure(gm, x, cache=tmp_path / "costs.json")
     written = (tmp_path / "costs.json").read_bytes()
     assert counted
     counted.clear()
-    second = measure(gm, example.kwargs, cache=tmp_path / "costs.json")
+    second = measure(gm, x, cache=tmp_path / "costs.json")
     assert not counted and (tmp_path / "costs.json").read_bytes() == written
     assert [first.seconds(n) for n in gm.graph.nodes] == [second.seconds(n) for n in gm.graph.nodes]
     assert [first.workspace(n) for n in gm.graph.nodes] == [second.workspace(n) for n in gm.graph.nodes]
     torch.set_num_threads(2)
-    measure(gm, example.kwargs, cache=tmp_path / "costs.json")
+    measure(gm, x, cache=tmp_path / "costs.json")
     assert counted  # another number of threads is another machine
 
 
@@ -410,12 +410,16 @@ def test_values_are_freed_after_their_last_use(monkeypatch):
     gm, alive = capture(Chain(), torch.randn(777)), []
 
     def record(*args):
-        alive.append(sum(type(t) is torch.Tensor and t.shape == (777,) for t in gc.get_objects()))
+        alive.append(sum(type(t) is torch.Tensor and t.shape == (777,) for t in gc.get_objects(0)))
         return timing.time_call(*args)
 
     x = torch.randn(777)
     monkeypatch.setattr(door, "time_call", record)
-    measured(gm, x, cache=False, **QUICK)
+    gc.disable()  # then what it makes is of the youngest generation
+    try:
+        measured(gm, x, cache=False, **QUICK)
+    finally:
+        gc.enable()
     assert len(alive) == 12 and max(alive) <= min(alive) + 1
 
 

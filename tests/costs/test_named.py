@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jointmodels import step_of
 from torch import nn
 
 import splitkit
@@ -14,7 +15,6 @@ from splitkit.errors import GraphError, NoPlanError, PolicyError
 from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.policies import Budget, MinCut
 from splitkit.studies.frontier import Frontier
-from splitkit.testing import models
 from splitkit.training.choices import savings
 
 MINE = Device("mine", {"float32": 1e12}, 1e11, 1, launch=1e-6)
@@ -164,11 +164,7 @@ def test_inductor_plans_at_fused_prices():
 
 def test_fused_plans_are_the_better_ones_where_kernels_fuse():
     """GPT-2 without dropout: at equal saved bytes backward takes no longer by the kernels of the pair that is made."""
-    made = models.build("gpt2", layers=2, width=64, heads=2, batch=4, seq=64, vocab=101)
-    for module in made.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint, _ = step_of(2)
     given = costs.roofline(joint.graph_module, MINE)
     taken = []
     for price in (None, "fused"):

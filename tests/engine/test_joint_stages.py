@@ -29,7 +29,7 @@ def evenly(flow, count):
     return {n: i * count // len(forward) for i, n in enumerate(forward)}
 
 
-ALIKE = ("llama", "bert", "vit")
+ALIKE = ("llama", "bert", "vit", "mixtral")
 """Stacks of layers as in GPT-2, which a campaign divides into stages."""
 FIRST_NAMES = [name for name in NAMES if name not in ALIKE]
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from campaigns import some_of_all
 from torch import fx, nn
 
 import splitkit as sk
@@ -46,8 +47,7 @@ DOORS = {
 }
 
 
-@pytest.mark.parametrize("caller", ["grad", "no_grad", "inference"])
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("door", "caller"), some_of_all(DOORS, ["grad", "no_grad", "inference"], always=()))
 def test_modes_are_the_callers_after_an_error(door, caller):
     module = DOORS[door](sk.capture(Net(), torch.tensor([1])))
     before = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[caller]

@@ -23,7 +23,7 @@ def lines_run(run: Callable[[], object]) -> Counter[str]:
             found[f"{frame.f_code.co_filename}:{frame.f_lineno} {argument.__name__}"] += 1
 
     before = sys.gettrace(), sys.getprofile()
-    gc.collect()  # what it finalizes is not the work of ``run``
+    gc.disable()  # what it finalizes is not the work of ``run``
     sys.settrace(trace)
     sys.setprofile(profile)
     try:
@@ -31,4 +31,5 @@ def lines_run(run: Callable[[], object]) -> Counter[str]:
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])
+        gc.enable()
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from campaigns import some_of_all
 from torch import nn
 
 import splitkit as sk
@@ -110,21 +111,23 @@ def test_losses_of_symbolic_trace_take_what_their_kernels_take(loss, how):
     assert (simulated.peak, simulated.end) == (measured.peak, measured.end)
 
 
-@pytest.mark.parametrize(
-    ("module", "shape"),
-    [
-        (nn.BatchNorm1d(8), (4, 8, 6)),
-        (nn.BatchNorm1d(8).eval(), (4, 8, 6)),
-        (nn.BatchNorm2d(8), (4, 8, 6, 5)),
-        (nn.BatchNorm3d(8), (2, 8, 3, 4, 5)),
-        (nn.LogSigmoid(), (4, 8, 6, 5)),
-        (nn.RReLU(), (4, 8, 6, 5)),
-        (nn.Upsample(scale_factor=2), (4, 8, 6)),
-        (nn.GELU(), (4, 8, 6, 5)),
-    ],
-)
-@pytest.mark.parametrize("order", ["transposed", "channels last", "batch last", "as it is"])
-def test_strides_of_real_kernels_decide_what_is_copied(module, shape, order):
+KERNELS = [
+    (nn.BatchNorm1d(8), (4, 8, 6)),
+    (nn.BatchNorm1d(8).eval(), (4, 8, 6)),
+    (nn.BatchNorm2d(8), (4, 8, 6, 5)),
+    (nn.BatchNorm3d(8), (2, 8, 3, 4, 5)),
+    (nn.LogSigmoid(), (4, 8, 6, 5)),
+    (nn.RReLU(), (4, 8, 6, 5)),
+    (nn.Upsample(scale_factor=2), (4, 8, 6)),
+    (nn.GELU(), (4, 8, 6, 5)),
+]
+ORDERS = ["transposed", "as it is", "channels last", "batch last"]
+
+
+@pytest.mark.parametrize(("kernel", "order"), some_of_all(KERNELS, ORDERS, always=(), turns=2))
+def test_strides_of_real_kernels_decide_what_is_copied(kernel, order):
+    module, shape = kernel
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

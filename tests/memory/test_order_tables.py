@@ -138,7 +138,7 @@ def test_orders_of_a_model_match_the_definition(name: str) -> None:
     flow = sk.analyze(sk.capture(example.model, *example.args, **example.kwargs))
     for training in (True, False):
         memory = GraphMemory(flow, activations(flow), training)
-        for seed in range(3):
+        for seed in range(2):
             parts, homes = divided(flow, seed)
             check(memory, memory.order(parts, homes), Slow(memory, parts, homes))
 
@@ -148,6 +148,6 @@ def test_orders_of_the_zoo_match_the_definition() -> None:
         sk.extend.propagate(specimen.graph, *specimen.inputs)
         flow = sk.analyze(specimen.graph)
         memory = GraphMemory(flow, activations(flow), training=True)
-        for seed in range(4):
+        for seed in range(2):
             parts, homes = divided(flow, seed)
             check(memory, memory.order(parts, homes), Slow(memory, parts, homes))

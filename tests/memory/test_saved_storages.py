@@ -34,7 +34,7 @@ def check(gm, *args, **kwargs):
     return found
 
 
-@pytest.mark.parametrize("name", these_first(["gpt2", "vit"], sorted({*MODELS} - {"gpt2", "vit"})))
+@pytest.mark.parametrize("name", these_first(["gpt2"], sorted({*MODELS} - {"gpt2"})))
 def test_models_save_what_eager_saves(name):
     example = build(name, **MODELS[name])
     check(sk.capture(example.model, *example.args, **example.kwargs), *example.args, **example.kwargs)

@@ -7,6 +7,7 @@ from itertools import groupby
 
 import pytest
 import torch
+from campaigns import these_first
 from test_peak_bounds import Wide
 from zoographs import specimens
 
@@ -101,7 +102,7 @@ def graph_of(name: str) -> torch.fx.GraphModule:
     return sk.capture(model.model, *model.args, **model.kwargs)
 
 
-@pytest.mark.parametrize("name", ["wide", *ZOO, "mixtral"])
+@pytest.mark.parametrize("name", these_first(["wide", *ZOO], ["mixtral"]))
 def test_a_segment_is_what_is_counted_node_by_node(name):
     flow, drawn = sk.analyze(graph_of(name)), random.Random(0)
     held = activations(flow)

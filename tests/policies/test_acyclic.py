@@ -53,7 +53,7 @@ def test_a_small_graph_gets_the_stages_of_stages():
 
 
 def test_a_graph_past_exact_reach_is_split_near_its_bound_and_the_same_each_time():
-    gm = wide(3000)
+    gm = wide(2200)
     flow, costs = sk.analyze(gm), sk.costs.unit(gm)
     plan = Acyclic(8).assign(flow, costs)
     claim = plan.claim

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from campaigns import few_of_many, some_of_all, these_first
+from campaigns import few_of_many, these_first
 from choices import steps
 from hypothesis import strategies as st
 from jointmodels import Branches, Chain, Deep, Normed, wide
@@ -70,7 +70,7 @@ GRAPHS = these_first([(Chain, 16), (Branches, 16), (Deep, 8), (Normed, 8)], [(Ch
 def test_no_plan_that_saves_as_little_is_quicker(make, width):
     joint, costs, problem, _ = small(make, width)
     plans = every(make, width)
-    for limit in sorted({saved for _, saved, *_ in plans}):
+    for limit in sorted({saved for _, saved, *_ in plans})[::2]:
         plan = Budget(limit, of="saved").assign(joint.flow, costs)
         best = min(seconds for seconds, saved, *_ in plans if saved <= limit)
         assert seconds_of(problem, plan) == pytest.approx(best, rel=1e-4)
@@ -126,7 +126,9 @@ def test_what_is_over_the_budget_is_over_the_limit():
         assert not any(limit.holds(choice.runs, saved) for limit in limits)
 
 
-@pytest.mark.parametrize(("name", "of"), some_of_all(["gpt2", "bert"], ["peak", "saved"], always=()))
+@pytest.mark.parametrize(
+    ("name", "of"), these_first([("gpt2", "peak"), ("gpt2", "saved")], [("bert", "peak"), ("bert", "saved")])
+)
 def test_a_larger_budget_never_costs_more(name, of):
     joint, _ = wide(name)
     costs = roofline(joint.graph_module)
@@ -144,7 +146,7 @@ def test_a_larger_budget_never_costs_more(name, of):
     assert len(spent) >= 1 and spent == sorted(spent, reverse=True) and spent[-1] == 0
 
 
-@few_of_many(25, 60, steps(), st.lists(st.floats(0.3, 1.0), min_size=2, max_size=4))
+@few_of_many(12, 60, steps(), st.lists(st.floats(0.3, 1.0), min_size=2, max_size=4))
 def test_budgets_that_rise_cost_less_and_less(made, shares):
     """With one pool and the smallest budget first, each search finds the plans of those before it."""
     flow, costs = made
@@ -172,7 +174,7 @@ def test_the_error_names_a_plan_that_can_be_had():
 
 
 def test_candidates_are_never_beaten_by_the_result():
-    joint, _ = wide("bert")
+    joint, _ = wide("gpt2")
     costs = roofline(joint.graph_module)
     problem, own = savings(joint.flow, costs), Remat(["aten.mm", "aten.addmm", "aten.bmm"])
     theirs = own.assign(joint.flow, costs)
@@ -208,7 +210,7 @@ def test_the_note_says_what_is_claimed():
     assert "graph order" in Budget(1.0).assign(joint.flow, costs).note
 
 
-@pytest.mark.parametrize("share", [0.8, 0.3, 0.0])
+@pytest.mark.parametrize("share", these_first([0.8, 0.0], [0.3]))
 def test_a_share_is_of_what_can_be_saved_and_never_refused(share):
     """A share lies between the lowest peak found and the peak of SaveAll, however much of it is parameters."""
     layers = (nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))

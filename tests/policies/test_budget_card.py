@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from campaigns import these_first
 from torch import nn
 
 import splitkit as sk
@@ -55,7 +56,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("adamw", 2), ("adamw", 1), ("momentum", 2), ("sgd", 1)])
+@pytest.mark.parametrize(
+    ("name", "microbatches"), these_first([("adamw", 2), ("sgd", 1)], [("adamw", 1), ("momentum", 2)])
+)
 def test_a_training_loop_holds_what_was_predicted(name, microbatches):
     """Weights, gradients, state of the optimizer and activations, to the byte; and the card holds them."""
     torch._dynamo.reset()

@@ -24,7 +24,7 @@ def device_of(plan, node):
     return key[0] if isinstance(key, tuple) else key
 
 
-@few_of_many(25, 60, dags(nodes=5))
+@few_of_many(12, 60, dags(nodes=5))
 def test_no_sets_are_better(case):
     gm, seconds = case
     flow, costs = sk.analyze(gm), Prices(seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from campaigns import these_first
 from torch import fx, nn
 
 import splitkit as sk
@@ -11,6 +12,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import module_path
 from splitkit.policies import Expert
 from splitkit.testing import assert_legal, assert_same, models
+from splitkit.testing.models import Example
 
 
 class Block(nn.Module):
@@ -158,14 +160,37 @@ def test_blocks_that_run_twice_are_cut_where_they_begin():
 SIZES = {"layers": 3, "width": 32, "heads": 4, "vocab": 50, "seq": 8}
 
 
-@pytest.fixture(scope="module")
-def t5():
-    example = models.build("t5", **SIZES)
-    return sk.capture(example.model, **example.kwargs), example
+class EncoderAndDecoder(nn.Module):
+    """The blocks of a T5 with three layers, by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        self.encoder.embed_tokens, self.decoder.embed_tokens = nn.Linear(4, 4), nn.Linear(4, 4)
+        for side in (self.encoder, self.decoder):
+            side.block = nn.ModuleList(Block() for _ in range(3))
+        self.lm_head = nn.Linear(4, 2)
+
+    def forward(self, input_ids, labels):
+        read = self.encoder.embed_tokens(input_ids)
+        for block in self.encoder.block:
+            read = block(read, input_ids)
+        told = self.decoder.embed_tokens(labels)
+        for block in self.decoder.block:
+            told = block(told, read)
+        return self.lm_head(told)
 
 
-def test_an_encoder_and_its_decoder_are_one_list(t5):
-    gm, example = t5
+def encoder_and_decoder(name):
+    return (
+        models.build(name, **SIZES) if name == "t5" else Example(EncoderAndDecoder(), (), {"input_ids": X, "labels": X})
+    )
+
+
+@pytest.mark.parametrize("name", these_first(["small"], ["t5"]))
+def test_an_encoder_and_its_decoder_are_one_list(name):
+    example = encoder_and_decoder(name)
+    gm = sk.capture(example.model, **example.kwargs)
     plan, stages = planned(gm, Expert(4))
     assert of_blocks(stages, "encoder.block.") == [0, 0, 1] and of_blocks(stages, "decoder.block.") == [1, 2, 3]
     assert "2, 2, 1, 1 blocks (3 in encoder.block, 3 in decoder.block)" in plan.note

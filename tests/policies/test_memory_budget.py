@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from campaigns import few_of_many
+from campaigns import few_of_many, these_first
 from hypothesis import strategies as st
 from torch import nn
 
@@ -157,7 +157,7 @@ class Towers(nn.Module):
         return (self.one(a) - b).pow(2).sum()
 
 
-@pytest.mark.parametrize(("width", "wide", "batch"), [(20, 3, 30), (8, 2, 5), (4, 6, 16)])
+@pytest.mark.parametrize(("width", "wide", "batch"), these_first([(20, 3, 30)], [(8, 2, 5), (4, 6, 16)]))
 def test_two_towers_need_no_more_parts_than_any_order_does(width, wide, batch):
     """Nine orders give three parts, but two fit if they alternate between nodes of the towers."""
     gm = sk.capture(Towers(width, wide), torch.randn(batch, width), torch.randn(batch, width))

@@ -139,9 +139,10 @@ def drawn(seed):
     return h.flow("loss", "g"), expressions
 
 
-def test_the_same_as_the_reference_rule():
+@pytest.mark.parametrize("seeds", these_first([range(100)], [range(100, 300)]), ids=str)
+def test_the_same_as_the_reference_rule(seeds):
     compared = 0
-    for seed in range(300):
+    for seed in seeds:
         flow, expressions = drawn(seed)
         moved, given, left, taken = reference(expressions, ["t"], lambda name: name[0] == "m")
         pair = divide(flow, Precompute(movable=listed), unit(flow.root))
@@ -152,13 +153,13 @@ def test_the_same_as_the_reference_rule():
         assert {n.name for n in pair.backward.graph.nodes if n.op == "call_function"} == set(left)
         assert set(pair.saved) == {*given, *taken}
         compared += bool(moved)
-    assert compared > 100
+    assert compared > len(seeds) / 3
 
 
 PLACES = ((BACKWARD,), (FORWARD,), (FORWARD, BACKWARD))
 
 
-@pytest.mark.parametrize("seeds", these_first([range(40)], [range(40, 200)]), ids=str)
+@pytest.mark.parametrize("seeds", these_first([range(15)], [range(15, 200)]), ids=str)
 def test_the_fewest_bytes_that_any_move_saves(seeds):
     """All ways to place the nodes that forward could compute, one by one."""
     better = 0

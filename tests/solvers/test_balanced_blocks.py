@@ -6,8 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from campaigns import these_first
-from hypothesis import given, settings
+from campaigns import few_of_many, these_first
 from hypothesis import strategies as st
 
 from splitkit.solvers.line.balanced_blocks import even_blocks
@@ -25,8 +24,9 @@ def squares(weights, starts):
 WEIGHTS = st.one_of(st.sampled_from([0.0, 1.0, 2.0, 5.0, 30.0]), st.floats(0, 10))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
+@few_of_many(
+    80,
+    200,
     st.lists(st.tuples(WEIGHTS, st.sampled_from([0.0, 1.0, 3.0, 7.0])), min_size=1, max_size=9),
     st.integers(1, 5),
     st.sampled_from([0.0, 0.01, 0.2]),

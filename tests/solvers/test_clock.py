@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+from keptfacts import kept_facts  # noqa: F401
 
 import splitkit as sk
 from splitkit.policies import Devices, Stages
@@ -18,7 +19,7 @@ CUT = "cut short by time"
 
 @pytest.fixture(scope="module")
 def gm() -> Any:
-    example = models.build("gpt2", layers=2, width=32, heads=2, vocab=200)
+    example = models.build("gpt2", layers=1, width=32, heads=2, vocab=200)
     return sk.capture(example.model, *example.args, **example.kwargs)
 
 

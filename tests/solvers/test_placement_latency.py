@@ -41,7 +41,7 @@ def found_for(problem, **options):
     return found
 
 
-@few_of_many(150, 400, cases.problems(units=5))
+@few_of_many(75, 400, cases.problems(units=5))
 def test_equals_brute_force(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -53,7 +53,7 @@ def test_equals_brute_force(problem):
     assert found.optimal and found.value == pytest.approx(best)
 
 
-@few_of_many(15, 60, cases.problems(units=5))
+@few_of_many(8, 60, cases.problems(units=5))
 def test_search_and_bound_alone_hold_the_best_between_them(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -71,7 +71,7 @@ def ways_of(problem, pieces):
     return Timing.of(problem, pieces), colour_groups(problem), order
 
 
-@few_of_many(200, 500, cases.problems(units=5))
+@few_of_many(100, 500, cases.problems(units=5))
 def test_no_makespan_is_less_than_the_bound_of_a_way(problem):
     problem = simple(problem)
     best = cases.best_latency(problem)
@@ -109,7 +109,7 @@ def best_of_pieces(problem, pieces):
     return best
 
 
-@few_of_many(80, 400, cases.problems(units=4, devices=2))
+@few_of_many(40, 400, cases.problems(units=4, devices=2))
 def test_several_pieces_equal_brute_force(problem):
     """Nothing that is worse is called optimal, nothing that can be placed is refused, no bound is above the optimum."""
     problem = simple(problem)

@@ -34,7 +34,7 @@ def value_of(problem):
     return found.value
 
 
-@few_of_many(120, 300, cases.problems(units=5))
+@few_of_many(60, 300, cases.problems(units=5))
 def test_equals_brute_force(problem):
     assert value_of(problem) == pytest.approx(cases.best_sets(problem), rel=1e-5, abs=1e-9)
 
@@ -51,7 +51,7 @@ def test_laws(problem, random):
         assert value_of(replace(problem, devices=(*problem.devices, problem.devices[-1]))) <= value * (1 + 1e-5)
 
 
-@few_of_many(150, 400, cases.problems(units=7))
+@few_of_many(70, 400, cases.problems(units=7))
 def test_contractions_lose_no_optimum(problem):
     problem = replace(problem, fill=False)
     core = contracted_core(core_of(problem, colour_groups(problem)), acyclic=False)
@@ -59,7 +59,7 @@ def test_contractions_lose_no_optimum(problem):
     assert joined == pytest.approx(cases.best_sets(problem), rel=1e-12)
 
 
-@few_of_many(20, 40, cases.problems(units=7, plain=True))
+@few_of_many(10, 40, cases.problems(units=7, plain=True))
 def test_annealing_keeps_its_books(problem):
     core = core_of(problem, colour_groups(problem))
     places = DeviceTable.of_problem(replace(problem, fill=False), core)

@@ -83,7 +83,7 @@ def best_of_all(problem, prices, *, acyclic):
     return best
 
 
-@few_of_many(60, 600, st.tuples(cases(), st.booleans()))
+@few_of_many(30, 600, st.tuples(cases(), st.booleans()))
 def test_small_problems_are_solved_for_certain(case):
     (problem, prices), acyclic = case
     best = best_of_all(problem, prices, acyclic=acyclic)
@@ -102,7 +102,7 @@ def test_small_problems_are_solved_for_certain(case):
         assert all(a <= b for a, b in ends)
 
 
-@few_of_many(40, 400, cases(chain=True))
+@few_of_many(20, 400, cases(chain=True))
 def test_chains_are_solved_by_lines_over_all_orders_of_devices(case):
     problem, prices = case
     linked = linked_of(problem, prices)
