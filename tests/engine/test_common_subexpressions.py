@@ -23,7 +23,7 @@ from splitkit.testing.models import build
 from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import JointFlow
 
-TINY = {"layers": 1, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}
+TINY = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}
 
 
 def merged(function, *args):
