@@ -62,7 +62,7 @@ def captured(name):
     return sk.capture(net, torch.randn(net.rows, net.width))
 
 
-SHORT = [("conv", "zbv"), ("conv", "1f1b")]
+SHORT = [("conv", "1f1b")]
 CASES = [
     pytest.param(name, schedule, marks=() if (name, schedule) in SHORT else pytest.mark.campaign)
     for name in ("conv", *range(12))
