@@ -43,7 +43,7 @@ def together(lines: Lines, what: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", these_first(["adamw", "counting"], ["sgd"]))
+@pytest.mark.parametrize("optimizer", these_first(["adamw"], ["counting", "sgd"]))
 def test_a_run_continues_bitwise_with_other_numbers_of_stages(tmp_path, optimizer):
     """In and out of 2 and 4 stages; with AdamW also in and out of replicas and of shards over them."""
     two, four = ({"ranks": n, "stages": n, "optimizer": optimizer} for n in (2, 4))
