@@ -50,7 +50,7 @@ def register() -> None:
 
 def built() -> Path:
     """Return the library, built once for this source and this torch. Processes that ask at once wait for the first."""
-    given = f"{torch.__version__} {torch.__file__}".encode() + SOURCE.read_bytes()
+    given = f"{torch.__version__} {torch.version.git_version}".encode() + SOURCE.read_bytes()
     folder = Path(tempfile.gettempdir()) / f"splitkit-simgpu-{os.getuid()}-{hashlib.sha256(given).hexdigest()[:16]}"
     folder.mkdir(exist_ok=True, mode=0o700)
     library = folder / "simgpu.so"

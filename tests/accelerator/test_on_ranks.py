@@ -7,6 +7,7 @@ import json
 import pytest
 import simgpu
 import torch
+from campaigns import these_first
 from launch import launch
 
 from splitkit.runtime.ranks import rank_device
@@ -14,23 +15,24 @@ from splitkit.runtime.ranks import rank_device
 pytestmark = pytest.mark.skipif(bool(simgpu.missing()), reason=simgpu.missing())
 
 SCRIPT = "accelerator/on_ranks.py"
-CASES = {
-    2: [
-        ["burnt", "gpipe", "2"], ["half", "1f1b", "2"], ["t5", "interleaved1f1b", "4"],
-        ["gpt2", "1f1b", "2", "1", "10"], ["llama", "1f1b", "2", "1", "10"],
-    ],
-    4: [["gpt2", "1f1b", "2", "2"], ["llama", "zbvzerobubble", "8"]],
-}  # fmt: skip
+CASES = [
+    (2, [["burnt", "gpipe", "2"], ["half", "1f1b", "2"], ["llama", "zbvzerobubble", "4"]]),
+    (4, [["gpt2", "1f1b", "2", "2"]]),
+]
+LONG = [
+    (2, [["t5", "interleaved1f1b", "4"], ["gpt2", "1f1b", "2", "1", "10"], ["llama", "1f1b", "2", "1", "10"]]),
+    (4, [["llama", "zbvzerobubble", "8"]]),
+]
 
 
 def run(ranks, cases):
     return launch(SCRIPT, ranks, json.dumps(cases))
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_a_pipeline_trains_as_the_whole_on_the_cpu(ranks):
-    found = run(ranks, CASES[ranks])
-    assert len(found) == ranks * len(CASES[ranks])
+@pytest.mark.parametrize(("ranks", "cases"), these_first(CASES, LONG))
+def test_a_pipeline_trains_as_the_whole_on_the_cpu(ranks, cases):
+    found = run(ranks, cases)
+    assert len(found) == ranks * len(cases)
     for line in found:
         assert max(line["loss"], line["gradient"], line["weight"]) < 1e-9, line
         assert line["device"] == f"simgpu:{line['rank']}" and line["devices"] == [line["device"]]

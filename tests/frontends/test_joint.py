@@ -188,7 +188,7 @@ def test_one_tensor_given_twice_counts_as_two():
 
 
 def test_many_models_may_be_captured():
-    for width in range(2, 14):  # more than Dynamo's limit of recompilations
+    for width in range(2, 11):  # more than Dynamo's limit of recompilations
         joint = capture_joint(nn.Linear(width, 2), torch.randn(3, width), loss=loss_or_sum)
         assert joint.graph_module.graph.find_nodes(op="placeholder")[0].meta["val"].shape == (2, width)
 

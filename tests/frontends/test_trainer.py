@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from campaigns import these_first
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import splitkit as sk
@@ -47,7 +48,11 @@ def assert_same(one, other):
     assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
-@pytest.mark.parametrize("line", [lambda net: sk.apply(net, "least"), in_place], ids=["apply", "compile"])
+def applied(net):
+    return sk.apply(net, "least")
+
+
+@pytest.mark.parametrize("line", these_first([applied], [in_place]))
 def test_one_line_changes_no_loss_and_no_weight(line, plain, tmp_path):
     """With accumulation, evaluation, dropout, clipping and checkpoints."""
     assert len(plain[0]["loss"]) == STEPS and len(plain[0]["eval_loss"]) == 2
@@ -63,6 +68,7 @@ def test_a_run_resumes_from_its_checkpoint(plain, tmp_path):
     assert_same(trained(net, tmp_path, resume=True), plain)
 
 
+@pytest.mark.campaign
 def test_activation_checkpointing_of_the_model_may_stay_on(plain, tmp_path):
     new, old = "activation_checkpointing", "gradient_checkpointing"  # the old name is deprecated in transformers 5.23
     option = new if hasattr(TrainingArguments, new) else old

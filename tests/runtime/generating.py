@@ -20,7 +20,8 @@ import splitkit.runtime.generation.generator as generator_module
 from splitkit.errors import SplitError
 from splitkit.runtime.generation.ring import BorderType, Message, Ring, RingBorder
 
-OTHERS = ("gpt2", "gemma2", "mixtral", "mamba")
+OTHERS = ("gpt2", "mamba")
+"""A tied weight, states; Llama's tables cross borders. A campaign has every family."""
 END, PAD, LIMIT = 7, 0, 5.0
 PROMPTS: list[Any] = [[[9, 3, 5]], [[4] * 9, [8, 6, 3]], [[11]], [[5, 3, 90, 9, 3, 5]], [[9], [3, 4, 5, 6], [7, 8]]]
 REQUESTS: list[dict[str, Any]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import fx, nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 
@@ -24,7 +25,7 @@ ROWS, MICROBATCHES = 8, 4
 
 def model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 4, "n_head": 4}
+    sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     made = GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=0, eos_token_id=0, use_cache=False))
     made.accepts_loss_kwargs = False  # else Trainer has it count labels, of which the first of a row is none
@@ -37,12 +38,21 @@ def data(rows: int = 32) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def piped() -> PipelineModule:
+CAPTURED: list[fx.GraphModule] = []
+"""In training mode and in evaluation, with one set of weights."""
+
+
+def prepare() -> None:
+    """Capture once for all ranks."""
+    torch.set_num_threads(1)
     whole, example = model(), {k: torch.stack([v] * (ROWS // MICROBATCHES)) for k, v in data()[0].items()}
-    pipe = pipeline(
-        sk.split(sk.capture(whole, **example), sk.policies.Stages(dist.get_world_size())), "1f1b", MICROBATCHES
-    )
-    return PipelineModule(pipe, pipe.evaluation(sk.capture(whole.eval(), **example)))
+    CAPTURED.extend((sk.capture(whole, **example), sk.capture(whole.eval(), **example)))
+
+
+def piped() -> PipelineModule:
+    training, evaluating = copy.deepcopy(CAPTURED)
+    pipe = pipeline(sk.split(training, sk.policies.Stages(dist.get_world_size())), "1f1b", MICROBATCHES)
+    return PipelineModule(pipe, pipe.evaluation(evaluating))
 
 
 def trainer(net: nn.Module) -> list[float]:

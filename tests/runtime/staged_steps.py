@@ -23,8 +23,8 @@ from splitkit.training.stage_parts import StagePart
 from splitkit.training.stage_plan import stage_plan
 
 SIZES = {
-    "gpt2": {"layers": 4, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},
-    "llama": {"layers": 4, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},
+    "gpt2": {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},
+    "llama": {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},
     "t5": {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},
 }
 CAPTURED = {}

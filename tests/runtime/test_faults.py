@@ -19,8 +19,8 @@ from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.signs_of_life import heard_key, note_heard
 
 RANKS = 3
-ALWAYS = ("raise", "words", "shape", "plan", "replica_rows")
-WAITING = ("die", "die_last", "stop_last", "slow", "elsewhere")
+ALWAYS = ("raise", "shape", "plan", "replica_rows")
+WAITING = ("die_last", "stop_last", "slow", "elsewhere")
 """In which ranks wait for seconds: these are tried at once."""
 
 
@@ -71,8 +71,9 @@ def test_a_replica_that_fails_is_said_with_the_microbatch_of_the_step(always):
     assert re.search(f"rank 2 waited for relu_1 {waited}", last), last
 
 
-def test_a_rank_that_dies_is_missed(always):
-    first, own, last = always["die"]
+@pytest.mark.campaign
+def test_a_rank_that_dies_is_missed():
+    first, own, last = told("die")
     assert not own and "SK805: rank 1 is gone; rank 0 waited" in first
     assert "SK805: rank 1 is gone; rank 2 waited for relu_1 from stage 1" in last
 
@@ -115,10 +116,11 @@ def test_a_rank_that_failed_goes_when_the_others_know_why(monkeypatch):
     assert store.check([heard_key(0), heard_key(1)]) and not store.check([heard_key(2)])
 
 
-def test_an_error_of_a_user_is_none_of_the_network_whatever_its_words(always):
+@pytest.mark.campaign
+def test_an_error_of_a_user_is_none_of_the_network_whatever_its_words():
     """An error in backward that speaks of a connection was taken for that of a rank that is gone."""
     says = "rank 1 failed in backward of microbatch 0 in stage 1: RuntimeError: connection to the tokenizer timed out"
-    assert all(text.startswith(f"SK805: {says}") for text in always["words"])
+    assert all(text.startswith(f"SK805: {says}") for text in told("words"))
 
 
 @pytest.mark.parametrize(

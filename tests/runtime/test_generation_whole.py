@@ -183,7 +183,10 @@ def test_inputs_are_not_sent_to_other_ranks():
 @pytest.mark.parametrize("family", ["whisper", "llava"])
 def test_stages_that_were_captured_on_meta_compute_what_the_model_computes(family, tmp_path):
     """As for a configuration above 1 GiB: no checkpoint has position_ids and constants of caches."""
-    real = decoder(family)
+    config = copy.deepcopy(decoder(family).config)
+    if family == "whisper":
+        config.encoder_layers = config.decoder_layers = config.num_hidden_layers = 1
+    real = type(decoder(family))(config).eval()
     with torch.device("meta"):
         model = type(real)(copy.deepcopy(real.config)).eval()
     save_stages(sk.split(sk.capture_decoder(model), sk.policies.Stages(2)), tmp_path / "stages")

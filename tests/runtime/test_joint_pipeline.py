@@ -15,8 +15,9 @@ from splitkit.runtime.ranks.joint_pipeline import _require_trainable
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 
-CASES = ["t5 zbv 4 deferred 4", "odd 1f1b 2 1 4", "odd 1f1b 2 offload 5", "odd zbv 4 offload-deferred 4"]
+CASES = ["odd 1f1b 2 1 4", "odd 1f1b 2 offload 5", "odd zbv 4 offload-deferred 4"]
 OTHERS = [
+    "t5 zbv 4 deferred 4",
     "llama 1f1b 2 3 4",
     "gpt2,llama zbv 4 deferred 4",
     "gpt2,llama zbv 4 8 4",

@@ -30,22 +30,15 @@ ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 2, "schedule": "gpipe", "microbatches": 3},
     {"model": "odd", "stages": 2, "schedule": "1f1b", "microbatches": 4, "steps": 10},
     {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4},
-    {"model": "odd", "stages": 4, "schedule": "loopedbfs", "microbatches": 4},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 2, "call": "checkpoint"},
     {"model": "filled", "stages": 2, "schedule": "1f1b", "microbatches": 2},
-    {"model": "t5", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # a bias for two layers
     {"model": "t5", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},  # lost gradients, and would not send
-    {"model": "gpt2", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4, "call": "checkpoint"},
-    {"model": "odd", "stages": 2, "schedule": "eager-1f1b", "microbatches": 5},  # torch has none of these three
-    {"model": "odd", "stages": 4, "schedule": "v-half", "microbatches": 5},
-    {"model": "gpt2", "stages": 4, "schedule": "v-min", "microbatches": 3},
+    {"model": "odd", "stages": 4, "schedule": "v-half", "microbatches": 5},  # torch has none of this
     {"model": "turned", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # summed with it turned
     {"model": "odd", "stages": 3, "schedule": "uneven", "microbatches": 3, "order": [
         "0F0 0F1 2F0 2I0 2F1 2W0 2B1 0F2 2F2 0B0 2B2 0B1 0I2 0W2", "1F0 1F1 1I0 1F2 1W0 1B1 1I2 1W2",
     ]},
-    {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4, "messages": True},
     {"model": "odd", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4, "messages": True},
-    {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4, "messages": True},
     {"model": "odd", "stages": 4, "schedule": "synthesized", "microbatches": 4, "order": synthesized(4)},
 ]  # fmt: skip
 IN_ORDER: list[dict[str, Any]] = [
@@ -56,21 +49,28 @@ LATER_ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4},
+    {"model": "odd", "stages": 4, "schedule": "loopedbfs", "microbatches": 4},
+    {"model": "gpt2", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4, "call": "checkpoint"},
+    {"model": "t5", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # a bias for two layers
+    {"model": "odd", "stages": 2, "schedule": "eager-1f1b", "microbatches": 5},
+    {"model": "gpt2", "stages": 4, "schedule": "v-min", "microbatches": 3},
+    {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4, "messages": True},
+    {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4, "messages": True},
 ]
 """A campaign: others above and below have the model, or the schedule."""
 LATER_ON_FOUR: list[dict[str, Any]] = [
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 6, "replicas": 2},  # with a tie and dropout
     {"model": "unet", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
     {"model": "unet", "stages": 2, "schedule": "gpipe", "microbatches": 7, "replicas": [1, 3]},
+    {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
+    {"model": "gpt2", "stages": 3, "schedule": "1f1b", "microbatches": 5, "replicas": [1, 2, 1]},
 ]
 ON_FOUR: list[dict[str, Any]] = [
     {"model": "t5", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "unet", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "unet", "stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 4},
-    {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
     {"model": "unet", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 8, "replicas": 2, "sharded": True},
-    {"model": "gpt2", "stages": 3, "schedule": "1f1b", "microbatches": 5, "replicas": [1, 2, 1]},
     {"model": "unet", "stages": 2, "schedule": "eager-1f1b", "microbatches": 7, "replicas": [3, 1]},
 ]
 

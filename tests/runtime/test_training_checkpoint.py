@@ -43,7 +43,7 @@ def together(lines: Lines, what: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", these_first(["adamw", "counting"], ["sgd"]))
+@pytest.mark.parametrize("optimizer", these_first(["adamw"], ["counting", "sgd"]))
 def test_a_run_continues_bitwise_with_other_numbers_of_stages(tmp_path, optimizer):
     """In and out of 2 and 4 stages; with AdamW also in and out of replicas and of shards over them."""
     two, four = ({"ranks": n, "stages": n, "optimizer": optimizer} for n in (2, 4))
@@ -55,8 +55,8 @@ def test_a_run_continues_bitwise_with_other_numbers_of_stages(tmp_path, optimize
     ]  # fmt: skip
     if optimizer == "adamw":
         replicated = {"ranks": 4, "stages": 2, "replicas": 2, "optimizer": optimizer}
-        cases += [{**replicated, "sharded": True, **on, "steps": 8, "beside": True}, {**replicated, **on, "steps": 9}]
-        cases += [{**replicated, "sharded": True, **on, "steps": 10}, {**two, **on, "steps": 11}]
+        cases += [{**replicated, **on, "steps": 8}, {**replicated, "sharded": True, **on, "steps": 9, "beside": True}]
+        cases += [{**two, **on, "steps": 10}]
     whole, *parts = runs(*cases)
     assert len(set(losses(whole))) == 7
     assert [loss for lines in parts[:3] for loss in losses(lines)] == losses(whole)
@@ -67,14 +67,14 @@ def test_a_run_continues_bitwise_with_other_numbers_of_stages(tmp_path, optimize
     assert "'epoch': 3" in parts[2][0]["state"] and "'best': inf" in parts[2][0]["state"]
     assert "'mean': tensor([3., 3., 3.]), 'sizes': (1, {2: 'x'})" in parts[2][0]["state"]
     done = sorted(path.name for path in Path(at["folder"]).iterdir())
-    assert done == ["run.json", *(["step-10", "step-11"] if optimizer == "adamw" else ["step-5", "step-7"])]
+    assert done == ["run.json", *(["step-10", "step-9"] if optimizer == "adamw" else ["step-5", "step-7"])]
 
 
-@pytest.mark.parametrize("every", these_first([5], [1]))
+@pytest.mark.parametrize("every", these_first([11], [1, 5]))
 def test_a_rank_that_is_killed_while_saving_leaves_the_old_checkpoint_or_the_new_one(tmp_path, every):
     """Each run continues from what the run before it left when it was killed, at one point after the other.
 
-    With 5, at every fifth one, and right before and after the checkpoint gets its name.
+    With 11, at every eleventh one, and right before and after the checkpoint gets its name.
     """
     folder = tmp_path / "run"
 

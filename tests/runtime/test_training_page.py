@@ -18,7 +18,7 @@ ROWS, MICROBATCHES, LENGTH, STEPS = 4, 4, 32, 24
 
 def model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    size = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 256, "n_positions": LENGTH}
+    size = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 256, "n_positions": LENGTH}
     return GPT2LMHeadModel(GPT2Config(**size, use_cache=False, bos_token_id=0, eos_token_id=0))
 
 
