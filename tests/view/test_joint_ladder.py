@@ -10,6 +10,7 @@ import torch
 from campaigns import these_first
 from capturedmodels import joint_graph
 from jointmodels import wide
+from steeredpages import STEP
 from torch import nn
 
 import splitkit as sk
@@ -24,7 +25,7 @@ from splitkit.view.svg.ladder_svg import BOX, LEFT, RIBBONS
 
 @pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
 def view(request):
-    joint, _ = wide(request.param)
+    joint = joint_graph("gpt2", **STEP) if request.param == "gpt2" else wide(request.param)[0]
     costs = sk.costs.roofline(joint.graph_module, "a100")
     return HalvesView(
         joint.flow, [joint.split(policy, costs) for policy in (RecomputeAll(), SaveAll())], costs, chosen=1
@@ -93,7 +94,7 @@ def test_time_is_that_of_the_prices(view, data):
 
 def test_the_still_picture_is_the_ladder_of_the_page():
     """What is saved, what is computed again and what each row takes are those of the page's chosen plan."""
-    joint = joint_graph("gpt2", layers=3, width=64, heads=2, vocab=100)
+    joint = joint_graph("gpt2", **STEP)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     for policy in (sk.policies.SaveAll(), sk.policies.RecomputeAll(), sk.policies.Budget(0.5)):
         pair = joint.split(policy, costs)
@@ -122,7 +123,7 @@ def test_the_still_picture_is_the_ladder_of_the_page():
 
 
 def test_edges_are_the_values_that_forward_ops_read():
-    joint = joint_graph("gpt2", layers=2, width=64, heads=2, vocab=100)
+    joint = joint_graph("gpt2", **STEP)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     view = HalvesView(joint.flow, [joint.split(sk.policies.SaveAll(), costs)], costs)
     data, found = view.to_dict(), {}
