@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from browser import BINARY
 from capturedmodels import joint_graph
-from steeredpages import LLAMA, OVERLAPS, STEP, assert_quiet, middle, shown, side
+from steeredpages import OVERLAPS, STEP, assert_quiet, middle, shown, side
 
 import splitkit as sk
 from splitkit.policies import SaveAll
@@ -90,7 +90,7 @@ def test_the_background_selects_nothing_that_is_not_there(opened):
 
 def test_every_row_opens_also_one_without_backward(browser, tmp_path):
     """The position ids of a Llama are a row whose backward has no ops."""
-    joint = joint_graph("llama", **LLAMA)
+    joint = joint_graph("llama", layers=1, width=32, heads=2, vocab=100)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     page = shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(SaveAll(), costs)], costs))
     page.value("splitkit.folded && splitkit.fold.click()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -118,18 +119,19 @@ def test_a_dragged_plan_is_saved_as_a_file_that_gives_the_same_stages(page, ladd
 
 def test_the_command_runs_a_plan_that_was_dragged_on_its_page(browser, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["gpt2", "--size", "layers=1,width=32,heads=2,seq=8,vocab=50", "--stages", "3"]
+    net = f"{Path(__file__).parents[1] / 'cli' / 'tinynet.py'}:net"
+    words = [net, "--size", "layers=2,width=8,vocab=32", "--stages", "3"]
     assert main(["plan", *words, "-o", "plan.json"]) == 0
-    assert main(["view", "plan.json", "-o", "page.html"]) == 0
+    assert main(["view", "plan.json", "--model", net, "-o", "page.html"]) == 0
     browser.open(tmp_path / "page.html")
     drag(browser, 1, 80)
     moved = json.loads(browser.value(PLAN_FILE))
-    assert len(borders(browser)) == 4 and moved["model"]["spec"] == "gpt2" and "torch" in moved
+    assert len(borders(browser)) == 4 and moved["model"]["spec"] == net and "torch" in moved
     (tmp_path / "moved.json").write_text(json.dumps(moved))
     capsys.readouterr()
-    assert main(["run", "moved.json", "--check"]) == 0
+    assert main(["run", "moved.json", "--model", net, "--check"]) == 0
     assert "same: yes" in capsys.readouterr().out
-    assert main(["view", "moved.json", "-o", "again.html"]) == 0
+    assert main(["view", "moved.json", "--model", net, "-o", "again.html"]) == 0
 
 
 def test_the_buttons_give_a_picture_and_a_file(page, tmp_path):
