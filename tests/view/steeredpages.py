@@ -16,9 +16,8 @@ GPT2 = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
 SMALL = {"layers": 2, "width": 32, "heads": 2, "vocab": 100}
 """Of other language models."""
 
-LLAMA = {"layers": 1, "width": 32, "heads": 2, "vocab": 100}
 STEP = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
-"""Of GPT-2; both are for `joint_graph`."""
+"""Also of GPT-2, for `joint_graph`."""
 
 
 @cache
