@@ -50,6 +50,7 @@ def test_a_model_without_gradients_says_so(call, tmp_path):
     assert code == 0 and "no forward + backward: SK401" in out
 
 
+@pytest.mark.campaign  # test_predicted_is_measured has the parts, test_placement profiles a plan file
 def test_profile_of_a_plan(call, tmp_path):
     path = tmp_path / "p.json"
     assert call("plan", "gpt2", *TINY, "--stages", "2", "-o", path)[0] == 0

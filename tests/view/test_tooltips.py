@@ -41,7 +41,7 @@ def tip(browser, where="main .tip"):
     )
 
 
-@pytest.mark.parametrize("name", these_first(["gpt2", "mixtral"], ["t5", "llama"]))
+@pytest.mark.parametrize("name", these_first(["gpt2"], ["mixtral", "t5", "llama"]))
 def test_the_values_that_a_border_lists_are_those_that_cross_it(browser, tmp_path, name):
     view = ladder_of(name)
     page, data = shown(browser, tmp_path, view), view.to_dict()
@@ -148,12 +148,10 @@ def test_the_mouse_on_an_action_tells_its_stage_microbatch_times_and_memory(page
 
 @pytest.mark.parametrize(
     ("schedule", "count", "options"),
-    [
-        ("1f1b", 3, {}),
-        ("gpipe", 3, {"overlap": False}),
-        ("interleaved-1f1b", 4, {"ranks": 2}),
-        ("zbv", 4, {"ranks": 2}),
-    ],
+    these_first(
+        [("1f1b", 3, {}), ("interleaved-1f1b", 4, {"ranks": 2}), ("zbv", 4, {"ranks": 2})],
+        [("gpipe", 3, {"overlap": False})],
+    ),
 )
 def test_where_ranks_idle_and_when_they_peak_is_what_python_says(browser, tmp_path, schedule, count, options):
     view = ladder_of("gpt2", schedule, count, **options)
