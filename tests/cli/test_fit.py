@@ -52,18 +52,20 @@ def test_what_does_not_fit_ends_with_3(capsys):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("layers", "options"),
     these_first(
-        [["--devices", "600KiB,700KiB", "--tokens", "64"]],
+        [(2, ["--devices", "420KiB,490KiB", "--tokens", "64"])],
         [
-            ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"],
-            ["--devices", "2x600KiB", "--tokens", "64"],
-            ["--devices", "2x300KiB", "--tokens", "64", "--dtype", "int4"],
-            ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"],
+            (4, ["--devices", "600KiB,700KiB", "--tokens", "64"]),
+            (4, ["--devices", "2x8MiB", "--tokens", "32", "--train", "sgd", "--recompute", "--microbatches", "2"]),
+            (4, ["--devices", "2x600KiB", "--tokens", "64"]),
+            (4, ["--devices", "2x300KiB", "--tokens", "64", "--dtype", "int4"]),
+            (4, ["--devices", "2x8MiB", "--tokens", "32", "--train", "adamw"]),
         ],
     ),
 )
-def test_the_next_command_plans_the_model(capsys, options):
+def test_the_next_command_plans_the_model(capsys, layers, options):
+    Path("config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     words = shlex.split(run(capsys, "fit", ".", *options)["next"])
     assert words[0] == "splitkit"
     planned = run(capsys, *words[1:])

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +11,9 @@ import splitkit as sk
 from splitkit import cli
 from splitkit.testing import models
 
-SIZE = ["--size", "layers=2,width=64,heads=2", "--size", "vocab=512,seq=16"]
+SIZE = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
 SWEEP = ["sweep", "gpt2", *SIZE]
+NET = f"{Path(__file__).parent / 'tinynet.py'}:net"
 SMALL = ["--stages", "2,4", "--microbatches", "2,4", "--schedules", "gpipe,1f1b,zbv"]
 
 
@@ -22,11 +24,11 @@ def failing(found):
 
 
 def test_the_rows_are_those_of_the_library(data):
-    code, found = data(*SWEEP, *SMALL, "--devices", "h200")
+    code, found = data("sweep", NET, *SMALL, "--devices", "h200")
     assert code == 0 and found["command"] == "sweep" and found["device"] == "h200"
     assert (found["links"], found["memory"], found["optimizer"]) == ("nvlink4", 141_000_000_000, "adam")
     assert found["prices"] == "roofline of h200"
-    example = models.build("gpt2", layers=2, width=64, heads=2, vocab=512, seq=16)
+    example = models.load(NET)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
     from splitkit.studies.sweep import sweep
 
@@ -66,13 +68,13 @@ def test_a_plan_file_names_the_model_and_the_number_of_stages(data, call, tmp_pa
     assert call("plan", "gpt2", *SIZE, "--stages", "3", "-o", path)[0] == 0
     few = ("--microbatches", "2", "--schedules", "gpipe")
     code, found = data("sweep", path, *few)
-    assert code == 0 and found["model"]["sizes"]["width"] == 64 and [row["stages"] for row in found["rows"]] == [3]
+    assert code == 0 and found["model"]["sizes"]["width"] == 32 and [row["stages"] for row in found["rows"]] == [3]
     code, found = data("sweep", path, *few, "--stages", "2")
     assert code == 0 and [row["stages"] for row in found["rows"]] == [2]
     step = tmp_path / "step.json"
     assert call("plan", "gpt2", *SIZE, "--what", "fwd-bwd", "--policy", "SaveAll()", "-o", step)[0] == 0
     code, found = data("sweep", step, "--points", "3")
-    assert code == 0 and found["model"]["sizes"]["width"] == 64 and len(found["points"]) <= 3
+    assert code == 0 and found["model"]["sizes"]["width"] == 32 and len(found["points"]) <= 3
     code, _, error = call("sweep", tmp_path / "none.json")
     assert code == 1 and "SK504" in error
 

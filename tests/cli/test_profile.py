@@ -1,6 +1,7 @@
 """``splitkit profile``, and the prices that ``--costs`` names."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from splitkit.cli import main
 
 TINY = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
+NET = [f"{Path(__file__).parent / 'tinynet.py'}:net", "--size", "layers=1,width=8,vocab=32"]
 
 
 def test_predicted_is_measured(call):
@@ -48,6 +50,7 @@ def test_a_model_without_gradients_says_so(call, tmp_path):
     assert code == 0 and "no forward + backward: SK401" in out
 
 
+@pytest.mark.campaign  # test_predicted_is_measured has the parts, test_placement profiles a plan file
 def test_profile_of_a_plan(call, tmp_path):
     path = tmp_path / "p.json"
     assert call("plan", "gpt2", *TINY, "--stages", "2", "-o", path)[0] == 0
@@ -64,19 +67,19 @@ def test_profile_of_a_plan(call, tmp_path):
 )  # fmt: skip
 def test_costs(call, costs, says, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code, out, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", costs)
+    code, out, err = call("plan", *NET, "--stages", "2", "--costs", costs)
     assert code == 0, err
     assert says in out
 
 
 def test_costs_of_training_say_so(call):
-    code, out, _ = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", "roofline:l4", "--training")
+    code, out, _ = call("plan", *NET, "--stages", "2", "--costs", "roofline:l4", "--training")
     assert code == 0 and "roofline of l4, backward by formula" in out
 
 
 def test_costs_of_training_are_measured(call, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code, out, _ = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", "measured", "--training")
+    code, out, _ = call("plan", *NET, "--stages", "2", "--costs", "measured", "--training")
     assert code == 0 and "measured on cpu, forward and backward" in out
 
 
@@ -85,15 +88,15 @@ def test_costs_of_a_device_of_ones_own(call, tmp_path):
     path.write_text(
         '[mine]\nbandwidth = 1e12\nmemory = 1_000_000_000\nsource = "a guess"\n[mine.peak]\nfloat32 = 1e13\n'
     )
-    code, out, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", f"roofline:{path}:mine")
+    code, out, err = call("plan", *NET, "--stages", "2", "--costs", f"roofline:{path}:mine")
     assert code == 0 and "roofline of mine" in out, err
-    code, _, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", f"roofline:{path}:yours")
+    code, _, err = call("plan", *NET, "--stages", "2", "--costs", f"roofline:{path}:yours")
     assert code == 2 and "describes no device 'yours'" in err
 
 
 @pytest.mark.parametrize("costs", ["guess", "flops:h100", "roofline:nothing"])
 def test_costs_that_are_not_known(call, costs):
-    code, _, err = call("plan", "gpt2", *TINY, "--stages", "2", "--costs", costs)
+    code, _, err = call("plan", *NET, "--stages", "2", "--costs", costs)
     assert code in (1, 2) and "SK" in err
 
 

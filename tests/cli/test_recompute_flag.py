@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SIZE = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=50,seq=16"]
+SIZE = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
 PRICED = ["plan", "gpt2", *SIZE, "--stages", "2", "--costs", "roofline:a100"]
 
 

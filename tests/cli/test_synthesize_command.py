@@ -9,7 +9,7 @@ from splitkit.pipeline.order_file import load_order
 from splitkit.testing import models
 
 TINY = ["--size", "layers=2,width=16,heads=2", "--size", "vocab=32,seq=4"]
-FEW = ["--microbatches", "2", "--effort", "0.05"]
+FEW = ["--microbatches", "2", "--effort", "0.01"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_the_order_is_that_of_the_library_and_in_the_file(call, data, plan, tmp_
     code, found = data("synthesize", file, *FEW, "--ranks", "2", "--placement", "V", "-o", order)
     assert code == 0 and found["command"] == "synthesize" and found["placement"] == "V"
     stages = sk.stage_costs(sk.analyze(gm), made)
-    same = sk.synthesize(stages, 2, ranks=2, placement="V", effort=0.05)
+    same = sk.synthesize(stages, 2, ranks=2, placement="V", effort=0.01)
     assert found["actions"] == [" ".join(map(str, row)) for row in same.order.ranks]
     assert found["value"] == same.value and found["bound"] == same.claim.bound and found["order"] == str(order)
     assert load_order(order).ranks == same.order.ranks

@@ -10,12 +10,13 @@ import pytest
 from splitkit.cli import main
 from splitkit.units import duration
 
+SMALL = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
+
 
 def test_a_plan_is_written_as_a_page(tmp_path, capsys):
     page = tmp_path / "page.html"
     given = [
-        "--size",
-        "layers=1",
+        *SMALL,
         "--stages",
         "2",
         "--costs",
@@ -25,13 +26,10 @@ def test_a_plan_is_written_as_a_page(tmp_path, capsys):
         "--memory",
         "1GiB",
     ]
-    assert main(["view", "bert", *given, "-o", str(page)]) == 0
+    assert main(["view", "gpt2", *given, "-o", str(page)]) == 0
     assert "wrote" in capsys.readouterr().out and '"schema":"splitkit.ladder/2"' in page.read_text("utf-8")
-    assert main(["view", "bert", "--size", "layers=1", "--stages", "2", "-o", str(page), "--memory", "much"]) == 2
+    assert main(["view", "gpt2", *SMALL, "--stages", "2", "-o", str(page), "--memory", "much"]) == 2
     assert "SK302" in capsys.readouterr().err
-
-
-SMALL = ["--size", "layers=1,width=32,heads=2"]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +69,6 @@ def test_a_plan_that_is_no_ladder_is_a_still_page_that_says_why(tmp_path, call):
     assert "No picture" in page.read_text("utf-8")
 
 
-SMALL = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
-
-
 def test_two_plans_of_a_model_are_drawn_beside_each_other(tmp_path, capsys):
     one, two, page = (str(tmp_path / name) for name in ("one.json", "two.json", "page.html"))
     for path, stages in ((one, "2"), (two, "3")):
@@ -106,13 +101,12 @@ def page_data(path):
     return json.loads(path.read_text("utf-8").partition('id="splitkit-data">')[2].partition("</script>")[0])
 
 
-TIMED = ["--size", "layers=3,width=64,heads=2", "--size", "vocab=64,seq=32"]
 STEP = ["--schedule", "1f1b", "--microbatches", "8"]
 
 
 def test_the_page_of_a_plan_file_shows_the_step_of_its_note(tmp_path, call):
     plan, page = tmp_path / "plan.json", tmp_path / "page.html"
-    assert call("plan", "gpt2", *TIMED, "--devices", "4xh100", *STEP, "-o", plan)[0] == 0
+    assert call("plan", "gpt2", *SMALL, "--devices", "2xh100", *STEP, "-o", plan)[0] == 0
     assert call("view", plan, "-o", page, *STEP, "--memory", "80GiB")[0] == 0
     data = page_data(page)
     run = data["run"]

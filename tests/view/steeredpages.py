@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import splitkit as sk
 from splitkit.policies import Stages
 from splitkit.testing import models
 from splitkit.view.page import page
 
+GPT2 = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
+"""Of one size in all files, so that a process captures it once."""
+
+SMALL = {"layers": 2, "width": 32, "heads": 2, "vocab": 100}
+"""Of other language models."""
+
+STEP = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
+"""Also of GPT-2, for `joint_graph`."""
+
+
+@cache
+def priced(name, **sizes):
+    """A graph's facts, and the prices of its training on an A100; nobody may change them."""
+    example = models.build(name, **sizes)
+    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    return sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
+
 
 @cache
 def planned(name, count, **sizes):
-    """A graph's facts, a plan of it in stages, and the prices of its training on an A100; nobody may change them."""
-    example = models.build(name, **sizes)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
-    return flow, sk.plan(gm, Stages(count), costs), costs
+    """A graph's facts, a plan of it in stages, and the prices; nobody may change them."""
+    flow, costs = priced(name, **sizes)
+    return flow, sk.plan(flow.root, Stages(count), costs), costs
+
+
+LAST: list[tuple[Any, str]] = []
+"""The views that were shown last, and their pages: tests of a file show one view again and again."""
+
+
+def page_of(view):
+    for known, text in LAST:
+        if known is view:
+            return text
+    text = page(view.to_dict())
+    LAST[:] = [(view, text), *LAST[:3]]
+    return text
 
 
 def shown(browser, folder, view):
-    (folder / "page.html").write_text(page(view.to_dict()), "utf-8")
+    (folder / "page.html").write_text(page_of(view), "utf-8")
     browser.open(folder / "page.html")
     assert_quiet(browser)
     return browser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from browser import BINARY
 from capturedmodels import joint_graph
-from steeredpages import assert_quiet, shown, side
+from steeredpages import STEP, assert_quiet, shown, side
 
 import splitkit as sk
 from splitkit.costs import unit_of
@@ -19,7 +19,7 @@ LISTED = "[...document.querySelectorAll('.alive tbody tr')].map(r => [...r.cells
 
 @pytest.fixture(scope="module")
 def view():
-    joint = joint_graph("llama", layers=3, width=64, heads=2, vocab=100)
+    joint = joint_graph("gpt2", **STEP)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     return joint.model, HalvesView(joint.flow, [joint.split(p, costs) for p in (SaveAll(), RecomputeAll())], costs)
 
@@ -65,7 +65,7 @@ def test_a_value_of_the_list_is_selected_with_its_line_of_python(page):
     name = page.value(LISTED)[row][0]
     page.value(f"document.querySelectorAll('.alive tbody tr')[{row}].click()")
     assert page.value("splitkit.ops.name[splitkit.selected.op]") == name
-    assert "source" in side(page) and "modeling_llama.py:" in side(page)
+    assert "source" in side(page) and "pytorch_utils.py:" in side(page)
     assert_quiet(page)
 
 
@@ -101,7 +101,7 @@ def test_folded_layers_are_one_band_and_the_mouse_tells_it(page):
     page.value("splitkit.folded || splitkit.fold.click()")
     page.settle()
     names = [band[0] for band in page.value(BANDS)]
-    assert "model.layers.1 … 2  ×2" in names
+    assert "transformer.h.1 … 2  ×2" in names
     x, y = page.value(
         """(() => { const t = splitkit.timeline, box = t.canvas.getBoundingClientRect(), step = t.of.at;
         const base = t.h - 20, bytes = t.bands[0].bytes[step] / 2;
@@ -127,7 +127,7 @@ def test_not_keeping_a_value_costs_what_the_nearest_plan_without_it_says(page, v
     title = page.value(
         "[...document.querySelectorAll('.alive tbody tr')].find(r => r.cells[2].textContent === 'saved').title"
     )
-    assert "modeling_llama.py:" in title and "peak" in title and "instead of" in title
+    assert "pytorch_utils.py:" in title and "peak" in title and "instead of" in title
     page.value("splitkit.setChoice(1)")
     again = [cells[4] for cells in page.value(LISTED) if cells[2] == "saved"]
     assert all(text.startswith(("recomputed", "≥ ")) for text in again)

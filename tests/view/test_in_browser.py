@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, border, borders, middle, planned, shown, side
+from steeredpages import GPT2, assert_quiet, border, borders, middle, planned, shown, side
 from torch import nn
 
 import splitkit as sk
@@ -19,13 +19,12 @@ from splitkit.view.data.ladder import LadderView
 from splitkit.view.page.bundle import script
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
-SIZES = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
 HARMFUL = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
 
 
 @pytest.fixture(scope="module")
 def ladder():
-    flow, plan, costs = planned("gpt2", 3, **SIZES)
+    flow, plan, costs = planned("gpt2", 3, **GPT2)
     run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 4)
     return LadderView(flow, plan, costs, HARMFUL, run=run)
 
@@ -136,7 +135,7 @@ def test_search_reveals_an_op(opened):
     for letter in "gelu":
         opened.key(letter)
     opened.value("splitkit.search.value = 'tanh'; splitkit.search.dispatchEvent(new Event('input'))")
-    assert opened.value("splitkit.hits.textContent") == f"{SIZES['layers']} found"
+    assert opened.value("splitkit.hits.textContent") == f"{GPT2['layers']} found"
     opened.key("Enter")
     op = opened.value("splitkit.selected.op")
     assert "tanh" in opened.value(f"splitkit.ops.op({op})") and opened.value(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from itertools import accumulate
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from campaigns import these_first
 from capturedmodels import joint_graph
 from jointmodels import wide
+from steeredpages import STEP
 from torch import nn
 
 import splitkit as sk
 from splitkit.graph.joint_marks import backward_nodes, forward_outputs
-from splitkit.policies import RecomputeAll, SaveAll
+from splitkit.policies import Budget, RecomputeAll, SaveAll
 from splitkit.testing.small_nets import UNet, loss_or_sum
 from splitkit.units import size
 from splitkit.view.data.joint_ladder import HalvesView
@@ -22,8 +24,23 @@ from splitkit.view.svg.halves_svg import halves_svg
 from splitkit.view.svg.ladder_svg import BOX, LEFT, RIBBONS
 
 
+@cache
+def gpt2():
+    joint = joint_graph("gpt2", **STEP)
+    return joint, sk.costs.roofline(joint.graph_module, "a100")
+
+
+@cache
+def pair_of(policy):
+    joint, costs = gpt2()
+    return joint.split(policy, costs)
+
+
 @pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
 def view(request):
+    if request.param == "gpt2":
+        joint, costs = gpt2()
+        return HalvesView(joint.flow, [pair_of(RecomputeAll()), pair_of(SaveAll())], costs, chosen=1)
     joint, _ = wide(request.param)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     return HalvesView(
@@ -93,10 +110,9 @@ def test_time_is_that_of_the_prices(view, data):
 
 def test_the_still_picture_is_the_ladder_of_the_page():
     """What is saved, what is computed again and what each row takes are those of the page's chosen plan."""
-    joint = joint_graph("gpt2", layers=3, width=64, heads=2, vocab=100)
-    costs = sk.costs.roofline(joint.graph_module, "a100")
-    for policy in (sk.policies.SaveAll(), sk.policies.RecomputeAll(), sk.policies.Budget(0.5)):
-        pair = joint.split(policy, costs)
+    joint, costs = gpt2()
+    for policy in (SaveAll(), RecomputeAll(), Budget(0.5)):
+        pair = pair_of(policy)
         view = HalvesView(joint.flow, [pair], costs)
         still, data = view.still(), view.to_dict()
         choice = data["choices"][0]
@@ -122,9 +138,8 @@ def test_the_still_picture_is_the_ladder_of_the_page():
 
 
 def test_edges_are_the_values_that_forward_ops_read():
-    joint = joint_graph("gpt2", layers=2, width=64, heads=2, vocab=100)
-    costs = sk.costs.roofline(joint.graph_module, "a100")
-    view = HalvesView(joint.flow, [joint.split(sk.policies.SaveAll(), costs)], costs)
+    joint, costs = gpt2()
+    view = HalvesView(joint.flow, [pair_of(SaveAll())], costs)
     data, found = view.to_dict(), {}
     ops, late = data["ops"], data["late"]
     for op in range(late):

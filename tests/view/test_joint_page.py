@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from browser import BINARY
 from capturedmodels import joint_graph
-from steeredpages import OVERLAPS, assert_quiet, middle, shown, side
+from steeredpages import OVERLAPS, STEP, assert_quiet, middle, shown, side
 
 import splitkit as sk
 from splitkit.policies import SaveAll
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 
 @pytest.fixture(scope="module")
 def view():
-    joint = joint_graph("gpt2", layers=2, width=64, heads=2, vocab=100)
+    joint = joint_graph("gpt2", **STEP)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     return HalvesView(joint.flow, [joint.split(SaveAll(), costs)], costs)
 
@@ -90,7 +90,7 @@ def test_the_background_selects_nothing_that_is_not_there(opened):
 
 def test_every_row_opens_also_one_without_backward(browser, tmp_path):
     """The position ids of a Llama are a row whose backward has no ops."""
-    joint = joint_graph("llama", layers=2, width=64, heads=2, vocab=100)
+    joint = joint_graph("llama", layers=1, width=32, heads=2, vocab=100)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     page = shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(SaveAll(), costs)], costs))
     page.value("splitkit.folded && splitkit.fold.click()")

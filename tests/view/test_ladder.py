@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 from campaigns import these_first
+from steeredpages import GPT2, SMALL, priced
 
 import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.plans.parts import Part
-from splitkit.testing import models
 from splitkit.view.data.ladder import COLUMNS, LadderView, _figure
 from splitkit.view.page import page
 
@@ -26,9 +26,9 @@ def thirds(gm):
 
 @pytest.fixture(scope="module", params=these_first(["gpt2"], ["t5"]))
 def ladder(request):
-    example = models.build(request.param, layers=2)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "h100"))
+    flow, _ = priced(request.param, **GPT2 if request.param == "gpt2" else SMALL)
+    gm = flow.root
+    costs = sk.costs.training(sk.costs.roofline(gm, "h100"))
     return LadderView(flow, thirds(gm), costs, "a <script>alert(1)</script> title")
 
 
@@ -52,8 +52,8 @@ def test_segments_whose_modules_alternate_have_the_peak_of_the_graphs_own_order(
     import transformers
 
     config = transformers.WhisperConfig(
-        vocab_size=200, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=32,
+        vocab_size=200, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=32,
         max_target_positions=64, num_mel_bins=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         decoder_start_token_id=1, use_cache=False,
     )  # fmt: skip

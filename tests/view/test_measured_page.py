@@ -6,7 +6,7 @@ import json
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, border, planned, shown, side
+from steeredpages import GPT2, assert_quiet, border, planned, shown, side
 
 import splitkit as sk
 from splitkit.cli import main
@@ -15,12 +15,10 @@ from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.policies import Stages
 from splitkit.view.data.ladder import LadderView
 
-SIZES = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
-
 
 @pytest.fixture(scope="module")
 def made():
-    flow, plan, costs = planned("gpt2", 3, **SIZES)
+    flow, plan, costs = planned("gpt2", 3, **GPT2)
     return flow, plan, costs, sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 4)
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from browser import BINARY
 from campaigns import these_first
-from steeredpages import planned, shown
+from steeredpages import GPT2, planned, shown
 
 import splitkit as sk
 from splitkit.pipeline.memory import memory_over_time
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 
 @pytest.fixture(scope="module")
 def ladder():
-    return LadderView(*planned("gpt2", 4, layers=4, width=64, heads=4, seq=16, vocab=100))
+    return LadderView(*planned("gpt2", 4, **GPT2))
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +47,13 @@ def areas(memory, end):
     these_first(
         [
             ("1f1b", {}),
-            ("1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
             ("eager-1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
             ("gpipe", {"links": sk.costs.Links.uniform(1e7, 1e-5), "overlap": False}),
             ("interleaved-1f1b", {"links": sk.costs.Links.matrix([[0, 1e7], [3e7, 0]]), "ranks": 2}),
         ],
         [
             ("1f1b", {"links": "nvlink4"}),
+            ("1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5), "static_buffers": True}),
             ("eager-1f1b", {"links": sk.costs.Links.uniform(1e7, 1e-5)}),
             ("eager-1f1b", {"static_buffers": True}),
         ],

@@ -8,7 +8,7 @@ import pytest
 from browser import BINARY
 from campaigns import these_first
 from capturedmodels import joint_graph
-from steeredpages import assert_quiet, planned, shown, side
+from steeredpages import GPT2, STEP, assert_quiet, planned, shown, side
 
 import splitkit as sk
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, Stages
@@ -20,29 +20,37 @@ KEYS = ("ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight", "Enter", "Escape", "H
 
 
 def of_stages():
-    flow, plan, costs = planned("gpt2", 4, layers=4, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("gpt2", 4, **GPT2)
     return LadderView(flow, plan, costs)
 
 
-def of_a_step():
-    flow, plan, costs = planned("t5", 3, layers=2, width=64, heads=2, vocab=100)
+def of_a_step(name="gpt2"):
+    flow, plan, costs = planned(name, 3, **GPT2)
     run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 6, links="nvlink4")
     return LadderView(flow, plan, costs, run=run, memory=2**20)
 
 
-def of_three_plans():
-    flow, plan, costs = planned("llama", 3, layers=3, width=64, heads=2, vocab=100)
+def of_an_encoder_and_a_decoder():
+    return of_a_step("t5")
+
+
+def of_three_plans(name="gpt2"):
+    flow, plan, costs = planned(name, 3, **GPT2)
     others = tuple(sk.plan(flow.root, Stages(count), costs) for count in (2, 4))
     return LadderView(flow, plan, costs, beside=others)
 
 
+def of_three_plans_of_llama():
+    return of_three_plans("llama")
+
+
 def of_inference():
-    flow, plan, costs = planned("bert", 2, layers=2, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("gpt2", 2, **GPT2)
     return LadderView(flow, plan, costs, optimizer=None)
 
 
 def of_forward_and_backward():
-    joint = joint_graph("gpt2", layers=2, width=64, heads=2, vocab=100)
+    joint = joint_graph("gpt2", **STEP)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     pairs = [joint.split(policy, costs) for policy in (SaveAll(), MinCut(), RecomputeAll())]
     return HalvesView(joint.flow, pairs, costs)
@@ -89,8 +97,13 @@ PRESS = """(share => { const all = [...document.querySelectorAll('.sk button, .s
 all[Math.floor(share * all.length)].click(); })(%f)"""
 
 
-@pytest.mark.parametrize("acts", these_first([25], [150]))
-@pytest.mark.parametrize("make", [of_stages, of_a_step, of_three_plans, of_inference, of_forward_and_backward])
+ALWAYS = [of_a_step, of_three_plans, of_inference, of_forward_and_backward]
+OTHERS = [of_stages, of_an_encoder_and_a_decoder, of_three_plans_of_llama]
+
+
+@pytest.mark.parametrize(
+    ("make", "acts"), these_first([(make, 25) for make in ALWAYS], [(make, 150) for make in (*ALWAYS, *OTHERS)])
+)
 def test_no_act_breaks_a_page(browser, tmp_path, make, acts):
     page, rng, done = shown(browser, tmp_path, make()), random.Random(make.__name__), []
     for _ in range(acts):

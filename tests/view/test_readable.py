@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from browser import BINARY
 from steeredpages import OVERLAPS, assert_quiet, middle, planned, shown, side
+from torch import nn
 
+import splitkit as sk
+from splitkit.policies import Stages
 from splitkit.view.data.ladder import LadderView
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
@@ -13,13 +17,20 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 
 @pytest.fixture(scope="module")
 def view():
-    flow, plan, costs = planned("llama", 2, layers=48, width=64, heads=4, seq=16, vocab=100)
+    flow, plan, costs = planned("llama", 2, layers=22, width=32, heads=4, seq=16, vocab=100)
     return LadderView(flow, plan, costs)
 
 
 @pytest.fixture
 def opened(browser, view, tmp_path):
-    return shown(browser, tmp_path, view)
+    """In a low window, where the picture of few layers is a tall one; folded, as that of more rows is at first."""
+    sizes = {"width": 1400, "deviceScaleFactor": 1, "mobile": False}
+    browser("Emulation.setDeviceMetricsOverride", height=640, **sizes)
+    page = shown(browser, tmp_path, view)
+    page.value("splitkit.folded || splitkit.fold.click()")
+    page.settle()
+    yield page
+    browser("Emulation.setDeviceMetricsOverride", height=900, **sizes)
 
 
 def frame(page, name):
@@ -51,6 +62,14 @@ def test_rows_of_a_tall_picture_stay_readable_and_the_wheel_scrolls_to_its_end(o
     opened.key("Home")
     assert opened.value("splitkit.selected") == {"row": 0}
     assert_quiet(opened)
+
+
+@pytest.mark.parametrize("pairs", [20, 21])
+def test_a_picture_of_more_than_40_rows_is_folded_at_first(browser, tmp_path, pairs):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(pairs)])
+    gm = sk.capture(model, torch.ones(2, 4))
+    page = shown(browser, tmp_path, LadderView(sk.analyze(gm), sk.plan(gm, Stages(2)), sk.costs.flops(gm)))
+    assert page.value("[splitkit.data.rows.length, splitkit.folded]") == [2 * pairs, pairs > 20]
 
 
 def test_the_map_scrolls_to_where_it_is_clicked(opened):

@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from jointmodels import step_of
 from svgtexts import SVG, outside, overlaps, texts_of
 from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -293,10 +292,9 @@ def test_without_the_package_it_is_named(gpt2, monkeypatch):
         gpt2[2].view(live=True)
 
 
-def test_points_of_pictures_are_circles():
-    joint, prices = step_of(2)
+def test_points_of_pictures_are_circles(pair):
     profile = sk.simulate_memory(sk.capture(nn.Linear(4, 4), torch.zeros(2, 4)))
-    for shown, dots in ((sk.Frontier(joint, prices), 2), (profile, 1)):
+    for shown, dots in ((pair[1], 2), (profile, 1)):
         picture = svg(shown)
         assert picture.count("<circle") >= dots and "<cycle" not in picture
 

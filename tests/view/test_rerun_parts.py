@@ -10,7 +10,7 @@ import pytest
 import torch
 from browser import BINARY
 from keptmodels import Convolutions
-from steeredpages import assert_quiet, planned, shown, side
+from steeredpages import GPT2, assert_quiet, planned, shown, side
 
 import splitkit as sk
 from splitkit.graph.byte_sizes import value_bytes
@@ -28,7 +28,7 @@ in_browser = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 
 @pytest.fixture(scope="module")
 def priced():
-    return planned("gpt2", 3, layers=3, width=32, heads=2, seq=16, vocab=60)
+    return planned("gpt2", 3, **GPT2)
 
 
 def some_again(plan, keys):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from campaigns import these_first
+from steeredpages import GPT2, SMALL, priced
 from torch import nn
 
 import splitkit as sk
 from splitkit.graph.dataflow import waits_for
-from splitkit.testing import models
 from splitkit.testing.small_nets import loss_or_sum
 from splitkit.view.data.rows import ladder_rows
 
@@ -28,8 +28,7 @@ def rows(gm, plan):
 
 @pytest.mark.parametrize("name", these_first(["gpt2", "mixtral"], ["t5", "vit"]))
 def test_values_go_down_and_parts_are_bands(name):
-    example = models.build(name, layers=2)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = priced(name, **GPT2 if name == "gpt2" else {"layers": 2} if name == "vit" else SMALL)[0].root
     plan = thirds(gm)
     flow, part, found = rows(gm, plan)
     assert all(found.of[read] <= found.of[n] for n in flow.nodes for read in waits_for(flow, n))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from browser import BINARY
 from stagedsteps import divided, recomputed
@@ -14,9 +16,14 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: ap
 FORWARD, SAVED, INPUT, WAITS, WEIGHT, BESIDE = range(6)
 
 
+@cache
+def view():
+    return pictured(divided()).ladder()
+
+
 @pytest.fixture
 def opened(browser, tmp_path):
-    page = shown(browser, tmp_path, pictured(divided()).ladder())
+    page = shown(browser, tmp_path, view())
     page.value("splitkit.folded && splitkit.fold.click()")
     page.settle()
     return page
@@ -43,12 +50,11 @@ def row_with(page, triples):
 
 
 def test_the_mouse_over_forward_input_and_weight_parts_tells_their_times(opened):
-    view = pictured(divided()).ladder()
-    times = view.still()["times"]
-    row = max(range(len(view.rows)), key=times["weight"].__getitem__)
+    times = view().still()["times"]
+    row = max(range(len(view().rows)), key=times["weight"].__getitem__)
     for column in (FORWARD, INPUT, WEIGHT):
         target, text = hovered(opened, row, column)
-        assert target == {"row": row} and view.rows.names[row] in text
+        assert target == {"row": row} and view().rows.names[row] in text
         assert f"forward {duration(times['forward'][row], 's')}" in text
         assert f"gradients of inputs {duration(times['backward'][row], 's')}" in text
         assert f"gradients of weights {duration(times['weight'][row], 's')}" in text
@@ -77,7 +83,7 @@ def test_the_mouse_over_a_border_tells_what_crosses_and_cannot_move_it(opened):
 
 
 def test_the_mouse_beside_a_stage_tells_the_times_of_its_three_parts(opened):
-    stage = pictured(divided()).ladder().stages[1]
+    stage = view().stages[1]
     target, text = hovered(opened, opened.value("splitkit.borders[1]"), BESIDE)
     assert target == {"stage": 1}
     times = [duration(each, "s") for each in (stage.forward, stage.backward_input, stage.backward_weight)]

@@ -8,18 +8,15 @@ from html import escape
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet
+from steeredpages import GPT2, assert_quiet, priced
 
 import splitkit as sk
-from splitkit.testing import models
 
 
 @pytest.fixture(scope="module")
 def sweep():
-    example = models.build("gpt2", layers=3, width=32, heads=2, vocab=50)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
-    costs = sk.costs.training(sk.costs.roofline(gm, "a100"))
-    return sk.sweep(gm, costs, stages=(2, 3, 4), microbatches=(2, 4), schedules=("gpipe", "1f1b", "zbv"))
+    flow, costs = priced("gpt2", **GPT2)
+    return sk.sweep(flow.root, costs, stages=(2, 3), microbatches=(2, 4), schedules=("gpipe", "1f1b", "zbv"))
 
 
 def test_each_dot_has_the_picture_of_its_plan(sweep, tmp_path):

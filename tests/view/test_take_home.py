@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from browser import BINARY
 from capturedmodels import joint_graph
-from steeredpages import assert_quiet, border, borders, planned, shown, side
+from steeredpages import GPT2, STEP, assert_quiet, border, borders, planned, shown, side
 
 import splitkit as sk
 from splitkit.cli import main
@@ -21,13 +22,12 @@ from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
-SMALL = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
 PLAN_FILE = "JSON.stringify(planFile(splitkit))"
 
 
 @pytest.fixture(scope="module")
 def ladder():
-    return LadderView(*planned("gpt2", 3, **SMALL))
+    return LadderView(*planned("gpt2", 3, **GPT2))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_the_address_shows_the_same_again(browser, page, tmp_path):
 
 
 def test_the_address_of_forward_and_backward_names_the_plan(browser, tmp_path):
-    joint = joint_graph("gpt2", **SMALL)
+    joint = joint_graph("gpt2", **STEP)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(p, costs) for p in (SaveAll(), MinCut())], costs))
     browser.value("splitkit.setChoice(1)")
@@ -119,18 +119,19 @@ def test_a_dragged_plan_is_saved_as_a_file_that_gives_the_same_stages(page, ladd
 
 def test_the_command_runs_a_plan_that_was_dragged_on_its_page(browser, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["gpt2", "--size", "layers=2,width=32,heads=2,seq=8,vocab=50", "--stages", "3"]
+    net = f"{Path(__file__).parents[1] / 'cli' / 'tinynet.py'}:net"
+    words = [net, "--size", "layers=2,width=8,vocab=32", "--stages", "3"]
     assert main(["plan", *words, "-o", "plan.json"]) == 0
-    assert main(["view", "plan.json", "-o", "page.html"]) == 0
+    assert main(["view", "plan.json", "--model", net, "-o", "page.html"]) == 0
     browser.open(tmp_path / "page.html")
     drag(browser, 1, 80)
     moved = json.loads(browser.value(PLAN_FILE))
-    assert len(borders(browser)) == 4 and moved["model"]["spec"] == "gpt2" and "torch" in moved
+    assert len(borders(browser)) == 4 and moved["model"]["spec"] == net and "torch" in moved
     (tmp_path / "moved.json").write_text(json.dumps(moved))
     capsys.readouterr()
-    assert main(["run", "moved.json", "--check"]) == 0
+    assert main(["run", "moved.json", "--model", net, "--check"]) == 0
     assert "same: yes" in capsys.readouterr().out
-    assert main(["view", "moved.json", "-o", "again.html"]) == 0
+    assert main(["view", "moved.json", "--model", net, "-o", "again.html"]) == 0
 
 
 def test_the_buttons_give_a_picture_and_a_file(page, tmp_path):
@@ -188,7 +189,7 @@ def assert_like_the_canvas(page, folder):
 
 
 def test_the_svg_is_the_whole_picture_as_the_canvas_draws_it(browser, tmp_path):
-    flow, plan, costs = planned("gpt2", 4, layers=8, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("gpt2", 4, **GPT2)
     run = sk.simulate_schedule(sk.stage_costs(flow, plan, costs), "1f1b", 6, links="nvlink4")
     view = LadderView(flow, plan, costs, '<b>"&</b>', run=run, memory=2**19)
     page = shown(browser, tmp_path, view)
@@ -206,7 +207,7 @@ def test_the_svg_is_the_whole_picture_as_the_canvas_draws_it(browser, tmp_path):
 
 
 def test_the_svg_of_forward_and_backward_is_as_the_canvas_draws_it(browser, tmp_path):
-    joint = joint_graph("gpt2", **SMALL)
+    joint = joint_graph("gpt2", **STEP)
     costs = sk.costs.roofline(joint.graph_module, "a100")
     page = shown(browser, tmp_path, HalvesView(joint.flow, [joint.split(MinCut(), costs)], costs))
     page.value("splitkit.toggle(2)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import BINARY
-from steeredpages import assert_quiet, planned, shown, side
+from steeredpages import GPT2, assert_quiet, planned, shown, side
 
 import splitkit as sk
 from splitkit.pipeline.order import PipelineOrder
@@ -15,7 +15,7 @@ from splitkit.view.data.what_if import what_if
 
 @pytest.fixture(scope="module")
 def priced():
-    flow, plan, costs = planned("gpt2", 4, layers=4, width=64, heads=2, vocab=100)
+    flow, plan, costs = planned("gpt2", 4, **GPT2)
     return flow, plan, costs, sk.stage_costs(flow, plan, costs)
 
 
