@@ -28,7 +28,7 @@ def read_config(spec: str) -> dict[str, Any]:
     """
     file = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"), object_hook=_special_float)
     except (OSError, ValueError) as error:
         raise FileError("SK504", f"{file} cannot be read: {error}", "Give the path of a config.json.") from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
@@ -42,3 +42,8 @@ def checkpoint_beside(spec: str) -> str:
     """Return the folder of a configuration if it also holds weights in safetensors, otherwise an empty text."""
     folder = Path(spec) if Path(spec).is_dir() else Path(spec).parent
     return str(folder) if is_config(spec) and any(folder.glob("*.safetensors")) else ""
+
+
+def _special_float(data: dict[str, Any]) -> Any:
+    """Return the number for which transformers writes an object, as in Mamba-2's ``time_step_limit``; others as is."""
+    return float(data["__float__"]) if data.keys() == {"__float__"} else data

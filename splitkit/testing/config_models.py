@@ -107,6 +107,7 @@ def config_at(path: str) -> Any:
     """
     data = read_config(path)
     try:
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
     except ImportError as error:
         raise CaptureError(
@@ -114,6 +115,10 @@ def config_at(path: str) -> Any:
         ) from error
     try:
         return type(AutoConfig.for_model(data["model_type"])).from_dict(data)
+    except StrictDataclassError as error:
+        raise CaptureError(
+            "SK401", f"transformers refuses the configuration of {path}: {' '.join(str(error).split())}", "Correct it."
+        ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise CaptureError(
             # transformers goes on with a list of all that it knows
