@@ -42,6 +42,12 @@ def number(path):
     return path.stem.partition("-")[0]
 
 
+IN_JUPYTER = [path for path in NOTEBOOKS if number(path) == "7"]
+"""What always runs there, and not a second time here: the shortest."""
+
+OTHERS = [path for path in NOTEBOOKS if path not in IN_JUPYTER]
+
+
 def assert_printed(path, text):
     assert all(expected in text for expected in PRINTED[number(path)])
 
@@ -78,7 +84,7 @@ def test_stored_executed_and_tells_nothing_of_the_machine(path):
     assert pictures >= PICTURES[number(path)]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", these_first(OTHERS, IN_JUPYTER), ids=lambda p: p.stem)
 def test_every_cell_gives_what_is_stored(path, monkeypatch, capsys):
     """In a module of its own; what a cell ends in is shown as Jupyter shows it.
 
@@ -113,13 +119,7 @@ def shown(value):
     return {} if value is None else DisplayFormatter().format(value)[0]
 
 
-IN_JUPYTER = [path for path in NOTEBOOKS if number(path) == "7"]
-"""What always runs there: the shortest."""
-
-
-@pytest.mark.parametrize(
-    "path", these_first(IN_JUPYTER, [path for path in NOTEBOOKS if path not in IN_JUPYTER]), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", these_first(IN_JUPYTER, OTHERS), ids=lambda p: p.stem)
 def test_every_cell_runs_in_jupyter_without_a_warning(path, monkeypatch):
     """And gives there what is stored."""
     require(path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from jointmodels import captured, step_of
-from lawtables import JOINT_LAWS, LAWS, STAGED_LAWS, asked, sized, written
+from lawtables import JOINT_LAWS, LAWS, LIKE_ANOTHER, STAGED_LAWS, asked, sized, written
 from torch import fx, nn
 
 import splitkit as sk
@@ -26,23 +26,23 @@ from splitkit.testing.small_nets import loss_or_sum
 
 FORWARD_GRAPH, JOINT_GRAPHS = "tied language model, exported", ("branches",)
 CUT = "cut short by time: another machine may find another plan"
-BUDGETS = ((0.8, "peak"), (0.5, "saved"), ("least", "peak"), (0.95, "peak"))
+BUDGETS = ((0.5, "saved"), ("least", "peak"), (0.95, "peak"))
 
 
 def questions():
     """What is planned: name -> a function without arguments that gives the plan as a text."""
     graph = sized(FORWARD_GRAPH)
-    asks = {name: (policy, sk.analyze(graph), unit(graph)) for name, policy in LAWS.items()}
+    asks = {name: (policy, sk.analyze(graph), unit(graph)) for name, policy in LAWS.items() if name not in LIKE_ANOTHER}
     for name in JOINT_GRAPHS:
         joint = captured(name).joint
         costs = roofline(joint.graph_module, "a100")
         laws = JOINT_LAWS | STAGED_LAWS
         asks |= {f"{policy} of {name}": (laws[policy], joint.flow, costs) for policy in laws}
-    joint, costs = step_of(2)
+    joint, costs = step_of(1)
     asks |= {f"Budget({share!r}, {of!r})": (Budget(share, of=of), joint.flow, costs) for share, of in BUDGETS}
     found = {name: lambda ask=ask: _text(asked(*ask)) for name, ask in asks.items()}
     for of in ("saved", "peak"):
-        found[f"Frontier of {of}"] = lambda of=of: json.dumps(sk.Frontier(joint, costs, of=of, budgets=3).to_dict())
+        found[f"Frontier of {of}"] = lambda of=of: json.dumps(sk.Frontier(joint, costs, of=of, budgets=2).to_dict())
     return found
 
 
@@ -75,9 +75,9 @@ def _begun(seed, first):
 
 def test_a_plan_depends_on_nothing_but_graph_prices_and_policy():
     """Not on the plans before it, in any order, nor on the process or its seed of hashes. (`Budget` once did.)"""
-    other = _begun("7", 41)
+    other = _begun("7", 29)
     asks = questions()
-    for before in ("Random(seed=5)", "Budget(0.95, 'peak')", "Stages(2)"):
+    for before in ("Random(seed=1)", "Budget(0.95, 'peak')", "Stages(3)"):
         asks[before]()
     here = {name: asks[name]() for name in reversed(asks)}
     assert sum(answer is not None for answer in here.values()) >= len(here) - len(JOINT_GRAPHS)
@@ -91,7 +91,7 @@ def test_a_plan_depends_on_nothing_but_graph_prices_and_policy():
 
 
 def test_a_limit_of_time_that_does_not_bind_changes_no_plan():
-    joint, costs = step_of(2)
+    joint, costs = step_of(1)
     plan = Budget(0.85).assign(joint.flow, costs)
     assert written(plan) == written(Budget(0.85, time_limit=3600).assign(joint.flow, costs))
 
@@ -133,7 +133,7 @@ def _planned_and_dropped(number):
     return gm.graph, split.flow, gm, split.module
 
 
-@pytest.mark.parametrize("graphs", [48, pytest.param(300, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("graphs", [24, pytest.param(300, marks=pytest.mark.campaign)])
 def test_memory_does_not_grow_over_graphs_that_are_planned_and_dropped(graphs):
     """Of all graphs none is kept, no object of splitkit is added after the first third, and of the last quarter less
     is kept than two of them take.

@@ -18,7 +18,7 @@ def script(name):
 
 
 def test_hirschbergs_knapsack_is_over_its_budget():
-    found = script("knapsack_over_budget").outcomes(200)
+    found = script("knapsack_over_budget").outcomes(100)
     assert found["torch dp_knapsack_sliding_hirschberg"] > 0 and found["splitkit"] == found["torch dp"] == 0
 
 

@@ -71,7 +71,7 @@ def check(model, *args, stages=3, slack=1.3, **kwargs):
 @pytest.mark.parametrize("name", these_first(["gpt2"], sorted({*MODELS} - {"gpt2"})))
 def test_a_stage_holds_its_inputs_and_its_peak_has_one_recomputed_microbatch(name):
     example = build(name, **MODELS[name])
-    gm, plan, found, _ = check(LossOnly(example.model), *example.args, slack=1.15, **example.kwargs)
+    gm, plan, found, _ = check(LossOnly(example.model), *example.args, stages=2, slack=1.15, **example.kwargs)
     plain = stage_costs(sk.analyze(gm), plan, sk.costs.flops(gm), optimizer="sgd")
     for again, once in zip(found, plain, strict=True):
         assert again.saved_bytes < 0.7 * once.saved_bytes
@@ -180,7 +180,7 @@ def test_what_nobody_trains_is_not_run_again():
 
 
 def test_every_schedule_simulates_recompute_in_less_memory_and_more_time():
-    example = build("gpt2", layers=2, width=32, heads=2, vocab=50, seq=16)
+    example = build("gpt2", layers=1, width=32, heads=2, vocab=50, seq=16)
     gm = sk.capture(example.model, *example.args, **example.kwargs)
     flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.flops(gm))
     plan = sk.plan(gm, Stages(4, seconds=1), sk.costs.flops(gm))

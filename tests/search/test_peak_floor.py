@@ -58,7 +58,7 @@ def test_what_may_not_be_computed_again_is_there_between():
 
 
 def test_masks_and_logits_leave_no_room_below_what_is_found():
-    made = models.build("gpt2", layers=2, width=64, heads=2, batch=4, seq=64, vocab=2003)
+    made = models.build("gpt2", layers=1, width=64, heads=2, batch=4, seq=64, vocab=2003)
     joint = capture_joint(made.model, *made.args, **made.kwargs)
     problem = savings(joint.flow, roofline(joint.graph_module))
     search = RecomputeSearch(pool.Pool(problem, Peaks(joint.flow)), 20.0)

@@ -126,9 +126,9 @@ def check(seeds):
 
 
 def test_the_bound_is_close_on_small_nets():
-    check(range(12))
+    check(range(8))
 
 
 @pytest.mark.campaign
 def test_the_bound_is_close_on_many_small_nets():
-    check(range(12, 250))
+    check(range(8, 250))

@@ -22,13 +22,10 @@ import splitkit as sk
 from splitkit import capture, costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut
 from splitkit.studies.frontier import Frontier
-from splitkit.testing.models import build
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.view.renderers import svg
 
 
@@ -107,8 +104,7 @@ def test_another_graph_is_refused():
 
 @pytest.fixture(scope="module")
 def gpt2():
-    made = build("gpt2", layers=3, width=64, heads=2, batch=2, seq=64, vocab=101)
-    joint = capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
+    joint = captured("gpt2").joint
     return Frontier(joint, costs.roofline(joint.graph_module, "a100"))
 
 
@@ -131,9 +127,7 @@ def test_points_of_a_model(gpt2):
         assert gpt2.bound(point.saved) <= point.seconds + 1e-12
 
 
-@pytest.mark.parametrize(
-    "name", these_first(["gpt2", "t5", "conv"], [n for n in MODELS if n not in ("gpt2", "t5", "conv")])
-)
+@pytest.mark.parametrize("name", these_first(["gpt2", "conv"], [n for n in MODELS if n not in ("gpt2", "conv")]))
 def test_points_run_like_eager(name):
     joint, args, kwargs, expected = captured(name)
     points = Frontier(joint).points
@@ -178,12 +172,12 @@ def test_a_still_picture_divides_no_step(monkeypatch):
 
 @cache
 def peak_frontier():
-    joint, prices = step_of(2)
+    joint, prices = step_of(1)
     return sk.Frontier(joint, prices, of="peak", budgets=4)
 
 
 def test_the_lowest_peak_is_the_first_point_of_a_frontier():
-    joint, prices = step_of(2)
+    joint, prices = step_of(1)
     least = {of: joint.split(Budget("least", of=of), prices) for of in ("peak", "saved")}
     profiles = {
         of: simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs) for of, pair in least.items()
@@ -196,7 +190,7 @@ def test_the_lowest_peak_is_the_first_point_of_a_frontier():
 
 
 def test_a_frontier_of_the_peak_falls_and_keeps_to_what_it_says():
-    joint, prices = step_of(2)
+    joint, prices = step_of(1)
     frontier = peak_frontier()
     peaks, seconds = ([getattr(p, what) for p in frontier.points] for what in ("peak", "seconds"))
     assert len(peaks) > 2 and peaks == sorted(set(peaks)) and seconds == sorted(set(seconds), reverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from campaigns import few_of_many
+from campaigns import few_of_many, these_first
 from choices import steps
 from hypothesis import strategies as st
 from jointmodels import wide
@@ -32,7 +32,7 @@ def test_any_choice_of_any_step(made, seed):
     assert_alike(problem, Peaks(flow), np.random.default_rng(seed).random(len(problem.ops)) < 0.5)
 
 
-@pytest.mark.parametrize("name", [*models.NAMES, *NETS])
+@pytest.mark.parametrize("name", these_first(["gpt2", *NETS], [name for name in models.NAMES if name != "gpt2"]))
 def test_choices_of_models(name):
     joint, _ = wide(name)
     problem, peaks, random = savings(joint.flow, unit(joint.graph_module)), Peaks(joint.flow), np.random.default_rng(0)

@@ -23,9 +23,7 @@ KIB = 1024
 
 @pytest.mark.parametrize(
     "name",
-    these_first(
-        ["gpt2", "mixtral", "conv", *NETS], [name for name in MODELS if name not in ("gpt2", "mixtral", "conv")]
-    ),
+    these_first(["gpt2", "conv", *NETS], [name for name in MODELS if name not in ("gpt2", "conv")]),
 )
 def test_any_choice_takes_the_bytes_and_seconds_it_says_and_runs_like_eager(name):
     joint, args, kwargs, expected = captured(name)

@@ -12,7 +12,7 @@ from opcalls import by_hand
 from opwatch import Functions, Watch, watched
 
 
-def samples_of_every_op(each: int = 3) -> Iterator[Callable[[], Any]]:
+def samples_of_every_op(each: int = 2) -> Iterator[Callable[[], Any]]:
     from torch.testing._internal.common_methods_invocations import op_db  # takes seconds: not for every process
 
     for info in op_db:
