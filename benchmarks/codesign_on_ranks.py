@@ -28,6 +28,7 @@ from codesign import Rivals
 
 import splitkit as sk
 from splitkit import _torch
+from splitkit.cli.rank_process import rolled_batch
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.joint_positions import JointPositions
@@ -74,15 +75,15 @@ def inside(joint: sk.Joint, ways: Any, batch: Any, rank: int, args: argparse.Nam
     times: dict[str, list[float]] = {name: [] for name in pipes}
     peaks: dict[str, int] = {}
     for name, pipe in pipes.items():
-        pipe.step(**batch)
-        peaks[name] = max(accumulate(_torch.allocations(lambda pipe=pipe: pipe.step(**batch))))
+        pipe.step(*batch[0], **batch[1])
+        peaks[name] = max(accumulate(_torch.allocations(lambda pipe=pipe: pipe.step(*batch[0], **batch[1]))))
     dice, names = random.Random(0), list(pipes)
     for _ in range(args.rounds):
         dice.shuffle(names)
         for name in names:
             dist.barrier()
             start = time.perf_counter()
-            pipes[name].step(**batch)
+            pipes[name].step(*batch[0], **batch[1])
             times[name].append(time.perf_counter() - start)
     queue.put((rank, times, peaks))
     dist.barrier()
@@ -110,12 +111,7 @@ def main() -> None:
     given = [*joint.primals(*made.args, **made.kwargs), *joint.tangents()]
     costs = sk.costs.measured(joint.graph_module, given, cache=False)
     ways = plans(joint, costs, args.ranks, args.microbatches, args.share)
-    batch = {
-        name: torch.cat([value.roll(i, -1) for i in range(args.microbatches)])
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in made.kwargs.items()
-    }
+    batch = rolled_batch(made, args.microbatches, 0, 0)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import splitkit as sk
+from splitkit.cli.rank_process import rolled_batch
 from splitkit.testing import models
 
 RANKS, LAYERS, SIZES = 2, 8, {"width": 256, "heads": 4, "vocab": 2000, "seq": 128}
@@ -78,17 +79,12 @@ def inside(runs: Sequence[tuple[Any, str]], example: Any, rank: int, args: Any, 
         act()
         return time.perf_counter() - start
 
-    batch = {
-        name: torch.cat([value.roll(i, -1) for i in range(args.microbatches)])
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in example.kwargs.items()
-    }
+    given, named = rolled_batch(example, args.microbatches, 0, 0)
     for number, (split, word) in enumerate(runs):
         pipe = pipeline(split, word, args.microbatches)
 
         def step(pipe: Any = pipe) -> None:
-            pipe.step(**batch)
+            pipe.step(*given, **named)
 
         step()
         alone, steps = [seconds(plain)], []
