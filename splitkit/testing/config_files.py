@@ -46,4 +46,5 @@ def checkpoint_beside(spec: str) -> str:
 
 def _special_float(data: dict[str, Any]) -> Any:
     """Return the number for which transformers writes an object, as in Mamba-2's ``time_step_limit``; others as is."""
-    return float(data["__float__"]) if data.keys() == {"__float__"} else data
+    written = data.get("__float__")
+    return float(written) if len(data) == 1 and isinstance(written, str) else data

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, FileError
+from splitkit.testing.config_files import read_config
 from splitkit.testing.config_models import config_at
 
 pytest.importorskip("transformers")
@@ -26,3 +27,11 @@ def test_a_field_of_another_type_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
     with pytest.raises(CaptureError, match="SK401: transformers refuses the configuration of .*'hidden_size'"):
         config_at(str(tmp_path))
+
+
+def test_an_object_that_is_no_number_is_a_configuration_that_cannot_be_read(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_theta": {"__float__": "wide"}}')
+    with pytest.raises(FileError, match="SK504: .* cannot be read: could not convert string to float"):
+        config_at(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_theta": {"__float__": [1]}}')
+    assert read_config(str(tmp_path))["rope_theta"] == {"__float__": [1]}  # as transformers reads it
