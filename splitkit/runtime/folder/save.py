@@ -154,15 +154,19 @@ class _Tensors:
 
     def unread(self) -> list[str]:
         """Return the names in the state dict of the model that no stage reads, which a checkpoint may have."""
-        return sorted(self._saved.difference(*(row["names"] for row in self.rows)))
+        return sorted(self._saved - self._read())
 
     def unread_data(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers with data that no stage reads; a tied one once."""
-        read = {name for row in self.rows for name in row["names"]}
+        read = self._read()
         real = {name: held for name, held in parameters_and_buffers(self._root).items() if not held.is_meta}
         unread = {name: held for name, held in {**real, **kept_values(self._root)}.items() if name not in read}
         first = {id(tensor): name for name, tensor in reversed(unread.items())}
         return {name: unread[name] for name in first.values()}
+
+    def _read(self) -> set[str]:
+        """Return the names of the tensors that stages read."""
+        return {name for row in self.rows for name in row["names"]}
 
     def require_apart(self, written: Sequence[str]) -> None:
         """Refuse tensors that share memory if one of them changes: read from a file, they would no longer share it."""
@@ -186,7 +190,7 @@ class _Tensors:
         return found
 
     def _data(self, number: int) -> torch.Tensor | None:
-        """Return a tensor with data; on ``meta``, only buffers whose values the capture kept have any."""
+        """Return a tensor with data; on ``meta``, only tensors that need no checkpoint (`known_value`) have any."""
         held = self._held[number]
         if not held.is_meta:
             return held

@@ -91,8 +91,9 @@ def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.T
     filled = folder.read_unsaved({name: empty_like(old, torch.device("cpu")) for name, old in unsaved.items()})
     new |= {id(unsaved[name]): buffer for name, buffer in filled.items()}
     tables = tables_of(model)
-    for old in {id(tensor): tensor for tensor in held.values() if id(tensor) in new}.values():
-        replace_tensor(tables, old, new[id(old)])
+    for old in held.values():
+        if id(old) in new:
+            replace_tensor(tables, old, new[id(old)])
     return {name: new.get(id(tensor), tensor) for name, tensor in held.items()}
 
 
