@@ -6,6 +6,7 @@
     step-200/checkpoint.json     everything but tensors: options, schedules, positions, random states
     step-200/.metadata           tensors, as torch.distributed.checkpoint writes them
     step-200/__0_0.distcp        the tensors that rank 0 wrote
+    step-200/digests.json        the size and checksum of each of these files
     .writing-step-300-5f1c       a step that is being written; the folder is renamed when all of it is on disk
 
 A step that is written a second time becomes ``step-200.1``: a rename cannot replace a folder that has files in it.
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,13 +29,15 @@ from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError
 from splitkit.plans.plan_file import read_json
 from splitkit.runtime.folder.checkpoint_reader import METADATA
+from splitkit.runtime.folder.file_digests import DIGESTS, digest_of_file, require_intact, stored_digests
 from splitkit.units import size
 
 RUN = "run.json"
 RECORD = "checkpoint.json"
 RUN_KIND, KIND = "splitkit checkpoints", "splitkit checkpoint"
-SCHEMA = 1
+SCHEMA = 2
 _STEP = re.compile(r"step-(\d{1,18})(?:\.(\d{1,9}))?")
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # names that torch.distributed.checkpoint gives to the files of a rank
 _WRITING, _REMOVED = ".writing-", ".removed-"
 
 
@@ -149,14 +153,24 @@ def place_of(folder: Path, step: int) -> Path:
     return folder / (f"step-{step}.{max(again) + 1}" if again else f"step-{step}")
 
 
-def commit(draft: Path, place: Path, record: dict[str, Any], run: Run) -> None:
-    """Complete a step of which all tensors are written: add its record, and give it its name.
+def digests_of_rank(draft: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Return the digests of the files that a rank has written to a step, by name.
+
+    Raises:
+        OSError: if one cannot be read.
+    """
+    return {name: digest_of_file(draft / name) for name in _of_rank(os.listdir(draft), rank, ranks)}
+
+
+def commit(draft: Path, place: Path, record: dict[str, Any], digests: Mapping[str, str], run: Run) -> None:
+    """Complete a step of which all tensors are written: add its record and its digests, and give it its name.
 
     Raises:
         OSError: if it cannot be written.
         FileError: SK504, SK512 as `require_own`.
     """
     _write_durably(draft / RECORD, {"schema": SCHEMA, "kind": KIND, "run": run.id, "written": _now(), **record})
+    _write_durably(draft / DIGESTS, {**digests, RECORD: digest_of_file(draft / RECORD)})
     _sync(draft)
     require_own(draft.parent, run)
     draft.rename(place)
@@ -187,19 +201,46 @@ def read_record(place: Path) -> JsonField:
     """Return the record of a checkpoint.
 
     Raises:
-        FileError: SK505 if the checkpoint is damaged, SK503 if its schema is unknown.
+        FileError: SK505 if the record, or the description of the tensors, is damaged; SK503 if its schema is unknown.
     """
+    digests = stored_digests(place, _instead_of(place))
+    if digests:
+        require_intact(place, digests, (RECORD, METADATA), _instead_of(place))
     lost = next((name for name in (RECORD, METADATA) if not (place / name).is_file()), None)
-    if lost is not None:
-        raise FileError("SK505", f"{place} is damaged: it has no {lost}", "Remove it to resume from an earlier one.")
-    data = JsonField(str(place / RECORD), "", _object(place / RECORD))
-    if data["schema"].value != SCHEMA or data["kind"].value != KIND:
+    data = JsonField(str(place / RECORD), "", {} if lost else _object(place / RECORD))
+    if not lost and (data["schema"].value != SCHEMA or data["kind"].value != KIND):
         raise FileError(
             "SK503",
             f"{place / RECORD} has the schema {data['schema'].value!r:.40}, not {SCHEMA}",
             "Use the version of splitkit that wrote it.",
         )
+    if lost or not digests:
+        raise FileError("SK505", f"{place} is damaged: it has no {lost or DIGESTS}", _instead_of(place))
     return data
+
+
+def require_undamaged(place: Path, rank: int, ranks: int) -> None:
+    """Refuse a checkpoint with a file that is not the one that was written. Each rank reads its share of the files.
+
+    Raises:
+        FileError: SK505, SK504 as `require_intact`.
+    """
+    digests = stored_digests(place, _instead_of(place))
+    require_intact(place, digests, _of_rank(digests, rank, ranks), _instead_of(place))
+
+
+def _of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
+    """Return the names of the files that a rank wrote, or that one of several in its place reads."""
+    found = {name: _WRITER.fullmatch(name) for name in sorted(names)}
+    return [name for name, match in found.items() if (int(match[1]) if match else 0) % ranks == rank]
+
+
+def _instead_of(place: Path) -> str:
+    """Return the remedy for a damaged checkpoint."""
+    others = [other for _, _, other in complete_steps(place.parent) if other != place]
+    if others:
+        return f"Remove {place} to resume from {others[-1]}, or copy it again from where it was written."
+    return "Copy it again from where it was written, or begin anew in another folder."
 
 
 def unwritable(folder: Path, error: Exception | str) -> FileError:

@@ -45,6 +45,7 @@ from splitkit.runtime.folder.scheduler_state import encode_scheduler, load_sched
 from splitkit.runtime.folder.state_data import decode_state, empty_tensors, encode_state, require_storable
 from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.rank_agreement import from_every
 from splitkit.runtime.ranks.signs_of_life import beating
 from splitkit.short_repr import brief
 
@@ -178,8 +179,8 @@ class CheckpointFolder:
             record: dict[str, Any] = {}
             place, draft = self._on_first(lambda: self._begun(step, every, record))
             if wait:
-                self._on_all(lambda: self._write(tensors, draft), draft)
-                self._on_first(lambda: self._complete(record, place, draft), draft)
+                digests = self._on_all(lambda: self._write(tensors, draft), draft)
+                self._on_first(lambda: self._complete(record, digests, place, draft), draft)
                 self.last = place
             else:
                 self._writing = _Writing(place, draft, self._write_beside(tensors, record, place, draft))
@@ -256,9 +257,14 @@ class CheckpointFolder:
         }
         return on_disk.place_of(self.path, step), on_disk.begin(self.path, step)
 
-    def _write(self, tensors: dict[str, torch.Tensor], draft: Path) -> None:
+    def _write(self, tensors: dict[str, torch.Tensor], draft: Path) -> dict[str, str]:
+        """Write the tensors of this rank, and return the digests of its files."""
         with self._refusing(), without_planner_log():
             write(tensors, storage_writer=FileSystemWriter(draft), process_group=self._pipe.group)
+            return self._digests(draft)
+
+    def _digests(self, draft: Path) -> dict[str, str]:
+        return on_disk.digests_of_rank(draft, self._pipe.rank, dist.get_world_size(self._pipe.group))
 
     def _write_beside(
         self, tensors: dict[str, torch.Tensor], record: dict[str, Any], place: Path, draft: Path
@@ -273,10 +279,9 @@ class CheckpointFolder:
 
         def written(found: Future[Any]) -> None:
             try:
-                with self._refusing():
-                    found.result()
-                    if self._pipe.rank == 0:
-                        self._complete(record, place, draft)
+                digests = self._on_all(lambda: self._written(found, draft), group=self._background)
+                if self._pipe.rank == 0:
+                    self._complete(record, digests, place, draft)
             except BaseException as error:
                 done.set_exception(error)
             else:
@@ -286,18 +291,24 @@ class CheckpointFolder:
         (began.upload_completion if isinstance(began, AsyncSaveResponse) else began).add_done_callback(written)
         return done
 
+    def _written(self, found: Future[Any], draft: Path) -> dict[str, str]:
+        with self._refusing():
+            found.result()
+            return self._digests(draft)
+
     def _done(self, writing: _Writing) -> None:
         with self._naming_loss(f"saved {writing.place}"):
             writing.done.result()
 
-    def _complete(self, record: dict[str, Any], place: Path, draft: Path) -> None:
+    def _complete(self, record: dict[str, Any], digests: list[dict[str, str]], place: Path, draft: Path) -> None:
         with self._refusing():
-            on_disk.commit(draft, place, record, self._run)
+            on_disk.commit(draft, place, record, {n: d for each in digests for n, d in each.items()}, self._run)
         on_disk.remove_older(self.path, self._keep)
 
     def _load(self, place: Path) -> None:
         record = JsonField(str(place), "", self._on_first(lambda: on_disk.read_record(place).value))
         self._on_all(lambda: self._require_model(record["parameters"]))
+        self._on_all(lambda: on_disk.require_undamaged(place, self._pipe.rank, dist.get_world_size(self._pipe.group)))
         self._on_all(lambda: self._restore(place, record))
         self._pipe.steps = record["step"].whole()
 
@@ -347,20 +358,22 @@ class CheckpointFolder:
         found: T | None = self._on_all(lambda: work() if first else None, draft)[0]
         return found  # type: ignore[return-value]
 
-    def _on_all(self, work: Callable[[], T], draft: Path | None = None) -> list[T]:
+    def _on_all(
+        self, work: Callable[[], T], draft: Path | None = None, group: dist.ProcessGroup | None = None
+    ) -> list[T]:
         """Run something on each rank and return what each finds. If one refuses, all raise its refusal.
 
         Args:
             work: what to run.
             draft: what rank 0 removes after a refusal.
+            group: the ranks, as a group for messages; by default the pipeline's.
         """
         own: tuple[T | None, SplitError | None]
         try:
             own = work(), None
         except SplitError as error:
             own = None, error
-        every: list[Any] = [None] * dist.get_world_size(self._pipe.group)
-        dist.all_gather_object(every, own, group=self._pipe.group)
+        every = from_every(own, group or self._pipe.group)
         refused = [(rank, error) for rank, (_, error) in enumerate(every) if error is not None]
         if refused:
             if draft is not None and self._pipe.rank == 0:
