@@ -19,6 +19,7 @@ import splitkit as sk
 from splitkit.errors import FileError, PipelineError
 from splitkit.runtime import open_stages, pipeline, save_stages
 from splitkit.runtime.folder.checkpoint_names import converted, sources_of
+from splitkit.runtime.folder.file_digests import digest_of_file
 from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
@@ -213,10 +214,8 @@ def test_ranks_refuse_the_weights_of_another_model(llama, tmp_path):
     data = json.loads(manifest.read_text())
     # what the model has and no stage reads is no reason to refuse
     manifest.write_text(json.dumps(data | {"unread": [norm]}))
-    open_stages(tmp_path / "stages", weights=other).load([0])
-    # a folder of an older version
-    del data["unread"]
-    manifest.write_text(json.dumps(data))
+    digests = manifest.with_name("digests.json")
+    digests.write_text(json.dumps(json.loads(digests.read_text()) | {manifest.name: digest_of_file(manifest)}))
     open_stages(tmp_path / "stages", weights=other).load([0])
 
 

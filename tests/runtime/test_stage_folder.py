@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import checkpoint
 
 import splitkit as sk
 from splitkit.errors import FileError, SplitError
 from splitkit.runtime import open_stages, pipeline, save_stages
+from splitkit.runtime.folder.file_digests import digest_of_file
 from splitkit.runtime.ranks.stage_chain import chain_of
 
 HERE = Path(__file__).parent
@@ -129,8 +133,6 @@ def test_weights_come_by_name(split, folder, tmp_path, kind):
     state, place = weights_of(split), tmp_path / "weights"
     place.mkdir()
     if kind == "checkpoint":
-        from torch.distributed import checkpoint
-
         checkpoint.save({f"model.{n}": t for n, t in state.items()}, checkpoint_id=place, no_dist=True)
     else:
         library = pytest.importorskip("safetensors.torch")
@@ -193,11 +195,13 @@ def edited(file, path, value):
         at = at[step]
     at[last] = value
     file.write_text(json.dumps(data))
-    if file.name != "manifest.json":
-        import hashlib
+    forge(file)
 
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        edited(file.parent / "manifest.json", ["stages", int(file.stem[-1]), "sha256"], digest)
+
+def forge(file):
+    """Give a file that was edited the digest that it would have if it had been written so."""
+    place = file.parent / "digests.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {file.name: digest_of_file(file)}))
 
 
 FLAWS = [
@@ -207,7 +211,6 @@ FLAWS = [
     ("manifest.json", ["facts", "draws"], [1], "SK505", r"facts\.draws\[0\] is 1"),
     ("manifest.json", ["stages", 0, "part"], 7, "SK505", r"stages\[0\]\.part is 7"),
     ("manifest.json", ["stages", 0, "file"], "../stage-0.json", "SK505", r"stages\[0\]\.file"),
-    ("manifest.json", ["stages", 0, "sha256"], "0", "SK505", "stage-0.json is not the file"),
     ("manifest.json", ["tensors", 0, "dtype"], "load", "SK505", r"tensors\[0\]\.dtype is 'load'"),
     ("manifest.json", ["plan", "parts"], 3, "SK505", "parts is 3"),
     ("stage-0.json", ["nodes", 0, "op"], "call_method", "SK505", r"stage-0\.json .* nodes\[0\]\.op"),
@@ -294,8 +297,74 @@ def test_a_folder_cannot_name_code(folder, op, target, args):
 def test_a_file_of_weights_that_was_cut_off_is_refused(folder, cut):
     file = folder / "stage-0.safetensors"
     file.write_bytes(file.read_bytes()[:cut])
+    forge(file)
     with pytest.raises(FileError, match=r"SK505: stage-0\.safetensors is damaged"):
         open_stages(folder).load([0])
+
+
+def flipped(file):
+    """Flip a bit in the last byte of a file."""
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(data)
+
+
+def stages_of_another_run(split, folder):
+    with torch.no_grad():
+        for parameter in split.flow.root.parameters():
+            parameter.add_(1)
+        save_stages(split, folder, inputs=((), inputs()))
+        for parameter in split.flow.root.parameters():
+            parameter.sub_(1)
+    return folder
+
+
+DAMAGE = {
+    "a flipped bit in each": lambda folder, other, name: flipped(folder / name),
+    "a file of another run": lambda folder, other, name: shutil.copy(other / name, folder),
+    "a missing file": lambda folder, other, name: (folder / name).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_each_damaged_file_is_refused_before_anything_is_loaded(split, folder, tmp_path_factory, damage):
+    """Weights with a flipped bit, and those of another run, were loaded without a word."""
+    other = stages_of_another_run(split, tmp_path_factory.mktemp("other"))
+    for file in sorted(folder.iterdir()):
+        here = tmp_path_factory.mktemp("damaged") / "stages"
+        shutil.copytree(folder, here)
+        DAMAGE[damage](here, other, file.name)
+        same = (here / file.name).exists() and (here / file.name).read_bytes() == file.read_bytes()
+        with nullcontext() if same else pytest.raises(FileError, match=f"SK50[45].*{re.escape(file.name)}"):
+            held = open_stages(here)
+            held.load(range(3))
+            held.example()
+        if not same and file.name == "stage-1.safetensors":
+            assert not held.parts and not held.tensors
+            shutil.copy(folder / file.name, here)  # the remedy
+            held.load(range(3))
+            assert len(held.parts) == 3
+
+
+def test_load_refuses_a_damaged_folder_of_stages_and_a_damaged_checkpoint(sized, tmp_path):
+    split, stages = sized
+    folder = tmp_path / "stages"
+    shutil.copytree(stages, folder)
+    sk.load(split, folder, "cpu")
+    flipped(folder / "stage-1.safetensors")
+    with pytest.raises(FileError, match=r"SK505: .*stage-1\.safetensors is damaged, or a file of another folder"):
+        sk.load(split, folder, "cpu")
+    step = tmp_path / "step-1"
+    checkpoint.save(
+        {f"model.{n}": t for n, t in split.flow.root.state_dict().items()}, checkpoint_id=step, no_dist=True
+    )
+    (step / "digests.json").write_text(json.dumps({file.name: digest_of_file(file) for file in step.iterdir()}))
+    open_stages(stages, step).load([0, 1])
+    for name in ("__0_0.distcp", ".metadata"):
+        flipped(step / name)
+        with pytest.raises(FileError, match=rf"SK505: .*{name} is damaged"):
+            open_stages(stages, step).load([0, 1])
+        flipped(step / name)
 
 
 def test_a_class_of_outputs_that_is_not_there_is_named(folder):

@@ -133,7 +133,12 @@ def test_what_cannot_be_saved_or_resumed_is_refused_by_all_ranks_with_one_error(
         "other scheduler": "SK507: the checkpoint has the state of a MultiStepLR, but this scheduler is a StepLR",
         "other model": "SK507: ", "joined groups": "had different options (lr, ...), and are in one group now",
         "late writer": "SK512: another process has begun to write", "two runs": "names the run",
-        "damaged": "SK505: ", "truncated": "SK504: cannot read",
+        "damaged": "SK505: ", "truncated": "SK505: ",
+        "flipped 0": "step-2.1/__0_0.distcp is damaged, or a file of another folder: its size and checksum are",
+        "flipped 1": "step-2.1/__1_0.distcp is damaged", "flipped record": "step-2.1/checkpoint.json is damaged",
+        "flipped digests": "step-2.1", "earlier file": "step-2.1/__1_0.distcp is damaged",
+        "earlier record": "step-2.1/checkpoint.json is damaged", "earlier digests": "step-2.1/checkpoint.json is dam",
+        "no digests": "step-2.1 is damaged: it has no digests.json", "no file": "it has no __1_0.distcp (rank 1)",
     }  # fmt: skip
     for what, text in wanted.items():
         first, second = told[what]

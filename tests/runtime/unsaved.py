@@ -41,6 +41,29 @@ def said(what: str, attempt: Callable[[], Any]) -> Any:
     return found
 
 
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def of_an_earlier_step(place: Path, name: str) -> None:
+    shutil.copy(place.parent / "step-1" / name, place / name)
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "flipped 0": lambda place: flip(place / "__0_0.distcp", -900),
+    "flipped 1": lambda place: flip(place / "__1_0.distcp", 2000),
+    "flipped record": lambda place: flip(place / "checkpoint.json", 3000),
+    "flipped digests": lambda place: flip(place / "digests.json", 40),
+    "earlier file": lambda place: of_an_earlier_step(place, "__1_0.distcp"),
+    "earlier record": lambda place: of_an_earlier_step(place, "checkpoint.json"),
+    "earlier digests": lambda place: of_an_earlier_step(place, "digests.json"),
+    "no digests": lambda place: (place / "digests.json").unlink(),
+    "no file": lambda place: (place / "__1_0.distcp").unlink(),
+}
+
+
 def save_on_full_disk(run: Any, is_full: bool, wait: bool) -> None:
     """Save while this process cannot write more than 100 bytes to a file."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -112,8 +135,9 @@ def main() -> None:
 
     again = said("again", resume)
     said("late writer", run.save)
+    before, place, saved = resumed.digest(pipe, optimizer), again.last, folder / "saved"
     if rank == 0:
-        place = again.last
+        shutil.copytree(place, saved)
         shutil.copytree(folder / "groups" / mine.last.name, folder / "run" / "step-99")
     dist.barrier()
     said("two runs", resume)
@@ -128,5 +152,17 @@ def main() -> None:
         os.truncate(file, 300)
     dist.barrier()
     said("truncated", resume)
+    for what, damage in DAMAGE.items():
+        if rank == 0:
+            shutil.rmtree(place)
+            shutil.copytree(saved, place)
+            damage(place)
+        dist.barrier()
+        said(what, resume)
+    assert resumed.digest(pipe, optimizer) == before
+    if rank == 0:
+        shutil.rmtree(place)
+    dist.barrier()
+    assert said("remedy", resume).last.name == "step-1" and resumed.digest(pipe, optimizer) != before
     assert checkpoint_folder.complete_steps(folder / "refused") == []
     dist.destroy_process_group()

@@ -159,7 +159,8 @@ def digests_of_rank(draft: Path, rank: int, ranks: int) -> dict[str, str]:
     Raises:
         OSError: if one cannot be read.
     """
-    return {name: digest_of_file(draft / name) for name in _of_rank(os.listdir(draft), rank, ranks)}
+    written = [file.name for file in draft.iterdir()]
+    return {name: digest_of_file(draft / name) for name in _of_rank(written, rank, ranks)}
 
 
 def commit(draft: Path, place: Path, record: dict[str, Any], digests: Mapping[str, str], run: Run) -> None:

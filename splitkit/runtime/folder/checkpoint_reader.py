@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,6 +54,17 @@ def stored_looks(folder: Path) -> dict[str, Look]:
         known = _Reader(folder).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in known.items() if isinstance(entry, TensorStorageMetadata)}
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in tensors.items()}
+
+
+def files_of(folder: Path, names: Collection[str]) -> list[str]:
+    """Return the names of the files in which a checkpoint has tensors of these names.
+
+    Raises:
+        FileError: SK504 as `stored_looks`.
+    """
+    with _refusing(folder):
+        places = _Reader(folder).read_metadata().storage_data or {}
+    return sorted({info.relative_path for index, info in places.items() if index.fqn in names})
 
 
 def read_stored(folder: Path, wanted: Mapping[str, torch.Tensor]) -> None:

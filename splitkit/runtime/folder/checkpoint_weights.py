@@ -1,6 +1,6 @@
 """Reads weights by name from safetensors files in Hugging Face's layout, or from torch's distributed checkpoints.
 
-Only the tensors that are filled are in memory.
+Only the tensors that are filled are in memory. Files that splitkit wrote are compared with their digests first.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from splitkit.engine.serialization.json_fields import JsonField
 from splitkit.errors import FileError, listed
 from splitkit.plans.plan_file import read_json
 from splitkit.runtime.folder.checkpoint_names import Sources, converted, refuse_trouble, sources_of, without_ignored
-from splitkit.runtime.folder.checkpoint_reader import METADATA, Look, look_text, read_stored, stored_looks
+from splitkit.runtime.folder.checkpoint_reader import METADATA, Look, files_of, look_text, read_stored, stored_looks
+from splitkit.runtime.folder.file_digests import require_intact, stored_digests
 from splitkit.runtime.folder.tensorfiles import StoredTensor, stored_tensors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_AGAIN = "Copy the folder again from where it was written, or write it again."
 _PREFIXES = ("", "model.")
 """Prefixes of names in torch's checkpoints: none, or the prefix that ``splitkit train --checkpoint`` writes."""
 
@@ -34,12 +36,14 @@ class Weights:
         place: the file or folder.
         files: name -> its safetensors file; empty for a checkpoint of torch.
         saved: name -> shape and dtype in a checkpoint of torch; empty for safetensors.
+        digests: name of a file -> its digest, in a folder that splitkit wrote.
         convert: whether floating-point numbers in safetensors are converted to the dtype of the model.
     """
 
     place: Path
     files: Mapping[str, Path]
     saved: Mapping[str, Look]
+    digests: Mapping[str, str]
     convert: bool = False
 
     @classmethod
@@ -52,13 +56,16 @@ class Weights:
             FileError: SK504 if there is none of these, SK505 if it is damaged.
         """
         path = Path(place)
-        if (path / INDEX).is_file():
-            return cls(path, _indexed(path), {}, convert)
         single = path if path.is_file() else path / SINGLE
+        digests = stored_digests(single.parent, _AGAIN)
+        if (path / INDEX).is_file() or (path.is_dir() and INDEX in digests):
+            _require_intact(path, digests, [INDEX])
+            return cls(path, _indexed(path), {}, digests, convert)
         if single.is_file():
-            return cls(path, dict.fromkeys(stored_tensors(single), single), {}, convert)
+            return cls(path, dict.fromkeys(stored_tensors(single), single), {}, digests, convert)
         if (path / METADATA).is_file():
-            return cls(path, {}, stored_looks(path))
+            _require_intact(path, digests, [METADATA])
+            return cls(path, {}, stored_looks(path), digests)
         raise FileError(
             "SK504",
             f"{path} holds no weights",
@@ -75,17 +82,22 @@ class Weights:
             after: called with the bytes of each tensor of safetensors that was filled.
 
         Raises:
-            FileError: SK507 for a missing name, a tensor of another shape or dtype, or a tied weight of which the file
-                has several that differ; nothing was read then, except for the last reason.
+            FileError: SK505 for a damaged file; SK507 for a missing name, a tensor of another shape or dtype, or a tied
+                weight of which the file has several that differ; nothing was read then, except for the last reason.
         """
         if self.saved:
             found = [(self._name(names), tensor) for names, tensor in wanted]
             for name, tensor in found:
                 self.require(name, tensor, *self.saved[name])
+            _require_intact(self.place, self.digests, files_of(self.place, dict(found)))
             read_stored(self.place, dict(found))
             return
         sources = sources_of([names for names, _ in wanted], self.files, self._renamed)
         self._require_all([names for names, _ in wanted], sources)
+        for file in dict.fromkeys(
+            self.files[n] for names, _ in wanted for each in _present(names, sources) for n in sources[each].names
+        ):
+            _require_intact(file.parent, self.digests, [file.name])
         headers = _Headers(self)
         plan = [
             (tensor, [headers.pieces(name, sources[name], tensor) for name in _present(names, sources)])
@@ -198,6 +210,11 @@ class _Headers:
         if name not in self._read[file]:
             raise self._weights.absent([name])
         return self._read[file][name]
+
+
+def _require_intact(folder: Path, digests: Mapping[str, str], names: Collection[str]) -> None:
+    """Refuse files that differ from their digests; what a user has added to a folder has none."""
+    require_intact(folder, digests, [name for name in names if name in digests], _AGAIN)
 
 
 def _present(names: Sequence[str], sources: Mapping[str, Sources]) -> list[str]:

@@ -6,13 +6,13 @@
     stage-0.json                the graph of a stage
     stage-0.safetensors         its weights, buffers and constants
     model.safetensors.index.json
+    digests.json                the size and checksum of each file
 
 `splitkit.runtime.folder.save` writes such a folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
+from splitkit.runtime.folder.file_digests import DIGESTS, require_intact, stored_digests
 from splitkit.runtime.folder.manifest import decode_facts, like_of
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
 from splitkit.runtime.ranks.stage_chain import Chain, stage_of_calls
@@ -42,7 +43,7 @@ from splitkit.short_repr import brief
 MANIFEST = "manifest.json"
 EXAMPLE = "example.safetensors"
 KIND = "splitkit stages"
-SCHEMA = 1
+SCHEMA = 2
 _NONE = torch.empty(0)  # reading a weight into this shape is refused
 
 
@@ -92,39 +93,49 @@ class StageFolder:
         return chain
 
     def load(self, stages: Iterable[int], device: torch.device | str = "cpu") -> None:
-        """Build stages and fill their tensors. Stages that are loaded already stay as they are.
+        """Build stages and fill their tensors. Stages that are loaded already stay as they are, and if one cannot be
+        loaded, none is.
 
         Args:
             stages: the numbers of the stages.
             device: the device of their tensors.
 
         Raises:
-            FileError: SK504, SK505 for files that cannot be read or are damaged; SK507 for weights that are missing or
-                have another shape; SK508 for ops or classes that this process does not have.
+            FileError: SK504, SK505 for files that cannot be read, are damaged or are those of another folder; SK507 for
+                weights that are missing or have another shape; SK508 for ops or classes that this process does not
+                have.
         """
-        fresh: dict[int, torch.Tensor] = {}
+        fresh, made = dict[int, torch.Tensor](), dict[int, fx.GraphModule]()
 
         def tensor_of(number: JsonField) -> torch.Tensor:
             index = number.whole(below=len(self.manifest["tensors"].value))
-            if index not in self.tensors:
-                self.tensors[index] = fresh[index] = self._empty(index, torch.device(device))
-            return self.tensors[index]
+            if index in self.tensors:
+                return self.tensors[index]
+            if index not in fresh:
+                fresh[index] = self._empty(index, torch.device(device))
+            return fresh[index]
 
+        owned, caches = dict[str, torch.Tensor](), dict[int, fx.GraphModule]()
         for stage in stages:
-            key = self.chain.keys[stage]
-            if key not in self.parts:
-                data = self._stage(stage)
-                part = graph_data.decode_graph(data, tensor_of)
-                self._forget_unsaved(part, data["tensors"])
-                for name in self.chain.own(stage):
-                    self._give(name, tensor_of(self.manifest["parent"]["tensors"][name]))
-                if ENCODER_CACHES in data.value:
-                    self.encoder_caches[stage] = graph_data.decode_graph(data[ENCODER_CACHES], tensor_of)
-                self.parts[key] = part
-                self.module.add_module(self.names[key], part)
-                if stage == self.chain.stages - 1:
-                    graph_data.form_outputs(self.module, self.manifest["parent"])
+            if self.chain.keys[stage] in self.parts or stage in made:
+                continue
+            data = self._stage(stage)
+            made[stage] = graph_data.decode_graph(data, tensor_of)
+            self._forget_unsaved(made[stage], data["tensors"])
+            owned |= {name: tensor_of(self.manifest["parent"]["tensors"][name]) for name in self.chain.own(stage)}
+            if ENCODER_CACHES in data.value:
+                caches[stage] = graph_data.decode_graph(data[ENCODER_CACHES], tensor_of)
         self._fill(fresh)
+        if self.chain.stages - 1 in made:
+            graph_data.form_outputs(self.module, self.manifest["parent"])
+        self.tensors.update(fresh)
+        self.encoder_caches.update(caches)
+        for name, tensor in owned.items():
+            self._give(name, tensor)
+        for stage, part in made.items():
+            key = self.chain.keys[stage]
+            self.parts[key] = part
+            self.module.add_module(self.names[key], part)
 
     def fill(self, whole: nn.Module) -> None:
         """Fill the unsplit model with the parameters and saved buffers of the stages.
@@ -175,6 +186,7 @@ class StageFolder:
                 f"{self.path} has no example inputs",
                 "Save it with save_stages(..., inputs=(args, kwargs)), with inputs that are not on meta.",
             )
+        require_intact(self.path, stored_digests(self.path, WRITE_AGAIN), [EXAMPLE], WRITE_AGAIN)
         stored = stored_tensors(self.path / EXAMPLE)
         found: list[Any] = []
         for i, row in enumerate(rows.items()):
@@ -191,13 +203,9 @@ class StageFolder:
 
     def _stage(self, stage: int) -> JsonField:
         row = [*self.manifest["stages"].items()][stage]
-        file = self.path / _plain(row["file"])
-        data = JsonField(file.name, "", _read(file))
-        if hashlib.sha256(file.read_bytes()).hexdigest() != row["sha256"].text():
-            raise FileError(
-                "SK505", f"{file} is not the file that {MANIFEST} was written with", WRITE_AGAIN, ["sha256"]
-            )
-        return data
+        name = _plain(row["file"])
+        require_intact(self.path, stored_digests(self.path, WRITE_AGAIN), [name], WRITE_AGAIN)
+        return JsonField(name, "", _read(self.path / name))
 
     def _row(self, index: int) -> JsonField:
         tensors = self.manifest["tensors"]
@@ -235,9 +243,6 @@ class StageFolder:
         Raises:
             FileError: SK507.
         """
-        # folders that older versions wrote do not say what else the model has
-        if "unread" not in self.manifest.value:
-            return
         rows = [row for row in self.manifest["tensors"].items() if row["saved"].flag()]
         groups = [[name.text() for name in row["names"].items()] for row in rows]
         known = {name for names in groups for name in names} | {n.text() for n in self.manifest["unread"].items()}
@@ -292,6 +297,10 @@ def open_stages(
             f"{path / MANIFEST} has schema {manifest['schema'].value!r}, this splitkit reads {SCHEMA}",
             "Split again with this version, or use the version of splitkit that wrote it.",
         )
+    digests = stored_digests(path, WRITE_AGAIN)
+    if not digests:
+        raise FileError("SK505", f"{path} is damaged: it has no {DIGESTS}", WRITE_AGAIN)
+    require_intact(path, digests, [MANIFEST], WRITE_AGAIN)
     require_captured(dtype, [dtype_of(row["dtype"]) for row in manifest["tensors"].items()])
     plan = _plan(manifest["plan"])
     keys = list(plan.parts)

@@ -52,8 +52,7 @@ def decode_facts(data: JsonField) -> ChainFacts:
         tuple(item.text() for item in data["writes"].items()),
         {name: value.text() for name, value in data["identity"].fields()},
         sizes,
-        # folders that older versions wrote do not say it
-        frozenset(item.text() for item in data["captured"].items()) if "captured" in data.value else frozenset({"cpu"}),
+        frozenset(item.text() for item in data["captured"].items()),
         data["costly"].whole() if "costly" in data.value else None,
     )
 

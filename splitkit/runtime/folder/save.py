@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import attribute, parameters_and_buffers, storage_key
 from splitkit.graph.unsaved_buffers import kept_values, known_value
 from splitkit.runtime.folder.checkpoint_weights import INDEX
+from splitkit.runtime.folder.file_digests import DIGESTS, digest_of_file
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA
 from splitkit.runtime.folder.manifest import encode_facts
 from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
@@ -44,11 +44,12 @@ def save_stages(
 
     The folder holds ``manifest.json`` (the plan, the values at each border, the names of tensors), ``stage-K.json``
     (the graph of a stage), ``stage-K.safetensors`` (its weights, buffers and constants; a tensor that several stages
-    read is in the file of the first) and an index of these in Hugging Face's format. All of it is data: no code,
-    nothing pickled. Tensors on ``meta`` are left out; `open_stages` then needs ``weights``. Buffers that are in no
-    state dict are written all the same, if `splitkit.capture` knew their values. Of a decoder with an encoder or
-    images, the weights that no stage reads are written too, for what runs whole on the first rank. An old manifest is
-    deleted first and the new one is written last, so that an incomplete folder is refused.
+    read is in the file of the first), an index of these in Hugging Face's format, and ``digests.json`` (the size and
+    checksum of each file, by which damage is found). All of it is data: no code, nothing pickled. Tensors on ``meta``
+    are left out; `open_stages` then needs ``weights``. Buffers that are in no state dict are written all the same, if
+    `splitkit.capture` knew their values. Of a decoder with an encoder or images, the weights that no stage reads are
+    written too, for what runs whole on the first rank. The digests are deleted first and the new ones are written
+    last, so that an incomplete folder is refused.
 
     Args:
         split: captured by ``torch.export``, with the inputs of one microbatch.
@@ -85,7 +86,7 @@ def save_stages(
         "plan": split.plan.to_dict(),
         "facts": encode_facts(chain),
         "parent": parent,
-        "stages": _stages(split, texts),
+        "stages": _stages(split),
         "qualified_names": dict(split.qualified_names),
         "shared": [list(group) for group in split.shared],
         "tensors": tensors.rows,
@@ -105,6 +106,8 @@ def save_stages(
             write_tensors(place / UNREAD, unread)
         files.write_file(place / INDEX, json.dumps(_index(held, unread), indent=1) + "\n")
         files.write_file(place / MANIFEST, json.dumps(manifest) + "\n")
+        digests = {file.name: digest_of_file(file) for file in _written(place)}
+        files.write_file(place / DIGESTS, json.dumps(digests, indent=1) + "\n")
     except OSError as error:
         raise files.refusal(folder, error) from error
 
@@ -216,15 +219,10 @@ def _strides(tensor: torch.Tensor) -> list[int] | None:
     return None if usual or not fills_its_range(tensor.shape, strides) else strides
 
 
-def _stages(split: Split, texts: Sequence[str]) -> list[dict[str, Any]]:
+def _stages(split: Split) -> list[dict[str, Any]]:
     keys = list(split.plan.parts)
     return [
-        {
-            "part": keys.index(key),
-            "name": name,
-            "file": f"stage-{stage}.json",
-            "sha256": hashlib.sha256(texts[stage].encode()).hexdigest(),
-        }
+        {"part": keys.index(key), "name": name, "file": f"stage-{stage}.json"}
         for stage, (key, name) in enumerate(split.names.items())
     ]
 
@@ -245,8 +243,13 @@ def _index(held: Sequence[Mapping[str, torch.Tensor]], unread: Mapping[str, torc
 
 
 def _clear(folder: Path) -> None:
-    """Remove the stages of an earlier split, its manifest first."""
-    (folder / MANIFEST).unlink(missing_ok=True)
-    for pattern in ("stage-*.json", "stage-*.safetensors", INDEX, EXAMPLE, UNREAD):
-        for file in folder.glob(pattern):
-            file.unlink()
+    """Remove the stages of an earlier split, its digests and manifest first."""
+    (folder / DIGESTS).unlink(missing_ok=True)
+    for file in _written(folder):
+        file.unlink()
+
+
+def _written(folder: Path) -> list[Path]:
+    """Return the files in a folder that have the names of those of a split, the manifest first."""
+    patterns = (MANIFEST, "stage-*.json", "stage-*.safetensors", INDEX, EXAMPLE, UNREAD)
+    return [file for pattern in patterns for file in sorted(folder.glob(pattern))]
