@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import cast
 
 from splitkit.cli import distribution, outputs, own_schedules, settings
+from splitkit.cli.interrupts import raise_interrupt, remembered_interrupts
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
 from splitkit.cli.rank_process import end_with_launcher
@@ -34,16 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``, by default that of the process, and return its exit code."""
     end_with_launcher()
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _parse_and_run(words)
-    except BrokenPipeError:
-        return _reader_has_gone()
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED, "--json" in words)
-    except Exception as error:
-        if "--debug" in words:
-            raise
-        return _fail(error, exit_code(error), "--json" in words)
+    with remembered_interrupts() as interrupt:
+        try:
+            return _parse_and_run(words)
+        except BrokenPipeError:
+            return _reader_has_gone()
+        except KeyboardInterrupt:
+            return _fail("interrupted", INTERRUPTED, "--json" in words)
+        except Exception as error:
+            if interrupt.came:
+                return _fail("interrupted", INTERRUPTED, "--json" in words)
+            if "--debug" in words:
+                raise
+            return _fail(error, exit_code(error), "--json" in words)
 
 
 def exit_code(error: Exception) -> int:
@@ -120,7 +124,9 @@ def _warn(message: Warning | str, *where: object, **others: object) -> None:
 
 
 def _command(args: Namespace) -> Outcome:
-    return cast(Outcome, import_module(f"splitkit.cli.commands.{args.command}").run(args))
+    module = import_module(f"splitkit.cli.commands.{args.command}")
+    raise_interrupt()
+    return cast(Outcome, module.run(args))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import Any
 
+from splitkit.cli.interrupts import raise_interrupt
 from splitkit.cli.rank_process import LAUNCHER
 from splitkit.errors import PipelineError
 
@@ -38,6 +39,7 @@ def ranks(words: Sequence[str], count: int, wait: float) -> tuple[int, str]:
         The exit code of the first rank that failed, or 0, and a rank's standard output: that of rank 0 if none failed,
         else that of the rank whose error says most, with what the system says of ranks that could not report an error.
     """
+    raise_interrupt()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
         port = found.getsockname()[1]

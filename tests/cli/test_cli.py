@@ -22,6 +22,7 @@ TINY = ["--size", "layers=2,width=32,heads=2", "--size", "vocab=64,seq=8"]
 
 FACTORY = """
 import itertools
+import signal
 import torch
 from torch import nn
 
@@ -52,6 +53,14 @@ def leaves():
 
 def stops():
     raise KeyboardInterrupt
+
+
+def swallows():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+    raise AttributeError("module 'numpy' has no attribute 'nonzero'")
 """
 
 
@@ -412,8 +421,10 @@ def test_failing_check_exits_4(call, data, factory):
 
 
 def test_interrupted_exits_130(call, factory):
-    code, _, err = call("capture", f"{factory}:stops")
-    assert code == 130 and err == "interrupted\n"
+    """Also where the import of a module has swallowed the interrupt, and fails later."""
+    for name in ("stops", "swallows"):
+        code, _, err = call("capture", f"{factory}:{name}")
+        assert code == 130 and err == "interrupted\n"
 
 
 # ---- plan files

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from splitkit.cli import launcher
+from splitkit.cli.interrupts import remembered_interrupts
 from splitkit.errors import PipelineError
 
 RANK = """#!/bin/sh
@@ -102,6 +103,18 @@ def test_a_signal_ends_the_rank_that_is_just_being_started(ranks, own_handler, m
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         started("sleep 100")
     assert pids() and not any(map(alive, pids()))
+
+
+def test_an_interrupt_that_an_import_has_swallowed_ends_the_command_before_it_starts_ranks(ranks, own_handler):
+    """Torch's import of numpy clears KeyboardInterrupt: the ranks were started, and trained to the end."""
+    started, pids = ranks
+    before = own_handler(signal.SIGINT)
+    with remembered_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            started("exit 0")
+    assert not pids() and signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_signal_that_nohup_has_ignored_stays_ignored(ranks, own_handler):
