@@ -283,6 +283,11 @@ def _train(commands: Commands[Parser]) -> None:
         "--async-save", action="store_true", help="write checkpoints while training goes on, from a copy in memory"
     )
     group.add_argument(
+        "--skip-failed-saves",
+        action="store_true",
+        help="if a checkpoint cannot be written, on a full disk for example, say so and train on; the last one must be",
+    )
+    group.add_argument(
         "--max-restarts",
         type=positive,
         metavar="N",

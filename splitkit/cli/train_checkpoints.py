@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from splitkit.errors import UsageError
+from splitkit.errors import FileError, UsageError
 
 if TYPE_CHECKING:
     from splitkit.runtime.folder.training_checkpoint import CheckpointFolder
@@ -20,6 +24,7 @@ def require_usable(args: Namespace) -> None:
         "--every": args.every is not None,
         "--keep": args.keep is not None,
         "--async-save": args.async_save,
+        "--skip-failed-saves": args.skip_failed_saves,
         "--max-restarts": args.max_restarts is not None,
     }
     if args.checkpoint is None:
@@ -54,7 +59,37 @@ def opened_checkpoints(args: Namespace, pipe: Pipeline, optimizer: Any) -> Check
     return found
 
 
-def save(args: Namespace, folder: CheckpointFolder | None, done: int) -> None:
-    """Save after the last step, and after every ``--every`` steps."""
-    if folder is not None and (done == args.steps or (args.every and done % args.every == 0)):
+def save(args: Namespace, folder: CheckpointFolder | None, done: int) -> list[str]:
+    """Save after the last step, and after every ``--every`` steps.
+
+    Args:
+        args: the arguments of the command.
+        folder: the folder of ``--checkpoint``.
+        done: the number of steps done.
+
+    Returns:
+        Why checkpoints could not be written, with ``--skip-failed-saves``: this one, or the one before with
+        ``--async-save``. The last one must be written.
+    """
+    if folder is None or not (done == args.steps or (args.every and done % args.every == 0)):
+        return []
+    skipped: list[str] = []
+    with _skipping(skipped, folder, args.skip_failed_saves):
+        folder.wait()
+    with _skipping(skipped, folder, args.skip_failed_saves and done < args.steps):
         folder.save(wait=not args.async_save)
+    return skipped
+
+
+@contextmanager
+def _skipping(skipped: list[str], folder: CheckpointFolder, may_skip: bool) -> Iterator[None]:
+    """Say in place of raising that a checkpoint cannot be written; all ranks raise the same."""
+    try:
+        yield
+    except FileError as error:
+        if not may_skip or error.code != "SK504":
+            raise
+        skipped.append(error.reason)
+        if os.environ.get("RANK") == "0":
+            last = folder.last.name if folder.last is not None else "none"
+            print(f"warning: {error.reason}; skipped, the last checkpoint is {last}", file=sys.stderr, flush=True)

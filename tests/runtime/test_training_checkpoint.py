@@ -126,6 +126,7 @@ def test_what_cannot_be_saved_or_resumed_is_refused_by_all_ranks_with_one_error(
         "loader": "SK506: the loader, a list, has no state_dict", "keep": "SK802: keep is 0",
         "stranger": "SK802: the optimizer has a parameter [3] that the pipeline does not have",
         "full 1": "File too large (rank 1)", "full 0": "File too large", "full 1 beside": "File too large (rank 1)",
+        "last one": "File too large (rank 1)",
         "schedulers": "SK804: the scheduler of rank 1 differs from rank 0's in last_epoch",
         "fresh": "has the checkpoints of an earlier run, up to step 2",
         "no scheduler": "has a scheduler's state, and none",

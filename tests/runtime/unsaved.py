@@ -8,19 +8,22 @@ import resource
 import shutil
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import resumed
 import torch
 import torch.distributed as dist
 
 import splitkit as sk
+from splitkit.cli.train_checkpoints import save
 from splitkit.errors import SplitError
 from splitkit.runtime import open_checkpoints, pipeline
 from splitkit.runtime.folder import checkpoint_folder
 
+T = TypeVar("T")
 SPLITS: list[sk.Split] = []
 
 
@@ -39,6 +42,21 @@ def said(what: str, attempt: Callable[[], Any]) -> Any:
     print(json.dumps({"rank": dist.get_rank(), "what": what, "code": code, "said": text}), flush=True)
     dist.barrier()
     return found
+
+
+def skip_on_full_disk(run: Any, is_full: bool) -> None:
+    """Save as ``splitkit train --skip-failed-saves`` does, first waiting and then beside; in the end the last one."""
+    now, beside = (Namespace(steps=9, every=1, async_save=way, skip_failed_saves=True) for way in (False, True))
+    (reason,) = save_on_full_disk(is_full, lambda: save(now, run, 6))
+    assert reason.endswith("File too large (rank 1)") and run.last is None
+    assert save(beside, run, 7) == []
+    run.wait()
+    assert run.last is not None
+    save_on_full_disk(is_full, lambda: (save(beside, run, 7), run._writing.done.exception()))
+    assert save(beside, run, 8) == [reason]
+    run.wait()
+    assert run.last.name.endswith(".1")
+    save_on_full_disk(is_full, lambda: save(now, run, 9))
 
 
 def flip(file: Path, at: int) -> None:
@@ -64,15 +82,14 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def save_on_full_disk(run: Any, is_full: bool, wait: bool) -> None:
+def save_on_full_disk(is_full: bool, save: Callable[[], T]) -> T:
     """Save while this process cannot write more than 100 bytes to a file."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if is_full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        run.save(wait=wait)
-        run.wait()
+        return save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -109,7 +126,12 @@ def main() -> None:
     said("twice", lambda: (run.save(wait=False), run.wait()))
     for what, full, wait in (("full 1", 1, True), ("full 0", 0, True), ("full 1 beside", 1, False)):
         pipe.step(resumed.batch_of(0))
-        said(what, lambda full=full, wait=wait: save_on_full_disk(run, rank == full, wait))
+        said(
+            what,
+            lambda full=full, wait=wait: save_on_full_disk(rank == full, lambda: (run.save(wait=wait), run.wait())),
+        )
+    skipping = opened("skipping", scheduler=scheduler)
+    said("last one", lambda: skip_on_full_disk(skipping, rank == 1))
     said("left", lambda: None)
     if rank == 0:
         print(json.dumps({"left": sorted(path.name for path in (folder / "run").iterdir())}), flush=True)

@@ -201,7 +201,7 @@ def _steps(
 ) -> dict[str, Any]:
     from splitkit.runtime.ranks.step_recorder import StepRecorder
 
-    losses, times, recorder, first = list[float](), list[float](), None, pipe.steps
+    losses, times, skipped, recorder, first = list[float](), list[float](), list[str](), None, pipe.steps
     with _bar(pipe.rank, args.steps - first) as advance:
         for step in range(first, args.steps):
             batch = batch_of(work, pipe.microbatches, step)
@@ -218,7 +218,7 @@ def _steps(
                 beside.step(batch, each, optimizer)
             optimizer.zero_grad()
             advance(losses[-1])
-            train_checkpoints.save(args, saved, step + 1)
+            skipped += train_checkpoints.save(args, saved, step + 1)
     if saved is not None:
         saved.wait()
     return {
@@ -227,6 +227,7 @@ def _steps(
         "step_seconds": median(times) if times else None,
         "check": beside.found() if beside is not None else None,
         "trace": args.trace if recorder is not None else None,
+        "failed_saves": skipped,
         "measured": recorder.measured() if recorder is not None else None,
     }
 
@@ -293,6 +294,8 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         )
     else:
         rows["steps"] = f"none left: all {data['first_step']} are done"
+    if failed := data.get("failed_saves"):
+        rows["skipped"] = f"{len(failed)} checkpoints; {failed[-1]}"
     if check:
         rows |= pipeline_check_rows(check)
     each = [

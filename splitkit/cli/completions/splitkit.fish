@@ -212,6 +212,7 @@ complete -c splitkit -n '_shtab_splitkit_using train' -l every -x -d 'also save 
 complete -c splitkit -n '_shtab_splitkit_using train' -l keep -x -d 'keep the last N checkpoints (default 2)'
 complete -c splitkit -n '_shtab_splitkit_using train' -l resume -d 'continue from the last checkpoint in the folder, if there is one; without --resume, a folder that has checkpoints is refused'
 complete -c splitkit -n '_shtab_splitkit_using train' -l async-save -d 'write checkpoints while training goes on, from a copy in memory'
+complete -c splitkit -n '_shtab_splitkit_using train' -l skip-failed-saves -d 'if a checkpoint cannot be written, on a full disk for example, say so and train on; the last one must be'
 complete -c splitkit -n '_shtab_splitkit_using train' -l max-restarts -x -d 'with --nproc, start all ranks again up to N times if one fails, and continue from the last checkpoint'
 complete -c splitkit -n '_shtab_splitkit_using train' -l trace -xka "(__fish_complete_path (commandline -ct))" -d 'write a timeline of the step of median time, for splitkit view --measured and Perfetto'
 complete -c splitkit -n '_shtab_splitkit_using train; and test $_shtab_splitkit_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module:factory, or path.py:factory'

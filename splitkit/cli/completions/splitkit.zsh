@@ -427,6 +427,7 @@ _shtab_splitkit_train_options=(
   "--keep[keep the last N checkpoints (default 2)]:N:"
   "--resume[continue from the last checkpoint in the folder, if there is one\; without --resume, a folder that has checkpoints is refused]"
   "--async-save[write checkpoints while training goes on, from a copy in memory]"
+  "--skip-failed-saves[if a checkpoint cannot be written, on a full disk for example, say so and train on\; the last one must be]"
   "--max-restarts[with --nproc, start all ranks again up to N times if one fails, and continue from the last checkpoint]:N:"
   "--trace[write a timeline of the step of median time, for splitkit view --measured and Perfetto]:FILE:_files"
   ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 from torch.distributed.checkpoint.state_dict_saver import save as write
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from splitkit import _torch, files
@@ -110,6 +112,19 @@ class _Writing:
     place: Path
     draft: Path
     done: Future[None]
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer with the error of the file system, which an error about the end of a zip file hides."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from error
 
 
 class CheckpointFolder:
@@ -260,7 +275,7 @@ class CheckpointFolder:
     def _write(self, tensors: dict[str, torch.Tensor], draft: Path) -> dict[str, str]:
         """Write the tensors of this rank, and return the digests of its files."""
         with self._refusing(), without_planner_log():
-            write(tensors, storage_writer=FileSystemWriter(draft), process_group=self._pipe.group)
+            write(tensors, storage_writer=_Writer(draft), process_group=self._pipe.group)
             return self._digests(draft)
 
     def _digests(self, draft: Path) -> dict[str, str]:
@@ -287,7 +302,7 @@ class CheckpointFolder:
             else:
                 done.set_result(None)
 
-        began = async_save(tensors, storage_writer=FileSystemWriter(draft), process_group=self._background)
+        began = async_save(tensors, storage_writer=_Writer(draft), process_group=self._background)
         (began.upload_completion if isinstance(began, AsyncSaveResponse) else began).add_done_callback(written)
         return done
 
