@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,7 +117,31 @@ def misused(net: PipelineModule) -> list[str]:
     return said
 
 
-LOOPS: dict[str, Any] = {"trainer": trainer, "accelerated": accelerated, "plain": plain}
+def clipped(net: nn.Module) -> list[float]:
+    """The loop of the page with a pipeline, and accelerate's own clipping with the model."""
+    if isinstance(net, PipelineModule):
+        page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+        code = re.search(r"```python\n# clip\.py\n(.*?)```", page, re.DOTALL)[1]
+        losses = list[float]()
+        names = {"torch": torch, "net": net, "data": data(), "losses": losses}
+        exec(code.replace("optimizer.step()", "optimizer.step(); losses.append(loss.item())"), names)
+        return losses
+    accelerator, losses = Accelerator(cpu=True, gradient_accumulation_steps=2), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    net, optimizer, loader = accelerator.prepare(net.train(), optimizer, DataLoader(data(), batch_size=ROWS))
+    for batch in loader:
+        with accelerator.accumulate(net):
+            loss = net(**batch)["loss"]
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(net.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+LOOPS: dict[str, Any] = {"trainer": trainer, "accelerated": accelerated, "plain": plain, "clipped": clipped}
 
 
 def main() -> None:
