@@ -119,6 +119,35 @@ def weights(rank: int) -> None:
     told("later", lambda: pipe.step(**batch()), pipe.steps)
 
 
+def diverging(rank: int) -> None:
+    """Ranks that part while they train: an evaluation, a checkpoint or a comparison finds it."""
+
+    def trained(**options: float) -> tuple[Pipeline, torch.optim.Optimizer]:
+        pipe = made()
+        optimizer = torch.optim.SGD(pipe.parameters(), **{"lr": 0.1, **options})
+        pipe.compare_optimizer(optimizer)
+        for _ in range(2):
+            pipe.step(**batch(pipe.steps))
+            optimizer.step()
+        return pipe, optimizer
+
+    pipe, optimizer = trained()
+    told("agree", lambda: (pipe.compare_ranks(), pipe.infer(batch()["x"])))
+    pipe.step(**batch())
+    if rank:
+        pipe.named_parameters()["head.weight"].data[3, 3] += 1
+    told("changed", lambda: pipe.infer(batch()["x"]))
+    told("option at once", lambda: trained(momentum=0.5 * rank))
+    pipe, optimizer = trained()
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    told("option later", pipe.compare_ranks)
+    pipe, optimizer = trained()
+    pipe.step(**batch())
+    if not rank:
+        optimizer.step()
+    told("forgotten", pipe.compare_ranks)
+
+
 def replicas(rank: int) -> None:
     """Two replicas of one stage, whose copies differ before they are sharded, and are no copies any more after that."""
     gm = copy.deepcopy(CAPTURED[0][0])
@@ -127,6 +156,10 @@ def replicas(rank: int) -> None:
     changed = pipe.named_parameters()["layers.0.bias"].data
     changed += rank
     told("replica", lambda: pipe.step(**batch()))
+    changed -= rank
+    pipe.step(**batch())
+    changed += rank
+    told("replica later", pipe.compare_ranks)
     changed -= rank
     pipe.shard()
     told("sharded", lambda: pipe.step(**batch()))
@@ -186,5 +219,5 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=2, timeout=timedelta(seconds=30),
     )  # fmt: skip
-    for run in (calls, weights, replicas, unequal, gone):
+    for run in (calls, weights, diverging, replicas, unequal, gone):
         run(rank)

@@ -162,6 +162,7 @@ class CheckpointFolder:
             needed = sum({name: size for found in every for name, size in found["bytes"].items()}.values())
             self._run, last = self._on_first(lambda: on_disk.claim(path, resume, needed))
             self._on_all(self._require_folder)
+            pipe.compare_optimizer(optimizer)
             if last is not None:
                 self._load(last)
                 self.last = last
@@ -189,6 +190,7 @@ class CheckpointFolder:
         self.wait()
         step = self._pipe.steps
         with self._naming_loss(f"saved step {step}"):
+            self._pipe.compare_ranks()
             tensors: dict[str, torch.Tensor] = {}
             every = self._on_all(lambda: self._encoded(tensors))
             record: dict[str, Any] = {}

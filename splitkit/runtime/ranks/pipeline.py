@@ -18,6 +18,7 @@ from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
+from splitkit.runtime.ranks.compared_ranks import ComparedRanks
 from splitkit.runtime.ranks.evaluation import share_tensors, split_like
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
@@ -36,11 +37,10 @@ from splitkit.runtime.ranks.shared_parameters import SharedParameters
 from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
-from splitkit.runtime.ranks.stage_tensors import StageTensors
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.runtime.ranks.trained_parameters import set_trained
-from splitkit.runtime.ranks.weight_agreement import require_same_copies, require_same_model
+from splitkit.runtime.ranks.weight_agreement import require_same_model
 from splitkit.short_repr import brief
 
 
@@ -106,7 +106,7 @@ def pipeline(
     return Pipeline(split, schedule, microbatches, loss, group, device, seed)
 
 
-class Pipeline(StageTensors):
+class Pipeline(ComparedRanks):
     """See `pipeline`.
 
     Attributes:
@@ -162,7 +162,7 @@ class Pipeline(StageTensors):
             self._agreement.together(lambda: split.load(self.stages, self.device))
         place_stages(self._chain, self.stages, self.device)
         require_same_model(self._chain, self.stages, group)
-        self._weights_changed = True
+        self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, None, None
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs)
         self._shared_parameters = SharedParameters(
@@ -263,6 +263,7 @@ class Pipeline(StageTensors):
         count = self.microbatches
         made = Pipeline(found, self._schedule, count, self._loss, self.group, self.device, self._seed)
         share_tensors(found, self.saved_tensors())
+        made._trains = self._trained
         return made
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -420,9 +421,7 @@ class Pipeline(StageTensors):
             lambda: self._prepared(kind, args, kwargs, target, keep)
         )
         if agreed.weights:
-            with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
-                require_same_copies(self._chain, self.stages, self.group)
-            self._weights_changed = False
+            self.compare_ranks()
         made = self._rank_stages.get(train)
         if made is None:
             made = self._rank_stages[train] = self._sized_stages(train, agreed.outputs)
@@ -469,7 +468,8 @@ class Pipeline(StageTensors):
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
         whole = self._inputs.whole(args, kwargs)
-        return PipelineCall(kind, self.steps, whole, targets, keep, self._weights_changed), divided
+        compares = self._weights_changed or (not train and self._trained_since())
+        return PipelineCall(kind, self.steps, whole, targets, keep, compares), divided
 
     def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)

@@ -43,7 +43,7 @@ class PipelineCall:
         inputs: input of the graph -> its value for the whole batch; empty if this rank is not given the batch.
         targets: the target of the loss, under a name for messages; empty if this rank is not given it.
         outputs: whether this rank asks for the outputs. Ranks may differ in it.
-        weights: whether the weights may have been changed by other means than steps. Ranks may differ in it.
+        weights: whether the weights are to be compared: they were loaded, or trained since. Ranks may differ in it.
     """
 
     kind: Kind

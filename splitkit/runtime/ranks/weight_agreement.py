@@ -1,4 +1,4 @@
-"""Compares the parameters and buffers of the ranks before they train.
+"""Compares the parameters and buffers of the ranks before they train, and at checkpoints and evaluations.
 
 Nothing is overwritten: no rank can know which of two copies is the right one.
 """
@@ -22,7 +22,10 @@ _BUILT = (
     "Build the same model on every rank: call torch.manual_seed with one seed before you make it, or load the same "
     "weights before you capture it. Weights of single stages can be loaded later: Pipeline.load_state_dict."
 )
-_LOADED = "Load the same weights on every rank: Pipeline.load_state_dict with one state dict."
+_LOADED = (
+    "Load the same weights on every rank: Pipeline.load_state_dict with one state dict. While they train, change them "
+    "on every rank in the same way."
+)
 
 
 def tensors_of_stages(chain: Chain, stages: Iterable[int]) -> dict[str, torch.Tensor]:
@@ -61,15 +64,25 @@ def require_same_model(
     _require_same(_by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)}), group, _BUILT)
 
 
-def require_same_copies(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
+def require_same_copies(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Refuse different copies of a tensor that the stages of several ranks have. All ranks must call it.
 
-    Shards of FSDP2 are not copies, and do not count.
+    Args:
+        held: what `copies` returns for the stages of this rank.
+        group: the ranks.
 
     Raises:
         PipelineError: SK804 as in `require_same_model`.
     """
-    _require_same(_by_one_name(chain, tensors_of_stages(chain, stages)), group, _LOADED)
+    _require_same(held, group, _LOADED)
+
+
+def copies(chain: Chain, stages: Iterable[int]) -> dict[str, torch.Tensor]:
+    """Return the tensors of stages of which other ranks may have copies, by names that are the same on all ranks.
+
+    Shards of FSDP2 are not copies, and do not count.
+    """
+    return _by_one_name(chain, tensors_of_stages(chain, stages))
 
 
 def _by_one_name(chain: Chain, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
