@@ -154,13 +154,13 @@ def replicas(rank: int) -> None:
     plan = sk.plan(gm, sk.policies.Stages(2, replicas=(2,)), sk.costs.unit(gm))
     pipe = pipeline(sk.split(gm, plan), "1f1b", COUNT, loss=loss)
     changed = pipe.named_parameters()["layers.0.bias"].data
-    changed += rank
+    changed *= 1 + rank
     told("replica", lambda: pipe.step(**batch()))
-    changed -= rank
+    changed /= 1 + rank
     pipe.step(**batch())
-    changed += rank
+    changed *= 1 + rank
     told("replica later", pipe.compare_ranks)
-    changed -= rank
+    changed /= 1 + rank
     pipe.shard()
     told("sharded", lambda: pipe.step(**batch()))
 
