@@ -92,9 +92,9 @@ def open_checkpoints(
     Raises:
         FileError: SK504 if the folder cannot be written or read; SK506 for state that cannot be saved; SK512 if the
             folder has another run's checkpoints; SK503, SK505 and SK507 if the last checkpoint has another schema, is
-            damaged, or does not fit model, optimizer or scheduler.
+            damaged or has a file of another one, or does not fit model, optimizer or scheduler.
         PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, or ``keep`` is invalid;
-            SK804 if the schedulers of the ranks differ.
+            SK804 if the schedulers of the ranks differ, or their optimizers (`Pipeline.compare_optimizer`).
     """
     return CheckpointFolder(Path(folder), pipe, optimizer, scheduler, loader, dict(state or {}), keep, resume)
 
@@ -185,7 +185,8 @@ class CheckpointFolder:
         Raises:
             FileError: SK504 on all ranks if one cannot write; SK506 for state that cannot be saved; SK512 if another
                 process has opened the folder. Earlier checkpoints are still there.
-            PipelineError: SK804 if the schedulers of the ranks differ; SK805 if a rank is gone.
+            PipelineError: SK804 if the ranks have diverged (`Pipeline.compare_ranks`) or their schedulers differ, SK805 if
+                a rank is gone.
         """
         self.wait()
         step = self._pipe.steps
