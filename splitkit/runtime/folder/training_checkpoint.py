@@ -185,8 +185,8 @@ class CheckpointFolder:
         Raises:
             FileError: SK504 on all ranks if one cannot write; SK506 for state that cannot be saved; SK512 if another
                 process has opened the folder. Earlier checkpoints are still there.
-            PipelineError: SK804 if the ranks have diverged (`Pipeline.compare_ranks`) or their schedulers differ, SK805 if
-                a rank is gone.
+            PipelineError: SK804 if the ranks have diverged (`Pipeline.compare_ranks`), or their schedulers differ;
+                SK805 if a rank is gone.
         """
         self.wait()
         step = self._pipe.steps
