@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -216,7 +217,7 @@ def test_split(call, data, tmp_path, gpt2_plan, factory):
     folder = tmp_path / "parts"
     code, out, _ = call("split", gpt2_plan, "-o", folder)
     assert code == 0 and "self.submod_1(" in out
-    stages = {"manifest.json", "example.safetensors", "model.safetensors.index.json"}
+    stages = {"digests.json", "manifest.json", "example.safetensors", "model.safetensors.index.json"}
     stages |= {f"stage-{i}.{kind}" for i in range(2) for kind in ("json", "safetensors")}
     assert {f.name for f in folder.iterdir()} == {"parent.py", "submod_0.py", "submod_1.py", "split.json"} | stages
     for file in folder.glob("*.py"):
@@ -422,9 +423,13 @@ def test_failing_check_exits_4(call, data, factory):
 
 def test_interrupted_exits_130(call, factory):
     """Also where the import of a module has swallowed the interrupt, and fails later."""
-    for name in ("stops", "swallows"):
-        code, _, err = call("capture", f"{factory}:{name}")
-        assert code == 130 and err == "interrupted\n"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
+    try:
+        for name in ("stops", "swallows"):
+            code, _, err = call("capture", f"{factory}:{name}")
+            assert code == 130 and err == "interrupted\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- plan files

@@ -45,7 +45,10 @@ def stored_digests(folder: Path, remedy: str) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        return {name: digest.text() for name, digest in JsonField(str(path), "", read_json(path)).fields()}
+        found = JsonField(str(path), "", read_json(path))
+        if strange := [name for name in found.value if Path(name).name != name]:
+            raise found.damaged(f"about files of this folder, as {strange[0]!r:.100} is")
+        return {name: digest.text() for name, digest in found.fields()}
     except FileError as error:
         code = "SK504" if error.code == "SK504" else "SK505"
         raise FileError(code, f"{path} is damaged: {error.reason}", remedy) from error

@@ -57,11 +57,12 @@ class ComparedOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._defaults = [_from_defaults(group, optimizer.defaults) for group in optimizer.param_groups]
+        defaults = getattr(optimizer, "defaults", {})
+        self._defaults = [_from_defaults(group, defaults) for group in optimizer.param_groups]
         self._steps: int | None = 0
         try:
             optimizer.register_step_post_hook(self._count)
-        except AttributeError:  # a wrapper such as accelerate's, which takes no hooks
+        except AttributeError:  # of a wrapper such as accelerate's, which takes no hooks
             self._steps = None
 
     def facts(self, named: Mapping[str, torch.Tensor]) -> OptimizerFacts:
