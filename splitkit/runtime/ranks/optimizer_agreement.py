@@ -10,8 +10,7 @@ same
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -27,33 +26,14 @@ _REMEDY = (
     '{"params": pipe.parameters(), "lr": 0.01, "name": "last stage"}.'
 )
 _NO_OPTIONS = ("params", "param_names", "name")
+_SEVERAL = ""  # the value of an option that differs on one rank already
 
-
-@dataclass(frozen=True)
-class OptimizerFacts:
-    """What other ranks must know of an optimizer.
-
-    Attributes:
-        steps: how many steps it has made since it was compared first; ``None`` if that cannot be counted.
-        names: the name of each group; ``None`` for a group without one.
-        options: the options of each group: name -> value as text.
-        defaults: for each group, the options that it took from the optimizer's defaults.
-        group_of: name of a parameter -> the number of its group.
-    """
-
-    steps: int | None
-    names: Sequence[str | None]
-    options: Sequence[Mapping[str, str]]
-    defaults: Sequence[frozenset[str]]
-    group_of: Mapping[str, int]
+OptimizerFacts = tuple[int | None, dict[str, dict[str, str]]]
+"""The steps of an optimizer, and of whom -> option -> value as text; the defaults are of nobody: ``""``."""
 
 
 class ComparedOptimizer:
-    """An optimizer of one rank, from before its first step on.
-
-    Args:
-        optimizer: the optimizer.
-    """
+    """An optimizer of one rank, from before its first step on."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -71,15 +51,19 @@ class ComparedOptimizer:
         Args:
             named: name -> parameter.
         """
+        found: dict[str, dict[str, str]] = {}
+        of: dict[int, dict[str, str]] = {}
         groups = self.optimizer.param_groups
-        of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
-        return OptimizerFacts(
-            self._steps,
-            [group.get("name") for group in groups],
-            [_options(group) for group in groups],
-            [*self._defaults, *[frozenset[str]()] * (len(groups) - len(self._defaults))],
-            {name: of[id(parameter)] for name, parameter in named.items() if id(parameter) in of},
-        )
+        added = [set[str]()] * (len(groups) - len(self._defaults))
+        for group, defaults in zip(groups, self._defaults + added, strict=False):
+            options = _options(group)
+            of |= {id(parameter): options for parameter in group["params"]}
+            name = group.get("name")
+            held = found.setdefault("" if name is None else f" for the group {name!r}", {})
+            for option, value in options.items():
+                if name is not None or option in defaults:
+                    held[option] = value if held.get(option, value) == value else _SEVERAL
+        return self._steps, found | {f" for {name}": of[id(p)] for name, p in named.items() if id(p) in of}
 
     def _count(self, *_: object) -> None:
         # a compiled step would be compiled again for each number
@@ -97,31 +81,18 @@ def require_same_optimizers(own: OptimizerFacts | None, group: dist.ProcessGroup
     held = {rank: facts for rank, facts in enumerate(every) if facts is not None}
     if len(held) < len(every):
         return
-    steps = {rank: facts.steps for rank, facts in held.items()}
-    if None not in steps.values() and (reason := differs(steps, "the optimizer has made {} steps on {}, and {} on {}")):
+    steps = {rank: count for rank, (count, _) in held.items() if count is not None}
+    if reason := differs(steps, "the optimizer has made {} steps on {}, and {} on {}") if steps else "":
         raise PipelineError("SK804", reason, "Call optimizer.step() on every rank after each step of the pipeline.")
     values: dict[str, dict[int, str]] = {}
-    for rank, facts in held.items():
-        for what, value in _compared(facts):
-            of = values.setdefault(what, {})
-            of[rank] = value if of.get(rank, value) == value else ""
+    for rank, (_, found) in held.items():
+        for whose, options in found.items():
+            for option, value in options.items():
+                values.setdefault(option + whose, {})[rank] = value
     for what, of in values.items():
         reason = differs(of, f"the optimizer's {what} is {{}} on {{}}, and {{}} on {{}}")
-        if reason and "" not in of.values():
+        if reason and _SEVERAL not in of.values():
             raise PipelineError("SK804", reason, _REMEDY)
-
-
-def _compared(facts: OptimizerFacts) -> Iterator[tuple[str, str]]:
-    """Yield the options of a rank, each with the text under which ranks compare it."""
-    for name, options, defaults in zip(facts.names, facts.options, facts.defaults, strict=True):
-        for option, value in options.items():
-            if name is not None:
-                yield f"{option} for the group {name!r}", value
-            elif option in defaults:
-                yield option, value
-    for parameter, number in facts.group_of.items():
-        for option, value in facts.options[number].items():
-            yield f"{option} for {parameter}", value
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, str]:
@@ -129,13 +100,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _from_defaults(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> frozenset[str]:
+def _from_defaults(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> set[str]:
     """Return the options that have the optimizer's defaults, as far as no scheduler has changed them."""
-    return frozenset(
-        name
-        for name, value in defaults.items()
-        if name in group and _text(group.get(f"initial_{name}", group[name])) == _text(value)
-    )
+    options = _options({name: group.get(f"initial_{name}", group.get(name)) for name in defaults})
+    return {name for name, text in _options(defaults).items() if options.get(name) == text}
 
 
 def _text(value: Any) -> str:
