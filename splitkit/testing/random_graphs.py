@@ -69,6 +69,9 @@ class _Writer:
         self.opaque, self.exotic = opaque, exotic
         self.graph = fx.Graph()
         self.values = [self.graph.placeholder(name) for name in ("x", "y")]
+        if opaque:  # what opaque code returns may then be known to be an input
+            for value in self.values:
+                value.meta["val"] = torch.empty(SIZE, SIZE, device="meta")
         if exotic:
             self.meters = [self.graph.placeholder("meter", Meter if choose(4) else None)]
             self.array = self.graph.placeholder("array", np.ndarray if choose(2) else None)
