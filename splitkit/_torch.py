@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
+from torch._functorch import vmap as _vmap  # 2.11, 2.13, 2.15
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
@@ -286,13 +288,27 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
-CLOSE_VMAP: Callable[[], object] = torch._C._functorch._vmap_decrement_nesting  # 2.11, 2.13, 2.15
-"""Close the innermost level that ``torch.vmap`` has opened."""
+# What ``torch.vmap`` calls, and what a captured one leaves in a graph (2.11, 2.13, 2.15).
+OPEN_VMAP: Any = (torch._C._functorch._vmap_increment_nesting, _vmap._vmap_increment_nesting)
+CLOSE_VMAP: Any = (torch._C._functorch._vmap_decrement_nesting, _vmap._vmap_decrement_nesting)
+ADD_BATCH_DIM: Any = _vmap._add_batch_dim
+REMOVE_BATCH_DIM: Any = _vmap._remove_batch_dim
 
 
 def functorch_depth() -> int:
     """Return the number of open levels of functorch (``vmap``, ``grad``)."""
     return len(torch._C._functorch.get_interpreter_stack() or ())  # 2.11, 2.13, 2.15
+
+
+@contextmanager
+def levels_closed() -> Iterator[None]:
+    """Close the levels of functorch that a block leaves open, as a trace or run does that fails inside a ``vmap``."""
+    depth = functorch_depth()
+    try:
+        yield
+    finally:
+        if functorch_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # 2.11, 2.13, 2.15
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -461,11 +461,10 @@ def test_levels_of_functorch_are_counted_closed_and_looked_through():
     assert all(t.data_ptr() == whole.data_ptr() and t.shape == whole.shape for _, t, _ in seen)
     assert _torch.functorch_depth() == 0 and not torch._C._are_functorch_transforms_active()
     assert _torch.unwrapped(whole) is whole
-    torch._C._functorch._vmap_increment_nesting(3, "error")
-    try:
-        assert _torch.functorch_depth() == 1
-    finally:
-        _torch.CLOSE_VMAP()
+    with _torch.levels_closed():
+        torch._C._functorch._vmap_increment_nesting(3, "error")
+        torch._C._functorch._grad_increment_nesting()
+        assert _torch.functorch_depth() == 2
     assert _torch.functorch_depth() == 0
 
 

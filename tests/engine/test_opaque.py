@@ -432,3 +432,33 @@ def test_what_was_read_before_opaque_code_is_still_the_old_value_after_it():
         return values([*module(X), *module(X)])
 
     assert tried(gm, run)["right"] == 4
+
+
+# ---------------------------------------------------------------- levels of vmap
+
+
+class Guarded(nn.Module):
+    """A vmap in an autocast block or under no_grad, between two layers in it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.layers = block, nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("table", torch.randn(5, 4))
+
+    def forward(self, x):
+        with self.block():
+            x = self.layers[0](x)
+            rows = torch.vmap(lambda row: row * 2)(self.table)
+            x = self.layers[1](x) + rows.mean()
+        return x * 2
+
+
+@pytest.mark.parametrize("block", [lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad])
+def test_a_vmap_changes_no_region_and_writes_nothing(block):
+    model, x = Guarded(block), torch.randn(3, 4)
+    gm = sk.capture(model, x)
+    flow = sk.analyze(gm)
+    assert not flow.written
+    for cut in range(1, len(flow.nodes)):
+        split = sk.split(gm, {node: int(i >= cut) for i, node in enumerate(flow.nodes)})
+        assert sk.compare(model, split, x).same, cut

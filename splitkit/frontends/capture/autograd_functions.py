@@ -41,6 +41,7 @@ from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture_errors import lost_hook_error, user_line
 from splitkit.frontends.capture.export_blocks import ReentrantCheckpoint
+from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.facts import Described, Effects, unknown_effects
 from splitkit.graph.storages import storage_key
 
@@ -50,7 +51,11 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Types that a node can hold as constants, and further types that hold no tensor.
 _SHOWN = (int, float, complex, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (*_SHOWN, *_SYMBOLS, bytes, EllipsisType, type, slice, ModuleType, torch.Generator)
-_TRACED_MODULES = ("torch.utils.checkpoint", "torch._higher_order_ops", "torch._library", "torch._functorch")
+# torch._dynamo has ModIndex, which looks up a tensor in a mask or score of FlexAttention: torch makes a node of it itself
+_TRACED_MODULES = (
+    *("torch.utils.checkpoint", "torch._higher_order_ops", "torch._library", "torch._functorch"),
+    "torch._dynamo._trace_wrapped_higher_order_op",  # 2.11, 2.13, 2.15
+)
 
 
 class FunctionCall(Described):
@@ -106,7 +111,11 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
 
     def apply(function: type[Function], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mode: Any = _mode_of(torch._C._TorchDispatchModeKey.PROXY)  # of all threads
-        if mode is None or not torch.is_grad_enabled() or threading.get_ident() != me:
+        if mode is None or threading.get_ident() != me:
+            return run(*args, **kwargs)
+        if _is_batched_forward(function, (args, kwargs)):
+            return cast(Any, function).forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         through = _traced_instead(function, run)
         if through is not None:
@@ -123,9 +132,37 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
                     node.target, node.args = calls[number], node.args[1:]
             if stand_ins:
                 module.recompile()
+        if _lookups_as_ops(gm.graph):
+            gm.recompile()
 
     with apply_replaced(apply, _refuse_bound), _no_saved_tensors_hooks():
         yield put_in
+
+
+def _lookups_as_ops(graph: fx.Graph) -> bool:
+    """Replace each lookup in a mask that is made from tensors, of which torch makes a call of a Function, by an op.
+
+    The gradients are the same, and Dynamo can trace the op. FlexAttention's own bodies keep the Function, whose
+    backward its kernels know.
+    """
+    calls = graph.find_nodes(op="call_function", target=torch.ops.higher_order.flat_apply)
+    lookups = [node for node in calls if op_tables.LOOKUP in node.args]
+    for node in lookups:
+        first = node.args.index(op_tables.LOOKUP) + 1
+        described = [a for a in node.args[: first - 1] if isinstance(a, fx.Node)]
+        node.target, node.args = torch.ops.aten.index.Tensor, (node.args[first], list(node.args[first + 1 :]))
+        for spec in described:
+            if not spec.users:
+                graph.erase_node(spec)
+    return bool(lookups)
+
+
+def _is_batched_forward(function: type[Function], inputs: Any) -> bool:
+    """Whether a Function runs under ``vmap`` and needs no backward, so that its forward can be traced: torch cannot."""
+    if not torch._C._are_functorch_transforms_active() or not function.generate_vmap_rule:
+        return False
+    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    return not torch.is_grad_enabled() or not any(t.is_floating_point() or t.is_complex() for t in leaves)
 
 
 def _traced_instead(function: type[Function], run: Callable[..., Any]) -> Callable[..., Any] | None:

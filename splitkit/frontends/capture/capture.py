@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.errors import CaptureError
@@ -292,10 +293,11 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
 
 @contextmanager
 def capture_conditions() -> Iterator[None]:
-    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state afterwards."""
+    """Turn grad mode on and autocast off, as every capture has them; restore RNG state and ``vmap`` levels afterwards."""
     state = torch.get_rng_state()
     try:
         with (
+            _torch.levels_closed(),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
