@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
-from torch._functorch import vmap as _vmap  # 2.11, 2.13, 2.15
+from torch._functorch import vmap as _functorch_vmap  # 2.11, 2.13, 2.15
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
-from torch.fx import graph_module as _graph_module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
@@ -186,12 +185,6 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
 )
 
 
-def unpickled(kind: type[fx.GraphModule], body: dict[str, Any], imports: str) -> fx.GraphModule:
-    """Rebuild what ``GraphModule.__reduce__`` saved, as a module of our own class (2.11, 2.13, 2.15)."""
-    forward = _graph_module._forward_from_src(imports + body["_code"], {})
-    return cast(fx.GraphModule, _graph_module._deserialize_graph_module(forward, body, kind))
-
-
 def wants_lazy_code() -> bool:
     """Return whether torch's ``_use_lazy_graph_module(True)`` is active."""
     return _lazy_graph_module._get_graph_module_cls() is LazyGraphModule
@@ -288,6 +281,7 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
+_vmap: Any = _functorch_vmap
 # What ``torch.vmap`` calls, and what a captured one leaves in a graph (2.11, 2.13, 2.15).
 OPEN_VMAP: Any = (torch._C._functorch._vmap_increment_nesting, _vmap._vmap_increment_nesting)
 CLOSE_VMAP: Any = (torch._C._functorch._vmap_decrement_nesting, _vmap._vmap_decrement_nesting)

@@ -13,7 +13,7 @@ CODES: dict[str, str] = {
     "SK104": "an attribute of the graph does not exist",
     "SK105": "a region cannot be registered",
     "SK106": "a part of a split cannot be inlined",
-    "SK107": "a split with regions cannot be pickled",
+    "SK107": "a graph cannot be pickled",
     "SK108": "a size has no bound",
     "SK109": "a graph does not run on fake tensors",
     "SK110": "an option of the memory simulation makes no sense",

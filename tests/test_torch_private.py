@@ -337,15 +337,6 @@ def test_no_guard_is_kept_of_a_size_that_is_asked_for_in_silence():
     assert [(type(one), one.numel()) for one in made] == [(torch.Tensor, 5)]
 
 
-def test_unpickled_is_of_the_class_that_is_asked_for():
-    class Mine(fx.GraphModule):
-        pass
-
-    gm = fx.symbolic_trace(nn.Linear(2, 2))
-    again = _torch.unpickled(Mine, *gm.__reduce__()[1])
-    assert isinstance(again, Mine) and torch.equal(again(torch.ones(1, 2)), gm(torch.ones(1, 2)))
-
-
 def test_the_layout_of_mkldnn():
     assert torch.ones(2, 2).to_mkldnn().layout is _torch.MKLDNN
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from splitkit._torch import attributes_of
+from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.module_names import unique_name
 from splitkit.graph.storages import attribute
 
@@ -20,7 +21,7 @@ class MergedAttributes:
     """
 
     def __init__(self, original: fx.GraphModule, modules: Iterable[fx.GraphModule]) -> None:
-        self.module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(original).__name__)
+        self.module = pickle_by_nodes(fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(original).__name__))
         self._own: set[nn.Module] = set()  # new containers, which may be modified
         self._fill(self.module, original)
         self._names: dict[tuple[int, str], str] = {}

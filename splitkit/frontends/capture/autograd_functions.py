@@ -51,7 +51,7 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Types that a node can hold as constants, and further types that hold no tensor.
 _SHOWN = (int, float, complex, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (*_SHOWN, *_SYMBOLS, bytes, EllipsisType, type, slice, ModuleType, torch.Generator)
-# torch._dynamo has ModIndex, which looks up a tensor in a mask or score of FlexAttention: torch makes a node of it itself
+# The last has ModIndex, a lookup in a mask or score of FlexAttention, which torch makes a node of.
 _TRACED_MODULES = (
     *("torch.utils.checkpoint", "torch._higher_order_ops", "torch._library", "torch._functorch"),
     "torch._dynamo._trace_wrapped_higher_order_op",  # 2.11, 2.13, 2.15

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.ambient_autocast import autocast_recorded, refuse_autocast
@@ -115,6 +116,7 @@ def capture(
         try:
             gm = retry_after_call(model, args, kwargs, ways[how])
             keep_values(gm, values)
+            pickle_by_nodes(gm)
             _note_repeated(gm, how, model, *given)
             return gm
         except CaptureError as refusal:
@@ -293,7 +295,7 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
 
 @contextmanager
 def capture_conditions() -> Iterator[None]:
-    """Turn grad mode on and autocast off, as every capture has them; restore RNG state and ``vmap`` levels afterwards."""
+    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state and levels of vmap."""
     state = torch.get_rng_state()
     try:
         with (
