@@ -66,8 +66,14 @@ class Attributes(NamedTuple):
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the tables of a module, including entries that are None and aliases (2.11, 2.13, 2.15)."""
-    return Attributes(module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
+    """Return the tables of a module, including entries that are None and aliases (2.11, 2.13, 2.15).
+
+    TorchScript's modules have tables of their own, which are no dicts: they are copied.
+    """
+    tables: list[Any] = [module._parameters, module._buffers, module._modules]
+    if isinstance(module, torch.jit.ScriptModule):
+        tables = [dict(table.items()) for table in tables]
+    return Attributes(*tables, module._non_persistent_buffers_set)
 
 
 def member_of(owner: object, name: str) -> Any:
@@ -77,7 +83,8 @@ def member_of(owner: object, name: str) -> Any:
     """
     if isinstance(owner, nn.Module):
         held = owner.__dict__
-        child = held["_modules"].get(name)
+        children = held["_modules"]
+        child = children.get(name) if type(children) is dict else None  # TorchScript's is no dict
         if child is not None and name not in held:
             for kind in type(owner).__mro__:
                 if name in kind.__dict__:

@@ -94,7 +94,7 @@ class Dataflow:
         """
         root = self.root
         wants = tuple(t.requires_grad for held in (root.parameters(), root.buffers()) for t in held)
-        key = (find, given, wants, tuple(module.training for module in root.modules()), _kernels())
+        key = (find, given, wants, tuple(getattr(module, "training", None) for module in root.modules()), _kernels())
         if key not in self._facts:
             self._facts[key] = find(self, *given)
         found: T = self._facts[key]
