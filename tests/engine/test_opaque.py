@@ -479,7 +479,7 @@ class Counts(nn.Module):
         return self.norm(self.linear(x)) * self.count
 
 
-class Leaves(fx.Tracer):
+class ScriptLeaves(fx.Tracer):
     def is_leaf_module(self, module, name):
         return isinstance(module, torch.jit.ScriptModule) or super().is_leaf_module(module, name)
 
@@ -496,7 +496,7 @@ SCRIPTS = {
 def test_a_module_of_torchscript_is_a_leaf_like_any_unknown_module(kind):
     torch.manual_seed(0)
     model = nn.Sequential(SCRIPTS[kind](Counts()), nn.Linear(3, 3))
-    graph = Leaves().trace(model)
+    graph = ScriptLeaves().trace(model)
     x, plan = torch.randn(2, 3), lambda node: int(node.name == "_1")
     doors = [
         lambda gm: sk.split(gm, plan),
