@@ -70,10 +70,10 @@ def attributes_of(module: nn.Module) -> Attributes:
 
     TorchScript's modules have tables of their own, which are no dicts: they are copied.
     """
-    tables: list[Any] = [module._parameters, module._buffers, module._modules]
+    parameters, buffers, modules = module._parameters, module._buffers, module._modules
     if isinstance(module, torch.jit.ScriptModule):
-        tables = [dict(table.items()) for table in tables]
-    return Attributes(*tables, module._non_persistent_buffers_set)
+        parameters, buffers, modules = dict(parameters.items()), dict(buffers.items()), dict(modules.items())
+    return Attributes(parameters, buffers, modules, module._non_persistent_buffers_set)
 
 
 def member_of(owner: object, name: str) -> Any:

@@ -37,6 +37,7 @@ CODES: dict[str, str] = {
     "SK218": "opaque code may rebind attributes of the graph module",
     "SK219": "an input of a call is not a tensor",
     "SK220": "a value cannot be offloaded",
+    "SK221": "a module of a split cannot have a hook",
     "SK301": "not a policy",
     "SK302": "a policy was given a bad parameter",
     "SK303": "no plan fits",

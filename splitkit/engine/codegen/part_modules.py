@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from threading import RLock
@@ -193,10 +194,32 @@ def bare_module(kind: type[fx.GraphModule], graph: fx.Graph, name: str, training
     return module
 
 
+class Container(nn.Module):
+    """Holds attributes that a graph reads under dotted names. No graph calls it, so that a hook on it never runs."""
+
+    def register_forward_hook(self, *args: Any, **options: Any) -> Any:
+        """Register a hook, and warn."""
+        _warn_of_hook()
+        return super().register_forward_hook(*args, **options)
+
+    def register_forward_pre_hook(self, *args: Any, **options: Any) -> Any:
+        """Register a hook, and warn."""
+        _warn_of_hook()
+        return super().register_forward_pre_hook(*args, **options)
+
+
+def _warn_of_hook() -> None:
+    warnings.warn(
+        "this module only holds parameters and buffers of a part, which computes without calling it: the hook never "
+        "runs. split.register_forward_hook(path, hook) sets one on the output of a module of the model.",
+        stacklevel=3,
+    )
+
+
 def bare_container(training: bool) -> nn.Module:
-    """Return an ``nn.Module()`` to hold attributes."""
-    module = nn.Module.__new__(nn.Module)
-    _fill(module, nn.Module, training=training)
+    """Return an empty module to hold attributes."""
+    module = Container.__new__(Container)
+    _fill(module, Container, training=training)
     return module
 
 

@@ -21,7 +21,12 @@ from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.ambient_autocast import autocast_recorded, refuse_autocast
-from splitkit.frontends.capture.autograd_functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
+from splitkit.frontends.capture.autograd_functions import (
+    functions_as_nodes,
+    refuse_lost_functions,
+    refuse_module_hooks,
+    warn_of_forward_hooks,
+)
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.capture.export_blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.frontends.capture.first_call import (
@@ -72,6 +77,9 @@ def capture(
     cache instead of changing it. If capture fails because the model hooks submodules or creates buffers in its first
     call, the model is called once and captured again.
 
+    A graph does not call the model's modules: their forward hooks run once, during the capture, and the graph keeps the
+    ops that they run. A warning names modules with hooks; `splitkit.Split.register_forward_hook` sets them on a split.
+
     If all parameters are on ``meta``, inputs and buffers are captured on ``meta`` as well, on whatever device they are.
     Non-persistent buffers keep their values for `splitkit.load` if they are real, or if it is a transformers model.
 
@@ -110,7 +118,9 @@ def capture(
     register_caches_among(given)
     args, kwargs = inputs_on_meta(model, copy_repeated(given))
     refuse_module_hooks(model)
-    if how != "export":
+    if how == "export":
+        warn_of_forward_hooks(model)
+    else:
         refuse_autocast("symbolic_trace loses it")
     with autocast_recorded(model), capture_conditions(), buffers_on_meta(model) as values:
         try:
