@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from splitkit.engine.module_names import unique_name
 from splitkit.errors import PlanError, listed
-from splitkit.graph.dataflow import module_calls
+from splitkit.graph.dataflow import calls_around
 from splitkit.graph.node_selection import no_module
 from splitkit.plans.parts import PartKey
 
@@ -96,7 +96,7 @@ def _outputs_of_calls(nodes: list[Node], path: str) -> Iterable[Node]:
     known: dict[str, None] = {}
     for node in nodes:
         if node.op.startswith("call_"):
-            for key, module in module_calls(node).items():
+            for key, module in calls_around(node).items():
                 known[module] = None
                 if module == path:
                     calls.setdefault(key, {})[node] = None

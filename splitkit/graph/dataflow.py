@@ -293,7 +293,7 @@ def module_path(node: Node) -> str:
     return _plain_path(str(list(stack.values())[-1][0]))
 
 
-def module_calls(node: Node) -> Mapping[str, str]:
+def calls_around(node: Node) -> Mapping[str, str]:
     """Return the calls of modules in which ``node`` was captured, outermost first: key of the call -> its module."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     calls = {str(key): _plain_path(str(module[0])) for key, module in stack.items()}
