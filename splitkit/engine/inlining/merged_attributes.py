@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from splitkit._torch import attributes_of
-from splitkit.engine.codegen.part_modules import pickle_by_nodes
+from splitkit.engine.codegen.part_modules import Container, pickle_by_nodes
 from splitkit.engine.module_names import unique_name
 from splitkit.graph.storages import attribute
 
@@ -47,7 +47,7 @@ class MergedAttributes:
         for name, buffer in held.buffers.items():
             module.register_buffer(name, buffer, name not in held.unsaved)
         for name, child in held.modules.items():
-            if type(child) is nn.Module:
+            if type(child) in (nn.Module, Container):
                 module.add_module(name, nn.Module())
                 self._fill(module.get_submodule(name), child)
             else:
