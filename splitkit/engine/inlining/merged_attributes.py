@@ -47,7 +47,7 @@ class MergedAttributes:
         for name, buffer in held.buffers.items():
             module.register_buffer(name, buffer, name not in held.unsaved)
         for name, child in held.modules.items():
-            if type(child) in (nn.Module, Container):
+            if child is not None and type(child) in (nn.Module, Container):
                 module.add_module(name, nn.Module())
                 self._fill(module.get_submodule(name), child)
             else:
