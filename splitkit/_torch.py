@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
+from torch._functorch import vmap as _functorch_vmap  # 2.11, 2.13, 2.15
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
-from torch.fx import graph_module as _graph_module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 
@@ -65,8 +66,14 @@ class Attributes(NamedTuple):
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the tables of a module, including entries that are None and aliases (2.11, 2.13, 2.15)."""
-    return Attributes(module._parameters, module._buffers, module._modules, module._non_persistent_buffers_set)
+    """Return the tables of a module, including entries that are None and aliases (2.11, 2.13, 2.15).
+
+    TorchScript's modules have tables of their own, which are no dicts: they are copied.
+    """
+    parameters, buffers, modules = module._parameters, module._buffers, module._modules
+    if isinstance(module, torch.jit.ScriptModule):
+        parameters, buffers, modules = dict(parameters.items()), dict(buffers.items()), dict(modules.items())
+    return Attributes(parameters, buffers, modules, module._non_persistent_buffers_set)
 
 
 def member_of(owner: object, name: str) -> Any:
@@ -76,7 +83,8 @@ def member_of(owner: object, name: str) -> Any:
     """
     if isinstance(owner, nn.Module):
         held = owner.__dict__
-        child = held["_modules"].get(name)
+        children = held["_modules"]
+        child = children.get(name) if type(children) is dict else None  # TorchScript's is no dict
         if child is not None and name not in held:
             for kind in type(owner).__mro__:
                 if name in kind.__dict__:
@@ -184,12 +192,6 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
 )
 
 
-def unpickled(kind: type[fx.GraphModule], body: dict[str, Any], imports: str) -> fx.GraphModule:
-    """Rebuild what ``GraphModule.__reduce__`` saved, as a module of our own class (2.11, 2.13, 2.15)."""
-    forward = _graph_module._forward_from_src(imports + body["_code"], {})
-    return cast(fx.GraphModule, _graph_module._deserialize_graph_module(forward, body, kind))
-
-
 def wants_lazy_code() -> bool:
     """Return whether torch's ``_use_lazy_graph_module(True)`` is active."""
     return _lazy_graph_module._get_graph_module_cls() is LazyGraphModule
@@ -286,13 +288,28 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
-CLOSE_VMAP: Callable[[], object] = torch._C._functorch._vmap_decrement_nesting  # 2.11, 2.13, 2.15
-"""Close the innermost level that ``torch.vmap`` has opened."""
+_vmap: Any = _functorch_vmap
+# What ``torch.vmap`` calls, and what a captured one leaves in a graph (2.11, 2.13, 2.15).
+OPEN_VMAP: Any = (torch._C._functorch._vmap_increment_nesting, _vmap._vmap_increment_nesting)
+CLOSE_VMAP: Any = (torch._C._functorch._vmap_decrement_nesting, _vmap._vmap_decrement_nesting)
+ADD_BATCH_DIM: Any = _vmap._add_batch_dim
+REMOVE_BATCH_DIM: Any = _vmap._remove_batch_dim
 
 
 def functorch_depth() -> int:
     """Return the number of open levels of functorch (``vmap``, ``grad``)."""
     return len(torch._C._functorch.get_interpreter_stack() or ())  # 2.11, 2.13, 2.15
+
+
+@contextmanager
+def levels_closed() -> Iterator[None]:
+    """Close the levels of functorch that a block leaves open, as a trace or run does that fails inside a ``vmap``."""
+    depth = functorch_depth()
+    try:
+        yield
+    finally:
+        if functorch_depth() > depth:
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)  # 2.11, 2.13, 2.15
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

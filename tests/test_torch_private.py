@@ -337,15 +337,6 @@ def test_no_guard_is_kept_of_a_size_that_is_asked_for_in_silence():
     assert [(type(one), one.numel()) for one in made] == [(torch.Tensor, 5)]
 
 
-def test_unpickled_is_of_the_class_that_is_asked_for():
-    class Mine(fx.GraphModule):
-        pass
-
-    gm = fx.symbolic_trace(nn.Linear(2, 2))
-    again = _torch.unpickled(Mine, *gm.__reduce__()[1])
-    assert isinstance(again, Mine) and torch.equal(again(torch.ones(1, 2)), gm(torch.ones(1, 2)))
-
-
 def test_the_layout_of_mkldnn():
     assert torch.ones(2, 2).to_mkldnn().layout is _torch.MKLDNN
 
@@ -461,11 +452,10 @@ def test_levels_of_functorch_are_counted_closed_and_looked_through():
     assert all(t.data_ptr() == whole.data_ptr() and t.shape == whole.shape for _, t, _ in seen)
     assert _torch.functorch_depth() == 0 and not torch._C._are_functorch_transforms_active()
     assert _torch.unwrapped(whole) is whole
-    torch._C._functorch._vmap_increment_nesting(3, "error")
-    try:
-        assert _torch.functorch_depth() == 1
-    finally:
-        _torch.CLOSE_VMAP()
+    with _torch.levels_closed():
+        torch._C._functorch._vmap_increment_nesting(3, "error")
+        torch._C._functorch._grad_increment_nesting()
+        assert _torch.functorch_depth() == 2
     assert _torch.functorch_depth() == 0
 
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.ops.ambient_calls import may_change_modes
 from splitkit.graph.scope import Scope, region_kind
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
@@ -92,7 +93,7 @@ def _check_regions(flow: Dataflow, plan: Plan) -> None:
             keys = plan.places[by]
             if plan.places[node] != keys or PARENT in keys or node.op == "output":
                 raise _region_refused(node, by)
-        if flow.effects[node].ambient:
+        if may_change_modes(node, flow.effects[node]):
             left.update((kept, node) for kept in now if kept not in left)
 
 

@@ -34,7 +34,7 @@ from splitkit.engine.subgraphs import Subgraph
 from splitkit.graph.check_nodes import check_nodes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.input_overlap import Use, refuse_shared
-from splitkit.graph.ops import PURE
+from splitkit.graph.ops import PURE, Effects
 from splitkit.graph.shared_memory import REACHED, SIZES, Memory, memory_classes
 from splitkit.graph.storages import Lookup, storage_key
 from splitkit.graph.symbols import value_of
@@ -53,13 +53,13 @@ class OverlapCheck:
         inputs: name of an input -> its class, an index of ``uses``.
         attributes: name of a parameter or buffer of the parent -> its class.
         uses: class -> its uses that run out of graph order with a use of another class.
-        whole: whether whole storages are compared, because some op may touch bytes outside its input.
+        whole: class -> whether whole storages count, because some op on it may touch bytes outside its input.
     """
 
     inputs: Mapping[str, int]
     attributes: Mapping[str, int]
     uses: Sequence[Sequence[Use]]
-    whole: bool
+    whole: Sequence[bool]
 
     def write(self, module: fx.GraphModule, parts: Collection[str]) -> None:
         """Insert the check after the inputs of ``module``, whose children ``parts`` are its parts."""
@@ -68,8 +68,9 @@ class OverlapCheck:
         with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
             read = _Reader(graph, parts)
             given = [*(places[name] for name in self.inputs), *map(read.attribute, self.attributes)]
-            table = [(name, c, self.uses[c]) for name, c in (*self.inputs.items(), *self.attributes.items())]
-            graph.call_function(refuse_shared, (given, self.whole, json.dumps(table)))
+            classes = (*self.inputs.items(), *self.attributes.items())
+            table = [(name, c, self.uses[c], self.whole[c]) for name, c in classes]
+            graph.call_function(refuse_shared, (given, any(self.whole), json.dumps(table)))
         module.recompile()
 
 
@@ -145,7 +146,8 @@ def overlap_check(
     memory = memory_classes(flow.effects, flow.root, besides=[*inputs, *attributes, *held])
     of_inputs = {str(n.target).lstrip("*"): _class_in(memory, n) for n in inputs if _may_hold_memory(n)}
     roots = {*of_inputs.values(), *(_class_in(memory, item) for item in (*attributes, *held))}
-    uses = _involved(_uses(flow, memory, roots, times), set(of_inputs.values()))
+    every = _uses(flow, memory, roots, times)
+    uses = _involved(every, set(of_inputs.values()))
     if not uses:
         return None
     number = {c: i for i, c in enumerate(uses)}
@@ -156,7 +158,9 @@ def overlap_check(
         if isinstance(tensor, torch.Tensor) and (c := _class_in(memory, storage_key(tensor))) in number:
             of_attributes[name] = number[c]
     watched = {name: number[c] for name, c in of_inputs.items() if c in number}
-    return OverlapCheck(watched, of_attributes, list(uses.values()), _reaches_anywhere(flow))
+    anywhere = {node.name for node, effect in flow.effects.items() if _reaches_anywhere(node, effect)}
+    whole = [any(use.name in anywhere for use in every[c]) for c in uses]
+    return OverlapCheck(watched, of_attributes, list(uses.values()), whole)
 
 
 def _may_hold_memory(node: Node) -> bool:
@@ -164,13 +168,9 @@ def _may_hold_memory(node: Node) -> bool:
     return not isinstance(value_of(node), (int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _reaches_anywhere(flow: Dataflow) -> bool:
-    """Whether some node may touch bytes of a storage outside the tensors it is given."""
-    return any(
-        not effect.known or any(part in _torch.target_name(node) for part in _ANYWHERE)
-        for node, effect in flow.effects.items()
-        if effect is not PURE
-    )
+def _reaches_anywhere(node: Node, effect: Effects) -> bool:
+    """Whether a node may touch bytes of a storage outside the tensors it is given."""
+    return not effect.known or any(part in _torch.target_name(node) for part in _ANYWHERE)
 
 
 def _involved(uses: Mapping[Hashable, list[Use]], inputs: Set[Hashable]) -> dict[Hashable, list[Use]]:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.display import Shown
+from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.complete import check_plan
 from splitkit.engine.offload_copies import HostCopies
 from splitkit.engine.split import with_origin
@@ -317,7 +318,7 @@ def _forward(
             env[node] = graph.node_copy(node, env.__getitem__)
             copies.after(graph, node, env, hosts)
     graph.output(tuple(_copied(value, env | hosts) for value in outputs))
-    return fx.GraphModule(flow.root, graph)
+    return pickle_by_nodes(fx.GraphModule(flow.root, graph))
 
 
 def _backward(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], copies: HostCopies) -> fx.GraphModule:
@@ -328,7 +329,7 @@ def _backward(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], co
             copies.before(graph, node, env, hosts, back)
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(_copied(value, env) for value in flow.gradients))
-    return fx.GraphModule(flow.root, graph)
+    return pickle_by_nodes(fx.GraphModule(flow.root, graph))
 
 
 def _copied(value: object, env: Mapping[Node, Node]) -> Any:

@@ -21,6 +21,7 @@ from splitkit.engine.codegen.emit import Emitted, emit
 from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.module_names import Style
 from splitkit.engine.object_input_checks import object_input_check
+from splitkit.engine.output_hooks import HookHandle, hook_outputs
 from splitkit.engine.overlap_checks import overlap_check
 from splitkit.engine.replace_part import replace_child, require_replaceable
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
@@ -138,6 +139,31 @@ class Split(ShownPlan):
         replace_child(self.module, self.names[part], module, names, self.names.values())
         self.__dict__.pop("locations", None)
         self.__dict__.pop("shared", None)
+
+    def register_forward_hook(self, path: str, hook: Callable[[Any], Any]) -> HookHandle:
+        """Call ``hook(output)`` at each call of a module of the model, where a part has computed its output.
+
+        The parts of a captured graph hold the parameters of the model's modules and do not call the modules, so that a
+        hook on ``model.h[3]``, or on a module of that name in a part, never runs. This one does::
+
+            handle = split.register_forward_hook("h.3", lambda output: seen.append(output.detach()))
+
+        If the hook returns a value, that value takes the place of the output. The hook is set in the part that computes
+        the output (`parts` is modified in place), so parts that run on other ranks or devices keep it.
+
+        Args:
+            path: the name of the module in the model, as in ``model.named_modules()``.
+            hook: takes the output of the module: the value that is read outside of it.
+
+        Returns:
+            A handle; ``handle.remove()`` removes the hook.
+
+        Raises:
+            PolicyError: SK304 if the graph has no node of such a module.
+            PlanError: SK221 if several values of the module, or none, are read outside of it, or several parts compute
+                its output.
+        """
+        return hook_outputs({PARENT: self.module, **self.parts}, self.copies, self.flow.index, path, hook)
 
     def to_networkx(self) -> DiGraph[Any]:
         """Return the parts as an acyclic graph; nodes that the parent computes itself are vertices too, as

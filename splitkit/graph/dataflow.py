@@ -94,7 +94,7 @@ class Dataflow:
         """
         root = self.root
         wants = tuple(t.requires_grad for held in (root.parameters(), root.buffers()) for t in held)
-        key = (find, given, wants, tuple(module.training for module in root.modules()), _kernels())
+        key = (find, given, wants, tuple(getattr(module, "training", None) for module in root.modules()), _kernels())
         if key not in self._facts:
             self._facts[key] = find(self, *given)
         found: T = self._facts[key]
@@ -290,7 +290,18 @@ def module_path(node: Node) -> str:
         return str(node.target)
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
+    return _plain_path(str(list(stack.values())[-1][0]))
+
+
+def calls_around(node: Node) -> Mapping[str, str]:
+    """Return the calls of modules in which ``node`` was captured, outermost first: key of the call -> its module."""
+    stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    calls = {str(key): _plain_path(str(module[0])) for key, module in stack.items()}
+    own = {node.name: str(node.target)} if node.op == "call_module" and node.target not in calls.values() else {}
+    return {**calls, **own}
+
+
+def _plain_path(path: str) -> str:
     if path == _NO_MODULE:
         return ""
     path = path.removeprefix("L['self']").removeprefix("L__self__")

@@ -94,9 +94,9 @@ def values_again(gm: fx.GraphModule, kind: Callable[..., Values] | None = None) 
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with mode:
         fakes = pytree.tree_map_only(torch.Tensor, fake, values)
-    depth = _torch.functorch_depth()
     try:
-        return _run(gm, mode, fakes, kind or Values)
+        with _torch.levels_closed():  # the graph may end inside a vmap
+            return _run(gm, mode, fakes, kind or Values)
     except Exception as error:
         raise GraphError(
             "SK109",
@@ -104,9 +104,6 @@ def values_again(gm: fx.GraphModule, kind: Callable[..., Values] | None = None) 
             f"{message_line(error)}",
             "Capture with splitkit.capture, or make_fx(..., tracing_mode='fake'); register fakes of custom ops.",
         ) from error
-    finally:
-        while _torch.functorch_depth() > depth:  # the run has failed inside a vmap, or the graph ends there
-            _torch.CLOSE_VMAP()
 
 
 def rebinds(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

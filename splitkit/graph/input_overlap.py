@@ -50,6 +50,9 @@ class ByteRange(NamedTuple):
     width: int
 
 
+_Row = tuple[str, int, list[list[Any]], bool]
+
+
 class Use(NamedTuple):
     """A node that reads or writes memory: its place in the graph, and when it first and last runs in the split."""
 
@@ -156,8 +159,8 @@ def refuse_shared(given: List[Tensor], whole: bool, table: str) -> None:  # noqa
 
     Args:
         given: the inputs and attributes to compare.
-        whole: compare the whole storages, not only the bytes that the tensors show.
-        table: as JSON, ``[name, class, uses]`` for each of them; values of one class may share memory.
+        whole: whether the whole storages of some of them count, not only the bytes that the tensors show.
+        table: as JSON, ``[name, class, uses, whole]`` for each of them; values of one class may share memory.
 
     Raises:
         PlanError: SK212.
@@ -216,9 +219,10 @@ def _extent(tensor: Tensor) -> int:
 
 def _compare(given: Sequence[Any], owners: Sequence[int], whole: bool, table: str) -> None:
     """Check all pairs of blocks; sorted by address, so only pairs that may overlap are compared."""
-    found = [(block, owner) for value, owner in zip(given, owners, strict=True) for block in blocks(value, whole)]
+    known: list[_Row] = json.loads(table)
+    owned = zip(given, owners, strict=True)
+    found = [(block, owner) for value, owner in owned for block in blocks(value, whole and known[owner][3])]
     found.sort(key=lambda entry: entry[0].start)
-    known: list[tuple[str, int, list[list[Any]]]] = json.loads(table)
     for i, (one, owner) in enumerate(found):
         for other, reader in found[i + 1 :]:
             if other.start >= one.end:
@@ -227,15 +231,15 @@ def _compare(given: Sequence[Any], owners: Sequence[int], whole: bool, table: st
                 _refuse(known[owner], known[reader])
 
 
-def _refuse(*items: tuple[str, int, list[list[Any]]]) -> None:
-    found = out_of_order(Use(*use) for _, _, uses in items for use in uses)
+def _refuse(*items: _Row) -> None:
+    found = out_of_order(Use(*use) for _, _, uses, _ in items for use in uses)
     if found is None:
         return
     one, other = found
     writer = one if one.writes else other
     raise PlanError(
         "SK212",
-        f"{' and '.join(name for name, _, _ in items)} share memory in this call, and {writer.name} writes it: "
+        f"{' and '.join(name for name, _, _, _ in items)} share memory in this call, and {writer.name} writes it: "
         f"the graph runs {one.name} before {other.name}, the parts do not",
         "Pass a copy (x.clone()) as one of them, or split into parts that keep the order of the graph. "
         "splitkit.split(..., check_inputs=False) leaves this check out.",

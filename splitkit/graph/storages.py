@@ -147,7 +147,8 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
         if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
             # by address, not by storage object: torch.from_numpy makes several storages of one memory
             return storage.device, storage.data_ptr()
-        return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        # in a tuple: a StorageWeakRef raises when it is compared with anything but another one
+        return "storage", StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
 

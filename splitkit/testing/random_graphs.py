@@ -69,6 +69,9 @@ class _Writer:
         self.opaque, self.exotic = opaque, exotic
         self.graph = fx.Graph()
         self.values = [self.graph.placeholder(name) for name in ("x", "y")]
+        if opaque:  # what opaque code returns may then be known to be an input
+            for value in self.values:
+                value.meta["val"] = torch.empty(SIZE, SIZE, device="meta")
         if exotic:
             self.meters = [self.graph.placeholder("meter", Meter if choose(4) else None)]
             self.array = self.graph.placeholder("array", np.ndarray if choose(2) else None)
@@ -94,7 +97,7 @@ class _Writer:
             self.region, self.setting, self.saved_hooks, self.observe, self.number, self.size,
         ]  # fmt: skip
         if self.opaque:
-            special += [self.hidden, self.fresh]
+            special += [self.hidden, self.fresh, self.vmapped]
         if self.exotic:
             special = [
                 *(
@@ -191,6 +194,16 @@ class _Writer:
         name = HIDDEN[self.choose(len(HIDDEN))]
         self.values.append(self.graph.call_module(name, (self.graph.call_method("float", (self.value(),)),)))
         self.add(torch.mul, self.value(), self.graph.get_attr("state"))
+
+    def vmapped(self) -> None:
+        """Append ops on the rows of a tensor under ``vmap``, perhaps with a write to the tensor."""
+        self.call(_torch.OPEN_VMAP[1], SIZE, "error")
+        row = self.call(_torch.ADD_BATCH_DIM, self.value(), 0, 1)
+        if self.choose(2):
+            self.graph.call_method("mul_", (row, 0.5))
+        made = self.call(torch.cumsum, row, 0)
+        self.add(_torch.REMOVE_BATCH_DIM, made, 1, SIZE, self.choose(2))
+        self.call(_torch.CLOSE_VMAP[1])
 
     def leaf(self) -> None:
         """Append a leaf module that rebinds a buffer, perhaps with reads before and after."""

@@ -40,6 +40,8 @@ def close_all() -> None:
     torch.set_autocast_enabled("cpu", False)
     while _torch.TOP_HOOKS(True) is not None:
         _torch.POP_HOOKS()
+    while _torch.functorch_depth():
+        _torch.CLOSE_VMAP[0]()
 
 
 class Divided(nn.Module):

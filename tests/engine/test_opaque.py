@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 from collections import Counter
@@ -432,3 +433,81 @@ def test_what_was_read_before_opaque_code_is_still_the_old_value_after_it():
         return values([*module(X), *module(X)])
 
     assert tried(gm, run)["right"] == 4
+
+
+# ---------------------------------------------------------------- levels of vmap
+
+
+class Guarded(nn.Module):
+    """A vmap in an autocast block or under no_grad, between two layers in it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.layers = block, nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("table", torch.randn(5, 4))
+
+    def forward(self, x):
+        with self.block():
+            x = self.layers[0](x)
+            rows = torch.vmap(lambda row: row * 2)(self.table)
+            x = self.layers[1](x) + rows.mean()
+        return x * 2
+
+
+@pytest.mark.parametrize("block", [lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad])
+def test_a_vmap_changes_no_region_and_writes_nothing(block):
+    model, x = Guarded(block), torch.randn(3, 4)
+    gm = sk.capture(model, x)
+    flow = sk.analyze(gm)
+    assert not flow.written
+    for cut in range(1, len(flow.nodes)):
+        split = sk.split(gm, {node: int(i >= cut) for i, node in enumerate(flow.nodes)})
+        assert sk.compare(model, split, x).same, cut
+
+
+# ---------------------------------------------------------------- TorchScript
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.norm(self.linear(x)) * self.count
+
+
+class ScriptLeaves(fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return isinstance(module, torch.jit.ScriptModule) or super().is_leaf_module(module, name)
+
+
+SCRIPTS = {
+    "script": torch.jit.script,
+    "trace": lambda module: torch.jit.trace(module, torch.randn(2, 3), check_trace=False),
+    "frozen": lambda module: torch.jit.freeze(torch.jit.script(module.eval())),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_module_of_torchscript_is_a_leaf_like_any_unknown_module(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(SCRIPTS[kind](Counts()), nn.Linear(3, 3))
+    graph = ScriptLeaves().trace(model)
+    x, plan = torch.randn(2, 3), lambda node: int(node.name == "_1")
+    doors = [
+        lambda gm: sk.split(gm, plan),
+        lambda gm: sk.split(gm, plan, parameters="hoist"),
+        lambda gm: copy.deepcopy(sk.split(gm, plan)),
+        lambda gm: sk.split_module(gm, None, plan),
+        lambda gm: sk.inline(sk.split(gm, plan)),
+    ]
+    for door in doors:
+        whole, cut = (fx.GraphModule(copy.deepcopy(model), graph) for _ in range(2))
+        made = door(cut)
+        for _ in range(3):
+            assert torch.equal(whole(x), made(x))
+    assert sk.plan(cut, sk.policies.RoundRobin(2)).parts

@@ -127,6 +127,41 @@ def test_whole_storages_count_where_as_strided_leaves_the_slice():
     assert refused(sk.split(gm, where), *torch.arange(8.0).chunk(2))
 
 
+@fx.wrap
+def unknown(x):
+    return x * 1
+
+
+APART = {
+    "1-d": lambda t: (t[::2], t[1::2]),
+    "halves": lambda t: t.view(4, 12).chunk(2, -1),
+    "qkv": lambda t: t.view(2, 3, 2, 4).unbind(1)[:2],
+    "rows": lambda t: (t.view(8, 6)[::2], t.view(8, 6)[1::2]),
+    "parts of complex numbers": lambda t: torch.view_as_complex(t.view(24, 2)).view(6, 4).resolve_conj(),
+    "channels last": lambda t: t.view(1, 3, 4, 4).to(memory_format=torch.channels_last).chunk(3, 1)[:2],
+}
+
+
+@pytest.mark.parametrize("slices", APART)
+@pytest.mark.parametrize("elsewhere", [unknown, lambda a: torch.as_strided(a, (1,), (1,))])
+def test_slices_that_are_apart_are_accepted_though_a_node_may_leave_the_slice_of_another_tensor(slices, elsewhere):
+    def g(x, y):
+        a = y * 1
+        b = x.add_(10)
+        return elsewhere(a) - y, b * 1
+
+    gm = fx.symbolic_trace(g)
+    split = sk.split(gm, lambda node: int(node.name == "add_"))
+    results = []
+    for run in (gm, split):
+        given = APART[slices](torch.arange(48.0))
+        given = (given.real, given.imag) if isinstance(given, torch.Tensor) else given
+        results.append([*run(*given), *given])
+    assert all(map(torch.equal, *results))
+    row = torch.arange(6.0)
+    assert refused(split, row, row) and refused(split, row[:4:2], row[2::2])
+
+
 def test_a_node_that_writes_one_input_and_reads_the_other_is_in_order_with_itself():
     def g(x, y, z):
         a = z * 2

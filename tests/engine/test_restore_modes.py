@@ -149,3 +149,33 @@ def test_dynamo_and_strict_export_trace_the_code():
         assert x.grad.tolist() == [2.0, 2.0]
         x.grad = None
         assert torch.equal(torch.export.export(module, (x,), strict=True).module()(x), Quiet()(x))
+
+
+class Vmapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(4, 3))
+
+    def forward(self, i):
+        rows = torch.vmap(lambda row: self.table.sin().index_select(0, row))(i)
+        return rows.cos() + torch.vmap(torch.sin)(rows)
+
+
+@pytest.mark.parametrize("door", ["capture", "copy", "split", "split_module", "inline"])
+def test_an_error_inside_a_vmap_closes_its_level(door):
+    given = torch.tensor([[1]])
+    gm = sk.capture(Vmapped(), given)
+    names = [node.name for node in gm.graph.nodes if node.op == "call_function"]
+    plan = {name: int(i >= names.index("cos")) for i, name in enumerate(names)}
+    doors = {
+        **DOORS,
+        "split": lambda gm: sk.split(gm, plan).module,
+        "split_module": lambda gm: sk.split_module(gm, None, lambda node: plan[node.name]),
+        "inline": lambda gm: sk.inline(sk.split(gm, plan)),
+    }
+    module = doors[door](gm)
+    assert torch.equal(module(given), Vmapped()(given))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        module(torch.tensor([[9]]))
+    assert _torch.functorch_depth() == 0
+    assert torch.equal(module(given), Vmapped()(given))

@@ -6,9 +6,13 @@ import copy
 
 import pytest
 import torch
+from campaigns import these_first
 from custombackwards import BACKWARDS, Net, Pair, Scaled, Through
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # 2.11, 2.13, 2.15
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import splitkit as sk
+from splitkit import _torch
 from splitkit.graph.ops import effects_of
 from splitkit.policies import RoundRobin
 
@@ -64,6 +68,93 @@ def test_a_function_that_no_node_can_call_is_refused_with_its_line():
         sk.capture(Net(lambda net, h: torch.vmap(lambda t: Pair.apply(t[None], net.a.weight)[0])(h)), x)
     quiet = Net(lambda net, h: torch.no_grad()(Through.apply)(h, net.b) + h)  # no gradient, nothing to lose
     sk.compare(quiet, sk.capture(quiet, x), x).raise_if_different()
+
+
+class Doubled(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3
+
+
+@pytest.mark.parametrize(
+    "of_ids",
+    [
+        lambda net, ids: torch.vmap(Doubled.apply)(ids),
+        lambda net, ids: torch.no_grad()(torch.vmap(Doubled.apply))(net.a.weight),
+    ],
+)
+def test_a_function_under_vmap_that_needs_no_gradient_is_captured(of_ids):
+    net, x = Net(lambda net, h: h + of_ids(net, torch.arange(4))), torch.randn(4, 4)
+    gm = sk.capture(net, x)
+    assert sk.compare(net, sk.split(gm, sk.policies.Stages(2)), x).same
+
+
+class Flex(torch.nn.Module):
+    """FlexAttention with a mask or a score of its own, of [batch, 16, 2 heads of 4]."""
+
+    def __init__(self, mask, score):
+        super().__init__()
+        self.qkv, self.out, self.mask, self.score = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8), mask, score
+        self.register_buffer("documents", torch.arange(16) // 5)
+        self.bias = torch.nn.Parameter(torch.randn(2, 32))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(-1, 16, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mask = self.mask and (lambda b, h, i, j: self.mask(self, b, h, i, j))
+        score = self.score and (lambda s, b, h, i, j: self.score(self, s, b, h, i, j))
+        made = mask and create_block_mask(mask, None, None, 16, 16, device="cpu")
+        y = flex_attention(q, k, v, score, made)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def same_document(net, b, h, i, j):
+    return (i >= j) & (net.documents[i] == net.documents[j])
+
+
+@pytest.mark.parametrize(
+    ("mask", "score", "autocast"),
+    these_first(
+        [(same_document, lambda net, s, b, h, i, j: s + net.bias[h, i - j + 16], True)],
+        [
+            (same_document, None, False),
+            (None, lambda net, s, b, h, i, j: s + net.bias[h, i - j + 16], False),
+            (lambda net, b, h, i, j: (i >= j) & (i - j < 4), None, True),
+        ],
+    ),
+)
+def test_flex_attention_is_captured_and_split(mask, score, autocast):
+    net = Flex(mask, score).requires_grad_(False)  # the CPU has no backward
+    x = torch.randn(2, 16, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        gm = sk.capture(net, x)
+        split = sk.split(gm, sk.policies.Stages(2))
+        assert len(split.parts) == 2 and sk.compare(net, split, x).same
+    flow = sk.analyze(gm)
+    assert not flow.written and all(flow.effects[node].known for node in flow.nodes)
+
+
+def test_a_mask_made_from_a_learned_table_keeps_its_gradient_and_can_be_planned_jointly():
+    def learned(net, h):
+        with TransformGetItemToIndex():
+            return h * torch.vmap(lambda i: torch.vmap(lambda j: net.a.weight[i, j])(i + ids))(ids)
+
+    ids = torch.zeros(4, dtype=torch.long)
+    net, x = Net(learned), torch.randn(4, 4)
+    gm = sk.capture(net, x)
+    found = sk.compare(net, sk.split(gm, sk.policies.Stages(2)), x)
+    assert found.same and any(d.name == "gradient of a.weight" for d in found.gradients)
+    assert sk.capture_joint(gm, x, loss=torch.sum).graph_module.graph.nodes
+    assert _torch.functorch_depth() == 0
 
 
 def test_hooks_on_gradients_are_refused_with_their_line():

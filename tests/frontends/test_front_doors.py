@@ -94,19 +94,6 @@ def test_sizes_may_vary_within_their_bounds_and_together():
             run(torch.ones(5, 3), torch.ones(6, 3))
 
 
-def test_a_captured_graph_with_regions_is_not_pickled_without_them():
-    class Quiet(nn.Module):
-        def forward(self, x):
-            with torch.no_grad():
-                y = x * 2
-            return x * y
-
-    gm = sk.capture(Quiet(), torch.ones(2))
-    for made in (gm, copy.deepcopy(gm)):
-        with pytest.raises(sk.GraphError, match="SK107"):
-            pickle.dumps(made)
-
-
 def test_a_traced_graph_with_a_fixed_input_is_traceable_and_one_without_has_no_hook():
     class Flag(nn.Module):
         def forward(self, x, times=2, *, shift=1):

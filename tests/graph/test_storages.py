@@ -7,6 +7,7 @@ import torch
 from handgraphs import graph_of
 from torch import fx, nn
 
+import splitkit as sk
 from splitkit.errors import GraphError
 from splitkit.graph.storages import owned_tensors, storage_key, storages_shown
 
@@ -18,6 +19,38 @@ def test_values_that_share_memory_show_one_storage():
     base.meta["val"], view.meta["val"], other.meta["val"], both.meta["val"] = memory, memory[1:], apart, [memory, apart]
     assert storages_shown([base, view]) == {storage_key(memory)} and storages_shown([unknown]) == set()
     assert storages_shown([both]) == storages_shown([base, other]) == {storage_key(memory), storage_key(apart)}
+
+
+def test_keys_of_any_two_kinds_can_be_compared():
+    real, meta, sparse = torch.ones(4), torch.empty(4, device="meta"), torch.eye(2).to_sparse()
+    keys = [storage_key(t) for t in (real, meta, sparse)] + ["a token", graph_of(lambda g: g.output(None))]
+    assert [[one == other for other in keys] for one in keys] == [[i == j for j in range(5)] for i in range(5)]
+    assert storage_key(meta) == storage_key(meta[1:]) != storage_key(torch.empty(4, device="meta"))
+
+
+@fx.wrap
+def same(x):
+    return x
+
+
+class Wrapped(nn.Module):
+    def forward(self, x):
+        y = same(x)
+        return y.unsqueeze(0) * 2, y.view(-1).add_(1)
+
+
+class Vmapped(nn.Module):
+    def forward(self, x):
+        return torch.vmap(lambda row: row[0] * 2)(x) + x.sum()
+
+
+@pytest.mark.parametrize("make", [lambda x: fx.symbolic_trace(Wrapped()), lambda x: sk.capture(Vmapped(), x)])
+def test_views_of_what_unknown_code_returns_of_an_input_are_split(make):
+    x = torch.randn(3, 4)
+    gm = make(x)
+    sk.extend.propagate(gm, x)
+    split = sk.split(gm, {n.name: i % 2 for i, n in enumerate(sk.analyze(gm).nodes)}, on_cycle="refine")
+    assert sk.compare(gm, split, x).same and len(split.parts) > 1
 
 
 def reads(root, *names):

@@ -20,6 +20,7 @@ from splitkit.engine.module_names import Style, flat_names, module_names
 from splitkit.engine.segment_state_ops import SegmentGraph, SegmentStateOps, with_empty_segments
 from splitkit.engine.subgraphs import Subgraph
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.ops.ambient_calls import may_change_modes
 from splitkit.graph.scope import NEUTRAL, Scope, region_attributes
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
@@ -153,9 +154,11 @@ def _write_scoped(
             scope = scopes[node]
             scoped.move_to(scope)
         copy(node)
-        if flow.effects[node].ambient:
+        if may_change_modes(node, flow.effects[node]):
             scoped.opaque_ran()
     scoped.finish(NEUTRAL)
+    if any(flow.effects[node].ambient for node in computed):
+        restore_modes_on_error(scoped.graph)
     return scoped.attributes
 
 
@@ -217,7 +220,7 @@ class _Parent:
                 self._ran(step)
 
     def _ran(self, *nodes: Node) -> None:
-        if any(self._flow.effects[n].ambient for n in nodes):
+        if any(may_change_modes(n, self._flow.effects[n]) for n in nodes):
             self._scoped.opaque_ran()
 
     def _copy(self, node: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
 from threading import RLock
@@ -10,9 +11,8 @@ from typing import Any, cast
 from torch import fx, nn
 
 from splitkit import _torch
+from splitkit.engine.codegen.pickled_graphs import GraphData, graph_as_data, graph_of_data
 from splitkit.engine.codegen.tied_parameters import Tied
-from splitkit.errors import GraphError
-from splitkit.graph.scope import is_state_op
 
 _MODULE_CALL = nn.Module.__call__
 _MAKING_CODE = RLock()
@@ -60,45 +60,51 @@ class ChildDescriptor:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {self.name!r}") from None
 
 
-class _CarefulPickling(Tied):
-    """Refuses to pickle graphs with state ops: fx unpickles by tracing the code, which would lose them."""
-
-    graph: fx.Graph
+class _PickledByNodes(Tied):
+    """Pickles the nodes of its graph; see `reduce_module`."""
 
     def __reduce__(self) -> Any:
-        """Return the reduction for pickle; raise SK107 for a graph with regions."""
+        """Return the reduction for pickle."""
         kind: type[fx.GraphModule] = EagerPart if isinstance(self, (EagerPart, LazyPart)) else EagerParent
-        return reduce_module(cast(fx.GraphModule, self), kind, super().__reduce__)
+        return reduce_module(cast(fx.GraphModule, self), kind)
 
 
-def reduce_module(module: fx.GraphModule, kind: type[fx.GraphModule], reduce: Callable[[], Any]) -> Any:
-    """Return the reduction for pickle: that of fx, restored as a ``kind``, with the hooks that stand alone.
+def pickle_by_nodes(gm: fx.GraphModule) -> fx.GraphModule:
+    """Let pickle save the nodes of a module of torch's own class, and return it; see `reduce_module`."""
+    kind: Any = type(gm)  # each GraphModule has a class of its own
+    if kind.__reduce__ is fx.GraphModule.__reduce__:
+        kind.__reduce__ = lambda gm: reduce_module(gm, fx.GraphModule)
+    return gm
 
-    Fx drops all hooks, but a hook that refuses wrong inputs must not get lost.
 
-    Raises:
-        GraphError: SK107 for a graph with regions.
+def reduce_module(module: fx.GraphModule, kind: type[fx.GraphModule]) -> Any:
+    """Return the reduction for pickle, which restores a ``kind``: nodes, attributes, and the hooks that stand alone.
+
+    Fx saves the code and traces it again. Whatever reads no input would run at that moment, and never again: a write to
+    a buffer, ``torch.rand(3)``, the beginning of an autocast region.
     """
-    if state_ops := [n for n in module.graph.nodes if is_state_op(n)]:
-        raise GraphError(
-            "SK107",
-            f"torch.fx loses {state_ops[0].name} and every other region when it unpickles a graph",
-            "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
-            state_ops,
-        )
-    _, (body, imports) = cast(tuple[Any, tuple[dict[str, Any], str]], reduce())
+    for inner in module.modules():  # bodies of higher-order ops
+        if isinstance(inner, fx.GraphModule):
+            pickle_by_nodes(inner)
+    dropped = ("_hooks", "_with_kwargs", "_always_called")
+    body = {
+        name: type(value)() if name.endswith(dropped) else value
+        for name, value in module.__dict__.items()
+        if name not in ("_graph", "_code", "forward")
+    }
     checks = [hook for hook in module._forward_pre_hooks.values() if stands_alone(hook)]
-    without = {field: type(hooks)() for field, hooks in body.items() if field.endswith(("_hooks", "_with_kwargs"))}
-    return _restored, (kind, {**body, **without}, imports, checks)
+    return _restored, (kind, type(module).__name__, body, graph_as_data(module.graph), checks)
 
 
 def _restored(
-    kind: type[fx.GraphModule], body: dict[str, Any], imports: str, checks: list[Callable[..., Any]]
+    kind: type[fx.GraphModule], name: str, body: dict[str, Any], data: GraphData, checks: list[Callable[..., Any]]
 ) -> fx.GraphModule:
-    module = _torch.unpickled(kind, body, imports)
+    module = bare_module(kind, graph_of_data(data), name, body["training"])
+    module.__dict__.update(body)
     for check in checks:
         cast(Any, check).watch(module)
-    return module
+        module._register_deepcopy_hook(cast(Any, check).watch)  # 2.11, 2.13, 2.15
+    return pickle_by_nodes(module)
 
 
 def stands_alone(hook: object) -> bool:
@@ -106,11 +112,11 @@ def stands_alone(hook: object) -> bool:
     return hasattr(hook, "watch")
 
 
-class EagerParent(_CarefulPickling, fx.GraphModule):
+class EagerParent(_PickledByNodes, fx.GraphModule):
     """A parent whose code is generated when it is built."""
 
 
-class EagerPart(_CarefulPickling, fx.GraphModule):
+class EagerPart(_PickledByNodes, fx.GraphModule):
     """A part whose code is generated when it is built."""
 
     def recompile(self) -> Any:
@@ -130,7 +136,7 @@ class _Unmade:
         return module.forward
 
 
-class _Lazy(_CarefulPickling, _torch.LazyGraphModule):  # type: ignore[misc]
+class _Lazy(_PickledByNodes, _torch.LazyGraphModule):  # type: ignore[misc]
     """A GraphModule whose code is generated when its ``forward`` is first accessed.
 
     Torch's own class generates the code inside the first call and then calls the module once more, so that hooks fire
@@ -188,10 +194,32 @@ def bare_module(kind: type[fx.GraphModule], graph: fx.Graph, name: str, training
     return module
 
 
+class Container(nn.Module):
+    """Holds attributes that a graph reads under dotted names. No graph calls it, so that a hook on it never runs."""
+
+    def register_forward_hook(self, *args: Any, **options: Any) -> Any:
+        """Register a hook, and warn."""
+        _warn_of_hook()
+        return super().register_forward_hook(*args, **options)
+
+    def register_forward_pre_hook(self, *args: Any, **options: Any) -> Any:
+        """Register a hook, and warn."""
+        _warn_of_hook()
+        return super().register_forward_pre_hook(*args, **options)
+
+
+def _warn_of_hook() -> None:
+    warnings.warn(
+        "this module only holds parameters and buffers of a part, which computes without calling it: the hook never "
+        "runs. split.register_forward_hook(path, hook) sets one on the output of a module of the model.",
+        stacklevel=3,
+    )
+
+
 def bare_container(training: bool) -> nn.Module:
-    """Return an ``nn.Module()`` to hold attributes."""
-    module = nn.Module.__new__(nn.Module)
-    _fill(module, nn.Module, training=training)
+    """Return an empty module to hold attributes."""
+    module = Container.__new__(Container)
+    _fill(module, Container, training=training)
     return module
 
 

@@ -31,6 +31,7 @@ from splitkit.graph.ambient import DETERMINISTIC, FORWARD_GRAD, GRAD, HOOKS, reg
 from splitkit.graph.scope import is_state_op
 
 Body = list[str]
+_OPEN_VMAP, _CLOSE_VMAP = (tuple((target, False) for target in both) for both in (_torch.OPEN_VMAP, _torch.CLOSE_VMAP))
 _CALL = re.compile(r"^(\w+)(?: : [^=]+)? = ([\w.]+)\((.*?)\)(?:;|$)")
 _HOOKS = "torch._C._autograd._saved_tensors_hooks_"
 _CALLERS: Mapping[str, tuple[str, str]] = {
@@ -55,7 +56,7 @@ def restore_modes_on_error(graph: fx.Graph, always: bool = False) -> None:
         graph: the graph; the caller recompiles its module.
         always: restore the grad mode even if only the parts that the graph calls set it.
     """
-    if always or any(map(is_state_op, graph.nodes)):
+    if always or any(is_state_op(node) or node.target in _torch.OPEN_VMAP for node in graph.nodes):
         graph.on_generate_code(_with_always if always else _with)
 
 
@@ -115,8 +116,8 @@ class _Regions:
     base: str
     settings: list[str] = field(default_factory=list)
     opened: list[tuple[str, str]] = field(default_factory=list)
-    _enters: Mapping[str, bool] = field(default_factory=lambda: _names(region_targets().enters))
-    _exits: Mapping[str, bool] = field(default_factory=lambda: _names(region_targets().exits))
+    _enters: Mapping[str, bool] = field(default_factory=lambda: _names((*region_targets().enters, *_OPEN_VMAP)))
+    _exits: Mapping[str, bool] = field(default_factory=lambda: _names((*region_targets().exits, *_CLOSE_VMAP)))
     _setters: Mapping[str, str] = field(default_factory=lambda: _names(setting_targets()))
     _waiting: dict[str, list[int]] = field(default_factory=dict)  # handle, or "" -> the indices of open regions
 

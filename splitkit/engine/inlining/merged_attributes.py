@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from splitkit._torch import attributes_of
+from splitkit.engine.codegen.part_modules import Container, pickle_by_nodes
 from splitkit.engine.module_names import unique_name
 from splitkit.graph.storages import attribute
 
@@ -20,7 +21,7 @@ class MergedAttributes:
     """
 
     def __init__(self, original: fx.GraphModule, modules: Iterable[fx.GraphModule]) -> None:
-        self.module = fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(original).__name__)
+        self.module = pickle_by_nodes(fx.GraphModule(nn.Module(), fx.Graph(), class_name=type(original).__name__))
         self._own: set[nn.Module] = set()  # new containers, which may be modified
         self._fill(self.module, original)
         self._names: dict[tuple[int, str], str] = {}
@@ -46,7 +47,7 @@ class MergedAttributes:
         for name, buffer in held.buffers.items():
             module.register_buffer(name, buffer, name not in held.unsaved)
         for name, child in held.modules.items():
-            if type(child) is nn.Module:
+            if child is not None and type(child) in (nn.Module, Container):
                 module.add_module(name, nn.Module())
                 self._fill(module.get_submodule(name), child)
             else:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import Costs
+from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.complete import check_plan
 from splitkit.engine.joint_stages.host_values import StageOffload, await_copy, start_copy
 from splitkit.engine.joint_stages.stage_checks import check_effects, stage_line
@@ -287,4 +288,4 @@ def _emit(
         return value(graph, env) if callable(value) else value
 
     graph.output((*map(returned, outputs), *(env[value] for value in leaving)))
-    return fx.GraphModule(flow.root, graph)
+    return pickle_by_nodes(fx.GraphModule(flow.root, graph))

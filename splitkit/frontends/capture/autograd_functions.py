@@ -19,8 +19,10 @@ All names below are private to torch; checked on 2.11, 2.13 and 2.15.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import EllipsisType, ModuleType, NoneType
 from typing import Any, cast
 from unittest.mock import patch
@@ -38,9 +40,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from splitkit._torch import pytree
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, listed
 from splitkit.frontends.capture.capture_errors import lost_hook_error, user_line
 from splitkit.frontends.capture.export_blocks import ReentrantCheckpoint
+from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.facts import Described, Effects, unknown_effects
 from splitkit.graph.storages import storage_key
 
@@ -50,7 +53,11 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Types that a node can hold as constants, and further types that hold no tensor.
 _SHOWN = (int, float, complex, bool, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (*_SHOWN, *_SYMBOLS, bytes, EllipsisType, type, slice, ModuleType, torch.Generator)
-_TRACED_MODULES = ("torch.utils.checkpoint", "torch._higher_order_ops", "torch._library", "torch._functorch")
+# The last has ModIndex, a lookup in a mask or score of FlexAttention, which torch makes a node of.
+_TRACED_MODULES = (
+    *("torch.utils.checkpoint", "torch._higher_order_ops", "torch._library", "torch._functorch"),
+    "torch._dynamo._trace_wrapped_higher_order_op",  # 2.11, 2.13, 2.15
+)
 
 
 class FunctionCall(Described):
@@ -106,7 +113,11 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
 
     def apply(function: type[Function], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         mode: Any = _mode_of(torch._C._TorchDispatchModeKey.PROXY)  # of all threads
-        if mode is None or not torch.is_grad_enabled() or threading.get_ident() != me:
+        if mode is None or threading.get_ident() != me:
+            return run(*args, **kwargs)
+        if _is_batched_forward(function, (args, kwargs)):
+            return cast(Any, function).forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         through = _traced_instead(function, run)
         if through is not None:
@@ -123,9 +134,37 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
                     node.target, node.args = calls[number], node.args[1:]
             if stand_ins:
                 module.recompile()
+        if _lookups_as_ops(gm.graph):
+            gm.recompile()
 
     with apply_replaced(apply, _refuse_bound), _no_saved_tensors_hooks():
         yield put_in
+
+
+def _lookups_as_ops(graph: fx.Graph) -> bool:
+    """Replace each lookup in a mask that is made from tensors, of which torch makes a call of a Function, by an op.
+
+    The gradients are the same, and Dynamo can trace the op. FlexAttention's own bodies keep the Function, whose
+    backward its kernels know.
+    """
+    calls = graph.find_nodes(op="call_function", target=torch.ops.higher_order.flat_apply)
+    lookups = [node for node in calls if op_tables.LOOKUP in node.args]
+    for node in lookups:
+        first = node.args.index(op_tables.LOOKUP) + 1
+        described = [a for a in node.args[: first - 1] if isinstance(a, fx.Node)]
+        node.target, node.args = torch.ops.aten.index.Tensor, (node.args[first], list(node.args[first + 1 :]))
+        for spec in described:
+            if not spec.users:
+                graph.erase_node(spec)
+    return bool(lookups)
+
+
+def _is_batched_forward(function: type[Function], inputs: Any) -> bool:
+    """Whether a Function runs under ``vmap`` and needs no backward, so that its forward can be traced: torch cannot."""
+    if not torch._C._are_functorch_transforms_active() or not function.generate_vmap_rule:
+        return False
+    leaves = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    return not torch.is_grad_enabled() or not any(t.is_floating_point() or t.is_complex() for t in leaves)
 
 
 def _traced_instead(function: type[Function], run: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -327,6 +366,35 @@ def refuse_module_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise lost_hook_error(f"{name or 'the model'} ({type(module).__name__}) has a backward hook")
+
+
+# Libraries whose forward hooks compute something (weight_norm) or move tensors: that is captured with the model.
+_LIBRARIES = ("torch", "accelerate", "transformers", "peft", "diffusers", "splitkit")
+
+
+def warn_of_forward_hooks(model: nn.Module) -> None:
+    """Warn of a user's forward hooks: export traces them once, on tensors without data, and no graph calls them."""
+    tables = ("_forward_hooks", "_forward_pre_hooks")  # 2.11, 2.13, 2.15
+    hooked = {
+        name or "the model": type(module).__name__
+        for name, module in model.named_modules()
+        if any(_is_of_user(hook) for table in tables for hook in getattr(module, table, {}).values())
+    }
+    if hooked:
+        name = next(iter(hooked))
+        warnings.warn(
+            f"forward hooks of {listed([f'{name} ({kind})' for name, kind in hooked.items()], 4)} run once during the "
+            "capture, on tensors without data, and the graph keeps only the ops that they run. A split calls hooks "
+            f"that are set on it: split.register_forward_hook({name!r}, hook).",
+            stacklevel=3,
+        )
+
+
+def _is_of_user(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    known = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(getattr(known, "__module__", "")).split(".")[0] not in _LIBRARIES
 
 
 @contextmanager

@@ -15,11 +15,18 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.ambient_autocast import autocast_recorded, refuse_autocast
-from splitkit.frontends.capture.autograd_functions import functions_as_nodes, refuse_lost_functions, refuse_module_hooks
+from splitkit.frontends.capture.autograd_functions import (
+    functions_as_nodes,
+    refuse_lost_functions,
+    refuse_module_hooks,
+    warn_of_forward_hooks,
+)
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.capture.export_blocks import blocks_as_nodes, restore_callers_grad
 from splitkit.frontends.capture.first_call import (
@@ -70,6 +77,9 @@ def capture(
     cache instead of changing it. If capture fails because the model hooks submodules or creates buffers in its first
     call, the model is called once and captured again.
 
+    A graph does not call the model's modules: their forward hooks run once, during the capture, and the graph keeps the
+    ops that they run. A warning names modules with hooks; `splitkit.Split.register_forward_hook` sets them on a split.
+
     If all parameters are on ``meta``, inputs and buffers are captured on ``meta`` as well, on whatever device they are.
     Non-persistent buffers keep their values for `splitkit.load` if they are real, or if it is a transformers model.
 
@@ -108,12 +118,15 @@ def capture(
     register_caches_among(given)
     args, kwargs = inputs_on_meta(model, copy_repeated(given))
     refuse_module_hooks(model)
-    if how != "export":
+    if how == "export":
+        warn_of_forward_hooks(model)
+    else:
         refuse_autocast("symbolic_trace loses it")
     with autocast_recorded(model), capture_conditions(), buffers_on_meta(model) as values:
         try:
             gm = retry_after_call(model, args, kwargs, ways[how])
             keep_values(gm, values)
+            pickle_by_nodes(gm)
             _note_repeated(gm, how, model, *given)
             return gm
         except CaptureError as refusal:
@@ -292,10 +305,11 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
 
 @contextmanager
 def capture_conditions() -> Iterator[None]:
-    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state afterwards."""
+    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state and levels of vmap."""
     state = torch.get_rng_state()
     try:
         with (
+            _torch.levels_closed(),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import fx
 from torch.fx import _pytree as fx_pytree  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree
-from splitkit.engine.codegen.part_modules import reduce_module
+from splitkit.engine.codegen.part_modules import pickle_by_nodes
 
 Size = int | str | None
 """The size of a dimension: fixed, the name of a symbol, or ``None`` where only torch's own check knows."""
@@ -52,9 +51,7 @@ class InputCheck:
     def watch(self, gm: fx.GraphModule) -> None:
         """Register the check on ``gm``, so that modules unpickled from it have the check too."""
         gm.register_forward_pre_hook(self, with_kwargs=True)
-        kind: Any = type(gm)  # each GraphModule has a class of its own
-        if kind.__reduce__ is fx.GraphModule.__reduce__:
-            kind.__reduce__ = _reduce
+        pickle_by_nodes(gm)
 
     def __call__(self, gm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise RuntimeError for inputs of another size or value, ValueError for another structure."""
@@ -114,11 +111,6 @@ class InputCheck:
         if low is not None and given < low:
             return f"to be >= {low}"
         return f"to be <= {high}" if high is not None and given > high else ""
-
-
-def _reduce(gm: fx.GraphModule) -> Any:
-    """Pickle a graph module with its hooks and regions, which ``fx.GraphModule.__reduce__`` drops."""
-    return reduce_module(gm, fx.GraphModule, partial(fx.GraphModule.__reduce__, gm))
 
 
 def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: Any) -> list[Any]:

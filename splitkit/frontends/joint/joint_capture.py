@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
+from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.joint_stages.divide_stages import divide_by_policy
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair
@@ -204,6 +205,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     inputs = (n for n in gm.graph.find_nodes(op="placeholder") if n.name in signature.inputs)
     mark_repeated_inputs((n, given[signature.inputs[n.name]]) for n in inputs)
     name_modules(gm.graph)
+    pickle_by_nodes(gm)
     # Export lifts constants of the model to buffers that only the exported graph has.
     has_all = {name for name, _ in model.named_buffers(remove_duplicate=False)}.issuperset(signature.buffers.values())
     return Joint(gm, signature, model if has_all else step.model)

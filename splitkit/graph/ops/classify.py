@@ -114,6 +114,8 @@ def _higher_order(node: Node, root: nn.Module, memo: Memo) -> Effects:
     operands = tuple(n for n in node.all_input_nodes if n not in found)
     if name == "print":
         return Effects(impure=True)
+    if name == "flat_apply" and op_tables.LOOKUP in node.args:
+        return PURE
     if inner:  # auto_functionalized clones what its op writes; with_effects does not
         writes = any(f.writes for f in inner) and not name.startswith("auto_functionalized")
         return Effects(

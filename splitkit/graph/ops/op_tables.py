@@ -146,6 +146,8 @@ AMBIENT = frozenset(
         "__enter__ __exit__ wait_stream wait_event backward"
     )
 )
+# Functions of functorch that put a tensor on the level of a vmap, or take it off. They change no level.
+BATCHED_VIEWS = frozenset(("_add_batch_dim", "_remove_batch_dim"))  # 2.11, 2.13, 2.15
 # Methods of lists, dicts and sets that change nothing.
 CONTAINER_READS = frozenset(
     _words(
@@ -167,7 +169,8 @@ TORCH_MODULES = frozenset(
         "torch torch._C torch._tensor torch._VF torch.functional torch.linalg torch.fft torch.special "
         "torch.random torch.cuda.random torch.nn.functional torch.sparse torch.nested torch._C._nn "
         "torch._C._linalg torch._C._fft torch._C._special torch._C._sparse torch._C._nested "
-        "torch.amp.autocast_mode torch.fx.experimental.symbolic_shapes torch._C._VariableFunctions"
+        "torch.amp.autocast_mode torch.fx.experimental.symbolic_shapes torch._C._VariableFunctions "
+        "torch._functorch.predispatch torch._C._functorch"
     )
 )
 # Functions, methods and operators -> the arguments of which they read the size, dtype or device, and no memory.
@@ -265,3 +268,5 @@ WRAPPERS = frozenset(
 
 # Operators of other namespaces that were read, and draw no random numbers: matrix products of transformers' experts.
 READ = frozenset(_words("transformers::grouped_mm_fallback transformers::grouped_mm_fallback_backward"))
+# The torch.autograd.Function that export calls for a lookup in a mask or score of FlexAttention: 2.11, 2.13, 2.15.
+LOOKUP = "torch._dynamo._trace_wrapped_higher_order_op.ModIndex"

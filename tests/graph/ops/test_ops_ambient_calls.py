@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.autograd import forward_ad
 
 from splitkit.graph.ops import effects_of, op_tables
-from splitkit.graph.ops.ambient_calls import is_ambient
+from splitkit.graph.ops.ambient_calls import is_ambient, may_change_modes
 
 SETTERS = [
     torch.set_grad_enabled,
@@ -52,6 +52,24 @@ SETTERS = [
 def test_setters_of_ambient_state(target: Any) -> None:
     e = effects_of(call(target, X), ROOT)
     assert e.ambient and e.impure
+
+
+def test_a_vmap_opens_a_level_and_takes_views() -> None:
+    class Mapped(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return torch.vmap(torch.sin)(x)
+
+    graph = torch.export.export(Mapped(), (torch.ones(2, 3),)).graph
+    found = {node.target.__name__: effects_of(node, ROOT) for node in graph.nodes if node.op == "call_function"}
+    levels = [name for name, effects in found.items() if effects.ambient]
+    assert levels == ["lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"]
+    for node in graph.nodes:
+        if node.op == "call_function":
+            assert not may_change_modes(node, effects_of(node, ROOT))
+    views = [effects for name, effects in found.items() if "batch_dim" in name]
+    assert len(views) == 2 and all(e.aliases and e.known and not e.writes and not e.random for e in views)
+    changed = call(torch.set_grad_enabled, False)
+    assert may_change_modes(changed, effects_of(changed, ROOT))
 
 
 @pytest.mark.parametrize("name", ["__enter__", "__exit__", "wait_stream", "backward"])
