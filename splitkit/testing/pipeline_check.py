@@ -23,6 +23,7 @@ from splitkit.runtime.devices.hardcoded_devices import follow_device
 from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.ranks import fsdp
 from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep
+from splitkit.runtime.ranks.step_sizes import scaled
 from splitkit.short_repr import brief
 from splitkit.testing.trial import flattened_output
 
@@ -95,14 +96,12 @@ class UnsplitModel:
         """Run forward and backward of a batch, as `Pipeline.step` does; return the losses, shape (microbatches,)."""
         pipe, losses = self.pipe, []
         kwargs, target = pipe.with_target(kwargs, target)
-        cut = pipe.cut(*args, **kwargs)
-        sizes = pipe.sizes(cut)
-        targets = pipe.cut_target(target, sizes, kwargs.get("microbatches") is not None)
+        divided = pipe.divide(*args, target=target, **kwargs)
         self.digests = []
-        outputs = self._outputs(cut, args, kwargs)
-        for output, share, wanted in zip(outputs, sizes.shares, targets, strict=True):
+        outputs = self._outputs(divided.inputs, args, kwargs)
+        for output, share, wanted in zip(outputs, divided.sizes.shares, divided.targets, strict=True):
             loss = pipe.loss_of(output, wanted)
-            (loss * share.numerator / share.denominator).backward()  # type: ignore[no-untyped-call]
+            scaled(loss, share).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().reshape(()))
             self.digests.append(digest(output))
         self.steps += 1
