@@ -96,7 +96,7 @@ class UnsplitModel:
         """Run forward and backward of a batch, as `Pipeline.step` does; return the losses, shape (microbatches,)."""
         pipe, losses = self.pipe, []
         kwargs, target = pipe.with_target(kwargs, target)
-        divided = pipe.divide(*args, target=target, **kwargs)
+        divided = pipe.divide(args, kwargs, target)
         self.digests = []
         outputs = self._outputs(divided.inputs, args, kwargs)
         for output, share, wanted in zip(outputs, divided.sizes.shares, divided.targets, strict=True):

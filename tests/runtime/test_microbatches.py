@@ -12,13 +12,16 @@ import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.microbatches import BatchSplitter
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.step_sizes import reduced
 
 CPU = torch.device("cpu")
 
 
-def splitter(model: nn.Module, count: int, dynamic: bool, **inputs: torch.Tensor) -> BatchSplitter:
+def splitter(
+    model: nn.Module, count: int, dynamic: bool, named: dict[str, int | None] | None = None, **inputs: torch.Tensor
+) -> BatchSplitter:
     gm = sk.capture(model, dynamic=dynamic, **inputs)
-    return BatchSplitter(chain_of(sk.split(gm, sk.policies.Stages(1))), count, CPU)
+    return BatchSplitter(chain_of(sk.split(gm, sk.policies.Stages(1))), count, CPU, batch_dims=named)
 
 
 def inputs(dynamic: bool = False) -> BatchSplitter:
@@ -46,7 +49,7 @@ def tokens(rows: int, length: int, one: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def three() -> BatchSplitter:
-    return splitter(Tokens(), 3, True, **tokens(2, 7))
+    return splitter(Tokens(), 3, True, {"ids": 0}, **tokens(2, 7))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -60,7 +63,7 @@ def test_a_batch_is_as_many_microbatches_as_captured(dynamic):
 def test_a_last_microbatch_of_another_size_is_refused_with_the_sizes_that_work(rows):
     with pytest.raises(PipelineError, match=rf"SK802: input is float32\[{rows}, 4\]") as error:
         inputs().split([torch.randn(rows, 4)], {})
-    assert error.value.remedy.startswith("Give float32[6, 4]: 3 microbatches of [2, 4], as captured.")
+    assert error.value.remedy.startswith("Give float32[6, 4]: 3 microbatches of [2, 4], as captured, in dimension 0;")
     assert "dynamic=True" in error.value.remedy and "drop_last=True" in error.value.remedy
 
 
@@ -69,10 +72,10 @@ def test_symbolic_rows_are_shared_out_evenly_and_weighted(rows, each):
     x, cut = torch.randn(rows, 4), inputs(dynamic=True)
     made = cut.split([x], {})
     assert torch.equal(torch.cat([m["input"] for m in made]), x) and [len(m["input"]) for m in made] == each
-    sizes = cut.sizes(made)
-    assert list(sizes.rows) == each and sizes.shares == [Fraction(n, rows) for n in each]
+    sizes = cut.divide([x], {}, None, "mean").sizes
+    assert list(sizes.rows) == each and sizes.shares == tuple(Fraction(n, rows) for n in each)
     losses = torch.stack([m["input"].sum(1).mean() for m in made])
-    assert torch.allclose(sizes.mean(losses), x.sum(1).mean())
+    assert torch.allclose(reduced(losses, sizes.shares), x.sum(1).mean())
 
 
 def test_other_inputs_than_rows_go_to_each_microbatch(three):
@@ -87,7 +90,7 @@ def test_other_inputs_than_rows_go_to_each_microbatch(three):
 
 def test_a_batch_as_small_as_a_microbatch_is_shared_out_too(three):
     """Where sizes are fixed, it goes to each of them."""
-    two = splitter(Tokens(), 2, True, **tokens(4, 7))
+    two = splitter(Tokens(), 2, True, {"ids": 0}, **tokens(4, 7))
     assert [len(m["ids"]) for m in two.split([], tokens(4, 7))] == [2, 2]
     with pytest.raises(PipelineError, match="SK802: ids has 2 rows for 3 microbatches") as error:
         three.split([], tokens(2, 7))
@@ -107,19 +110,19 @@ def test_a_batch_as_small_as_a_microbatch_is_shared_out_too(three):
 )
 def test_sizes_that_do_not_fit_together_are_refused(three, change, says):
     with pytest.raises(PipelineError, match=f"SK802: .*{says}"):
-        three.sizes(three.split([], tokens(8, 7) | change))
+        three.divide([], tokens(8, 7) | change, None, None)
 
 
 def test_sizes_that_the_graph_does_not_allow_are_refused(three):
     """Export fixes what differs for 0 and 1, so a microbatch has two rows or more."""
     with pytest.raises(PipelineError, match=r"SK802: ids\.shape\[0\] is 1 in a microbatch") as error:
-        three.sizes(three.split([], tokens(5, 7)))
+        three.divide([], tokens(5, 7), None, None)
     assert "Give 2 rows or more for each microbatch" in error.value.remedy
-    halves = splitter(Halves(), 2, True, x=torch.randn(2, 8))
+    halves = splitter(Halves(), 2, True, {"x": 0}, x=torch.randn(2, 8))
     assert [m["x"].shape for m in halves.split([], {"x": torch.randn(6, 12)})] == [(3, 12)] * 2
     for length in (11, 34):
         with pytest.raises(PipelineError, match=r"SK802: .*x\.shape\[1\]"):
-            halves.sizes(halves.split([], {"x": torch.randn(4, length)}))
+            halves.divide([], {"x": torch.randn(4, length)}, None, None)
 
 
 class Halves(nn.Module):
@@ -130,22 +133,18 @@ class Halves(nn.Module):
         return x.view(x.shape[0], -1, 2).sum()
 
 
-def test_what_has_the_shape_of_a_microbatch_goes_to_each():
-    x = torch.randn(2, 4)
-    assert all(torch.equal(made["input"], x) for made in inputs().split([x], {}))
-
-
 def test_microbatches_may_be_given_with_sizes_of_their_own(three):
     given = [tokens(2, 5), tokens(4, 9), tokens(3, 5)]
     made = three.given(given)
     assert all(torch.equal(m[name], g[name]) for m, g in zip(made, given, strict=True) for name in g)
-    assert three.sizes(made).rows == (2, 4, 3)
+    assert three.divide([], {"microbatches": given}, None, "mean").sizes.rows == (2, 4, 3)
     with pytest.raises(PipelineError, match="SK802: 2 microbatches are given, and a step has 3"):
         three.given(given[:2])
     with pytest.raises(PipelineError, match="SK802: 4 microbatches are given, and a step has 3"):
         three.given([*given, given[0]])
     with pytest.raises(PipelineError, match=r"SK802: labels is \[2, 6\] in a microbatch"):
-        three.sizes(three.given([*given[:2], tokens(2, 5) | {"labels": torch.randn(2, 6)}]))
+        wrong = [*given[:2], tokens(2, 5) | {"labels": torch.randn(2, 6)}]
+        three.divide([], {"microbatches": wrong}, None, None)
     fixed = inputs()
     assert len(fixed.given([{"input": torch.randn(2, 4)}] * 3)) == 3
     with pytest.raises(PipelineError, match=r"SK802: input is float32\[3, 4\]"):

@@ -140,9 +140,8 @@ def _squares(graph: fx.Graph) -> frozenset[str]:
     """Return the symbols that are in two dimensions of one value of a graph."""
     found = set[str]()
     for value in _torch.pytree.tree_leaves([value_of(node) for node in graph.nodes]):
-        shape = value.shape if isinstance(value, torch.Tensor) else ()
-        # SymNode.expr: 2.11, 2.13, 2.15
-        each = [str(s) for size in shape if isinstance(size, torch.SymInt) for s in size.node.expr.free_symbols]
+        shape = shape_of(value) if isinstance(value, torch.Tensor) else ()
+        each = [symbol for size in shape for symbol in dict.fromkeys(symbols_in(size))]
         found.update(symbol for symbol in each if each.count(symbol) > 1)
     return frozenset(found)
 

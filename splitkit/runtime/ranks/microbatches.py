@@ -20,6 +20,7 @@ from splitkit.runtime.ranks.graph_sizes import Sizes
 from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.runtime.ranks.step_sizes import Reduction, StepSizes, shares_of
 
+_OTHER_SIZES = " For other sizes, capture with dynamic=True; for a smaller last batch, drop_last=True."
 EACH = "or give each microbatch: step(microbatches=[...])"
 """What works whatever the dimension of the batch is."""
 
@@ -227,7 +228,7 @@ class BatchSplitter:
             other = division(shapes, sized, self._named)
             if other.rows or other.unfit or not any(found.unfit.values()):
                 found, parts = other, sized
-        require_fit(given, likes, parts, found, self._named, EACH, bool(self._sizes.inputs))
+        require_fit(given, likes, parts, found, self._named, EACH, other=None if self._sizes.inputs else _OTHER_SIZES)
         return found
 
     def _undivided(self, values: Mapping[str, Any]) -> PipelineError | None:
@@ -287,12 +288,12 @@ class BatchSplitter:
         if not found.rivals:
             return
         name, dim = found.rivals[0]
-        look = f", {_look(given[name])}," if name in given else ""
-        first = 1 if dim == 0 else 0
+        others = sorted({dim, 0 if dim else 1})
+        ways = " or ".join(f"batch_dims={{{name!r}: {other}}}" for other in others)
         raise PipelineError(
             "SK802",
-            f"dimension {min(dim, first)} or dimension {max(dim, first)} of {name}{look} may hold the batch",
-            f"Name it where you make the pipeline: batch_dims={{{name!r}: 0}}, or another number; {EACH}.",
+            f"dimension {others[0]} or {others[1]} of {name}, {_look(given[name])}, may hold the batch",
+            f"Name the right one where you make the pipeline: {ways}; {EACH}.",
             [name],
         )
 
@@ -308,11 +309,12 @@ class BatchSplitter:
         counts = [*found.groups] or [ones]
         rivals = [extents[str(self._sizes.inputs[name][dim])] for name, dim in found.rivals]
         if len({tuple(Fraction(n, sum(own)) for n in own) for own in (*counts, *rivals)}) > 1:
+            name = next(iter(self._sizes.inputs))
             raise PipelineError(
                 "SK802",
                 "several dimensions may count the rows of the microbatches, by which their losses are weighted",
-                "Name the dimension where you make the pipeline: batch_dims="
-                f'{{{next(iter(self._sizes.inputs))!r}: 0}}, or another number; or give it another reduction than "mean".',
+                f"Name the right one where you make the pipeline, such as batch_dims={{{name!r}: 1}}; or give it "
+                'another reduction than "mean".',
             )
         return counts[0]
 
@@ -385,7 +387,8 @@ def require_fit(
     found: Division,
     named: BatchDims,
     each: str,
-    varies: bool = False,
+    *,
+    other: str | None,
 ) -> None:
     """Refuse an input that cannot be divided.
 
@@ -396,7 +399,7 @@ def require_fit(
         found: how they are divided.
         named: the dimensions that the caller named.
         each: what else works.
-        varies: whether the graph has symbolic sizes.
+        other: what to do for other sizes, if those of the graph are fixed; otherwise ``None``.
 
     Raises:
         PipelineError: SK802; names the input and what would fit.
@@ -417,9 +420,8 @@ def require_fit(
             whole[dim] = sum(part[dim] for part in own)
         wants = f"{_dtype(like)}{whole}"
         remedy = f"Give {wants}, which fits the other inputs; {each}."
-        if not varies:
-            remedy = f"Give {wants}: {count} microbatches of {list(like.shape)}, as captured; {each}."
-            remedy += " For other sizes, capture with dynamic=True; for a smaller last batch, drop_last=True."
+        if other is not None:
+            remedy = f"Give {wants}: {count} microbatches of {list(like.shape)}, as captured, in dimension {dim}; {each}.{other}"
         raise _unfit(name, value, remedy)
 
 

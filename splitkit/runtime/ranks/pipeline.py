@@ -284,7 +284,7 @@ class Pipeline(StageTensors):
         """
         found, own = split_like(gm, self._captured()), self._reduction if reduction is None else reduction
         inputs = {str(node.target) for node in found.module.graph.find_nodes(op="placeholder")}
-        lost = [name for name in self._chain.facts.inputs if name not in inputs]
+        lost = [name for name in self.inputs if name not in inputs]
         if lost and own == "sum" and reduction is None:
             raise PipelineError(
                 "SK802",
@@ -368,6 +368,11 @@ class Pipeline(StageTensors):
         return self._inputs.with_target(kwargs, target)
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs of the graph."""
+        return tuple(self._chain.facts.inputs)
+
+    @property
     def needs(self) -> frozenset[str]:
         """The inputs that this rank reads, and ``target`` for a loss that it computes; others may be left out here."""
         read = {node for stage in self.stages for node in self._chain.inputs(stage)}
@@ -382,14 +387,14 @@ class Pipeline(StageTensors):
         with naming_lost_ranks(self._progress, "for all ranks to get a batch from rank 0"):
             return broadcast_batch(batch, self.device, self.group)
 
-    def divide(self, *args: Any, target: Any = None, is_last: bool = True, **kwargs: Any) -> DividedBatch:
+    def divide(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, is_last: bool = True) -> DividedBatch:
         """Split the inputs and the target of a step, and find the shares of the microbatches in its loss.
 
         Args:
             args: as in `step`.
+            kwargs: as in `step`, after `with_target`.
             target: the target; with ``microbatches`` a list of them.
             is_last: whether this rank computes the loss, and so needs all that its reduction reads.
-            kwargs: as in `step`, after `with_target`.
 
         Raises:
             PipelineError: SK802 as in `step`.
@@ -489,7 +494,7 @@ class Pipeline(StageTensors):
         self._fixed.require_autocast(self.device)
         if train:
             self._fixed.require_flags(self.named_parameters())
-        divided = self.divide(*args, target=target, is_last=has_loss, **kwargs)
+        divided = self.divide(args, kwargs, target, has_loss)
         if train:
             sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
         # only the loss reads the target, so that other ranks may leave it out

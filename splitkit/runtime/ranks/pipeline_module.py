@@ -28,14 +28,16 @@ class PipelineModule(nn.Module):
         pipe: the pipeline, which is trained.
         evaluation: `Pipeline.evaluation` of the model captured in eval mode, for calls in eval mode or without
             gradients.
-    """
 
-    accepts_loss_kwargs = False
-    """For ``Trainer``: it divides the loss by the accumulation steps, since the model does not count tokens."""
+    Attributes:
+        accepts_loss_kwargs: for ``Trainer``: whether the graph has the input ``num_items_in_batch``. If not, Trainer
+            divides the loss by the accumulation steps.
+    """
 
     def __init__(self, pipe: Pipeline, evaluation: Pipeline | None = None) -> None:
         super().__init__()
         self.pipe, self.evaluation = pipe, evaluation
+        self.accepts_loss_kwargs = "num_items_in_batch" in pipe.inputs
         for name, tensor in pipe.named_tensors().items():
             plain = name.replace(".", "/")
             if isinstance(tensor, nn.Parameter):
@@ -49,7 +51,7 @@ class PipelineModule(nn.Module):
         """Run a training step, or forward only in eval mode or without gradients.
 
         Returns:
-            ``{"loss": loss}``, the mean of the microbatches' losses, on every rank.
+            ``{"loss": loss}``, the loss of the step as the pipeline's ``reduction`` says, on every rank.
 
         Raises:
             PipelineError: SK802 in eval mode if there is no pipeline for it; otherwise as `Pipeline.step`.

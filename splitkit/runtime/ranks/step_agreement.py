@@ -7,8 +7,9 @@ Each rank gives a row of whole numbers, and all ranks get all rows::
     rank 1       0        1        1        1     1       3    81..    17..    95..
 
 The first four are added up: whether any rank refuses the call, asks for outputs, wants the weights compared, or was
-given a batch that it can divide. The others must be the same on all ranks; 0 stands for what a rank is not given, and matches everything. Only if a rank
-refuses or a number differs do the ranks exchange texts, from which all of them raise the same error.
+given a batch that can be divided. The others must be the same on all ranks; 0 stands for what a rank is not given, and
+matches everything. Only if a rank refuses or a number differs do the ranks exchange texts, from which all of them raise
+the same error.
 """
 
 from __future__ import annotations
@@ -143,16 +144,8 @@ def _with_row(call: PipelineCall, prepared: T) -> tuple[list[int], PipelineCall,
     batch = (call.inputs, call.targets)
     forms = [digest_of_text(str(_forms(given))) if given else 0 for given in batch]
     contents = [digest_of_tensors(leaf_tensors(dict(given))) if given else 0 for given in batch]
-    row = [
-        0,
-        call.outputs,
-        call.weights,
-        call.undivided is None,
-        1 + _KINDS.index(call.kind),
-        1 + call.number,
-        *forms,
-        *contents,
-    ]
+    flags = [0, call.outputs, call.weights, call.undivided is None]
+    row = [*flags, 1 + _KINDS.index(call.kind), 1 + call.number, *forms, *contents]
     return row, call, prepared
 
 

@@ -78,7 +78,7 @@ def checked_reduction(reduction: object) -> Reduction:
     if reduction not in ("mean", "sum") and not callable(reduction):
         remedy = 'Give "mean", "sum", or a function of the inputs of a microbatch that returns its weight.'
         raise PipelineError("SK802", f"the reduction is {shown(reduction)}", remedy)
-    return reduction  # type: ignore[return-value]
+    return reduction
 
 
 def scaled(loss: torch.Tensor, share: Fraction | float) -> torch.Tensor:
