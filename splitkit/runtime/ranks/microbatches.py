@@ -421,7 +421,7 @@ def require_fit(
         wants = f"{_dtype(like)}{whole}"
         remedy = f"Give {wants}, which fits the other inputs; {each}."
         if other is not None:
-            remedy = f"Give {wants}: {count} microbatches of {list(like.shape)}, as captured, in dimension {dim}; {each}.{other}"
+            remedy = f"Give {wants}: {count} microbatches of {list(like.shape)} in dimension {dim}; {each}.{other}"
         raise _unfit(name, value, remedy)
 
 
