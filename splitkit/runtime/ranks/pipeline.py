@@ -368,9 +368,9 @@ class Pipeline(StageTensors):
         return self._inputs.with_target(kwargs, target)
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """The inputs of the graph."""
-        return tuple(self._chain.facts.inputs)
+    def inputs(self) -> Mapping[str, torch.Tensor | None]:
+        """Input of the graph -> a tensor on ``meta`` as in one microbatch at capture; ``None`` if it is no tensor."""
+        return self._chain.facts.inputs
 
     @property
     def needs(self) -> frozenset[str]:

@@ -17,6 +17,8 @@ from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.fixed_at_capture import autocasts_of
 from splitkit.runtime.ranks.pipeline import Pipeline
 
+_NUMBER = "num_items_in_batch"
+
 
 class PipelineModule(nn.Module):
     """Run the steps of a pipeline as calls of a module.
@@ -30,14 +32,14 @@ class PipelineModule(nn.Module):
             gradients.
 
     Attributes:
-        accepts_loss_kwargs: for ``Trainer``: whether the graph has the input ``num_items_in_batch``. If not, Trainer
-            divides the loss by the accumulation steps.
+        accepts_loss_kwargs: for ``Trainer``: whether the graph has the input ``num_items_in_batch``, a tensor by which
+            it divides a sum. If not, Trainer divides the loss by the accumulation steps.
     """
 
     def __init__(self, pipe: Pipeline, evaluation: Pipeline | None = None) -> None:
         super().__init__()
         self.pipe, self.evaluation = pipe, evaluation
-        self.accepts_loss_kwargs = "num_items_in_batch" in pipe.inputs
+        self.accepts_loss_kwargs = pipe.inputs.get(_NUMBER) is not None
         for name, tensor in pipe.named_tensors().items():
             plain = name.replace(".", "/")
             if isinstance(tensor, nn.Parameter):
@@ -63,7 +65,7 @@ class PipelineModule(nn.Module):
         for parameter in held:
             parameter.grad = None
         try:
-            loss = self.pipe.step(*args, loss_everywhere=True, **kwargs).loss
+            loss = self.pipe.step(*args, loss_everywhere=True, **_counted(self.pipe, kwargs)).loss
             made = [parameter.grad for parameter in held]
         finally:
             for parameter, grad in zip(held, before, strict=True):
@@ -78,7 +80,15 @@ class PipelineModule(nn.Module):
                 "the model was called in eval mode or without gradients, but the pipeline was captured for training",
                 "Give PipelineModule(pipe, evaluation) a pipeline of the model captured in eval mode.",
             )
-        return self.evaluation.evaluate(*args, **kwargs).float()
+        return self.evaluation.evaluate(*args, **_counted(self.evaluation, kwargs)).float()
+
+
+def _counted(pipe: Pipeline, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword inputs with the number of items as the graph takes it: versions of Trainer give ints or floats."""
+    like, rest = pipe.inputs.get(_NUMBER), {name: value for name, value in kwargs.items() if name != _NUMBER}
+    if like is None or _NUMBER not in kwargs:
+        return rest
+    return {**rest, _NUMBER: torch.as_tensor(kwargs[_NUMBER], dtype=like.dtype)}
 
 
 class _AddGradients(torch.autograd.Function):
