@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -53,24 +52,20 @@ def prepare() -> None:
     torch.set_num_threads(1)
     whole, example = model(), {k: torch.stack([v] * (ROWS // MICROBATCHES)) for k, v in data()[0].items()}
     for more in ({}, {"num_items_in_batch": torch.tensor(5)}):
-        CAPTURED.extend((sk.capture(whole.train(), **example, **more), sk.capture(whole.eval(), **example)))
-
-
-def kept(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return (inputs["labels"][:, 1:] != -100).sum()
+        CAPTURED.extend(sk.capture(whole.train(mode), **example, **more) for mode in (True, False))
 
 
 def piped(*, counts: bool = False) -> PipelineModule:
     training, evaluating = copy.deepcopy(CAPTURED[2 * counts : 2 * counts + 2])
     split = sk.split(training, sk.policies.Stages(dist.get_world_size()))
     pipe = pipeline(split, "1f1b", MICROBATCHES, reduction="sum" if counts else "mean")
-    return PipelineModule(pipe, pipe.evaluation(evaluating, kept if counts else None))
+    return PipelineModule(pipe, pipe.evaluation(evaluating))
 
 
 def counted(net: nn.Module) -> list[float]:
     """Trainer's own loss: the sum over the kept labels of all accumulated batches, over their number."""
     if isinstance(net, PipelineModule):
-        net.loss_type = "ForCausalLM"  # by which Trainer counts
+        net.loss_type = model().loss_type  # by which Trainer counts
     else:
         del net.accepts_loss_kwargs
     return trainer(net, kept_labels=True)
