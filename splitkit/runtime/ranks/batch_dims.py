@@ -13,12 +13,15 @@ one of them, every microbatch gets it. For 4 microbatches:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from splitkit.graph.size_expressions import Expression
 
 BatchDims = Mapping[str, int | None]
 """Input -> the dimension that holds its batch; ``None`` if every microbatch gets the input as it is."""
+
+Rivals = tuple[tuple[str, int], ...]
+"""Dimensions, as (input, dimension), that may hold the batch."""
 
 Extent = tuple[int, ...]
 """Sizes of a symbol: at capture and in a call, or in each microbatch."""
@@ -42,14 +45,20 @@ class Division:
 
 
 def division(
-    given: Mapping[str, Sequence[int]], parts: Mapping[str, Sequence[Sequence[int]]], named: BatchDims
+    given: Mapping[str, Sequence[int]],
+    parts: Mapping[str, Sequence[Sequence[int]]],
+    named: BatchDims,
+    rows: tuple[int, ...] = (),
 ) -> Division:
     """Decide how inputs are divided.
+
+    Another dimension than 0 must be named, or have as many rows as the first input that is divided has in dimension 0.
 
     Args:
         given: input -> its shape.
         parts: input -> its shape in each microbatch.
         named: the dimensions that the caller named.
+        rows: the rows of each microbatch, if they are known already.
     """
     dims, unfit = dict[str, int](), dict[str, int | None]()
     for name, shape in given.items():
@@ -60,9 +69,10 @@ def division(
         elif found is not None:
             dims[name] = found
     lengths = {name: tuple(part[dim] for part in parts[name]) for name, dim in dims.items()}
-    known = [own for name, own in lengths.items() if dims[name] == 0 or name in named]
-    unfit |= {name: dims[name] for name, own in lengths.items() if own not in known}
-    return Division(dims, lengths, unfit, known[0] if known else ())
+    known = [own for name, own in lengths.items() if name in named] + [rows] * bool(rows)
+    known += [own for name, own in list(lengths.items())[:1] if dims[name] == 0]
+    unfit |= {name: dim for name, dim in dims.items() if dim > 0 and lengths[name] not in known}
+    return Division(dims, lengths, unfit, known[0] if known and dims else ())
 
 
 def _dims_that_fit(given: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int | None]:
@@ -83,11 +93,11 @@ class RowSymbols:
 
     Attributes:
         groups: extent -> the symbols at dimensions that hold the batch; with more than one, inputs differ in rows.
-        rivals: dimensions, as (input, dimension), that may hold the batch instead.
+        rivals: dimensions that may hold the batch instead.
     """
 
-    groups: Mapping[Extent, tuple[str, ...]] = field(default_factory=dict)
-    rivals: tuple[tuple[str, int], ...] = ()
+    groups: Mapping[Extent, tuple[str, ...]]
+    rivals: Rivals
 
 
 def row_symbols(

@@ -15,7 +15,7 @@ from splitkit.checks import is_whole, shown
 from splitkit.errors import PipelineError
 from splitkit.graph.call_signature import input_binder
 from splitkit.graph.size_expressions import evaluated
-from splitkit.runtime.ranks.batch_dims import BatchDims, Division, RowSymbols, division, row_symbols
+from splitkit.runtime.ranks.batch_dims import BatchDims, Division, Rivals, division, row_symbols
 from splitkit.runtime.ranks.graph_sizes import Sizes
 from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.runtime.ranks.step_sizes import Reduction, StepSizes, shares_of
@@ -224,10 +224,12 @@ class BatchSplitter:
         parts: Mapping[str, Sequence[Sequence[int]]] = {name: [likes[name].shape] * self._count for name in given}
         found = division(shapes, parts, self._named)
         if self._sizes.inputs and (found.unfit or not found.rows):
-            sized = self._symbolic_parts(given)
-            other = division(shapes, sized, self._named)
-            if other.rows or other.unfit or not any(found.unfit.values()):
+            sized, rows, rivals = self._symbolic_parts(given)
+            other = division(shapes, sized, self._named, rows)
+            if other.dims or other.unfit or not any(found.unfit.values()):
                 found, parts = other, sized
+                if not other.dims and not other.unfit and self._count > 1:
+                    _require_clear(rivals, given)
         require_fit(given, likes, parts, found, self._named, EACH, other=None if self._sizes.inputs else _OTHER_SIZES)
         return found
 
@@ -235,8 +237,13 @@ class BatchSplitter:
         given = {name: values[name] if values[name] is not None else like for name, like in self._likes.items()}
         return undivided(given, self._count, EACH) if self._count > 1 else None
 
-    def _symbolic_parts(self, given: Mapping[str, torch.Tensor]) -> dict[str, list[list[int]]]:
-        """Return input -> its shape in each microbatch, with the rows shared out as evenly as possible.
+    def _symbolic_parts(
+        self, given: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, list[list[int]]], tuple[int, ...], Rivals]:
+        """Share out the rows as evenly as possible.
+
+        Returns:
+            Input -> its shape in each microbatch; the rows of each, if symbols count them; and what else may be rows.
 
         Raises:
             PipelineError: SK802 if inputs have different numbers of rows, or fewer than there are microbatches; or if
@@ -249,14 +256,15 @@ class BatchSplitter:
                     sizes.setdefault(symbol, size)
         extents = {symbol: (known.captured[symbol], size) for symbol, size in sizes.items()}
         found = row_symbols(known.inputs, extents, known.squares, self._named)
-        each = [dict[str, int]()] * self._count
+        each, rows = [dict[str, int]()] * self._count, list[int]()
         if self._count > 1 and found.groups:
             symbols = tuple(symbol for group in found.groups.values() for symbol in group)
             rows = self._rows_of(given, symbols)
-            self._require_clear(found, given)
+            _require_clear(found.rivals, given)
             each = [dict.fromkeys(symbols, n) for n in rows]
         sized = [{**known.captured, **sizes, **own} for own in each]
-        return {name: [[evaluated(size, own) for size in known.inputs[name]] for own in sized] for name in given}
+        parts = {name: [[evaluated(size, own) for size in known.inputs[name]] for own in sized] for name in given}
+        return parts, tuple(rows), found.rivals
 
     def _rows_of(self, given: Mapping[str, torch.Tensor], symbols: Collection[str]) -> list[int]:
         """Return the rows of each microbatch."""
@@ -282,20 +290,6 @@ class BatchSplitter:
                 sorted(counts),
             )
         return [total // self._count + (i < total % self._count) for i in range(self._count)]
-
-    def _require_clear(self, found: RowSymbols, given: Mapping[str, Any]) -> None:
-        """Refuse inputs whose batch may be in several dimensions."""
-        if not found.rivals:
-            return
-        name, dim = found.rivals[0]
-        others = sorted({dim, 0 if dim else 1})
-        ways = " or ".join(f"batch_dims={{{name!r}: {other}}}" for other in others)
-        raise PipelineError(
-            "SK802",
-            f"dimension {others[0]} or {others[1]} of {name}, {_look(given[name])}, may hold the batch",
-            f"Name the right one where you make the pipeline: {ways}; {EACH}.",
-            [name],
-        )
 
     def _rows(self, sizes: Sequence[Sizes]) -> tuple[int, ...]:
         """Return the rows of microbatches that the caller has divided.
@@ -338,6 +332,19 @@ class BatchSplitter:
             )
         each = [found // self._count] * self._count if even else [n * (found // sum(rows)) for n in rows]
         return list(torch.split(leaf.to(self._device), each, dim))
+
+
+def _require_clear(rivals: Rivals, given: Mapping[str, torch.Tensor]) -> None:
+    """Refuse inputs whose batch may be in several dimensions."""
+    for name, dim in rivals:
+        others = sorted({dim, 0 if dim else 1})
+        ways = " or ".join(f"batch_dims={{{name!r}: {other}}}" for other in others)
+        raise PipelineError(
+            "SK802",
+            f"dimension {others[0]} or {others[1]} of {name}, {_look(given[name])}, may hold the batch",
+            f"Name the right one where you make the pipeline: {ways}; {EACH}.",
+            [name],
+        )
 
 
 def checked_dims(named: BatchDims | None, dims: Mapping[str, int]) -> BatchDims:
@@ -418,10 +425,10 @@ def require_fit(
         dim, whole = named.get(name, 0), list(own[0])
         if dim is not None and whole:
             whole[dim] = sum(part[dim] for part in own)
-        wants = f"{_dtype(like)}{whole}"
-        remedy = f"Give {wants}, which fits the other inputs; {each}."
+        how = "which fits the other inputs"
         if other is not None:
-            remedy = f"Give {wants}: {count} microbatches of {list(like.shape)} in dimension {dim}; {each}.{other}"
+            how = f"{count} microbatches of {list(like.shape)} in dimension {dim}" if dim is not None else "as captured"
+        remedy = f"Give {_dtype(like)}{whole}, {how}; {each}.{other or ''}"
         raise _unfit(name, value, remedy)
 
 

@@ -42,7 +42,7 @@ from splitkit.runtime.ranks.border_values import BorderValue, border_value
 from splitkit.runtime.ranks.graph_sizes import GraphSizes, graph_sizes
 from splitkit.short_repr import brief
 
-_CONSTANTS = (bool, int, float, str)
+_CONSTANTS = (bool, int, float, str, type(None))
 
 
 class StageSource(Protocol):
@@ -267,7 +267,9 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         captured=captured_types(flow.graph, flow.root),
         costly=costly_positions(flow) if given_caches(flow.root) else None,
         constants={
-            str(n.target): value for n, original in given if isinstance(value := value_of(original), _CONSTANTS)
+            str(n.target): original.meta["val"]
+            for n, original in given
+            if isinstance(original.meta.get("val", ...), _CONSTANTS)
         },
     )
 
