@@ -22,8 +22,8 @@ from splitkit.runtime.devices.device_map import captured_types
 from splitkit.runtime.devices.hardcoded_devices import follow_device
 from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.ranks import fsdp
-from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep
-from splitkit.runtime.ranks.step_sizes import scaled
+from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.step_losses import PipelineStep, scaled
 from splitkit.short_repr import brief
 from splitkit.testing.trial import flattened_output
 

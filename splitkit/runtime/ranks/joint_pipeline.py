@@ -27,16 +27,15 @@ from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failure
 from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
 from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
-from splitkit.runtime.ranks.microbatches import checked_dims, pieces, require_fit, undivided
+from splitkit.runtime.ranks.microbatches import checked_dims, cut_inputs, no_batch, require_fit
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
-from splitkit.runtime.ranks.pipeline import PipelineStep
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, require_process_group
 from splitkit.runtime.ranks.rank_device import device_of_rank
 from splitkit.runtime.ranks.rank_stages import handed_loss
 from splitkit.runtime.ranks.replicas import replicas, row_of_rank
 from splitkit.runtime.ranks.rng_state import RngHandover, microbatch_seed
 from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement
-from splitkit.runtime.ranks.step_sizes import Reduction, checked_reduction, reduced, shares_of
+from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced, shares_of
 
 _EACH = "or concatenate the microbatches in dimension 0"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -251,9 +250,9 @@ class JointPipeline:
         found = division({name: value.shape for name, value in given.items()}, parts, self._named)
         require_fit(given, self._likes, parts, found, self._named, _EACH, other="")
         call = PipelineCall("step", self.steps, values)
-        if not found.rows and count > 1 and (refused := undivided(given, count, _EACH)):
+        if not found.rows and count > 1 and (refused := no_batch(given, count, _EACH)):
             raise refused
-        divided = pieces(values, found, count, self.device)
+        divided = cut_inputs(values, found, count, self.device)
         primals = [{name: own[self._words[name]] for name in signature.inputs} for own in divided]
         return call, (primals, shares_of(self._reduction, (1,) * count, divided))
 

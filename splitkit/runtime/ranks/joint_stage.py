@@ -22,7 +22,7 @@ from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.gradient_slots import BorderSlots
 from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.rng_state import RngHandover
-from splitkit.runtime.ranks.step_sizes import scaled
+from splitkit.runtime.ranks.step_losses import scaled
 
 Graph = Callable[..., tuple[Any, ...]]
 

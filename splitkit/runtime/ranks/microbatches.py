@@ -16,9 +16,11 @@ from splitkit.errors import PipelineError
 from splitkit.graph.call_signature import input_binder
 from splitkit.graph.size_expressions import evaluated
 from splitkit.runtime.ranks.batch_dims import BatchDims, Division, Rivals, division, row_symbols
+from splitkit.runtime.ranks.digests import form_of
 from splitkit.runtime.ranks.graph_sizes import Sizes
 from splitkit.runtime.ranks.stage_chain import Chain
-from splitkit.runtime.ranks.step_sizes import Reduction, StepSizes, shares_of
+from splitkit.runtime.ranks.step_losses import Reduction, shares_of
+from splitkit.runtime.ranks.step_sizes import StepSizes
 
 _OTHER_SIZES = " For other sizes, capture with dynamic=True; for a smaller last batch, drop_last=True."
 EACH = "or give each microbatch: step(microbatches=[...])"
@@ -63,23 +65,13 @@ class BatchSplitter:
         self._likes = {name: like for name, like in self._wanted.items() if like is not None}
         self._named = checked_dims(batch_dims, {name: like.dim() for name, like in self._likes.items()})
 
-    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the inputs of each microbatch, by the names that they have in the graph.
-
-        If the graph has symbolic sizes, the rows are shared out as evenly as possible. An input that this rank does not
-        read may be missing, or ``None``.
-
-        Raises:
-            PipelineError: SK802 for arguments that the graph does not take, of another dtype or shape than captured, or
-                whose batch may be in several dimensions.
-        """
-        values = self._bound(args, kwargs)
-        return pieces(values, self._division(values), self._count, self._device)
-
     def divide(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, reduction: Reduction | None
     ) -> DividedBatch:
         """Return the microbatches of a step.
+
+        If the graph has symbolic sizes, the rows are shared out as evenly as possible. An input that this rank does not
+        read may be missing, or ``None``.
 
         Args:
             args: the inputs.
@@ -88,26 +80,27 @@ class BatchSplitter:
             reduction: the reduction of the losses; ``None`` on a rank that computes none.
 
         Raises:
-            PipelineError: SK802 as `split`, `given`, `targets` and `shares_of`.
+            PipelineError: SK802 for arguments that the graph does not take, of another dtype or shape than captured, or
+                whose batch may be in several dimensions; and as `targets` and `shares_of`.
         """
-        kwargs = dict(kwargs)
-        each, undivided = kwargs.pop("microbatches", None), None
+        whole = {name: value for name, value in kwargs.items() if name != "microbatches"}
+        each, rows, error = kwargs.get("microbatches"), tuple[int, ...](), None
         if each is None:
-            values = self._bound(args, kwargs)
+            values = self._bound(args, whole)
             found = self._division(values)
-            inputs = pieces(values, found, self._count, self._device)
-            rows = found.rows or (1,) * self._count
+            inputs, rows = cut_inputs(values, found, self._count, self._device), found.rows or (1,) * self._count
             targets = self.targets(target, rows, found)
-            undivided = None if found.rows else self._undivided(values)
+            if not found.rows and self._count > 1:
+                given = {name: like if values[name] is None else values[name] for name, like in self._likes.items()}
+                error = no_batch(given, self._count, EACH)
         else:
             inputs, targets = self.given(each), self.given_targets(target)
-            rows = ()
         sizes = tuple(self._sizes.bound(own) for own in inputs)
         if not rows:
             rows = self._rows(sizes) if reduction == "mean" else (1,) * self._count
         batch = [own if target is None else {**own, "target": t} for own, t in zip(inputs, targets, strict=True)]
         shares = () if reduction is None else shares_of(reduction, rows, batch)
-        return DividedBatch(inputs, targets, StepSizes(sizes, rows, shares), undivided)
+        return DividedBatch(inputs, targets, StepSizes(sizes, rows, shares), error)
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of a step by their names in the graph, as they are given: for all microbatches together.
@@ -126,13 +119,13 @@ class BatchSplitter:
         return {name: [inputs[name] for inputs in each] for name in self._wanted}
 
     def given(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return the inputs of each microbatch as `split` does, where the caller has split the batch.
+        """Return the inputs of each microbatch as `divide` does, where the caller has divided the batch.
 
         Args:
             microbatches: the keyword inputs of each microbatch.
 
         Raises:
-            PipelineError: SK802 for another number of microbatches, and as in `split`.
+            PipelineError: SK802 for another number of microbatches, and as in `divide`.
         """
         if len(microbatches) != self._count:
             raise PipelineError(
@@ -208,7 +201,7 @@ class BatchSplitter:
                 raise PipelineError("SK802", f"{name} is a {type(found[name]).__name__}", "Give a tensor.", [name])
         for name, constant in self._constants.items():
             if found[name] is not None and (type(found[name]), repr(found[name])) != (type(constant), repr(constant)):
-                reason = f"{name} is {shown(found[name])}, but the graph was captured with {shown(constant)}"
+                reason = f"{name} is {form_of(found[name])}, but the graph was captured with {shown(constant)}"
                 remedy = "Capture with a tensor in its place, such as torch.tensor(2), or with this value."
                 raise PipelineError("SK802", reason, remedy, [name])
         return found
@@ -229,13 +222,9 @@ class BatchSplitter:
             if other.dims or other.unfit or not any(found.unfit.values()):
                 found, parts = other, sized
                 if not other.dims and not other.unfit and self._count > 1:
-                    _require_clear(rivals, given)
+                    self._require_clear(rivals, given)
         require_fit(given, likes, parts, found, self._named, EACH, other=None if self._sizes.inputs else _OTHER_SIZES)
         return found
-
-    def _undivided(self, values: Mapping[str, Any]) -> PipelineError | None:
-        given = {name: values[name] if values[name] is not None else like for name, like in self._likes.items()}
-        return undivided(given, self._count, EACH) if self._count > 1 else None
 
     def _symbolic_parts(
         self, given: Mapping[str, torch.Tensor]
@@ -260,7 +249,7 @@ class BatchSplitter:
         if self._count > 1 and found.groups:
             symbols = tuple(symbol for group in found.groups.values() for symbol in group)
             rows = self._rows_of(given, symbols)
-            _require_clear(found.rivals, given)
+            self._require_clear(found.rivals, given)
             each = [dict.fromkeys(symbols, n) for n in rows]
         sized = [{**known.captured, **sizes, **own} for own in each]
         parts = {name: [[evaluated(size, own) for size in known.inputs[name]] for own in sized] for name in given}
@@ -290,6 +279,19 @@ class BatchSplitter:
                 sorted(counts),
             )
         return [total // self._count + (i < total % self._count) for i in range(self._count)]
+
+    def _require_clear(self, rivals: Rivals, given: Mapping[str, torch.Tensor]) -> None:
+        """Refuse inputs whose batch may be in several dimensions."""
+        for name, rival in rivals:
+            varying = {dim for dim, size in enumerate(self._sizes.inputs[name]) if not isinstance(size, int)}
+            dims = sorted(varying | {0, rival})
+            ways = " or ".join(f"batch_dims={{{name!r}: {dim}}}" for dim in dims)
+            raise PipelineError(
+                "SK802",
+                f"dimension {' or '.join(map(str, dims))} of {name}, {_look(given[name])}, may hold the batch",
+                f"Name the right one where you make the pipeline: {ways}; {EACH}.",
+                [name],
+            )
 
     def _rows(self, sizes: Sequence[Sizes]) -> tuple[int, ...]:
         """Return the rows of microbatches that the caller has divided.
@@ -334,19 +336,6 @@ class BatchSplitter:
         return list(torch.split(leaf.to(self._device), each, dim))
 
 
-def _require_clear(rivals: Rivals, given: Mapping[str, torch.Tensor]) -> None:
-    """Refuse inputs whose batch may be in several dimensions."""
-    for name, dim in rivals:
-        others = sorted({dim, 0 if dim else 1})
-        ways = " or ".join(f"batch_dims={{{name!r}: {other}}}" for other in others)
-        raise PipelineError(
-            "SK802",
-            f"dimension {others[0]} or {others[1]} of {name}, {_look(given[name])}, may hold the batch",
-            f"Name the right one where you make the pipeline: {ways}; {EACH}.",
-            [name],
-        )
-
-
 def checked_dims(named: BatchDims | None, dims: Mapping[str, int]) -> BatchDims:
     """Return the dimensions that the caller named.
 
@@ -368,7 +357,7 @@ def checked_dims(named: BatchDims | None, dims: Mapping[str, int]) -> BatchDims:
     return dict(named or {})
 
 
-def pieces(values: Mapping[str, Any], found: Division, count: int, device: torch.device) -> list[dict[str, Any]]:
+def cut_inputs(values: Mapping[str, Any], found: Division, count: int, device: torch.device) -> list[dict[str, Any]]:
     """Return the inputs of each microbatch.
 
     Args:
@@ -427,12 +416,12 @@ def require_fit(
             whole[dim] = sum(part[dim] for part in own)
         how = "which fits the other inputs"
         if other is not None:
-            how = f"{count} microbatches of {list(like.shape)} in dimension {dim}" if dim is not None else "as captured"
+            how = f"{count} times {list(like.shape)} in dimension {dim}" if dim is not None else "as captured"
         remedy = f"Give {_dtype(like)}{whole}, {how}; {each}.{other or ''}"
         raise _unfit(name, value, remedy)
 
 
-def undivided(given: Mapping[str, Any], count: int, each: str) -> PipelineError | None:
+def no_batch(given: Mapping[str, Any], count: int, each: str) -> PipelineError | None:
     """Return the error of a step whose inputs are all as large as in one microbatch; ``None`` if none has dimensions.
 
     Args:

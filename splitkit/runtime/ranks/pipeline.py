@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
 from splitkit.runtime.ranks.batch_dims import BatchDims
-from splitkit.runtime.ranks.evaluation import share_tensors, split_like
+from splitkit.runtime.ranks.evaluation import missing_inputs, share_tensors, split_like, summed_without
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
 from splitkit.runtime.ranks.fsdp import shard, sum_shards
@@ -39,28 +38,10 @@ from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.stage_tensors import StageTensors
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
-from splitkit.runtime.ranks.step_sizes import MessageShapes, Reduction, checked_reduction, reduced
+from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced
+from splitkit.runtime.ranks.step_sizes import MessageShapes
 from splitkit.runtime.ranks.trained_parameters import set_trained
 from splitkit.runtime.ranks.weight_agreement import require_same_copies, require_same_model
-from splitkit.short_repr import brief
-
-
-@dataclass(frozen=True)
-class PipelineStep:
-    """The result of a training step.
-
-    Attributes:
-        loss: the loss of the step, as its reduction says, on the rank of the last stage, or with ``loss_everywhere`` on
-            every rank; otherwise ``None``.
-        losses: the loss of each microbatch, ``[microbatches]``, on the same ranks.
-        outputs: the model's output for each microbatch of this replica, if asked for, on the rank of the last stage.
-    """
-
-    loss: torch.Tensor | None
-    losses: torch.Tensor | None
-    outputs: tuple[Any, ...] | None = None
-
-    __repr__ = brief
 
 
 def pipeline(
@@ -283,16 +264,10 @@ class Pipeline(StageTensors):
                 this graph lacks an input by which the losses may be divided.
         """
         found, own = split_like(gm, self._captured()), self._reduction if reduction is None else reduction
-        inputs = {str(node.target) for node in found.module.graph.find_nodes(op="placeholder")}
-        lost = [name for name in self.inputs if name not in inputs]
+        lost = missing_inputs(found, self.inputs)
         if lost and own == "sum" and reduction is None:
-            raise PipelineError(
-                "SK802",
-                f"in training, losses are summed, and this graph does not have the input {lost[0]}",
-                'Say what its losses are: pipe.evaluation(gm, reduction="mean"), "sum", or weights of your own.',
-                lost,
-            )
-        dims = {name: dim for name, dim in self._batch_dims.items() if name in {*inputs, "target"}}
+            raise summed_without(lost)
+        dims = {name: dim for name, dim in self._batch_dims.items() if name not in lost}
         made = Pipeline(
             found, self._schedule, self.microbatches, self._loss, own, dims, self.group, self.device, self._seed
         )
@@ -330,7 +305,7 @@ class Pipeline(StageTensors):
         Raises:
             PipelineError: SK802 as in `step`.
         """
-        return self._inputs.split(args, kwargs) if microbatches is None else self._inputs.given(microbatches)
+        return self._inputs.divide(args, {**kwargs, "microbatches": microbatches}, None, None).inputs
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``, as `torch.nn.utils.clip_grad_norm_` does.
@@ -388,17 +363,7 @@ class Pipeline(StageTensors):
             return broadcast_batch(batch, self.device, self.group)
 
     def divide(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, is_last: bool = True) -> DividedBatch:
-        """Split the inputs and the target of a step, and find the shares of the microbatches in its loss.
-
-        Args:
-            args: as in `step`.
-            kwargs: as in `step`, after `with_target`.
-            target: the target; with ``microbatches`` a list of them.
-            is_last: whether this rank computes the loss, and so needs all that its reduction reads.
-
-        Raises:
-            PipelineError: SK802 as in `step`.
-        """
+        """Split the inputs and the target of a step, after `with_target`; ``is_last`` asks for the shares of losses."""
         return self._inputs.divide(args, kwargs, target, self._reduction if is_last else None)
 
     def seed_of(self, step: int, microbatch: int) -> int:

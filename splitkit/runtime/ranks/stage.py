@@ -24,7 +24,8 @@ from splitkit.runtime.ranks.last_stage import LastStage
 from splitkit.runtime.ranks.rng_channel import RngChannel
 from splitkit.runtime.ranks.rng_state import RngHandover
 from splitkit.runtime.ranks.stage_chain import Chain
-from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes, scaled
+from splitkit.runtime.ranks.step_losses import scaled
+from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.runtime.ranks.torch_limits import DividedStage, divisible, passed_on
 
 
