@@ -72,7 +72,7 @@ def test_a_batch_is_as_many_microbatches_as_captured(dynamic):
 def test_a_last_microbatch_of_another_size_is_refused_with_the_sizes_that_work(rows):
     with pytest.raises(PipelineError, match=rf"SK802: input is float32\[{rows}, 4\]") as error:
         cut(inputs(), [torch.randn(rows, 4)], {})
-    assert error.value.remedy.startswith("Give float32[6, 4], 3 times [2, 4] in dimension 0;")
+    assert error.value.remedy.startswith("Give float32[6, 4]: 3 microbatches of [2, 4] in dimension 0;")
     assert "dynamic=True" in error.value.remedy and "drop_last=True" in error.value.remedy
 
 

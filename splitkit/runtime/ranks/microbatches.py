@@ -414,10 +414,10 @@ def require_fit(
         dim, whole = named.get(name, 0), list(own[0])
         if dim is not None and whole:
             whole[dim] = sum(part[dim] for part in own)
-        how = "which fits the other inputs"
+        how = "it fits the other inputs"
         if other is not None:
-            how = f"{count} times {list(like.shape)} in dimension {dim}" if dim is not None else "as captured"
-        remedy = f"Give {_dtype(like)}{whole}, {how}; {each}.{other or ''}"
+            how = "as captured" if dim is None else f"{count} microbatches of {list(like.shape)} in dimension {dim}"
+        remedy = f"Give {_dtype(like)}{whole}: {how}; {each}.{other or ''}"
         raise _unfit(name, value, remedy)
 
 
