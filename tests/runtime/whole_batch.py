@@ -185,15 +185,15 @@ def split_of(gm: fx.GraphModule, replicas: int) -> sk.Split:
     return sk.split(gm, replace(plan, parts={k: replace(p, replicas=replicas) for k, p in plan.parts.items()}))
 
 
-def whole(case: dict[str, Any], batch: Any, target: Any = None) -> tuple[nn.Module, torch.Tensor]:
-    """The model after forward and backward of the whole batch, and its loss."""
+def whole(case: dict[str, Any], batch: Any, target: Any = None) -> tuple[nn.Module, torch.Tensor, Any]:
+    """The model after forward and backward of the whole batch, its loss and its output."""
     model = copy.deepcopy(model_of(case["model"]))
     if isinstance(batch, list):
         batch = {"x": torch.cat([each["x"] for each in batch], 1)}
     output = model(**batch)
     loss = output["loss"] if target is None else to_target(output, target)
     loss.backward()
-    return model, loss.detach()
+    return model, loss.detach(), output
 
 
 def apart(own: Mapping[str, torch.Tensor], model: nn.Module) -> float:
@@ -205,7 +205,7 @@ def apart(own: Mapping[str, torch.Tensor], model: nn.Module) -> float:
 
 
 def run(name: str) -> list[float]:
-    """Differences of the gradients, the loss, and the loss in evaluation."""
+    """Differences of the gradients, the loss, the output, and the loss in evaluation."""
     case, (trained, evaluated) = CASES[name], CAPTURED[name]
     torch.manual_seed(1)
     given = {key: case[key] for key in ("reduction", "batch_dims") if key in case}
@@ -215,12 +215,14 @@ def run(name: str) -> list[float]:
     seen = []
     for batch in case["batch"]:
         target = case["target"](batch["x"]) if "target" in case else None
-        model, wanted = whole(case, batch, target)
+        model, wanted, output = whole(case, batch, target)
         call = {"microbatches": batch} if isinstance(batch, list) else dict(batch)
         found = pipe.step(**call, target=target, loss_everywhere=True)
         seen += [apart(pipe.named_parameters(), model), relative_difference(found.loss, wanted)]
         for parameter in pipe.parameters():
             parameter.grad = None
+        if (made := pipe.infer(**call)) is not None and "y" in output:
+            seen.append(relative_difference(torch.cat([each["y"] for each in made], 1), output["y"]))
         if other is not None:
             call.pop("num_items_in_batch", None)
             seen.append(relative_difference(other.evaluate(**call), wanted))
@@ -235,7 +237,7 @@ def run_joint(name: str) -> list[float]:
     pipe = joint_pipeline(joint, joint.split(stage_plan(joint.flow, stages)), "1f1b", M, **given)
     seen = []
     for batch in case["batch"]:
-        model, wanted = whole(case, batch)
+        model, wanted, _ = whole(case, batch)
         found = pipe.step(**batch)
         seen += [apart(pipe.named_parameters(), model)]
         seen += [] if found.loss is None else [relative_difference(found.loss, wanted)]
