@@ -178,7 +178,10 @@ def module_calls(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any])
         return [((), dict(inputs)) for inputs in given]
     kwargs = {name: value for name, value in kwargs.items() if name != "microbatches"}
     bound = bind_inputs(pipe.split.module, args, kwargs)
-    parts = [{id(v): own for v, own in zip(bound, cut.values(), strict=True)} for cut in pipe.cut(*args, **kwargs)]
+    parts = [
+        {id(v): own for v, own in zip(bound, cut.values(), strict=True)}
+        for cut in pipe.divide(args, kwargs, None).inputs
+    ]
     if any(isinstance(v, torch.Tensor) and id(v) not in parts[0] for v in pytree.tree_leaves((args, kwargs))):
         reason = "the graph takes apart an object among the inputs, and the module takes it whole"
         raise PipelineError("SK802", reason, "Compare with the graph: UnsplitModel(pipe, gm).")

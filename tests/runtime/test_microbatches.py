@@ -182,11 +182,13 @@ def test_a_whole_batch_has_every_input_that_the_graph_has():
     x = torch.randn(4, 3)
     chain = chain_of(sk.split(sk.capture(Masked(), x[:2], None), sk.policies.Stages(1)))
     of = BatchSplitter(chain, 2, CPU)
-    assert of.whole([x, None], {}) == {"x": x, "mask": None} == of.whole([], {"x": x, "mask": None})
+    assert of.divide([x, None], {}, None, None).whole == {"x": x, "mask": None}
+    assert of.divide([], {"x": x, "mask": None}, None, None).whole == {"x": x, "mask": None}
     halves = [{"x": half, "mask": None} for half in x.split(2)]
-    assert of.whole([], {"microbatches": halves}) == {"x": [half["x"] for half in halves], "mask": [None, None]}
+    found = of.divide([], {"microbatches": halves}, None, None).whole
+    assert found["mask"] == [None, None] and torch.equal(torch.cat(found["x"]), x)
     unread = BatchSplitter(chain, 2, CPU, needed=())
-    assert unread.whole([], {}) == {} and cut(unread, [], {}) == [{"x": None, "mask": None}] * 2
+    assert unread.divide([], {}, None, None).whole == {} and cut(unread, [], {}) == [{"x": None, "mask": None}] * 2
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,14 @@ class DividedBatch:
     """The batch of a step, divided into microbatches.
 
     Attributes:
+        whole: the inputs as they are given, for all microbatches together; empty if this rank is not given them all.
         inputs: microbatch -> its inputs, by the names that they have in the graph.
         targets: microbatch -> its target.
         sizes: the sizes of the microbatches, and the shares of their losses.
         undivided: why this rank cannot tell that it was given a batch; ``None`` if it was.
     """
 
+    whole: dict[str, Any]
     inputs: list[dict[str, Any]]
     targets: list[Any]
     sizes: StepSizes
@@ -83,10 +85,11 @@ class BatchSplitter:
             PipelineError: SK802 for arguments that the graph does not take, of another dtype or shape than captured, or
                 whose batch may be in several dimensions; and as `targets` and `shares_of`.
         """
-        whole = {name: value for name, value in kwargs.items() if name != "microbatches"}
+        rest = {name: value for name, value in kwargs.items() if name != "microbatches"}
         each, rows, error = kwargs.get("microbatches"), tuple[int, ...](), None
         if each is None:
-            values = self._bound(args, whole)
+            values = self._bound(args, rest)
+            whole = {} if any(values[name] is None for name in self._likes) else values
             found = self._division(values)
             inputs, rows = cut_inputs(values, found, self._count, self._device), found.rows or (1,) * self._count
             targets = self.targets(target, rows, found)
@@ -95,28 +98,13 @@ class BatchSplitter:
                 error = no_batch(given, self._count, EACH)
         else:
             inputs, targets = self.given(each), self.given_targets(target)
+            whole = {name: [own[name] for own in inputs] for name in self._wanted}
         sizes = tuple(self._sizes.bound(own) for own in inputs)
         if not rows:
             rows = self._rows(sizes) if reduction == "mean" else (1,) * self._count
         batch = [own if target is None else {**own, "target": t} for own, t in zip(inputs, targets, strict=True)]
         shares = () if reduction is None else shares_of(reduction, rows, batch)
-        return DividedBatch(inputs, targets, StepSizes(sizes, rows, shares), error)
-
-    def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a step by their names in the graph, as they are given: for all microbatches together.
-
-        Without an input that this rank does not read there is no whole batch, and nothing is returned.
-
-        Raises:
-            PipelineError: SK802 for arguments that the graph does not take.
-        """
-        given = kwargs.get("microbatches")
-        if given is None:
-            found = self._bound(args, {name: value for name, value in kwargs.items() if name != "microbatches"})
-            left_out = any(found[name] is None and like is not None for name, like in self._wanted.items())
-            return {} if left_out else found
-        each = [self._bound((), inputs) for inputs in given]
-        return {name: [inputs[name] for inputs in each] for name in self._wanted}
+        return DividedBatch(whole, inputs, targets, StepSizes(sizes, rows, shares), error)
 
     def given(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the inputs of each microbatch as `divide` does, where the caller has divided the batch.

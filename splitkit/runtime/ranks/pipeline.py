@@ -297,16 +297,6 @@ class Pipeline(StageTensors):
                     self._set_losses(batch, torch.stack(found))
                 return self._from_last(batch)[0]
 
-    def cut(
-        self, *args: Any, microbatches: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
-    ) -> list[dict[str, Any]]:
-        """Split the inputs of a step: return the inputs of each microbatch, by the names of the graph's inputs.
-
-        Raises:
-            PipelineError: SK802 as in `step`.
-        """
-        return self._inputs.divide(args, {**kwargs, "microbatches": microbatches}, None, None).inputs
-
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``, as `torch.nn.utils.clip_grad_norm_` does.
 
@@ -464,8 +454,7 @@ class Pipeline(StageTensors):
             sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
-        whole = self._inputs.whole(args, kwargs)
-        call = PipelineCall(kind, self.steps, whole, targets, keep, self._weights_changed, divided.undivided)
+        call = PipelineCall(kind, self.steps, divided.whole, targets, keep, self._weights_changed, divided.undivided)
         return call, divided
 
     def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
