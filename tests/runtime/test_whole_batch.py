@@ -35,6 +35,8 @@ def test_loss_and_gradients_are_those_of_the_whole_batch_in_eager(lines, name):
         ("a rank each", ["no input is a batch of 4 microbatches"]),
         ("evaluation", ["losses are summed, and this graph does not have the input num_items_in_batch"]),
         ("unknown", ["batch_dims has 'x': 1"]),
+        ("mean of terms", ["the graph divides its loss by num_items_in_batch", 'reduction="sum"']),
+        ("joint, mean of terms", ["the graph divides its loss by num_items_in_batch", 'reduction="sum"']),
         ("reduction", ["the reduction is 'max'"]),
         ("differs", ["SK804: rank 1 has a different reduction than rank 0: mean, not sum"]),
     ],

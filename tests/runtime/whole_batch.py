@@ -229,12 +229,17 @@ def run(name: str) -> list[float]:
     return seen
 
 
-def run_joint(name: str) -> list[float]:
-    case, joint = JOINT[name], CAPTURED[name]
+def staged(name: str) -> tuple[Any, Any]:
+    joint = CAPTURED[name]
     forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
     stages = {n: int(i >= len(forward) // 2) for i, n in enumerate(forward)}
+    return joint, joint.split(stage_plan(joint.flow, stages))
+
+
+def run_joint(name: str) -> list[float]:
+    case = JOINT[name]
     given = {key: case[key] for key in ("reduction", "batch_dims") if key in case}
-    pipe = joint_pipeline(joint, joint.split(stage_plan(joint.flow, stages)), "1f1b", M, **given)
+    pipe = joint_pipeline(*staged(name), "1f1b", M, **given)
     seen = []
     for batch in case["batch"]:
         model, wanted, _ = whole(case, batch)
@@ -271,7 +276,9 @@ def refusals() -> dict[str, str]:
         # each rank is given what it reads, so neither can tell alone
         "a rank each": lambda: summed.step(**{name: value for name, value in own.items() if name in summed.needs}),
         "evaluation": lambda: summed.evaluation(CAPTURED["a sum"][1]),
-        "unknown": lambda: pipeline(split_of(CAPTURED["a sum"][0], 1), "1f1b", M, batch_dims={"x": 1}),
+        "unknown": lambda: pipeline(split_of(CAPTURED["a sum"][0], 1), "1f1b", M, reduction="sum", batch_dims={"x": 1}),
+        "mean of terms": lambda: pipeline(split_of(CAPTURED["a sum"][0], 1), "1f1b", M),
+        "joint, mean of terms": lambda: joint_pipeline(*staged("joint, a sum"), "1f1b", M),
         "reduction": lambda: pipeline(split_of(CAPTURED["a sum"][0], 1), "1f1b", M, reduction="max"),
         "differs": lambda: pipeline(
             split_of(CAPTURED["a sum"][0], 1), "1f1b", M, reduction="mean" if dist.get_rank() else "sum"

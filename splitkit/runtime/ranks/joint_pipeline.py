@@ -147,7 +147,8 @@ class JointPipeline:
         dims = sorted((batch_dims or {}).items())
         same = {"microbatches": microbatches, "seed": seed, "reduction": how, "dimensions of the batch": dims}
         _require_same(joint, step, {"schedule": str(what), **{name: str(value) for name, value in same.items()}}, group)
-        self._reduction, self._words = checked_reduction(reduction), _names_of_inputs(joint)
+        self._words = _names_of_inputs(joint)
+        self._reduction = checked_reduction(reduction, self._likes)
         self._named = checked_dims(batch_dims, {name: like.dim() for name, like in self._likes.items()})
         ranks = dist.get_world_size(group)
         self.order, at = placed_order(schedule, [1] * len(step.stages), microbatches, ranks)

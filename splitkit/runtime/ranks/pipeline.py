@@ -147,7 +147,12 @@ class Pipeline(StageTensors):
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.replicas.place)
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
-        self._seed, self._loss, self._reduction, self.steps = int(seed), loss, checked_reduction(reduction), 0
+        self._seed, self._loss, self._reduction, self.steps = (
+            int(seed),
+            loss,
+            checked_reduction(reduction, self.inputs),
+            0,
+        )
         progress = Progress(
             row_of_rank(self.order, self.replicas),
             self.order.rank_of,

@@ -16,8 +16,7 @@ from torch import nn
 from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.fixed_at_capture import autocasts_of
 from splitkit.runtime.ranks.pipeline import Pipeline
-
-_NUMBER = "num_items_in_batch"
+from splitkit.runtime.ranks.step_losses import NUMBER
 
 
 class PipelineModule(nn.Module):
@@ -39,7 +38,7 @@ class PipelineModule(nn.Module):
     def __init__(self, pipe: Pipeline, evaluation: Pipeline | None = None) -> None:
         super().__init__()
         self.pipe, self.evaluation = pipe, evaluation
-        self.accepts_loss_kwargs = pipe.inputs.get(_NUMBER) is not None
+        self.accepts_loss_kwargs = pipe.inputs.get(NUMBER) is not None
         for name, tensor in pipe.named_tensors().items():
             plain = name.replace(".", "/")
             if isinstance(tensor, nn.Parameter):
@@ -85,10 +84,10 @@ class PipelineModule(nn.Module):
 
 def _counted(pipe: Pipeline, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return keyword inputs with the number of items as the graph takes it: versions of Trainer give ints or floats."""
-    like, rest = pipe.inputs.get(_NUMBER), {name: value for name, value in kwargs.items() if name != _NUMBER}
-    if like is None or _NUMBER not in kwargs:
+    like, rest = pipe.inputs.get(NUMBER), {name: value for name, value in kwargs.items() if name != NUMBER}
+    if like is None or NUMBER not in kwargs:
         return rest
-    return {**rest, _NUMBER: torch.as_tensor(kwargs[_NUMBER], dtype=like.dtype)}
+    return {**rest, NUMBER: torch.as_tensor(kwargs[NUMBER], dtype=like.dtype)}
 
 
 class _AddGradients(torch.autograd.Function):

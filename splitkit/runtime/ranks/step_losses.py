@@ -14,6 +14,9 @@ from splitkit.checks import shown
 from splitkit.errors import PipelineError
 from splitkit.short_repr import brief
 
+NUMBER = "num_items_in_batch"
+"""The input by which models of transformers divide the sum of their losses."""
+
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Mapping[str, Any]], Any]
 """How the losses of the microbatches make the loss of a step: see `splitkit.runtime.pipeline`."""
 
@@ -62,12 +65,19 @@ def shares_of(reduction: Reduction, rows: Sequence[int], batch: Sequence[Mapping
     return tuple(weight / sum(weights) if weight else 0.0 for weight in weights)
 
 
-def checked_reduction(reduction: object) -> Reduction:
+def checked_reduction(reduction: object, inputs: Mapping[str, Any]) -> Reduction:
     """Return a reduction.
 
+    Args:
+        reduction: what the caller gave.
+        inputs: input of the graph -> a tensor like it, or ``None``.
+
     Raises:
-        PipelineError: SK802 for anything else.
+        PipelineError: SK802 for anything else, and for a mean of losses that `NUMBER` divides: they are sums.
     """
+    if reduction == "mean" and inputs.get(NUMBER) is not None:
+        reason = f"the graph divides its loss by {NUMBER}, so the losses of the microbatches are terms of a sum"
+        raise PipelineError("SK802", reason, 'Give reduction="sum", or weights of your own.', [NUMBER])
     if reduction not in ("mean", "sum") and not callable(reduction):
         remedy = 'Give "mean", "sum", or a function of the inputs of a microbatch that returns its weight.'
         raise PipelineError("SK802", f"the reduction is {shown(reduction)}", remedy)
