@@ -22,7 +22,8 @@ from splitkit.runtime.devices.device_map import captured_types
 from splitkit.runtime.devices.hardcoded_devices import follow_device
 from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.ranks import fsdp
-from splitkit.runtime.ranks.pipeline import Pipeline, PipelineStep
+from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.step_losses import PipelineStep, scaled
 from splitkit.short_repr import brief
 from splitkit.testing.trial import flattened_output
 
@@ -95,14 +96,12 @@ class UnsplitModel:
         """Run forward and backward of a batch, as `Pipeline.step` does; return the losses, shape (microbatches,)."""
         pipe, losses = self.pipe, []
         kwargs, target = pipe.with_target(kwargs, target)
-        cut = pipe.cut(*args, **kwargs)
-        sizes = pipe.sizes(cut)
-        targets = pipe.cut_target(target, sizes, kwargs.get("microbatches") is not None)
+        divided = pipe.divide(args, kwargs, target)
         self.digests = []
-        outputs = self._outputs(cut, args, kwargs)
-        for output, share, wanted in zip(outputs, sizes.shares, targets, strict=True):
+        outputs = self._outputs(divided.inputs, args, kwargs)
+        for output, share, wanted in zip(outputs, divided.sizes.shares, divided.targets, strict=True):
             loss = pipe.loss_of(output, wanted)
-            (loss * share.numerator / share.denominator).backward()  # type: ignore[no-untyped-call]
+            scaled(loss, share).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().reshape(()))
             self.digests.append(digest(output))
         self.steps += 1
@@ -179,7 +178,10 @@ def module_calls(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any])
         return [((), dict(inputs)) for inputs in given]
     kwargs = {name: value for name, value in kwargs.items() if name != "microbatches"}
     bound = bind_inputs(pipe.split.module, args, kwargs)
-    parts = [{id(v): own for v, own in zip(bound, cut.values(), strict=True)} for cut in pipe.cut(*args, **kwargs)]
+    parts = [
+        {id(v): own for v, own in zip(bound, cut.values(), strict=True)}
+        for cut in pipe.divide(args, kwargs, None).inputs
+    ]
     if any(isinstance(v, torch.Tensor) and id(v) not in parts[0] for v in pytree.tree_leaves((args, kwargs))):
         reason = "the graph takes apart an object among the inputs, and the module takes it whole"
         raise PipelineError("SK802", reason, "Compare with the graph: UnsplitModel(pipe, gm).")

@@ -83,10 +83,10 @@ def calls(rank: int) -> None:
     pipe.steps = 5 * second
     told("number", lambda: pipe.step(**batch()))
     pipe.steps = 0
-    cut_target = pipe.cut_target
-    pipe.cut_target = fails if second else cut_target
+    divide = pipe.divide
+    pipe.divide = fails if second else divide
     told("bug", lambda: pipe.step(**batch()))
-    pipe.cut_target = cut_target
+    pipe.divide = divide
     pipelines.RankStages, whole = refuses if second else pipelines.RankStages, pipelines.RankStages
     told("stages", lambda: pipe.step(**batch()))
     pipelines.RankStages = whole
@@ -94,7 +94,7 @@ def calls(rank: int) -> None:
     told("right", lambda: pipe.step(batch()["x"], target=batch()["target"] if second else None), len(seen), pipe.steps)
 
 
-def fails(*args: object) -> list[object]:
+def fails(*args: object, **kwargs: object) -> list[object]:
     raise KeyError("no such target")
 
 

@@ -34,10 +34,15 @@ def model() -> GPT2LMHeadModel:
     return made
 
 
-def data(rows: int = 32) -> list[dict[str, torch.Tensor]]:
+def data(rows: int = 32, kept_labels: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Rows of 8 tokens; of some labels, only the last ones are kept."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 61, (rows, 8), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in ids]
+    first = [number % 7 if kept_labels else 0 for number in range(rows)]
+    return [
+        {"input_ids": row, "labels": row.masked_fill(torch.arange(8) < n, -100)}
+        for n, row in zip(first, ids, strict=True)
+    ]
 
 
 CAPTURED: list[fx.GraphModule] = []
@@ -48,16 +53,27 @@ def prepare() -> None:
     """Capture once for all ranks."""
     torch.set_num_threads(1)
     whole, example = model(), {k: torch.stack([v] * (ROWS // MICROBATCHES)) for k, v in data()[0].items()}
-    CAPTURED.extend((sk.capture(whole, **example), sk.capture(whole.eval(), **example)))
+    for more in ({}, {"num_items_in_batch": torch.tensor(5)}):
+        CAPTURED.extend(sk.capture(whole.train(mode), **example, **more) for mode in (True, False))
 
 
-def piped() -> PipelineModule:
-    training, evaluating = copy.deepcopy(CAPTURED)
-    pipe = pipeline(sk.split(training, sk.policies.Stages(dist.get_world_size())), "1f1b", MICROBATCHES)
+def piped(*, counts: bool = False) -> PipelineModule:
+    training, evaluating = copy.deepcopy(CAPTURED[2 * counts : 2 * counts + 2])
+    split = sk.split(training, sk.policies.Stages(dist.get_world_size()))
+    pipe = pipeline(split, "1f1b", MICROBATCHES, reduction="sum" if counts else "mean")
     return PipelineModule(pipe, pipe.evaluation(evaluating))
 
 
-def trainer(net: nn.Module) -> list[float]:
+def counted(net: nn.Module) -> list[float]:
+    """Trainer's own loss: the sum over the kept labels of all accumulated batches, over their number."""
+    if isinstance(net, PipelineModule):
+        net.loss_type = model().loss_type  # by which Trainer counts
+    else:
+        del net.accepts_loss_kwargs
+    return trainer(net, kept_labels=True)
+
+
+def trainer(net: nn.Module, *, kept_labels: bool = False) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=ROWS, per_device_eval_batch_size=ROWS,
@@ -65,7 +81,9 @@ def trainer(net: nn.Module) -> list[float]:
             use_cpu=True, max_grad_norm=0, disable_tqdm=True, save_strategy="no", eval_strategy="epoch",
             prediction_loss_only=True, remove_unused_columns=False, label_names=["labels"],
         )  # fmt: skip
-        run = Trainer(model=net, args=arguments, train_dataset=data(), eval_dataset=data(16))
+        run = Trainer(
+            model=net, args=arguments, train_dataset=data(32, kept_labels), eval_dataset=data(16, kept_labels)
+        )
         run.remove_callback(PrinterCallback)
         run.train()
     return [row[key] for row in run.state.log_history for key in ("loss", "eval_loss") if key in row]
@@ -141,7 +159,13 @@ def clipped(net: nn.Module) -> list[float]:
     return losses
 
 
-LOOPS: dict[str, Any] = {"trainer": trainer, "accelerated": accelerated, "plain": plain, "clipped": clipped}
+LOOPS: dict[str, Any] = {
+    "trainer": trainer,
+    "counted": counted,
+    "accelerated": accelerated,
+    "plain": plain,
+    "clipped": clipped,
+}
 
 
 def main() -> None:
@@ -149,7 +173,7 @@ def main() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     for name in sys.argv[1:]:
-        net = piped()
+        net = piped(counts=name == "counted")
         losses = LOOPS[name](net)
         weights = {name: t.double().abs().sum().item() for name, t in net.pipe.named_parameters().items()}
         print(json.dumps({"rank": dist.get_rank(), "loop": name, "losses": losses, "weights": weights}), flush=True)

@@ -102,7 +102,8 @@ def by_torch(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, A
 
 def run(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, Any]:
     name, count = case["model"], case["microbatches"]
-    pipe = pipeline(split, case["schedule"], count, seed=7)
+    named = {"x": 0} if name == "plain" else None  # attention says which dimension is the sequence
+    pipe = pipeline(split, case["schedule"], count, seed=7, batch_dims=named)
     beside = UnsplitModel(pipe) if case["drops"] else None
     seen: list[float | str] = []
     gc.collect()

@@ -34,6 +34,7 @@ def encode_facts(chain: Chain) -> dict[str, Any]:
         **({"sizes": encode_sizes(facts.sizes)} if facts.sizes.inputs else {}),
         "captured": sorted(facts.captured),
         **({"costly": facts.costly} if facts.costly is not None else {}),
+        **({"constants": dict(facts.constants)} if facts.constants else {}),
     }
 
 
@@ -54,6 +55,7 @@ def decode_facts(data: JsonField) -> ChainFacts:
         sizes,
         frozenset(item.text() for item in data["captured"].items()),
         data["costly"].whole() if "costly" in data.value else None,
+        {name: value.value for name, value in data["constants"].fields()} if "constants" in data.value else {},
     )
 
 

@@ -18,6 +18,7 @@ def encode_sizes(sizes: GraphSizes) -> dict[str, Any]:
         "ranges": {symbol: list(limits) for symbol, limits in sizes.ranges.items()},
         "guards": encode_shape(sizes.guards),
         "computed": {name: _encode(size) for name, size in sizes.computed.items()},
+        "squares": sorted(sizes.squares),
     }
 
 
@@ -34,6 +35,8 @@ def decode_sizes(data: JsonField) -> GraphSizes:
         {symbol: _limits(limits) for symbol, limits in data["ranges"].fields()},
         tuple(map(_decode, data["guards"].items())),
         {name: _known(size, captured) for name, size in data["computed"].fields()},
+        # folders that older versions wrote do not say it
+        frozenset(item.text() for item in data["squares"].items()) if "squares" in data.value else frozenset(),
     )
 
 

@@ -5,7 +5,7 @@ Each stage gets the nodes that read its weights, and a node without weights is i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,19 @@ def share_tensors(found: Split, tensors: Mapping[str, torch.Tensor]) -> None:
         held = attributes_of(found.module.get_submodule(path))
         table: dict[str, Any] = held.parameters if isinstance(new, nn.Parameter) else held.buffers
         table[key] = new
+
+
+def missing_inputs(found: Split, inputs: Iterable[str]) -> list[str]:
+    """Return the inputs that the graph of a split does not have."""
+    own = {str(node.target) for node in found.module.graph.find_nodes(op="placeholder")}
+    return [name for name in inputs if name not in own]
+
+
+def summed_without(lost: Sequence[str]) -> PipelineError:
+    """Return the error for an evaluation that lacks inputs by which a sum in training may be divided."""
+    reason = f"in training, losses are summed, and this graph does not have the input {lost[0]}"
+    remedy = 'Say what its losses are: pipe.evaluation(gm, reduction="mean"), "sum", or weights of your own.'
+    return PipelineError("SK802", reason, remedy, lost)
 
 
 def _stages_of_tensors(trained: Split) -> dict[str, set[int]]:

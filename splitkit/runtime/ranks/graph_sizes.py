@@ -29,6 +29,7 @@ class GraphSizes:
         ranges: symbol -> its least and its largest size; ``None`` for no limit.
         guards: conditions on the symbols that the graph relies on.
         computed: node of the parent -> its value, for numbers that each stage computes from the sizes of the inputs.
+        squares: symbols that are two dimensions of one tensor, as the length of a sequence is in attention.
     """
 
     inputs: Mapping[str, tuple[Expression, ...]] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class GraphSizes:
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     guards: tuple[Expression, ...] = ()
     computed: Mapping[str, Expression] = field(default_factory=dict)
+    squares: frozenset[str] = frozenset()
 
     @cached_property
     def names(self) -> Mapping[str, str]:
@@ -46,13 +48,6 @@ class GraphSizes:
                 if isinstance(size, str):
                     found.setdefault(size, f"{name}.shape[{dim}]")
         return found
-
-    @cached_property
-    def rows(self) -> tuple[str, ...]:
-        """The symbols that count the rows of a microbatch: the first size of an input, and no other size of one."""
-        first = dict.fromkeys(shape[0] for shape in self.inputs.values() if shape and isinstance(shape[0], str))
-        others = {symbol for shape in self.inputs.values() for size in shape[1:] for symbol in symbols_in(size)}
-        return tuple(str(symbol) for symbol in first if symbol not in others)
 
     def bound(self, inputs: Mapping[str, Any]) -> Sizes:
         """Return the sizes of a microbatch, read off its inputs. A symbol that no input shows has its size at capture.
@@ -93,7 +88,7 @@ class GraphSizes:
             low, high = self.ranges.get(symbol, (0, None))
             if sizes[symbol] < low or (high is not None and sizes[symbol] > high):
                 limit = f"{low} or more" if sizes[symbol] < low else f"at most {high}"
-                rows = symbol in self.rows and sizes[symbol] < low
+                rows = name.endswith(".shape[0]") and sizes[symbol] < low
                 raise PipelineError(
                     "SK802",
                     f"{name} is {sizes[symbol]} in a microbatch, and the captured graph takes {limit}",
@@ -129,15 +124,26 @@ def graph_sizes(graph: fx.Graph, numbers: Mapping[str, object]) -> GraphSizes:
     # ShapeEnv.backed_var_to_val, var_to_range, guards, replacements: 2.11, 2.13, 2.15
     captured = {str(symbol): int(value) for symbol, value in environment.backed_var_to_val.items()}
     ranges = {str(symbol): _limits(found) for symbol, found in environment.var_to_range.items() if str(symbol) in shown}
-    guards = dict.fromkeys(expression_of(_replaced(guard.expr, environment)) for guard in environment.guards)
+    known = dict.fromkeys(expression_of(_replaced(guard.expr, environment)) for guard in environment.guards)
     symbolic = {name: expression_of(v) for name, v in numbers.items() if isinstance(v, torch.SymInt)}
     computed = {name: e for name, e in symbolic.items() if is_known(e) and shown.issuperset(symbols_in(e))}
-    return GraphSizes(shapes, captured, ranges, tuple(g for g in guards if set(symbols_in(g))), computed)
+    guards = tuple(g for g in known if set(symbols_in(g)))
+    return GraphSizes(shapes, captured, ranges, guards, computed, _squares(graph))
 
 
 def shape_of(value: torch.Tensor) -> tuple[Expression, ...]:
     """Return the shape of a tensor at capture; a size that cannot be evaluated is the number that it was."""
     return tuple(e if is_known(e := expression_of(size)) else _torch.size_hint(size) for size in value.shape)
+
+
+def _squares(graph: fx.Graph) -> frozenset[str]:
+    """Return the symbols that are in two dimensions of one value of a graph."""
+    found = set[str]()
+    for value in _torch.pytree.tree_leaves([value_of(node) for node in graph.nodes]):
+        shape = shape_of(value) if isinstance(value, torch.Tensor) else ()
+        each = [symbol for size in shape for symbol in dict.fromkeys(symbols_in(size))]
+        found.update(symbol for symbol in each if each.count(symbol) > 1)
+    return frozenset(found)
 
 
 def _environment(value: object) -> Any:

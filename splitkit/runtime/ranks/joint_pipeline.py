@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,19 +21,24 @@ from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.plan_file import fingerprint
+from splitkit.runtime.ranks.batch_dims import BatchDims, division
 from splitkit.runtime.ranks.digests import digest_of_tensors
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, time_limit
 from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
 from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
+from splitkit.runtime.ranks.microbatches import checked_dims, cut_inputs, no_batch, require_fit
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
-from splitkit.runtime.ranks.pipeline import PipelineStep
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, require_process_group
 from splitkit.runtime.ranks.rank_device import device_of_rank
 from splitkit.runtime.ranks.rank_stages import handed_loss
 from splitkit.runtime.ranks.replicas import replicas, row_of_rank
 from splitkit.runtime.ranks.rng_state import RngHandover, microbatch_seed
 from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement
+from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced, shares_of
+
+_EACH = "or concatenate the microbatches in dimension 0"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class JointSource(Protocol):
@@ -61,6 +67,8 @@ def joint_pipeline(
     schedule: str | PipelineOrder = "1f1b",
     microbatches: int | None = None,
     *,
+    reduction: Reduction = "mean",
+    batch_dims: BatchDims | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -85,6 +93,9 @@ def joint_pipeline(
         step: its stages: what ``joint.split(plan)`` returns.
         schedule: the name of a schedule, or an order of your own.
         microbatches: per step; by default as many as the order has, or 8.
+        reduction: what the loss of a step is of the losses of its microbatches, as in `splitkit.runtime.pipeline`. A
+            function is called with the inputs of a microbatch by the names of the model's arguments.
+        batch_dims: input -> the dimension that holds its batch, for inputs in which it is not 0.
         group: the ranks; by default the whole default process group.
         device: the device of this rank, as in `splitkit.runtime.pipeline`.
         seed: the seed of random numbers: microbatch i of step s begins with the seed that `JointPipeline.seed_of`
@@ -96,7 +107,7 @@ def joint_pipeline(
             activation, a loss before the last stage, parameters that DDP or FSDP manage); SK804 if the ranks differ.
         ScheduleError: SK330 if the schedule does not allow these numbers of stages, ranks and microbatches.
     """
-    return JointPipeline(joint, step, schedule, microbatches, group, device, seed, compiled)
+    return JointPipeline(joint, step, schedule, microbatches, reduction, batch_dims, group, device, seed, compiled)
 
 
 class JointPipeline:
@@ -117,6 +128,8 @@ class JointPipeline:
         step: StagedStep,
         schedule: str | PipelineOrder,
         microbatches: int | None,
+        reduction: Reduction,
+        batch_dims: BatchDims | None,
         group: dist.ProcessGroup | None,
         device: torch.device | str | None,
         seed: int,
@@ -130,7 +143,13 @@ class JointPipeline:
         self.device = device_of_rank(device, group)
         microbatches = microbatches_or_usual(schedule, microbatches)
         what = schedule if isinstance(schedule, str) else schedule.ranks
-        _require_same(joint, step, {"schedule": str(what), "microbatches": str(microbatches), "seed": str(seed)}, group)
+        how = "a function" if callable(reduction) else reduction
+        dims = sorted((batch_dims or {}).items())
+        same = {"microbatches": microbatches, "seed": seed, "reduction": how, "dimensions of the batch": dims}
+        _require_same(joint, step, {"schedule": str(what), **{name: str(value) for name, value in same.items()}}, group)
+        self._words = _names_of_inputs(joint)
+        self._reduction = checked_reduction(reduction, self._likes)
+        self._named = checked_dims(batch_dims, {name: like.dim() for name, like in self._likes.items()})
         ranks = dist.get_world_size(group)
         self.order, at = placed_order(schedule, [1] * len(step.stages), microbatches, ranks)
         self.microbatches = self.order.microbatches
@@ -165,18 +184,18 @@ class JointPipeline:
     def step(self, *args: Any, **kwargs: Any) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate in the parameters, as with ``backward()``.
 
-        The gradients are those of the mean of the microbatches' losses.
+        The gradients are those of the loss of the step, which `reduction` makes of the microbatches' losses.
 
         Args:
-            args: the inputs of the model, with all microbatches concatenated in dimension 0; a tensor with the shape of
-                one microbatch goes to each of them.
+            args: the inputs of the model, with all microbatches concatenated in dimension 0, or where ``batch_dims``
+                says; beside such an input, one with the shape of one microbatch goes to each of them.
             kwargs: keyword inputs, as ``args``.
 
         Raises:
             PipelineError: SK802 for inputs that do not fit, SK804 if the ranks do not make the same call with the same
                 batch, SK805 if a rank failed.
         """
-        self._batch.primals, _ = self._agreement.begin(lambda: self._prepared(args, kwargs))
+        (self._batch.primals, self._batch.shares), _ = self._agreement.begin(lambda: self._prepared(args, kwargs))
         self._batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         self._batch.losses.clear()
         self._batch.queue.clear()
@@ -189,7 +208,7 @@ class JointPipeline:
         if not self._batch.losses:
             return PipelineStep(None, None)
         losses = torch.stack([self._batch.losses[i] for i in range(self.microbatches)])
-        return PipelineStep(losses.mean(), losses)
+        return PipelineStep(reduced(losses, self._batch.shares), losses)
 
     @property
     def host_bytes(self) -> int:
@@ -218,35 +237,32 @@ class JointPipeline:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
         return microbatch_seed(self._seed, step, self.microbatches, microbatch)
 
-    def _prepared(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PipelineCall, list[dict[str, Any]]]:
-        """Return a call for the other ranks to compare, and the inputs of each microbatch by placeholder."""
-        signature = self._joint.signature
-        likes = {n.name: n.meta["val"] for n in self._joint.graph_module.graph.find_nodes(op="placeholder")}
-        leaves = signature.leaves(tuple(args), kwargs)
-        found: list[dict[str, Any]] = [{} for _ in range(self.microbatches)]
-        words = _names_of_leaves(signature.structure)
-        for name, leaf in signature.inputs.items():
-            pieces = self._pieces(words.get(leaf, name), leaves[leaf], likes[name])
-            for own, piece in zip(found, pieces, strict=True):
-                own[name] = piece
-        given = {words.get(leaf, name): leaves[leaf] for name, leaf in signature.inputs.items()}
-        return PipelineCall("step", self.steps, given), found
+    def _prepared(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PipelineCall, Any]:
+        """Return a call for the other ranks to compare; the inputs of each microbatch by placeholder, and the shares.
 
-    def _pieces(self, name: str, given: Any, like: Any) -> list[Any]:
-        """Return an input of each microbatch."""
-        if not isinstance(like, torch.Tensor) or not isinstance(given, torch.Tensor):
-            return [given] * self.microbatches
-        if given.dtype == like.dtype and given.shape == like.shape:
-            return [given.to(self.device)] * self.microbatches
-        whole = (like.shape[0] * self.microbatches, *like.shape[1:]) if like.dim() else ()
-        if given.dtype != like.dtype or tuple(given.shape) != whole:
-            raise PipelineError(
-                "SK802",
-                f"{name} is {_look(given)}, and {self.microbatches} microbatches of {_look(like)} are expected",
-                f"Give {list(whole)}, or capture again with the inputs of one microbatch.",
-                [name],
-            )
-        return list(torch.split(given.to(self.device), like.shape[0]))
+        Raises:
+            PipelineError: SK802 for inputs that do not fit.
+        """
+        signature, count = self._joint.signature, self.microbatches
+        leaves = signature.leaves(tuple(args), kwargs)
+        values = {self._words[name]: leaves[leaf] for name, leaf in signature.inputs.items()}
+        given = {n: v for n, v in values.items() if n in self._likes and isinstance(v, torch.Tensor)}
+        parts = {name: [self._likes[name].shape] * count for name in given}
+        found = division({name: value.shape for name, value in given.items()}, parts, self._named)
+        require_fit(given, self._likes, parts, found, self._named, _EACH, other="")
+        call = PipelineCall("step", self.steps, values)
+        if not found.rows and count > 1 and (refused := no_batch(given, count, _EACH)):
+            raise refused
+        divided = cut_inputs(values, found, count, self.device)
+        primals = [{name: own[self._words[name]] for name in signature.inputs} for own in divided]
+        return call, (primals, shares_of(self._reduction, (1,) * count, divided))
+
+    @cached_property
+    def _likes(self) -> dict[str, torch.Tensor]:
+        """Input -> a tensor of the shape and dtype of one microbatch."""
+        nodes = self._joint.graph_module.graph.find_nodes(op="placeholder")
+        found = {self._words[n.name]: n.meta["val"] for n in nodes if n.name in self._words}
+        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def _module(self, number: int, borders: Sequence[BorderSlots], compiled: bool) -> JointStage:
         step, signature = self._step, self._joint.signature
@@ -367,15 +383,14 @@ class JointPipeline:
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
 
-def _names_of_leaves(structure: Any) -> dict[int, str]:
-    """Return number of a leaf of the inputs -> its name in messages, ``input 0`` or ``labels``; not if it is nested."""
-    args, kwargs = pytree.tree_unflatten(list(range(structure.num_leaves)), structure)
-    named = {**{f"input {i}": leaf for i, leaf in enumerate(args)}, **kwargs}
-    return {leaf: name for name, leaf in named.items() if isinstance(leaf, int)}
-
-
-def _look(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+def _names_of_inputs(joint: JointSource) -> dict[str, str]:
+    """Return placeholder -> the name of the model's argument; its own if it is nested in an argument."""
+    signature = joint.signature
+    args, kwargs = pytree.tree_unflatten(list(range(signature.structure.num_leaves)), signature.structure)
+    positional = [p.name for p in inspect.signature(joint.model.forward).parameters.values() if p.kind in _POSITIONAL]
+    named = {**dict(zip(positional, args, strict=False)), **kwargs}
+    name_of = {leaf: name for name, leaf in named.items() if isinstance(leaf, int)}
+    return {name: name_of.get(leaf, name) for name, leaf in signature.inputs.items()}
 
 
 def _require_trainable(joint: JointSource) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.gradient_slots import BorderSlots
 from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.rng_state import RngHandover
+from splitkit.runtime.ranks.step_losses import scaled
 
 Graph = Callable[..., tuple[Any, ...]]
 
@@ -32,6 +34,7 @@ class JointBatch:
     Attributes:
         progress: the action that the rank is running.
         primals: microbatch -> the inputs of the graph by the names of their placeholders, without those of the model.
+        shares: microbatch -> the factor of its loss in the loss of the step.
         seeds: microbatch -> its seed.
         losses: microbatch -> its loss, on the last rank.
         queue: the values that wait on the host.
@@ -39,6 +42,7 @@ class JointBatch:
 
     progress: Progress
     primals: Sequence[Mapping[str, Any]] = ()
+    shares: Sequence[Fraction | float] = ()
     seeds: Sequence[int] = ()
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     queue: HostQueue = field(default_factory=lambda: HostQueue((), ()))
@@ -113,11 +117,11 @@ class JointStage(nn.Module):
         return (*([self.rng.like] if self.rng.sends else []), *self.after.expected)
 
     def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
-        """Run one microbatch; return the values to send, or the loss over the number of microbatches."""
+        """Run one microbatch; return the values to send, or the term of its loss in the loss of the step."""
         number = int(microbatch)
         with self.batch.progress.computing(self.number, "F", number):
             made = _StageFunction.apply(self, number, self.anchor, *received)  # type: ignore[no-untyped-call]
-            return made[0] / len(self.batch.primals) if self.after is None else made
+            return scaled(made[0], self.batch.shares[number]) if self.after is None else made
 
     def run_forward(self, number: int, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Run the forward graph of one microbatch, without autograd."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
+from splitkit.runtime.ranks.batch_dims import BatchDims
 from splitkit.runtime.ranks.compared_ranks import ComparedRanks
-from splitkit.runtime.ranks.evaluation import share_tensors, split_like
+from splitkit.runtime.ranks.evaluation import missing_inputs, share_tensors, split_like, summed_without
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
 from splitkit.runtime.ranks.fsdp import shard, sum_shards
 from splitkit.runtime.ranks.gradient_norm import clip_gradients
 from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, loss_without_grad, own_loss
-from splitkit.runtime.ranks.microbatches import BatchSplitter
+from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
@@ -38,28 +38,10 @@ from splitkit.runtime.ranks.sized_stages import SizedStages
 from splitkit.runtime.ranks.stage import Batch
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
-from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
+from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced
+from splitkit.runtime.ranks.step_sizes import MessageShapes
 from splitkit.runtime.ranks.trained_parameters import set_trained
 from splitkit.runtime.ranks.weight_agreement import require_same_model
-from splitkit.short_repr import brief
-
-
-@dataclass(frozen=True)
-class PipelineStep:
-    """The result of a training step.
-
-    Attributes:
-        loss: the mean of the microbatches' losses, on the rank of the last stage, or with ``loss_everywhere`` on every
-            rank; otherwise ``None``.
-        losses: the loss of each microbatch, ``[microbatches]``, on the same ranks.
-        outputs: the model's output for each microbatch of this replica, if asked for, on the rank of the last stage.
-    """
-
-    loss: torch.Tensor | None
-    losses: torch.Tensor | None
-    outputs: tuple[Any, ...] | None = None
-
-    __repr__ = brief
 
 
 def pipeline(
@@ -68,6 +50,8 @@ def pipeline(
     microbatches: int | None = None,
     *,
     loss: Loss | None = None,
+    reduction: Reduction = "mean",
+    batch_dims: BatchDims | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -92,6 +76,17 @@ def pipeline(
             stages on each rank (`splitkit.pipeline.order_file` reads torch's CSV).
         microbatches: per step, of all replicas together; by default as many as the order has, or 8.
         loss: computes the loss from ``(output, target)`` of one microbatch; ``None`` for models that return their loss.
+        reduction: what the loss of a step is of the losses of its microbatches. ``"mean"``: their mean, weighted by
+            rows, for losses that are means over rows. ``"sum"``: their sum, for losses that are sums, or that are
+            divided by a number of the whole batch, such as ``num_items_in_batch``. For other means, a function that
+            returns over how many terms the loss of a microbatch is a mean; it is called with the inputs of the
+            microbatch by name, and its ``target``. For the mean over the labels that a causal language model keeps::
+
+                lambda inputs: (inputs["labels"][:, 1:] != -100).sum()
+
+        batch_dims: input -> the dimension that holds its batch, for inputs in which it is not 0, and for graphs with
+            symbolic sizes of which several may count rows; ``None`` for an input that every microbatch gets as it is.
+            ``target`` may be among them: ``{"x": 1, "target": 1}`` for a sequence-first model.
         group: the ranks; by default the whole default process group.
         device: the device of this rank; by default the current accelerator if the group has a backend for it that is
             not the CPU's (``nccl``, ``cpu:gloo,cuda:nccl``), otherwise the CPU. Devices that capture hard-coded follow.
@@ -103,7 +98,7 @@ def pipeline(
         ScheduleError: SK330 if the schedule does not allow these numbers of stages, ranks and microbatches. An order
             that would deadlock is refused when it is created (SK331).
     """
-    return Pipeline(split, schedule, microbatches, loss, group, device, seed)
+    return Pipeline(split, schedule, microbatches, loss, reduction, batch_dims, group, device, seed)
 
 
 class Pipeline(ComparedRanks):
@@ -127,6 +122,8 @@ class Pipeline(ComparedRanks):
         schedule: str | PipelineOrder,
         microbatches: int | None,
         loss: Loss | None,
+        reduction: Reduction,
+        batch_dims: BatchDims | None,
         group: dist.ProcessGroup | None,
         device: torch.device | str | None,
         seed: int,
@@ -138,7 +135,10 @@ class Pipeline(ComparedRanks):
         self.device = device_of_rank(device, group)
         microbatches = microbatches_or_usual(schedule, microbatches)
         what = schedule if isinstance(schedule, str) else getattr(schedule, "ranks", schedule)
-        require_same(self._chain, {"schedule": what, "number of microbatches": microbatches, "seed": seed}, group)
+        dims = sorted((batch_dims or {}).items())
+        how = "a function" if callable(reduction) else reduction
+        same = {"number of microbatches": microbatches, "seed": seed, "reduction": how, "dimensions of the batch": dims}
+        require_same(self._chain, {"schedule": what, **same}, group)
         counts, ranks = self._chain.replicas, dist.get_world_size(group)
         require_replicable(self._chain.facts.writes, counts, ranks, microbatches)
         self.order, at = placed_order(schedule, counts, microbatches, ranks)
@@ -147,7 +147,12 @@ class Pipeline(ComparedRanks):
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.replicas.place)
         if not is_whole(seed):
             raise PipelineError("SK802", f"the seed is {shown(seed)}", "Give a whole number.")
-        self._seed, self._loss, self.steps = int(seed), loss, 0
+        self._seed, self._loss, self._reduction, self.steps = (
+            int(seed),
+            loss,
+            checked_reduction(reduction, self.inputs),
+            0,
+        )
         progress = Progress(
             row_of_rank(self.order, self.replicas),
             self.order.rank_of,
@@ -164,7 +169,8 @@ class Pipeline(ComparedRanks):
         require_same_model(self._chain, self.stages, group)
         self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, None, None
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
-        self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs)
+        self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs, batch_dims)
+        self._batch_dims = dict(batch_dims or {})
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
@@ -188,13 +194,13 @@ class Pipeline(ComparedRanks):
     ) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate, as with ``backward()``.
 
-        The gradients are those of the mean of the microbatches' losses, weighted by their rows. If the loss is a mean
-        over rows, that is the loss of the whole batch.
+        The gradients are those of the loss of the step, which `reduction` makes of the microbatches' losses.
 
         Args:
-            args: the inputs of the model, with all microbatches concatenated in dimension 0; an input with the shape of
-                one microbatch goes to each of them. A graph captured with ``dynamic=True`` accepts other sizes than the
-                captured ones, and distributes the rows as evenly as possible.
+            args: the inputs of the model, with all microbatches concatenated in dimension 0, or where ``batch_dims``
+                says; beside such an input, one with the shape of one microbatch goes to each of them. A graph captured
+                with ``dynamic=True`` accepts other sizes than the captured ones, and distributes the rows as evenly as
+                possible.
             target: the target for the loss, as ``args``; if the model has an input of that name, that input. Ranks
                 without the last stage may leave it out.
             outputs: whether to return the model's outputs. If no rank asks for them in the first step, values that the
@@ -207,7 +213,8 @@ class Pipeline(ComparedRanks):
             kwargs: keyword inputs, as ``args``.
 
         Raises:
-            PipelineError: SK802 for inputs that do not fit, and SK804 if the ranks do not make the same call with the
+            PipelineError: SK802 for inputs that do not fit, among them a single microbatch in place of a batch, and for
+                a batch that may be in several dimensions; SK804 if the ranks do not make the same call with the
                 same batch, on all ranks before anything runs; SK803 for a value at a border with another dtype or shape
                 than captured; SK805 if this rank or another one failed; SK806 if this version of torch cannot run it.
         """
@@ -215,7 +222,7 @@ class Pipeline(ComparedRanks):
         batch = self._run(True, args, kwargs, target, outputs, loss_everywhere)
         if batch.found is not None:
             made = tuple(batch.outputs[i] for i in self._share) if batch.outputs else None
-            return PipelineStep(batch.sizes.mean(batch.found), batch.found, made)
+            return PipelineStep(batch.loss, batch.found, made)
         return PipelineStep(None, None)
 
     def infer(self, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
@@ -243,7 +250,7 @@ class Pipeline(ComparedRanks):
         self._rank_stages.clear()
         self._fixed = FixedAtCapture(self.modules, own)
 
-    def evaluation(self, gm: fx.GraphModule) -> Pipeline:
+    def evaluation(self, gm: fx.GraphModule, reduction: Reduction | None = None) -> Pipeline:
         """Make a pipeline of a capture in another mode, which shares the parameters and buffers of this one.
 
         All ranks must call it. An optimizer step changes both. The schedule, the microbatches and the ranks are the
@@ -254,20 +261,27 @@ class Pipeline(ComparedRanks):
 
         Args:
             gm: the capture of the same model, for example in eval mode.
+            reduction: as in `splitkit.runtime.pipeline`; by default as in training.
 
         Raises:
             PipelineError: SK801 if the weights of a node are in several stages, or are sharded; SK802 for stages of a
-                folder, which do not know the graph.
+                folder, which do not know the graph, and without a ``reduction`` if that of training is ``"sum"`` and
+                this graph lacks an input by which the losses may be divided.
         """
-        found = split_like(gm, self._captured())
-        count = self.microbatches
-        made = Pipeline(found, self._schedule, count, self._loss, self.group, self.device, self._seed)
+        found, own = split_like(gm, self._captured()), self._reduction if reduction is None else reduction
+        lost = missing_inputs(found, self.inputs)
+        if lost and own == "sum" and reduction is None:
+            raise summed_without(lost)
+        dims = {name: dim for name, dim in self._batch_dims.items() if name not in lost}
+        made = Pipeline(
+            found, self._schedule, self.microbatches, self._loss, own, dims, self.group, self.device, self._seed
+        )
         share_tensors(found, self.saved_tensors())
         made._trains = self._trained
         return made
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """Run forward only, without gradients, and return the mean loss of a batch on every rank, as float64.
+        """Run forward only, without gradients, and return the loss of a batch on every rank, as float64.
 
         The graph runs in the mode in which it was captured; see `evaluation`.
 
@@ -278,28 +292,16 @@ class Pipeline(ComparedRanks):
         """
         kwargs, target = self.with_target(kwargs, target)
         with torch.no_grad():
-            batch = self._run(False, args, kwargs, None, True)
+            batch = self._run(False, args, kwargs, target, True, evaluates=True)
             with naming_failures(self._progress):
-                losses = None
                 if batch.outputs:
-                    given = kwargs.get("microbatches") is not None
-                    loss, targets = self._loss, self.cut_target(target, batch.sizes, given)
+                    loss = self._loss
                     found = [
-                        (loss_without_grad(out) if loss is None else loss(out, targets[i])).reshape(())
+                        (loss_without_grad(out) if loss is None else loss(out, batch.targets[i])).reshape(())
                         for i, out in sorted(batch.outputs.items())
                     ]
-                    losses = self.replicas.gathered(torch.stack(found), self.microbatches)
-                return batch.sizes.mean(self._from_last(losses))
-
-    def cut(
-        self, *args: Any, microbatches: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
-    ) -> list[dict[str, Any]]:
-        """Split the inputs of a step: return the inputs of each microbatch, by the names of the graph's inputs.
-
-        Raises:
-            PipelineError: SK802 as in `step`.
-        """
-        return self._inputs.split(args, kwargs) if microbatches is None else self._inputs.given(microbatches)
+                    self._set_losses(batch, torch.stack(found))
+                return self._from_last(batch)[0]
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``, as `torch.nn.utils.clip_grad_norm_` does.
@@ -337,6 +339,11 @@ class Pipeline(ComparedRanks):
         return self._inputs.with_target(kwargs, target)
 
     @property
+    def inputs(self) -> Mapping[str, torch.Tensor | None]:
+        """Input of the graph -> a tensor on ``meta`` as in one microbatch at capture; ``None`` if it is no tensor."""
+        return self._chain.facts.inputs
+
+    @property
     def needs(self) -> frozenset[str]:
         """The inputs that this rank reads, and ``target`` for a loss that it computes; others may be left out here."""
         read = {node for stage in self.stages for node in self._chain.inputs(stage)}
@@ -351,23 +358,9 @@ class Pipeline(ComparedRanks):
         with naming_lost_ranks(self._progress, "for all ranks to get a batch from rank 0"):
             return broadcast_batch(batch, self.device, self.group)
 
-    def sizes(self, inputs: Sequence[Mapping[str, Any]]) -> StepSizes:
-        """Return the sizes and the rows of the microbatches that `cut` returned.
-
-        Raises:
-            PipelineError: SK802 as in `step`.
-        """
-        return self._inputs.sizes(inputs)
-
-    def cut_target(self, target: Any, sizes: StepSizes, given: bool = False) -> list[Any]:
-        """Split a target: return the target of each microbatch.
-
-        Args:
-            target: the target of a step.
-            sizes: what `sizes` returns.
-            given: whether ``target`` is a list with the target of each microbatch.
-        """
-        return self._inputs.given_targets(target) if given else self._inputs.targets(target, sizes.rows)
+    def divide(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, is_last: bool = True) -> DividedBatch:
+        """Split the inputs and the target of a step, after `with_target`; ``is_last`` asks for the shares of losses."""
+        return self._inputs.divide(args, kwargs, target, self._reduction if is_last else None)
 
     def seed_of(self, step: int, microbatch: int) -> int:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
@@ -415,18 +408,18 @@ class Pipeline(ComparedRanks):
         target: Any,
         keep: bool,
         loss_everywhere: bool = False,
+        evaluates: bool = False,
     ) -> Batch:
         kind: Kind = "step" if train and not loss_everywhere else "step(loss_everywhere=True)" if train else "infer"
-        (inputs, sizes, targets), agreed = self._agreement.begin(
-            lambda: self._prepared(kind, args, kwargs, target, keep)
-        )
+        has_loss = (train or evaluates) and self._chain.stages - 1 in self.stages
+        divided, agreed = self._agreement.begin(lambda: self._prepared(kind, args, kwargs, target, keep, has_loss))
         if agreed.weights:
             self.compare_ranks()
         made = self._rank_stages.get(train)
         if made is None:
             made = self._rank_stages[train] = self._sized_stages(train, agreed.outputs)
-        stages, batch = made.of(sizes), made.batch
-        batch.inputs, batch.sizes, batch.targets, batch.keep = inputs, sizes, targets, keep
+        stages, batch = made.of(divided.sizes), made.batch
+        batch.inputs, batch.sizes, batch.targets, batch.keep = divided.inputs, divided.sizes, divided.targets, keep
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.outputs, batch.losses, batch.found = {}, {}, None
         self.steps += train
@@ -435,15 +428,15 @@ class Pipeline(ComparedRanks):
                 stages.step()
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
-                batch.found = self.replicas.gathered(losses, self.microbatches)
+                self._set_losses(batch, losses)
             if loss_everywhere:
-                batch.found = self._from_last(batch.found)
+                batch.loss, batch.found = self._from_last(batch)
         return batch
 
     def _prepared(
-        self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool
-    ) -> tuple[PipelineCall, tuple[list[dict[str, Any]], StepSizes, list[Any]]]:
-        """Return a call for the other ranks to compare, and the inputs, sizes and targets of its microbatches.
+        self, kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, keep: bool, has_loss: bool
+    ) -> tuple[PipelineCall, DividedBatch]:
+        """Return a call for the other ranks to compare, and its microbatches.
 
         Raises:
             PipelineError: SK802, SK801 for what this rank cannot run; `StepAgreement.begin` tells the others.
@@ -460,16 +453,14 @@ class Pipeline(ComparedRanks):
         self._fixed.require_autocast(self.device)
         if train:
             self._fixed.require_flags(self.named_parameters())
-        inputs = self.cut(*args, **kwargs)
-        sizes = self.sizes(inputs)
-        divided = inputs, sizes, self.cut_target(target, sizes, kwargs.get("microbatches") is not None)
+        divided = self.divide(args, kwargs, target, has_loss)
         if train:
             sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
-        whole = self._inputs.whole(args, kwargs)
         compares = self._weights_changed or (not train and self._trained_since())
-        return PipelineCall(kind, self.steps, whole, targets, keep, compares), divided
+        call = PipelineCall(kind, self.steps, divided.whole, targets, keep, compares, divided.undivided)
+        return call, divided
 
     def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
@@ -481,14 +472,20 @@ class Pipeline(ComparedRanks):
         found: RankStages = self._agreement.together(lambda: RankStages(self._chain, last_stage, batch, *where, shapes))
         return found
 
-    def _from_last(self, losses: torch.Tensor | None) -> torch.Tensor:
-        """Return the losses of the last stage on every rank, as float64, which holds a loss of any dtype."""
-        every = torch.zeros(self.microbatches, dtype=torch.float64, device=self.device)
-        if losses is not None:
-            every.copy_(losses)
+    def _set_losses(self, batch: Batch, losses: torch.Tensor) -> None:
+        """Keep the losses of this replica, ``[share]``, as the losses and the loss of the step."""
+        batch.found = self.replicas.gathered(losses, self.microbatches)
+        batch.loss = reduced(batch.found, batch.sizes.shares)
+
+    def _from_last(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss and the losses of the last stage on every rank, as float64, which holds any dtype."""
+        every = torch.zeros(1 + self.microbatches, dtype=torch.float64, device=self.device)
+        if batch.found is not None:
+            every[1:] = batch.found
+            every[0] = reduced(every[1:], batch.sizes.shares)
         source = self.replicas.ranks[self.order.rank_of[-1]][0]
         dist.broadcast(every, group=self.group, group_src=source)
-        return every
+        return every[0], every[1:]
 
     @property
     def _share(self) -> range:

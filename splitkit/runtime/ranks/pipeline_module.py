@@ -16,6 +16,7 @@ from torch import nn
 from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.fixed_at_capture import autocasts_of
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.step_losses import NUMBER
 
 
 class PipelineModule(nn.Module):
@@ -28,14 +29,16 @@ class PipelineModule(nn.Module):
         pipe: the pipeline, which is trained.
         evaluation: `Pipeline.evaluation` of the model captured in eval mode, for calls in eval mode or without
             gradients.
-    """
 
-    accepts_loss_kwargs = False
-    """For ``Trainer``: it divides the loss by the accumulation steps, since the model does not count tokens."""
+    Attributes:
+        accepts_loss_kwargs: for ``Trainer``: whether the graph has the input ``num_items_in_batch``, a tensor by which
+            it divides a sum. If not, Trainer divides the loss by the accumulation steps.
+    """
 
     def __init__(self, pipe: Pipeline, evaluation: Pipeline | None = None) -> None:
         super().__init__()
         self.pipe, self.evaluation = pipe, evaluation
+        self.accepts_loss_kwargs = pipe.inputs.get(NUMBER) is not None
         for name, tensor in pipe.named_tensors().items():
             plain = name.replace(".", "/")
             if isinstance(tensor, nn.Parameter):
@@ -49,7 +52,7 @@ class PipelineModule(nn.Module):
         """Run a training step, or forward only in eval mode or without gradients.
 
         Returns:
-            ``{"loss": loss}``, the mean of the microbatches' losses, on every rank.
+            ``{"loss": loss}``, the loss of the step as the pipeline's ``reduction`` says, on every rank.
 
         Raises:
             PipelineError: SK802 in eval mode if there is no pipeline for it; otherwise as `Pipeline.step`.
@@ -61,7 +64,7 @@ class PipelineModule(nn.Module):
         for parameter in held:
             parameter.grad = None
         try:
-            loss = self.pipe.step(*args, loss_everywhere=True, **kwargs).loss
+            loss = self.pipe.step(*args, loss_everywhere=True, **_counted(self.pipe, kwargs)).loss
             made = [parameter.grad for parameter in held]
         finally:
             for parameter, grad in zip(held, before, strict=True):
@@ -76,7 +79,15 @@ class PipelineModule(nn.Module):
                 "the model was called in eval mode or without gradients, but the pipeline was captured for training",
                 "Give PipelineModule(pipe, evaluation) a pipeline of the model captured in eval mode.",
             )
-        return self.evaluation.evaluate(*args, **kwargs).float()
+        return self.evaluation.evaluate(*args, **_counted(self.evaluation, kwargs)).float()
+
+
+def _counted(pipe: Pipeline, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return keyword inputs with the number of items as the graph takes it: versions of Trainer give ints or floats."""
+    like, rest = pipe.inputs.get(NUMBER), {name: value for name, value in kwargs.items() if name != NUMBER}
+    if like is None or NUMBER not in kwargs:
+        return rest
+    return {**rest, NUMBER: torch.as_tensor(kwargs[NUMBER], dtype=like.dtype)}
 
 
 class _AddGradients(torch.autograd.Function):

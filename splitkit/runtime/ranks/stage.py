@@ -24,6 +24,7 @@ from splitkit.runtime.ranks.last_stage import LastStage
 from splitkit.runtime.ranks.rng_channel import RngChannel
 from splitkit.runtime.ranks.rng_state import RngHandover
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.step_losses import scaled
 from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.runtime.ranks.torch_limits import DividedStage, divisible, passed_on
 
@@ -42,6 +43,7 @@ class Batch:
         outputs: microbatch -> the output of the graph, on the last rank.
         losses: microbatch -> its loss, on the last rank.
         found: the losses of the microbatches of all replicas, on the last rank.
+        loss: the loss of the step, on the last rank.
         keep: whether outputs are wanted.
         channel: hands RNG states over between the hosts of accelerators.
     """
@@ -55,6 +57,7 @@ class Batch:
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     found: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
     keep: bool = False
     channel: RngChannel | None = None
 
@@ -186,8 +189,7 @@ class ChainStage(nn.Module):
         self._batch.losses[number] = loss.detach()
         if self._batch.keep:
             self._batch.outputs[number] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        share = self._batch.sizes.shares[number]
-        return non_view(loss.reshape(()) * share.numerator / share.denominator)
+        return non_view(scaled(loss.reshape(()), self._batch.sizes.shares[number]))
 
     @property
     def input_tensors(self) -> tuple[torch.Tensor, ...]:

@@ -42,6 +42,8 @@ from splitkit.runtime.ranks.border_values import BorderValue, border_value
 from splitkit.runtime.ranks.graph_sizes import GraphSizes, graph_sizes
 from splitkit.short_repr import brief
 
+_CONSTANTS = (bool, int, float, str, type(None))
+
 
 class StageSource(Protocol):
     """A source of stages: a `Split` or a folder of stages. The attributes are those of `Split`."""
@@ -85,6 +87,7 @@ class ChainFacts:
         sizes: the sizes that may vary.
         captured: the device types on which the graph was captured.
         costly: of a decoder, the positions after which attention costs as much as all else; ``None`` if not known.
+        constants: input that is not a tensor -> its value at capture, which the graph computes with.
     """
 
     values: Mapping[str, BorderValue]
@@ -95,6 +98,7 @@ class ChainFacts:
     sizes: GraphSizes = field(default_factory=GraphSizes)
     captured: frozenset[str] = frozenset({"cpu"})
     costly: int | None = None
+    constants: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -245,7 +249,8 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         values_of(split.module.graph, split)
     )
     values = {n.name: border_value(originals[n], needed, written) for n in stage_of if n in originals}
-    given = zip(split.module.graph.find_nodes(op="placeholder"), flow.graph.find_nodes(op="placeholder"), strict=True)
+    placeholders = (graph.find_nodes(op="placeholder") for graph in (split.module.graph, flow.graph))
+    given = list(zip(*placeholders, strict=True))
     plan = {name: value for name, value in split.plan.to_dict().items() if name != "prices"}  # each rank may measure
     identity = {
         "graph": fingerprint(flow.graph),
@@ -261,6 +266,11 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
         graph_sizes(flow.graph, {n.name: value_of(originals[n]) for n in stage_of if n in originals}),
         captured=captured_types(flow.graph, flow.root),
         costly=costly_positions(flow) if given_caches(flow.root) else None,
+        constants={
+            str(n.target): original.meta["val"]
+            for n, original in given
+            if isinstance(original.meta.get("val", ...), _CONSTANTS)
+        },
     )
 
 

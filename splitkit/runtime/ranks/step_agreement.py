@@ -2,13 +2,14 @@
 
 Each rank gives a row of whole numbers, and all ranks get all rows::
 
-              refuses  outputs  weights    kind  number  form  content  target
-    rank 0       0        0        1         1       3    81..    17..       0
-    rank 1       0        1        1         1       3    81..    17..    95..
+              refuses  outputs  weights  batch  kind  number  form  content  target
+    rank 0       0        0        1        0     1       3    81..    17..       0
+    rank 1       0        1        1        1     1       3    81..    17..    95..
 
-The first three are added up: whether any rank refuses the call, asks for outputs, or wants the weights compared. The
-others must be the same on all ranks; 0 stands for what a rank is not given, and matches everything. Only if a rank
-refuses or a number differs do the ranks exchange texts, from which all of them raise the same error.
+The first four are added up: whether any rank refuses the call, asks for outputs, wants the weights compared, or was
+given a batch that can be divided. The others must be the same on all ranks; 0 stands for what a rank is not given, and
+matches everything. Only if a rank refuses or a number differs do the ranks exchange texts, from which all of them raise
+the same error.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from splitkit.runtime.ranks.rank_agreement import differs, from_every
 T = TypeVar("T")
 Kind = Literal["step", "infer", "step(loss_everywhere=True)"]
 _KINDS: tuple[Kind, ...] = ("step", "infer", "step(loss_everywhere=True)")
-_FLAGS = 3
-_REFUSAL = [1, *[0] * 8]
+_FLAGS = 4
+_REFUSAL = [1, *[0] * 9]
 _REMEDY = "Make the same calls on every rank, with the same batch: seed the data loaders of all ranks in the same way."
 
 
@@ -44,6 +45,7 @@ class PipelineCall:
         targets: the target of the loss, under a name for messages; empty if this rank is not given it.
         outputs: whether this rank asks for the outputs. Ranks may differ in it.
         weights: whether the weights are to be compared: they were loaded, or trained since. Ranks may differ in it.
+        undivided: why this rank cannot tell that it was given a batch; ``None`` if it was. Ranks may differ in it.
     """
 
     kind: Kind
@@ -52,6 +54,7 @@ class PipelineCall:
     targets: Mapping[str, Any] = field(default_factory=dict)
     outputs: bool = False
     weights: bool = False
+    undivided: PipelineError | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class StepAgreement:
             prepare: returns the call, and what else it prepared, which is returned.
 
         Raises:
-            PipelineError: SK804 on every rank if the calls differ; names the ranks, and the input that differs.
+            PipelineError: SK804 on every rank if the calls differ; names the ranks, and the input that differs. The
+                call's ``undivided`` on every rank if no rank was given a batch.
             Exception: the error of ``prepare`` on the rank that raised it. The other ranks raise it as a
                 `PipelineError` that names the rank, SK805 if it has no code.
         """
@@ -89,8 +93,10 @@ class StepAgreement:
         own, call, prepared = made or (_REFUSAL, None, None)
         with naming_lost_ranks(self._progress, "for all ranks to begin the call"):
             rows = self._rows(own)
-            refused, outputs, weights = (any(row[i] for row in rows) for i in range(_FLAGS))
+            refused, outputs, weights, divided = (any(row[i] for row in rows) for i in range(_FLAGS))
             if not refused and _are_same(rows):
+                if call is not None and call.undivided is not None and not divided:
+                    raise call.undivided
                 return cast(T, prepared), Agreed(outputs, weights)
             told = from_every((_told(failed), _described(call)), self._group)
         _raise_first([error for error, _ in told], failed, "refused the call")
@@ -138,7 +144,8 @@ def _with_row(call: PipelineCall, prepared: T) -> tuple[list[int], PipelineCall,
     batch = (call.inputs, call.targets)
     forms = [digest_of_text(str(_forms(given))) if given else 0 for given in batch]
     contents = [digest_of_tensors(leaf_tensors(dict(given))) if given else 0 for given in batch]
-    row = [0, call.outputs, call.weights, 1 + _KINDS.index(call.kind), 1 + call.number, *forms, *contents]
+    flags = [0, call.outputs, call.weights, call.undivided is None]
+    row = [*flags, 1 + _KINDS.index(call.kind), 1 + call.number, *forms, *contents]
     return row, call, prepared
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-import torch
 from torch.fx import Node
 
 from splitkit.runtime.ranks.border_values import BorderValue
@@ -28,25 +27,12 @@ class StepSizes:
     Attributes:
         sizes: microbatch -> the sizes of its inputs.
         rows: microbatch -> the number of its rows.
+        shares: microbatch -> the factor of its loss in the loss of the step; empty on ranks that compute no loss.
     """
 
     sizes: tuple[Sizes, ...]
     rows: tuple[int, ...]
-
-    @property
-    def shares(self) -> list[Fraction]:
-        """Microbatch -> the share of its loss in the loss of the step: its share of the rows."""
-        return [Fraction(rows, sum(self.rows)) for rows in self.rows]
-
-    def mean(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a step: the mean of the microbatches' losses, weighted by their rows.
-
-        Args:
-            losses: shape (microbatches,).
-        """
-        if len(set(self.rows)) == 1:
-            return losses.mean()
-        return losses @ losses.new_tensor([float(share) for share in self.shares])
+    shares: tuple[Fraction | float, ...] = ()
 
 
 @dataclass(frozen=True)
