@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import PlanError
+from splitkit.graph.storages import address_range, hides_memory, tensors_inside
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -48,6 +49,10 @@ class ByteRange(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     width: int
+
+
+_ANYWHERE = ByteRange("anywhere", 0, 1 << 64, (1,), (1,), 1)
+"""The memory of a wrapper subclass that does not say which tensors it holds: it may overlap any other."""
 
 
 class Use(NamedTuple):
@@ -93,7 +98,7 @@ def blocks(value: object, whole: bool = False) -> Iterator[ByteRange]:
     """
     for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            for tensor in _torch.plain_tensors(leaf):
+            for tensor in tensors_inside(leaf):
                 if (block := _block(tensor, whole)) is not None:
                     yield block
 
@@ -103,11 +108,13 @@ def _block(tensor: Tensor, whole: bool) -> ByteRange | None:
     if not tensor.numel():
         return None
     try:
+        if hides_memory(tensor):
+            return _ANYWHERE
         storage = tensor.untyped_storage()
         size, width = storage.nbytes(), tensor.element_size()
-        real = type(tensor) in _PLAIN and storage.device.type != "meta"
-        space: Hashable = storage.device if real else ("storage", _torch.storage_id(storage))
-        start = storage.data_ptr() if real else 0
+        place = address_range(storage)
+        space: Hashable = place[0] if place else ("storage", _torch.storage_id(storage))
+        start = place[1] if place else 0
         if whole:
             return ByteRange(space, start, start + size, (size,), (1,), 1) if size else None
         start += int(tensor.storage_offset()) * width
@@ -120,9 +127,10 @@ def _block(tensor: Tensor, whole: bool) -> ByteRange | None:
 
 def overlap(a: ByteRange, b: ByteRange) -> bool:
     """Return whether two tensors have a byte in common: exactly, unless numpy would need too long (`_LIMIT`)."""
-    if a.space != b.space or a.start >= b.end or b.start >= a.end:
+    hidden = a is _ANYWHERE or b is _ANYWHERE
+    if not hidden and (a.space != b.space or a.start >= b.end or b.start >= a.end):
         return False
-    if a == b:
+    if hidden or a == b:
         return True
     try:
         base = min(a.start, b.start)

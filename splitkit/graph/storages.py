@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -134,22 +135,89 @@ class Lookup:
         return self._owners[path]
 
 
-_REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
 def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Return a key equal for tensors that share memory.
+    """Return a key equal for tensors that share memory; see `memory_keys` for subclasses that wrap other tensors.
 
     Sparse tensors, some subclasses and tensors of lazy modules have no storage: their key is their id.
     """
     try:
         storage = tensor.untyped_storage()
-        if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
-            # by address, not by storage object: torch.from_numpy makes several storages of one memory
-            return storage.device, storage.data_ptr()
-        return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        span = address_range(storage)
+        # in a tuple: a StorageWeakRef raises when it is compared with anything but another one
+        return span[:2] if span else ("storage", StorageWeakRef(storage))  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
+
+
+def address_range(storage: torch.UntypedStorage) -> tuple[torch.device, int, int] | None:
+    """Return device, first address and end of a storage; ``None`` if it is empty, on meta, or a wrapper's.
+
+    Memory is known by address, not by storage object, because ``torch.from_numpy`` makes several storages of one
+    memory.
+    """
+    if storage.device.type == "meta" or not storage.nbytes():
+        return None
+    try:
+        start = storage.data_ptr()
+    except RuntimeError:  # a tensor subclass that wraps others has a storage without data
+        return None
+    return (storage.device, start, start + storage.nbytes()) if start else None
+
+
+def shared_keys(given: Iterable[torch.Tensor]) -> Iterator[tuple[Hashable, Hashable]]:
+    """Yield pairs of different keys (`storage_key`) that stand for common memory.
+
+    They are the keys of a wrapper subclass and of the tensors inside it, and the keys of storages that overlap, such as
+    those of ``torch.from_numpy(array)`` and ``torch.from_numpy(array[1:])``.
+    """
+    ranges: dict[tuple[str, int], tuple[int, Hashable]] = {}
+    for tensor in {id(t): t for t in given if not is_lazy(t)}.values():
+        for inner in tensors_inside(tensor):
+            if inner is not tensor:
+                yield storage_key(tensor), storage_key(inner)
+            try:
+                span = address_range(inner.untyped_storage())
+            except (NotImplementedError, RuntimeError, ValueError):
+                continue
+            if span is not None:
+                place = str(span[0]), span[1]
+                ranges[place] = max(ranges.get(place, (0, None))[0], span[2]), span[:2]
+    device, end, key = "", 0, cast(Hashable, None)
+    for (where, start), (stop, other) in sorted(ranges.items(), key=lambda item: item[0]):
+        if where == device and start < end:
+            yield key, other
+        else:
+            device, end, key = where, 0, other
+        end = max(end, stop)
+
+
+def tensors_inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have the memory of a tensor, also those that a subclass keeps in its attributes."""
+    for inner in _torch.plain_tensors(tensor):
+        held = list(held_in(vars(inner))) if _is_wrapper(inner) else ()
+        if held:
+            yield from (each for one in held for each in tensors_inside(one))
+        else:
+            yield inner
+
+
+def hides_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that wraps others and neither names them nor shows them in its attributes."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    wrappers = [inner for inner in _torch.plain_tensors(tensor) if _is_wrapper(inner)]
+    return any(not is_plain(vars(inner)) or not list(held_in(vars(inner))) for inner in wrappers)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass without memory of its own; fake tensors are not: they have some on meta."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device.type != "meta" and address_range(storage) is None
+    except (NotImplementedError, RuntimeError, ValueError):
+        return True
 
 
 def start_of(tensor: torch.Tensor) -> Hashable:
@@ -217,3 +285,35 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return iter((value,))
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+_CONTAINERS = (list, tuple, set, frozenset, dict, OrderedDict, torch.Size)
+_PLAIN = (
+    *(torch.nn.Module, torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(int, float, complex, bool, str, bytes, type(None), slice, range, type(Ellipsis)),
+)
+
+
+def held_in(value: object) -> Iterable[torch.Tensor]:
+    """Return the tensors in a list, tuple, set or dict; they may be attributes of the graph under another name."""
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value shows all memory that it holds; an object of any other class may hide some."""
+    return all(
+        not hides_memory(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, _PLAIN)
+        for leaf in _leaves(value)
+    )
+
+
+def _leaves(value: object) -> Iterable[object]:
+    """Yield the items of nested containers, or the value itself."""
+    left, seen = [value], set[int]()
+    while left:
+        item = left.pop()
+        if type(item) not in _CONTAINERS:
+            yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            left += item.values() if isinstance(item, dict) else cast(Iterable[object], item)
