@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from splitkit import _torch
 from splitkit._torch import pytree
@@ -64,8 +65,7 @@ def repeated_group(node: Node) -> int | None:
     return found
 
 
-# Ops whose result is a view for all arguments; `reshape` and `to` may copy.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     [
         "view",
         "t",
@@ -82,6 +82,7 @@ _VIEWS = frozenset(
         "split",
     ]
 )
+"""Names of ops whose result is a view for all arguments; `reshape` and `to` may copy."""
 
 
 @cache
@@ -90,7 +91,7 @@ def always_aliases(target: object) -> bool:
     if not isinstance(target, _torch.OpOverload):
         return False
     packet = target.overloadpacket
-    if str(packet).removeprefix("aten.") in _VIEWS:
+    if str(packet).removeprefix("aten.") in VIEWS:
         return True
     returned = _torch.schema_of(target).returns
     return len(returned) == 1 and _torch.is_written(returned[0])
@@ -133,6 +134,33 @@ class Lookup:
             above, _, name = path.rpartition(".")
             self._owners[path] = _torch.member_of(self.owner(above), name)
         return self._owners[path]
+
+
+def require_stored(find: Lookup, target: str) -> None:
+    """Raise unless reading an attribute yields the same object each time: a parametrized weight is computed anew.
+
+    Raises:
+        GraphError: SK104 if it is computed, or is not there.
+    """
+    path, _, name = target.rpartition(".")
+    try:
+        owner = find.owner(path)
+    except AttributeError:
+        owner = None
+    if isinstance(owner, torch.nn.Module):
+        tables = _torch.attributes_of(owner)
+        if name in tables.parameters or name in tables.buffers or name in tables.modules or name in vars(owner):
+            return
+        computed = "parametrizations" in tables.modules and is_parametrized(owner, name)
+        if computed or (find(target) is not find(target) and isinstance(find(target), torch.Tensor)):
+            raise GraphError(
+                "SK104",
+                f"the graph reads {target}, which its module computes anew at each read, so parts would disagree",
+                "Capture the model again, which puts the computation into the graph: splitkit.capture(gm, *inputs). "
+                "Or store the value: torch.nn.utils.parametrize.remove_parametrizations(module, name).",
+                [target],
+            )
+    find(target)
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:

@@ -13,7 +13,7 @@ from torch.fx import Node
 from splitkit.graph.input_overlap import CHECKS
 from splitkit.graph.object_inputs import refuse_objects
 from splitkit.graph.ops.facts import Effects, Facts, Slot, replace_effects
-from splitkit.graph.ops.module_effects import module_tensors
+from splitkit.graph.ops.module_effects import is_changed, module_tensors
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.ops.state_scans import SCANS
 
@@ -49,7 +49,8 @@ def declare(
     Without a declaration, a custom operator (outside the namespaces of torch and torchvision) is assumed to be random,
     since its schema says what it writes but not whether it draws random numbers. A function or leaf module is assumed
     to read and write every parameter and buffer of the model, which it may hold in a list or a closure. The buffers of
-    a declared module are assumed to be written.
+    a declared module are assumed to be written. A declaration does not cover hooks, parametrizations or a ``forward``
+    that replaces the class's: a module that has them, or contains one that does, counts as undeclared.
     """
     spellings = _spellings(target)
     names = _parameters(spellings[-1])
@@ -93,8 +94,8 @@ def declared_facts(target: Any) -> Facts | None:
 
 
 def declared_module(node: Node, module: nn.Module) -> Effects | None:
-    """Return the effects of a module call by the declaration of its class; ``None`` if there is none."""
+    """Return the effects of a module call by the declaration of its class; ``None`` if none covers the module."""
     facts = _DECLARED.get(type(module))
-    if facts is None:
+    if facts is None or any(map(is_changed, module.modules())):
         return None
     return replace_effects(facts.of(node), reads_state=module_tensors(module), writes_state=tuple(module.buffers()))
