@@ -28,7 +28,7 @@ from splitkit.graph.ops import Effects
 from splitkit.graph.ops.functions import torch_name
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.scope import Scope, is_state_op, region_kind, states_before
-from splitkit.graph.shared_memory import GIVEN, Memory, memory_classes
+from splitkit.graph.shared_memory import GIVEN, REACHED, Memory, memory_classes
 from splitkit.graph.storages import VIEWS, Lookup, held_in, storage_key
 from splitkit.graph.symbols import value_of
 
@@ -64,11 +64,14 @@ def kept_casts(
         root: the module that owns the graph's attributes.
         without_cache: also look at regions that keep no casts (``cache_enabled=False``).
     """
-    if not has_autocast(graph):
+    if not has_autocast(graph) or not any(e.writes or e.writes_state or not e.known for e in effects.values()):
         return []
-    find = _Casts(effects, root, memory_classes(effects, root), without_cache)
-    if not find.memory.written:
+    memory = memory_classes(effects, root)
+    given: list[Hashable] = [n for n in effects if n.op in GIVEN]
+    given += (storage_key(t) for e in effects.values() for t in e.reads_state)
+    if not any(memory.members.get(item) in memory.written | memory.reached for item in given):
         return []
+    find = _Casts(effects, root, memory, without_cache)
     before = frozenset[Node]()
     for node, scope in states_before(graph).items():
         now = frozenset(enter for enter in scope.regions if _is_autocast(enter))
@@ -106,7 +109,7 @@ class _Casts:
     def visit(self, node: Node, effect: Effects, scope: Scope) -> None:
         writes, _ = self.memory.use(node, effect)
         for c, uses in self.uses.items():
-            if uses.write is None and (c in writes or (not effect.known and c in self.memory.reached)):
+            if uses.write is None and (c in writes or (REACHED in writes and c in self.memory.reached)):
                 uses.write = node
         if not _casts(scope, self.without_cache) or not _may_cast(node, effect):
             return

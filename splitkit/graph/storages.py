@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -172,7 +173,7 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
         storage = tensor.untyped_storage()
         span = address_range(storage)
         # in a tuple: a StorageWeakRef raises when it is compared with anything but another one
-        return span[:2] if span else ("storage", StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return span[:2] if span else (_STORAGE, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
 
@@ -198,25 +199,28 @@ def shared_keys(given: Iterable[torch.Tensor]) -> Iterator[tuple[Hashable, Hasha
     They are the keys of a wrapper subclass and of the tensors inside it, and the keys of storages that overlap, such as
     those of ``torch.from_numpy(array)`` and ``torch.from_numpy(array[1:])``.
     """
-    ranges: dict[tuple[str, int], tuple[int, Hashable]] = {}
+    ends: dict[tuple[torch.device, int], int] = {}
     for tensor in {id(t): t for t in given if not is_lazy(t)}.values():
-        for inner in tensors_inside(tensor):
+        for inner in (tensor,) if _is_simple(tensor) else tensors_inside(tensor):
+            key: Any = storage_key(inner)
             if inner is not tensor:
-                yield storage_key(tensor), storage_key(inner)
-            try:
-                span = address_range(inner.untyped_storage())
-            except (NotImplementedError, RuntimeError, ValueError):
-                continue
-            if span is not None:
-                place = str(span[0]), span[1]
-                ranges[place] = max(ranges.get(place, (0, None))[0], span[2]), span[:2]
-    device, end, key = "", 0, cast(Hashable, None)
-    for (where, start), (stop, other) in sorted(ranges.items(), key=lambda item: item[0]):
-        if where == device and start < end:
-            yield key, other
-        else:
-            device, end, key = where, 0, other
-        end = max(end, stop)
+                yield storage_key(tensor), key
+            if type(key) is tuple and key[0] != _STORAGE:
+                ends[key] = max(ends.get(key, 0), key[1] + inner.untyped_storage().nbytes())
+    by_address = sorted(ends, key=lambda key: (str(key[0]), key[1]))
+    end = 0
+    for one, other in pairwise(by_address):
+        end = max(end, ends[one]) if one[0] == other[0] else 0
+        if other[1] < end:
+            yield one, other
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _SIMPLE and tensor.layout is torch.strided
+
+
+_SIMPLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_STORAGE = "storage"
 
 
 def tensors_inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -12,10 +12,11 @@ from torch.fx import Node
 
 from splitkit.graph.input_overlap import CHECKS
 from splitkit.graph.object_inputs import refuse_objects
-from splitkit.graph.ops.facts import Effects, Facts, Slot, replace_effects
+from splitkit.graph.ops.facts import Effects, Facts, Slot, distinct_tensors, replace_effects
 from splitkit.graph.ops.module_effects import is_changed, module_tensors
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.ops.state_scans import SCANS
+from splitkit.graph.storages import held_in
 
 _DECLARED: dict[Any, Facts] = {
     **dict.fromkeys((*CHECKS, refuse_objects), Facts(check=True)),
@@ -98,4 +99,6 @@ def declared_module(node: Node, module: nn.Module) -> Effects | None:
     facts = _DECLARED.get(type(module))
     if facts is None or any(map(is_changed, module.modules())):
         return None
-    return replace_effects(facts.of(node), reads_state=module_tensors(module), writes_state=tuple(module.buffers()))
+    in_lists = (t for m in module.modules() for value in vars(m).values() for t in held_in(value))
+    read = distinct_tensors((*module_tensors(module), *in_lists))
+    return replace_effects(facts.of(node), reads_state=read, writes_state=tuple(module.buffers()))

@@ -15,7 +15,6 @@ from splitkit._torch import member_of
 from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.facts import Effects, distinct_tensors, first_argument, replace_effects, union_effects
 from splitkit.graph.ops.functions import torch_name
-from splitkit.graph.storages import held_in
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def body_modules(node: Node, root: nn.Module | None) -> dict[Node | nn.Module, n
 
 def module_tensors(module: nn.Module) -> tuple[torch.Tensor, ...]:
     """Return the parameters, buffers and plain tensor attributes of a module and its children."""
-    plain = (t for m in module.modules() for value in vars(m).values() for t in held_in(value))
+    plain = (t for m in module.modules() for t in vars(m).values() if isinstance(t, torch.Tensor))
     return distinct_tensors((*module.parameters(), *module.buffers(), *plain))
 
 
