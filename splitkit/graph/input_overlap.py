@@ -232,10 +232,14 @@ def _compare(given: Sequence[Any], owners: Sequence[int], whole: bool, table: st
             if other.start >= one.end:
                 break
             if known[owner][1] != known[reader][1] and overlap(one, other):
-                _refuse(known[owner], known[reader])
+                _refuse(known[owner], known[reader], hidden=_ANYWHERE in (one, other))
 
 
-def _refuse(*items: tuple[str, int, list[list[Any]]]) -> None:
+_COPY = "Pass a copy (x.clone()) as one of them"
+_NAME = "Let the subclass of one of them name the tensors that it wraps (__tensor_flatten__)"
+
+
+def _refuse(*items: tuple[str, int, list[list[Any]]], hidden: bool = False) -> None:
     found = out_of_order(Use(*use) for _, _, uses in items for use in uses)
     if found is None:
         return
@@ -243,9 +247,9 @@ def _refuse(*items: tuple[str, int, list[list[Any]]]) -> None:
     writer = one if one.writes else other
     raise PlanError(
         "SK212",
-        f"{' and '.join(name for name, _, _ in items)} share memory in this call, and {writer.name} writes it: "
-        f"the graph runs {one.name} before {other.name}, the parts do not",
-        "Pass a copy (x.clone()) as one of them, or split into parts that keep the order of the graph. "
+        f"{' and '.join(name for name, _, _ in items)} {'may ' if hidden else ''}share memory in this call, and "
+        f"{writer.name} writes it: the graph runs {one.name} before {other.name}, the parts do not",
+        f"{_NAME if hidden else _COPY}, or split into parts that keep the order of the graph. "
         "splitkit.split(..., check_inputs=False) leaves this check out.",
         [one.name, other.name],
     )

@@ -165,7 +165,7 @@ def require_stored(find: Lookup, target: str) -> None:
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Return a key equal for tensors that share memory; see `memory_keys` for subclasses that wrap other tensors.
+    """Return a key equal for tensors that share memory; `shared_keys` looks into subclasses that wrap others.
 
     Sparse tensors, some subclasses and tensors of lazy modules have no storage: their key is their id.
     """
@@ -227,18 +227,23 @@ def tensors_inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that have the memory of a tensor, also those that a subclass keeps in its attributes."""
     for inner in _torch.plain_tensors(tensor):
         held = list(held_in(vars(inner))) if _is_wrapper(inner) else ()
-        if held:
-            yield from (each for one in held for each in tensors_inside(one))
-        else:
-            yield inner
+        yield from (each for one in held for each in _torch.plain_tensors(one)) if held else (inner,)
 
 
 def hides_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of a subclass that wraps others and neither names them nor shows them in its attributes."""
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
-    wrappers = [inner for inner in _torch.plain_tensors(tensor) if _is_wrapper(inner)]
-    return any(not is_plain(vars(inner)) or not list(held_in(vars(inner))) for inner in wrappers)
+    held = [list(_leaves(vars(inner))) for inner in _torch.plain_tensors(tensor) if _is_wrapper(inner)]
+    return not all(
+        any(isinstance(leaf, torch.Tensor) for leaf in leaves) and all(map(_shows, leaves)) for leaves in held
+    )
+
+
+def _shows(leaf: object) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return not any(map(_is_wrapper, _torch.plain_tensors(leaf)))
+    return isinstance(leaf, _PLAIN)
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

@@ -62,7 +62,9 @@ def test_a_wrapper_shares_the_memory_that_it_shows(wrap):
 
 def test_only_a_wrapper_that_shows_no_tensor_hides_memory():
     memory = torch.ones(3)
-    assert hides_memory(memorygraphs.Elsewhere(memory))
+    itself = memorygraphs.Unnamed(memory)
+    itself.box["held"].append(itself)
+    assert hides_memory(memorygraphs.Elsewhere(memory)) and hides_memory(itself)
     assert not any(map(hides_memory, (memory, memory.as_subclass(memorygraphs.Plain), memory.to("meta"))))
 
 
