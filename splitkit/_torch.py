@@ -135,8 +135,10 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if _functorch.is_functorch_wrapped_tensor(tensor):
         yield from plain_tensors(_functorch.get_unwrapped(tensor))
     elif hasattr(tensor, "__tensor_flatten__"):
-        for name in cast(Any, tensor).__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
+        inner = (getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0])
+        for held in inner:
+            if isinstance(held, torch.Tensor):  # a DTensor names its mesh as well: 2.13
+                yield from plain_tensors(held)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())  # the public ones need a coalesced tensor: 2.11, 2.13, 2.15
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -13,6 +13,7 @@ import torch
 from campaigns import these_first
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memorygraphs import fuzz_memory
 
 from splitkit.errors import CheckError
 from splitkit.testing.fuzzing import FuzzReport, fuzz, try_plan, usable_inputs
@@ -42,6 +43,27 @@ def test_a_loop_finds_no_plan_that_runs_wrongly(capsys, plans, seed):
     assert report.plans >= plans
     assert report.legal > report.refused.total() > 0, "the plans are too tame or too wild to show anything"
     assert set(report.refused) <= {"SK202", "SK203", "SK217", "SK219"}
+
+
+@pytest.mark.parametrize("kind", ["alias", "autocast", "wrapper"])
+@pytest.mark.parametrize("plans", [40, pytest.param(1000, marks=pytest.mark.campaign)])
+def test_a_loop_finds_no_plan_that_reads_a_weight_at_the_wrong_time(kind, plans):
+    report = fuzz_memory(kind, plans)
+    assert report.legal > report.refused.total() > 0, report
+
+
+@pytest.mark.parametrize(
+    ("kind", "user", "fact", "seed"),
+    [
+        ("alias", "splitkit.graph.shared_memory", "shared_keys", 6),
+        ("wrapper", "splitkit.graph.shared_memory", "shared_keys", 0),
+        ("autocast", "splitkit.engine.complete", "kept_casts", 0),
+    ],
+)
+def test_a_loop_finds_plans_that_read_a_weight_at_the_wrong_time_without_a_fact(kind, user, fact, seed, monkeypatch):
+    monkeypatch.setattr(f"{user}.{fact}", lambda *given: ())
+    with pytest.raises(CheckError, match="SK701"):
+        fuzz_memory(kind, 1000, seed)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.fx import Node
 from splitkit.engine.opaque import check_opaque, hoist_rebindable_reads
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.kept_casts import kept_casts
 from splitkit.graph.storages import Lookup, storage_key
 from splitkit.plans.checkpointed import check_checkpoints
 from splitkit.plans.local_copies import recompute_locally
@@ -82,12 +83,14 @@ def check_plan(flow: Dataflow, plan: Plan) -> None:
     Raises:
         PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part,
             SK208 for nodes that are needed but have no part, SK209 for a relay around the parent, SK217 or SK218 for
-            opaque code (`splitkit.engine.opaque`). `splitkit.plans.part_order.part_order` finds cycles (SK203).
+            opaque code (`splitkit.engine.opaque`), SK217 for casts that autocast keeps.
+            `splitkit.plans.part_order.part_order` finds cycles (SK203).
     """
     if plan.routing == "relay":
         require_parts(flow, plan)
     _check_dropped(flow, plan)
     check_opaque(flow, plan)
+    _check_kept_casts(flow, plan)
     for node, reason in flow.once.items():
         keys = plan.places.get(node, ())
         if len(keys) > 1:
@@ -98,6 +101,21 @@ def check_plan(flow: Dataflow, plan: Plan) -> None:
                 [node],
             )
     check_checkpoints(flow, plan)
+
+
+def _check_kept_casts(flow: Dataflow, plan: Plan) -> None:
+    for cast in kept_casts(flow.effects, flow.graph, flow.root):
+        keys = {plan.places.get(node, (PARENT,)) for node in cast.reads}
+        if len(keys) > 1 or len(*keys) > 1 or (PARENT,) in keys or not cast.one_region:
+            first, last = cast.reads[0], cast.reads[-1]
+            raise PlanError(
+                "SK217",
+                f"{last.name} computes with the cast of a weight that autocast has kept since {first.name}, although "
+                f"{cast.write.name} may have written the weight; another part would cast the new weight",
+                f"Put {', '.join(n.name for n in cast.reads)} into one part, or open the region with "
+                "torch.autocast(..., cache_enabled=False) in the model.",
+                [*cast.reads, cast.write],
+            )
 
 
 def _check_dropped(flow: Dataflow, plan: Plan) -> None:

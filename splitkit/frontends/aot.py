@@ -24,6 +24,7 @@ from splitkit.costs import Costs, default
 from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError, SplitError
+from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
 from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.joint.effect_tokens import without_tokens
 from splitkit.frontends.trace_settings import without_globals, without_logging, without_onednn
@@ -67,6 +68,7 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         _no_lost_state(module, args, kwargs),
     ):
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    refuse_kept_casts(captured)
     # AOTAutograd must see the fake mode and the symbols of the capture, which are in its tracing context.
     with without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))

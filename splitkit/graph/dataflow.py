@@ -22,7 +22,7 @@ from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple
 from splitkit.graph.ops.tuples import Known
 from splitkit.graph.order_edges import Reference, order_edges, references_of
 from splitkit.graph.scope import Scope, is_state_op, scopes
-from splitkit.graph.storages import Lookup, owned_tensors
+from splitkit.graph.storages import Lookup, owned_tensors, require_stored
 from splitkit.graph.symbols import is_symbolic, symbol_nodes, symbols_of, value_of
 from splitkit.prices import Costs
 from splitkit.short_repr import brief
@@ -156,12 +156,12 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
     graph = require_graph(gm).graph
     require_order(graph)
     scope, final = scopes(graph)
-    memo = Memo()
-    effects: Mapping[Node, Effects] = {n: effects_of(n, gm, memo) for n in scope}
     find = Lookup(gm)
     for node in scope:
         if node.op == "get_attr":
-            find(str(node.target))  # SK104 if it is not there
+            require_stored(find, str(node.target))
+    memo = Memo()
+    effects: Mapping[Node, Effects] = {n: effects_of(n, gm, memo) for n in scope}
     effects, bindings = bindings_of(effects, gm)
     followers = _followers(effects, gm, memo.tuples)
     references = references_of(effects, scope, gm, memo.tuples)

@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import PlanError
+from splitkit.graph.storages import address_range, hides_memory, tensors_inside
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -49,6 +50,9 @@ class ByteRange(NamedTuple):
     strides: tuple[int, ...]
     width: int
 
+
+_ANYWHERE = ByteRange("anywhere", 0, 1 << 64, (1,), (1,), 1)
+"""The memory of a wrapper subclass that does not say which tensors it holds: it may overlap any other."""
 
 _Row = tuple[str, int, list[list[Any]], bool]
 
@@ -96,7 +100,7 @@ def blocks(value: object, whole: bool = False) -> Iterator[ByteRange]:
     """
     for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            for tensor in _torch.plain_tensors(leaf):
+            for tensor in tensors_inside(leaf):
                 if (block := _block(tensor, whole)) is not None:
                     yield block
 
@@ -106,11 +110,13 @@ def _block(tensor: Tensor, whole: bool) -> ByteRange | None:
     if not tensor.numel():
         return None
     try:
+        if hides_memory(tensor):
+            return _ANYWHERE
         storage = tensor.untyped_storage()
         size, width = storage.nbytes(), tensor.element_size()
-        real = type(tensor) in _PLAIN and storage.device.type != "meta"
-        space: Hashable = storage.device if real else ("storage", _torch.storage_id(storage))
-        start = storage.data_ptr() if real else 0
+        place = address_range(storage)
+        space: Hashable = place[0] if place else ("storage", _torch.storage_id(storage))
+        start = place[1] if place else 0
         if whole:
             return ByteRange(space, start, start + size, (size,), (1,), 1) if size else None
         start += int(tensor.storage_offset()) * width
@@ -123,9 +129,10 @@ def _block(tensor: Tensor, whole: bool) -> ByteRange | None:
 
 def overlap(a: ByteRange, b: ByteRange) -> bool:
     """Return whether two tensors have a byte in common: exactly, unless numpy would need too long (`_LIMIT`)."""
-    if a.space != b.space or a.start >= b.end or b.start >= a.end:
+    hidden = a is _ANYWHERE or b is _ANYWHERE
+    if not hidden and (a.space != b.space or a.start >= b.end or b.start >= a.end):
         return False
-    if a == b:
+    if hidden or a == b:
         return True
     try:
         base = min(a.start, b.start)
@@ -228,10 +235,14 @@ def _compare(given: Sequence[Any], owners: Sequence[int], whole: bool, table: st
             if other.start >= one.end:
                 break
             if known[owner][1] != known[reader][1] and overlap(one, other):
-                _refuse(known[owner], known[reader])
+                _refuse(known[owner], known[reader], hidden=_ANYWHERE in (one, other))
 
 
-def _refuse(*items: _Row) -> None:
+_COPY = "Pass a copy (x.clone()) as one of them"
+_NAME = "Let the subclass of one of them name the tensors that it wraps (__tensor_flatten__)"
+
+
+def _refuse(*items: _Row, hidden: bool = False) -> None:
     found = out_of_order(Use(*use) for _, _, uses, _ in items for use in uses)
     if found is None:
         return
@@ -239,9 +250,9 @@ def _refuse(*items: _Row) -> None:
     writer = one if one.writes else other
     raise PlanError(
         "SK212",
-        f"{' and '.join(name for name, _, _, _ in items)} share memory in this call, and {writer.name} writes it: "
-        f"the graph runs {one.name} before {other.name}, the parts do not",
-        "Pass a copy (x.clone()) as one of them, or split into parts that keep the order of the graph. "
+        f"{' and '.join(name for name, _, _, _ in items)} {'may ' if hidden else ''}share memory in this call, and "
+        f"{writer.name} writes it: the graph runs {one.name} before {other.name}, the parts do not",
+        f"{_NAME if hidden else _COPY}, or split into parts that keep the order of the graph. "
         "splitkit.split(..., check_inputs=False) leaves this check out.",
         [one.name, other.name],
     )

@@ -21,17 +21,16 @@ call that it was not given in that call.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
 
 from splitkit.graph.ops import PURE, Effects, sizes_only
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.storages import Lookup, storage_key
+from splitkit.graph.storages import Lookup, held_in, hides_memory, is_plain, shared_keys, storage_key
 from splitkit.graph.symbols import value_of
 
 RANDOM = "random numbers"
@@ -131,12 +130,13 @@ def memory_classes(effects: Mapping[Node, Effects], root: torch.nn.Module, besid
         return Memory({}, written)
     find = Lookup(root)
     attributes = {n: find(str(n.target)) for n in effects if n.op == "get_attr"}
-    classes = _alias_classes(acting, effects, attributes)
+    state = {id(t): t for e in acting.values() for t in (*e.reads_state, *e.writes_state)}.values()
+    classes = _alias_classes(acting, effects, attributes, state)
     found = {classes.find(w) for w in (*written, *besides)}
     opaque = {classes.find(n): None for n, e in acting.items() if not e.known}
     lent = {*opaque, *(classes.find(n) for n, value in attributes.items() if not is_plain(value))}
-    reached = {*lent, *map(classes.find, attributes)} if lent else set()
-    reached.update(classes.find(storage_key(t)) for e in acting.values() for t in e.reads_state if lent)
+    lent.update(classes.find(storage_key(t)) for t in state if hides_memory(t))
+    reached = {*lent, *map(classes.find, (*attributes, *map(storage_key, state)))} if lent else set()
     matter = found | reached
     members = {item: c for item in list(classes.parent) if (c := classes.find(item)) in matter}
     return Memory(members, found, reached, lent)
@@ -153,20 +153,28 @@ def only_aliases(e: Effects) -> bool:
 
 
 def _alias_classes(
-    acting: Mapping[Node, Effects], effects: Mapping[Node, Effects], attributes: Mapping[Node, object]
+    acting: Mapping[Node, Effects],
+    effects: Mapping[Node, Effects],
+    attributes: Mapping[Node, object],
+    state: Iterable[torch.Tensor],
 ) -> Classes:
     classes = Classes()
     for node, effect in acting.items():
         for other in effect.aliases:
             classes.join(node, other)
+    given = list(state)
     for node, value in attributes.items():
         if not isinstance(value, torch.Tensor):
             classes.join(node, ("object", id(value)))
         for held in held_in(value):  # a tensor holds itself
             classes.join(node, storage_key(held))
+            given.append(held)
     for node in effects:
         if node.op == "placeholder" and isinstance(value := value_of(node), torch.Tensor):
             classes.join(node, storage_key(value))
+            given.append(value)
+    for pair in shared_keys(given):
+        classes.join(*pair)
     return classes
 
 
@@ -242,32 +250,3 @@ class Classes:
     def join(self, a: Hashable, b: Hashable) -> None:
         """Merge the classes of two items."""
         self.parent[self.find(a)] = self.find(b)
-
-
-_CONTAINERS = (list, tuple, set, frozenset, dict, OrderedDict, torch.Size)
-_PLAIN = (
-    *(torch.Tensor, torch.nn.Module, torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format),
-    *(int, float, complex, bool, str, bytes, type(None), slice, range, type(Ellipsis)),
-)
-
-
-def held_in(value: object) -> Iterable[torch.Tensor]:
-    """Return the tensors in a list, tuple, set or dict; they may be attributes of the graph under another name."""
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value shows all tensors that it holds; an object of any other class may hide some."""
-    return all(isinstance(leaf, _PLAIN) for leaf in _leaves(value))
-
-
-def _leaves(value: object) -> Iterable[object]:
-    """Yield the items of nested containers, or the value itself."""
-    left, seen = [value], set[int]()
-    while left:
-        item = left.pop()
-        if type(item) not in _CONTAINERS:
-            yield item
-        elif id(item) not in seen:
-            seen.add(id(item))
-            left += item.values() if isinstance(item, dict) else cast(Iterable[object], item)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from splitkit import _torch
 from splitkit._torch import pytree
@@ -63,8 +66,7 @@ def repeated_group(node: Node) -> int | None:
     return found
 
 
-# Ops whose result is a view for all arguments; `reshape` and `to` may copy.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     [
         "view",
         "t",
@@ -81,6 +83,7 @@ _VIEWS = frozenset(
         "split",
     ]
 )
+"""Names of ops whose result is a view for all arguments; `reshape` and `to` may copy."""
 
 
 @cache
@@ -89,7 +92,7 @@ def always_aliases(target: object) -> bool:
     if not isinstance(target, _torch.OpOverload):
         return False
     packet = target.overloadpacket
-    if str(packet).removeprefix("aten.") in _VIEWS:
+    if str(packet).removeprefix("aten.") in VIEWS:
         return True
     returned = _torch.schema_of(target).returns
     return len(returned) == 1 and _torch.is_written(returned[0])
@@ -134,23 +137,124 @@ class Lookup:
         return self._owners[path]
 
 
-_REAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+def require_stored(find: Lookup, target: str) -> None:
+    """Raise unless reading an attribute yields the same object each time: a parametrized weight is computed anew.
+
+    Raises:
+        GraphError: SK104 if it is computed, or is not there.
+    """
+    path, _, name = target.rpartition(".")
+    try:
+        owner = find.owner(path)
+    except AttributeError:
+        owner = None
+    if isinstance(owner, torch.nn.Module):
+        tables = _torch.attributes_of(owner)
+        if name in tables.parameters or name in tables.buffers or name in tables.modules or name in vars(owner):
+            return
+        computed = "parametrizations" in tables.modules and is_parametrized(owner, name)
+        if computed or (find(target) is not find(target) and isinstance(find(target), torch.Tensor)):
+            raise GraphError(
+                "SK104",
+                f"the graph reads {target}, which its module computes anew at each read, so parts would disagree",
+                "Capture the model again, which puts the computation into the graph: splitkit.capture(gm, *inputs). "
+                "Or store the value: torch.nn.utils.parametrize.remove_parametrizations(module, name).",
+                [target],
+            )
+    find(target)
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Return a key equal for tensors that share memory.
+    """Return a key equal for tensors that share memory; `shared_keys` looks into subclasses that wrap others.
 
     Sparse tensors, some subclasses and tensors of lazy modules have no storage: their key is their id.
     """
     try:
         storage = tensor.untyped_storage()
-        if type(tensor) in _REAL and storage.device.type != "meta" and storage.nbytes():
-            # by address, not by storage object: torch.from_numpy makes several storages of one memory
-            return storage.device, storage.data_ptr()
+        span = address_range(storage)
         # in a tuple: a StorageWeakRef raises when it is compared with anything but another one
-        return "storage", StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return span[:2] if span else (_STORAGE, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
+
+
+def address_range(storage: torch.UntypedStorage) -> tuple[torch.device, int, int] | None:
+    """Return device, first address and end of a storage; ``None`` if it is empty, on meta, or a wrapper's.
+
+    Memory is known by address, not by storage object, because ``torch.from_numpy`` makes several storages of one
+    memory.
+    """
+    if storage.device.type == "meta" or not storage.nbytes():
+        return None
+    try:
+        start = storage.data_ptr()
+    except RuntimeError:  # a tensor subclass that wraps others has a storage without data
+        return None
+    return (storage.device, start, start + storage.nbytes()) if start else None
+
+
+def shared_keys(given: Iterable[torch.Tensor]) -> Iterator[tuple[Hashable, Hashable]]:
+    """Yield pairs of different keys (`storage_key`) that stand for common memory.
+
+    They are the keys of a wrapper subclass and of the tensors inside it, and the keys of storages that overlap, such as
+    those of ``torch.from_numpy(array)`` and ``torch.from_numpy(array[1:])``.
+    """
+    ends: dict[tuple[torch.device, int], int] = {}
+    for tensor in {id(t): t for t in given if not is_lazy(t)}.values():
+        for inner in (tensor,) if _is_simple(tensor) else tensors_inside(tensor):
+            key: Any = storage_key(inner)
+            if inner is not tensor:
+                yield storage_key(tensor), key
+            if type(key) is tuple and key[0] != _STORAGE:
+                ends[key] = max(ends.get(key, 0), key[1] + inner.untyped_storage().nbytes())
+    by_address = sorted(ends, key=lambda key: (str(key[0]), key[1]))
+    end = 0
+    for one, other in pairwise(by_address):
+        end = max(end, ends[one]) if one[0] == other[0] else 0
+        if other[1] < end:
+            yield one, other
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _SIMPLE and tensor.layout is torch.strided
+
+
+_SIMPLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_STORAGE = "storage"
+
+
+def tensors_inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have the memory of a tensor, also those that a subclass keeps in its attributes."""
+    for inner in _torch.plain_tensors(tensor):
+        held = list(held_in(vars(inner))) if _is_wrapper(inner) else ()
+        yield from (each for one in held for each in _torch.plain_tensors(one)) if held else (inner,)
+
+
+def hides_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that wraps others and neither names them nor shows them in its attributes."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    held = [list(_leaves(vars(inner))) for inner in _torch.plain_tensors(tensor) if _is_wrapper(inner)]
+    return not all(
+        any(isinstance(leaf, torch.Tensor) for leaf in leaves) and all(map(_shows, leaves)) for leaves in held
+    )
+
+
+def _shows(leaf: object) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return not any(map(_is_wrapper, _torch.plain_tensors(leaf)))
+    return isinstance(leaf, _PLAIN)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass without memory of its own; fake tensors are not: they have some on meta."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device.type != "meta" and address_range(storage) is None
+    except (NotImplementedError, RuntimeError, ValueError):
+        return True
 
 
 def start_of(tensor: torch.Tensor) -> Hashable:
@@ -218,3 +322,35 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return iter((value,))
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+_CONTAINERS = (list, tuple, set, frozenset, dict, OrderedDict, torch.Size)
+_PLAIN = (
+    *(torch.nn.Module, torch.Generator, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(int, float, complex, bool, str, bytes, type(None), slice, range, type(Ellipsis)),
+)
+
+
+def held_in(value: object) -> Iterable[torch.Tensor]:
+    """Return the tensors in a list, tuple, set or dict; they may be attributes of the graph under another name."""
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value shows all memory that it holds; an object of any other class may hide some."""
+    return all(
+        not hides_memory(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, _PLAIN)
+        for leaf in _leaves(value)
+    )
+
+
+def _leaves(value: object) -> Iterable[object]:
+    """Yield the items of nested containers, or the value itself."""
+    left, seen = [value], set[int]()
+    while left:
+        item = left.pop()
+        if type(item) not in _CONTAINERS:
+            yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            left += item.values() if isinstance(item, dict) else cast(Iterable[object], item)

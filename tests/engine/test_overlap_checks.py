@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from memorygraphs import Elsewhere, Wrapped
 from torch import fx, nn
 from torch.fx.passes.split_module import split_module as torchs
 from torch.testing._internal.two_tensor import TwoTensor
@@ -402,3 +403,13 @@ def test_a_replacement_without_some_of_the_parameters_is_not_asked_for_them():
     now = {name: of for name, of in split.qualified_names.items() if name.startswith(prefix)}
     assert len(names) > 1 and now == {f"{prefix}renamed.0": names[kept]}
     assert torch.equal(split(x, y.clone()), expected)
+
+
+def test_a_wrapper_that_names_nothing_may_be_any_memory_and_each_remedy_works():
+    gm, memory = fx.symbolic_trace(f), torch.zeros(3)
+    for shared in (memory, torch.zeros(3)):
+        with pytest.raises(sk.SplitError, match=r"SK212: x and y may share memory(.|\n)*__tensor_flatten__"):
+            sk.split(gm, PARTS)(Elsewhere(memory), shared)
+    assert sk.split(gm, PARTS)(Wrapped(torch.zeros(3)), torch.zeros(3)).sum() == 30
+    assert sk.split(gm, PARTS | {"sub": 2})(Elsewhere(memory), memory).sum() == 0
+    assert sk.split(gm, PARTS, check_inputs=False)(Elsewhere(torch.zeros(3)), torch.zeros(3)).sum() == 30

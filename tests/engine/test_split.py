@@ -7,14 +7,18 @@ import operator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from zoographs import specimens
 
 import splitkit as sk
 from splitkit.engine.codegen.writer import LeanGraph
 from splitkit.engine.split import split
 from splitkit.engine.split_module import split_module
-from splitkit.errors import GraphError, PolicyError
+from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
+from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same
@@ -357,3 +361,43 @@ def test_the_graph_of_parts_tells_every_input(specimen, parameters):
 def test_names_of_parts():
     made = split(ZOO["skips"].graph, lambda node: ("cuda:0", len(node.name) > 3), on_cycle="refine")
     assert [made.module.get_submodule(name) for name in made.names.values()] == list(made.parts.values())
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_and_its_local_tensor_are_one_memory(mesh):
+    def made():
+        root, graph = nn.Module(), fx.Graph()
+        root.register_buffer("whole", DTensor.from_local(torch.zeros(4), mesh, [Replicate()]))
+        root.register_buffer("local", root.whole.to_local())
+        before = graph.call_method("mul", (graph.get_attr("local"), 1))
+        graph.call_method("add_", (graph.get_attr("whole"), 1))
+        graph.output((before, graph.call_method("mul", (graph.get_attr("local"), 1))))
+        return fx.GraphModule(root, graph)
+
+    made_, one_by_one = made(), {"mul": 0, "add_": 1, "mul_1": 2}
+    assert analyze(made_).after.keys() == {n for n in made_.graph.nodes if n.name in ("add_", "mul_1")}
+    for parameters in ("own", "hoist"):
+        before, after = split(made(), one_by_one, parameters=parameters)()
+        assert (before.sum(), after.sum()) == (0, 4)
+    with pytest.raises(CycleError, match="SK203"):
+        split(made(), {"mul": 0, "add_": 1, "mul_1": 0})
+
+
+def test_a_call_compares_the_memory_of_dtensors(mesh):
+    def f(x, y):
+        read = y * 1
+        x.add_(10)
+        return read - y
+
+    made = split(fx.symbolic_trace(f), {"mul": 0, "add_": 1, "sub": 0})
+    memory = torch.zeros(3)
+    whole = DTensor.from_local(memory, mesh, [Replicate()])
+    with pytest.raises(PlanError, match="SK212"):
+        made(whole, memory)
+    assert made(whole, torch.zeros(3)).sum() == 0

@@ -80,3 +80,49 @@ def test_what_would_lose_it_is_refused():
             sk.capture(Net(), torch.randn(2, 8), how="symbolic_trace")
         with pytest.raises(CaptureError, match="SK401: autocast is active around capture, and the joint graph"):
             sk.capture_joint(Net(), torch.randn(2, 8), loss=torch.sum)
+
+
+class Updated(nn.Module):
+    """Uses a weight under autocast, writes it, and uses it again; ``leaves``: after it has left the autocast."""
+
+    def __init__(self, leaves: bool = False) -> None:
+        super().__init__()
+        self.layer, self.norm, self.leaves = nn.Linear(4, 4), nn.BatchNorm1d(4), leaves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.layer(self.norm(x))
+            if not self.leaves:
+                self.update()
+                y = self.layer(self.norm(y.float()))
+        if self.leaves:
+            self.update()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.layer(self.norm(y.float()))
+        return y.float().square().mean()
+
+    def update(self) -> None:
+        with torch.no_grad():
+            self.layer.weight.mul_(3)
+
+
+DOORS = {
+    "capture": lambda model, x: sk.capture(model, x),
+    "capture_joint": lambda model, x: sk.capture_joint(model, x),
+    "apply": lambda model, x: sk.apply(model, 0.5, x),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_weight_that_is_written_while_its_cast_is_kept_is_refused_and_the_remedy_works(door):
+    x = torch.randn(8, 4)
+    with pytest.raises(
+        CaptureError, match="SK401: the model writes a weight inside an autocast: mul_ may write"
+    ) as why:
+        DOORS[door](Updated(), x)
+    assert "Leave the autocast before the weight is written" in str(why.value)
+    made = DOORS[door](Updated(leaves=True), x)
+    if door == "capture":
+        model = Updated(leaves=True)
+        sk.compare(model, sk.capture(model, x), x).raise_if_different()
+    assert made is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from handgraphs import graph_of
 from torch import fx, nn
+from torch.nn.utils import parametrizations
 
 import splitkit as sk
 from splitkit import costs
@@ -177,6 +179,51 @@ def test_an_attribute_that_is_not_there_is_named():
     del gm.w
     with pytest.raises(GraphError, match="SK104.*'w'"):
         analyze(gm)
+
+
+def _parametrized(wrapper):
+    graph, root = fx.Graph(), nn.Module()
+    root.owner = nn.Linear(2, 2)
+    graph.output(graph.call_function(torch.mm, (graph.placeholder("x"), graph.get_attr("owner.weight"))))
+    gm = fx.GraphModule(root, graph)
+    wrapper(gm.owner)
+    return gm
+
+
+@pytest.mark.parametrize("wrapper", [parametrizations.spectral_norm, parametrizations.weight_norm])
+def test_a_weight_that_is_computed_at_each_read_is_refused_and_the_analysis_does_not_read_it(wrapper):
+    gm = _parametrized(wrapper)
+    before = {name: value.clone() for name, value in gm.state_dict().items()}
+    with pytest.raises(GraphError, match=r"SK104.*owner\.weight.*anew"):
+        analyze(gm)
+    assert all(torch.equal(before[name], value) for name, value in gm.state_dict().items())
+
+
+def test_both_remedies_for_a_computed_weight_work():
+    x = torch.randn(2, 2)
+    gm = _parametrized(parametrizations.weight_norm)
+    assert sk.compare(gm, sk.split(sk.capture(gm, x), lambda node: 0), x).same
+    torch.nn.utils.parametrize.remove_parametrizations(gm.owner, "weight")
+    assert sk.compare(gm, sk.split(gm, lambda node: 0), x).same
+
+
+def test_a_property_that_returns_what_is_stored_is_no_computation():
+    class Owner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = nn.Parameter(torch.ones(2, 2))
+
+        stored = property(lambda self: self.held)
+        doubled = property(lambda self: self.held * 2)
+
+    for name, refused in (("stored", False), ("doubled", True)):
+        graph, root = fx.Graph(), nn.Module()
+        root.owner = Owner()
+        graph.output(graph.call_function(torch.relu, (graph.get_attr(f"owner.{name}"),)))
+        gm = fx.GraphModule(root, graph)  # it copies the value; a wrapper that is put in later computes
+        gm.owner = Owner()
+        with pytest.raises(GraphError, match="SK104") if refused else nullcontext():
+            analyze(gm)
 
 
 @pytest.mark.parametrize(

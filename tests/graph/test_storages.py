@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import memorygraphs
 import pytest
 import torch
 from handgraphs import graph_of
@@ -9,7 +10,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import GraphError
-from splitkit.graph.storages import owned_tensors, storage_key, storages_shown
+from splitkit.graph.storages import hides_memory, owned_tensors, shared_keys, storage_key, storages_shown
 
 
 def test_values_that_share_memory_show_one_storage():
@@ -77,3 +78,35 @@ def test_a_lazy_parameter_is_refused_by_the_node_that_reads_it():
     root.weight = nn.UninitializedParameter()
     with pytest.raises(GraphError, match="SK112: a tensor of sin has no size yet"):
         reads(root, "weight")
+
+
+@pytest.mark.parametrize("kind", [memorygraphs.Plain, memorygraphs.Weight])
+def test_a_tensor_of_a_subclass_has_the_key_of_its_memory(kind):
+    memory = torch.ones(3)
+    assert storage_key(memory.as_subclass(kind)) == storage_key(memory) == storage_key(memory[1:])
+
+
+@pytest.mark.parametrize("wrap", [memorygraphs.Wrapped, memorygraphs.Unnamed])
+def test_a_wrapper_shares_the_memory_that_it_shows(wrap):
+    memory = torch.ones(3)
+    wrapper = wrap(memory)
+    assert set(shared_keys([wrapper])) == {(storage_key(wrapper), storage_key(memory))} and not hides_memory(wrapper)
+
+
+def test_only_a_wrapper_that_shows_no_tensor_hides_memory():
+    memory = torch.ones(3)
+    itself = memorygraphs.Unnamed(memory)
+    itself.box["held"].append(itself)
+    assert hides_memory(memorygraphs.Elsewhere(memory)) and hides_memory(itself)
+    assert not any(map(hides_memory, (memory, memory.as_subclass(memorygraphs.Plain), memory.to("meta"))))
+
+
+def test_storages_that_overlap_share_memory_and_neighbours_do_not():
+    array = torch.zeros(8).numpy()
+    whole, end, start, middle = map(torch.from_numpy, (array, array[4:], array[:4], array[2:6]))
+    assert set(shared_keys([start, end])) == set()
+    assert set(shared_keys([end, middle, start])) == {
+        (storage_key(start), storage_key(middle)),
+        (storage_key(middle), storage_key(end)),
+    }
+    assert len(set(shared_keys([end, middle, whole]))) == 2

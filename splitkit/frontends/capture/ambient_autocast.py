@@ -15,9 +15,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from splitkit.errors import CaptureError
+from splitkit.graph.kept_casts import has_autocast, kept_casts
+from splitkit.graph.ops import Memo, effects_of
+from splitkit.graph.scope import scopes
 
 
 @contextmanager
@@ -60,6 +63,25 @@ def refuse_autocast(why: str) -> None:
                 f"autocast is active around capture, and {why}",
                 'Use how="export" of splitkit.capture, which records it, or leave the block.',
             )
+
+
+def refuse_kept_casts(gm: fx.GraphModule) -> None:
+    """Raise SK401 if a graph writes a weight between two uses inside an autocast, where torch's tracers lose the cache.
+
+    Eager autocast keeps the cast of the old weight (`splitkit.graph.kept_casts`); what torch traces casts at each use.
+    """
+    if not has_autocast(gm.graph):
+        return
+    memo = Memo()
+    effects = {node: effects_of(node, gm, memo) for node in scopes(gm.graph)[0]}
+    for cast in kept_casts(effects, gm.graph, gm, without_cache=True):
+        raise CaptureError(
+            "SK401",
+            f"the model writes a weight inside an autocast: {cast.write.name} may write what {cast.reads[0].name} has "
+            f"cast before. Eager autocast keeps the old cast for {cast.reads[-1].name}, and a traced graph casts anew",
+            "Leave the autocast before the weight is written, and enter it again.",
+            [*cast.reads, cast.write],
+        )
 
 
 def _devices() -> set[str]:

@@ -20,7 +20,7 @@ from splitkit._torch import pytree
 from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture.ambient_autocast import autocast_recorded, refuse_autocast
+from splitkit.frontends.capture.ambient_autocast import autocast_recorded, refuse_autocast, refuse_kept_casts
 from splitkit.frontends.capture.autograd_functions import (
     functions_as_nodes,
     refuse_lost_functions,
@@ -237,6 +237,7 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     gm = _from_exported(program)
     put_functions_in(gm)
     flags.check(gm)
+    refuse_kept_casts(gm)
     return gm
 
 

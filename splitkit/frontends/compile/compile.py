@@ -21,6 +21,7 @@ from splitkit.costs.named import by_inductor
 from splitkit.engine.pair import Pair
 from splitkit.errors import CostError, PolicyError, SplitError
 from splitkit.frontends.aot import PartitionFn, divide_joint, joint_flow, with_model_line
+from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
 from splitkit.frontends.capture.capture import dicts_restored
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.capture.first_call import call_once
@@ -73,6 +74,7 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
+        refuse_kept_casts(gm)
         number = len(self._names)
         self._names.append([str(n.target) for n in gm.graph.find_nodes(op="placeholder")])
         compiled = self._compiled(gm, example_inputs, partial(self.partition, number=number))

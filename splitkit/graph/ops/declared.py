@@ -12,10 +12,11 @@ from torch.fx import Node
 
 from splitkit.graph.input_overlap import CHECKS
 from splitkit.graph.object_inputs import refuse_objects
-from splitkit.graph.ops.facts import Effects, Facts, Slot, replace_effects
-from splitkit.graph.ops.module_effects import module_tensors
+from splitkit.graph.ops.facts import Effects, Facts, Slot, distinct_tensors, replace_effects
+from splitkit.graph.ops.module_effects import is_changed, module_tensors
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.ops.state_scans import SCANS
+from splitkit.graph.storages import held_in
 
 _DECLARED: dict[Any, Facts] = {
     **dict.fromkeys((*CHECKS, refuse_objects), Facts(check=True)),
@@ -49,7 +50,8 @@ def declare(
     Without a declaration, a custom operator (outside the namespaces of torch and torchvision) is assumed to be random,
     since its schema says what it writes but not whether it draws random numbers. A function or leaf module is assumed
     to read and write every parameter and buffer of the model, which it may hold in a list or a closure. The buffers of
-    a declared module are assumed to be written.
+    a declared module are assumed to be written. A declaration does not cover hooks, parametrizations or a ``forward``
+    that replaces the class's: a module that has them, or contains one that does, counts as undeclared.
     """
     spellings = _spellings(target)
     names = _parameters(spellings[-1])
@@ -93,8 +95,10 @@ def declared_facts(target: Any) -> Facts | None:
 
 
 def declared_module(node: Node, module: nn.Module) -> Effects | None:
-    """Return the effects of a module call by the declaration of its class; ``None`` if there is none."""
+    """Return the effects of a module call by the declaration of its class; ``None`` if none covers the module."""
     facts = _DECLARED.get(type(module))
-    if facts is None:
+    if facts is None or any(map(is_changed, module.modules())):
         return None
-    return replace_effects(facts.of(node), reads_state=module_tensors(module), writes_state=tuple(module.buffers()))
+    in_lists = (t for m in module.modules() for value in vars(m).values() for t in held_in(value))
+    read = distinct_tensors((*module_tensors(module), *in_lists))
+    return replace_effects(facts.of(node), reads_state=read, writes_state=tuple(module.buffers()))

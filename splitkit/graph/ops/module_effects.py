@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import NoneType
+from types import FunctionType, MethodType, NoneType
 from typing import Any, cast
 
 import torch
@@ -60,10 +60,11 @@ def module_tensors(module: nn.Module) -> tuple[torch.Tensor, ...]:
 
 
 def is_stock(module: object) -> bool:
-    """Whether a module is of a class of torch.nn, without hooks, parametrizations or a forward of its own."""
+    """Whether a module is of a class of torch.nn, without hooks, parametrizations or methods of its own."""
     if not isinstance(module, nn.Module) or not type(module).__module__.startswith("torch.nn.modules."):
         return False
-    return not is_changed(module)
+    methods = (name for name, value in vars(module).items() if isinstance(value, (FunctionType, MethodType)))
+    return not is_changed(module) and not any(hasattr(type(module), name) for name in methods)
 
 
 def is_changed(module: nn.Module) -> bool:

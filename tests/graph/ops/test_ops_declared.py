@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from opnodes import FRESH, Layer, X, Y, call, method, module, names, seen
-from torch import nn
+from torch import fx, nn
 
 from splitkit.graph.ops import declare, declared, effects_of
 
@@ -55,3 +55,30 @@ def test_arguments_of_operators_are_declared_by_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(declared, "_DECLARED", {})
     declare(aten.add.Tensor, writes=("other",), aliases=("self",))
     assert seen(call(aten.add.Tensor, X, Y)) == seen(call(aten.add.Tensor, X, other=Y)) == ({"y"}, {"x"}, False, False)
+
+
+@pytest.mark.parametrize("change", ["hook", "forward", "hook of a child"])
+def test_a_declaration_does_not_cover_what_is_added_to_a_module(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    monkeypatch.setattr(declared, "_DECLARED", {})
+    declare(Layer)
+    root, graph = nn.Module(), fx.Graph()
+    root.layer = Layer()
+    root.layer.add_module("child", nn.Linear(2, 2))
+    node = graph.call_module("layer", (graph.placeholder("x"),))
+    assert effects_of(node, root).known
+    if change == "forward":
+        root.layer.forward = lambda x: x
+    else:
+        changed = root.layer if change == "hook" else root.layer.child
+        changed.register_forward_pre_hook(lambda module, args: None)
+    assert not effects_of(node, root).known
+
+
+def test_a_declared_module_reads_the_tensors_in_its_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared, "_DECLARED", {})
+    declare(Layer)
+    root, graph, held = nn.Module(), fx.Graph(), torch.ones(2)
+    root.layer = Layer()
+    root.layer.held = {"all": [held]}
+    read = effects_of(graph.call_module("layer", (graph.placeholder("x"),)), root).reads_state
+    assert any(tensor is held for tensor in read)

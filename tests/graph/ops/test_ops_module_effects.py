@@ -153,3 +153,11 @@ def test_modules_that_were_changed_are_looked_at_closely() -> None:
     effects = settled_effects(module(tied)[0], tied)
     assert effects is not None
     assert effects.reads_state == (tied.weight,)
+
+
+def test_a_module_with_a_method_of_its_own_may_do_anything():
+    conv = nn.Conv1d(2, 2, 1)
+    node, root = module(conv)
+    assert effects_of(node, root).known
+    conv._conv_forward = lambda x, weight, bias: x  # what `forward` calls
+    assert not effects_of(node, root).known
