@@ -28,7 +28,7 @@ from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutp
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
 from splitkit.runtime.ranks.pipeline import PipelineStep
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, require_process_group
-from splitkit.runtime.ranks.rank_device import device_of_rank
+from splitkit.runtime.ranks.rank_device import device_of_rank, place_graphs
 from splitkit.runtime.ranks.rank_stages import handed_loss
 from splitkit.runtime.ranks.replicas import replicas, row_of_rank
 from splitkit.runtime.ranks.rng_state import RngHandover, microbatch_seed
@@ -146,6 +146,7 @@ class JointPipeline:
         moving = {number for number in self.stages if step.stages[number].offloaded}
         self._batch = JointBatch(self._progress, queue=HostQueue(row, moving))
         self._ties, self._groups = self._tied(group)
+        self._agreement.together(self._place)
         self.modules = tuple(self._module(number, borders, compiled) for number in self.stages)
         own = [
             PipelineStage(
@@ -247,6 +248,17 @@ class JointPipeline:
                 [name],
             )
         return list(torch.split(given.to(self.device), like.shape[0]))
+
+    def _place(self) -> None:
+        """Move what the stages of this rank read to its device."""
+        signature, nodes = self._joint.signature, self._joint.graph_module.graph.find_nodes(op="placeholder")
+        held = [n for n in nodes if n.name in signature.parameters or n.name in signature.buffers]
+        captured = frozenset(n.meta["val"].device.type for n in held)
+        stages = [self._step.stages[number] for number in self.stages]
+        graphs = [g for s in stages for g in (s.forward, s.backward, s.weight) if g is not None]
+        own = list(self._own_values([name for stage in stages for name in stage.primals]).values())
+        trained = [p for number in self.stages for p in self._trained(number).values()]
+        place_graphs(self._joint.model, graphs, [*own, *trained], self.device, captured)
 
     def _module(self, number: int, borders: Sequence[BorderSlots], compiled: bool) -> JointStage:
         step, signature = self._step, self._joint.signature
