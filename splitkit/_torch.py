@@ -235,7 +235,9 @@ def has_kernel(target: Any, kind: str) -> bool:
     if not isinstance(target, OpOverload):
         return True
     key = torch._C._dispatch_key_for_device(kind)
-    return bool(torch._C._dispatch_has_computed_kernel_for_dispatch_key(target.name(), key))  # 2.11, 2.13, 2.15
+    return bool(
+        torch._C._dispatch_has_computed_kernel_for_dispatch_key(cast(Any, target).name(), key)
+    )  # 2.11, 2.13, 2.15
 
 
 def meta_of(module: nn.Module) -> dict[str, Any]:

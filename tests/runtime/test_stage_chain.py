@@ -11,6 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.runtime.devices.hardcoded_devices import with_numbered_devices
 from splitkit.runtime.ranks.last_stage import last_stage_of
 from splitkit.runtime.ranks.measurements import with_passed_on
 from splitkit.runtime.ranks.stage_chain import chain_of
@@ -167,3 +168,18 @@ def test_what_a_stage_only_passes_on_is_held_there():
     assert [n.name for n in found.passed_on(1, ())] == ["sin"]
     stages = [StageCosts(1, 1, saved_bytes=s) for s in (10, 20, 30)]
     assert [s.saved_bytes for s in with_passed_on(found, stages)] == [10, 20 + 2 * 4 * 4, 30]
+
+
+@pytest.mark.parametrize(
+    "code, other, same",
+    [
+        ("f(device(type='cuda', index=0))", "f(device(type='cuda', index=1))", True),
+        ("x.to('cuda:0') + f(device(type='cuda', index=0))", "x.to('cuda:3') + f(device(type='cuda', index=3))", True),
+        ("f(device(type='cuda', index=0))", "f(device(type='cuda'))", False),
+        ("f(device(type='cuda', index=0))", "f(device(type='xpu', index=0))", False),
+        ("x.to('cuda:0').to('cuda:0')", "x.to('cuda:0').to('cuda:1')", False),
+        ("x.to('cuda:0').to('cuda:1')", "x.to('cuda:2').to('cuda:0')", True),
+    ],
+)
+def test_code_is_compared_without_the_numbers_of_devices(code, other, same):
+    assert (with_numbered_devices(code) == with_numbered_devices(other)) == same

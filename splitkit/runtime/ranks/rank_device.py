@@ -89,14 +89,22 @@ def place_graphs(
             CPU in a model that was captured on ``cuda``, stays there.
 
     Raises:
-        PipelineError: SK801 for an op that the capture chose for another type of device, and this one lacks.
+        PipelineError: SK801 for an op that the capture chose for another type of device, and this one lacks; SK807 for
+            a tensor without data.
     """
     held: list[object] = list(own)
     for graph in graphs:
         _require_kernels(graph, device.type)
         follow_device(graph, device, captured)
         held += [t for t in _constants(graph) if isinstance(t, torch.Tensor) and follows(t.device, captured)]
-    _move(nn.ModuleList([model, *graphs]), held, device)
+    try:
+        _move(nn.ModuleList([model, *graphs]), held, device)
+    except PipelineError as error:
+        remedy = (
+            "Give the model its weights first: model.to_empty(device='cpu').load_state_dict(weights). A constant that "
+            "the model makes on meta has no values: capture on the CPU."
+        )
+        raise PipelineError(error.code, error.reason, remedy, error.nodes) from None
 
 
 def _move(root: nn.Module, held: Iterable[object], device: torch.device) -> None:
