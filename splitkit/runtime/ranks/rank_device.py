@@ -100,10 +100,7 @@ def place_graphs(
     try:
         _move(nn.ModuleList([model, *graphs]), held, device)
     except PipelineError as error:
-        remedy = (
-            "Give the model its weights first: model.to_empty(device='cpu').load_state_dict(weights). A constant that "
-            "the model makes on meta has no values: capture on the CPU."
-        )
+        remedy = "Capture the model on the CPU or on an accelerator, with its weights."
         raise PipelineError(error.code, error.reason, remedy, error.nodes) from None
 
 
