@@ -168,3 +168,7 @@ def test_what_ranks_cannot_run_is_refused_on_both():
     (weights,) = said["weights"]
     assert weights.startswith("SK804: the model is ") and "on rank 1" in weights
     assert all(text.startswith("SK804: input 0 has other values on rank") for text in said["other batch"])
+    assert said["buffer"] == {
+        "SK801: stage 1 updates seen, and stage 0 reads it: its next microbatch would miss the update"
+    }
+    assert said["spectral norm"] == {""}

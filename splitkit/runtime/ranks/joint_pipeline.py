@@ -143,6 +143,7 @@ class JointPipeline:
         self._progress = Progress(row, self.order.rank_of, places, names, *limits)
         self._agreement = StepAgreement(group, self.device, self._progress)
         _require_trainable(joint)
+        _require_outputs(joint, step)
         moving = {number for number in self.stages if step.stages[number].offloaded}
         self._batch = JointBatch(self._progress, queue=HostQueue(row, moving))
         self._ties, self._groups = self._tied(group)
@@ -256,7 +257,8 @@ class JointPipeline:
         captured = frozenset(n.meta["val"].device.type for n in held)
         stages = [self._step.stages[number] for number in self.stages]
         graphs = [g for s in stages for g in (s.forward, s.backward, s.weight) if g is not None]
-        own = list(self._own_values([name for stage in stages for name in stage.primals]).values())
+        updated = [name for i, name in signature.updates.items() if any(i in stage.outputs for stage in stages)]
+        own = list(self._own_values([*updated, *(name for stage in stages for name in stage.primals)]).values())
         trained = [p for number in self.stages for p in self._trained(number).values()]
         place_graphs(self._joint.model, graphs, [*own, *trained], self.device, captured)
 
@@ -264,20 +266,8 @@ class JointPipeline:
         step, signature = self._step, self._joint.signature
         graphs, last = step.stages[number], number + 1 == len(step.stages)
         values = self._own_values(graphs.primals)
-        if last and signature.loss not in graphs.outputs:
-            raise PipelineError(
-                "SK801",
-                "the loss is not computed in the last stage",
-                "Plan it there, because torch starts backward in the last stage.",
-            )
-        updates = {i: values[name] for i, name in signature.updates.items() if i in graphs.outputs and name in values}
-        if lost := [i for i in signature.updates if i in graphs.outputs and i not in updates]:
-            raise PipelineError(
-                "SK801",
-                "the step writes to an input, which ranks do not share",
-                "Capture a model that copies it.",
-                lost,
-            )
+        written = {i: name for i, name in signature.updates.items() if i in graphs.outputs}
+        updates = {i: self._own_values([name])[name] for i, name in written.items()}
         likes = {n.name: n.meta["val"] for n in self._joint.graph_module.graph.find_nodes(op="placeholder")}
         tangents = [
             (of == signature.loss, torch.ones(likes[name].shape, dtype=likes[name].dtype, device=self.device))
@@ -403,6 +393,34 @@ def _require_trainable(joint: JointSource) -> None:
             "Use the plain model; for sharded stages, use splitkit.runtime.pipeline with a split.",
             wrapped or sharded,
         )
+
+
+def _require_outputs(joint: JointSource, step: StagedStep) -> None:
+    """Refuse a loss that is not computed in the last stage, and updates that stages on other ranks would miss."""
+    signature = joint.signature
+    if signature.loss not in step.stages[-1].outputs:
+        raise PipelineError(
+            "SK801",
+            "the loss is not computed in the last stage",
+            "Plan it there, because torch starts backward in the last stage.",
+        )
+    makers = {position: number for number, stage in enumerate(step.stages) for position in stage.outputs}
+    if lost := [i for i, name in signature.updates.items() if i in makers and name not in signature.buffers]:
+        raise PipelineError(
+            "SK801", "the step writes to an input, which ranks do not share", "Capture a model that copies it.", lost
+        )
+    for position, name in signature.updates.items():
+        maker = makers.get(position)
+        readers = [number for number, stage in enumerate(step.stages) if name in stage.primals and number != maker]
+        if maker is not None and readers:
+            raise PipelineError(
+                "SK801",
+                f"stage {maker} updates {signature.buffers[name]}, and stage {readers[0]} reads it: "
+                "its next microbatch would miss the update",
+                "Put all nodes that read it, and the one that computes its new value, into one stage: "
+                "splitkit.extend.stage_plan(joint.flow, stages).",
+                [name],
+            )
 
 
 def _require_same(
