@@ -40,7 +40,7 @@ from splitkit.runtime.ranks.stage_tensors import StageTensors
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.runtime.ranks.trained_parameters import set_trained
-from splitkit.runtime.ranks.weight_agreement import require_same_copies, require_same_model
+from splitkit.runtime.ranks.weight_agreement import OtherTensors, require_same_copies, require_same_model
 from splitkit.short_repr import brief
 
 
@@ -162,7 +162,7 @@ class Pipeline(StageTensors):
             self._agreement.together(lambda: split.load(self.stages, self.device))
         place_stages(self._chain, self.stages, self.device)
         require_same_model(self._chain, self.stages, group)
-        self._weights_changed = True
+        self._weights_changed, self._others = True, OtherTensors(self._chain, self.stages)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs)
         self._shared_parameters = SharedParameters(
@@ -421,7 +421,7 @@ class Pipeline(StageTensors):
         )
         if agreed.weights:
             with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
-                require_same_copies(self._chain, self.stages, self.group)
+                require_same_copies(self._chain, self.stages, self.group, self._others)
             self._weights_changed = False
         made = self._rank_stages.get(train)
         if made is None:
@@ -469,7 +469,8 @@ class Pipeline(StageTensors):
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
         whole = self._inputs.whole(args, kwargs)
-        return PipelineCall(kind, self.steps, whole, targets, keep, self._weights_changed), divided
+        compare = self._weights_changed or bool(self._others.written())
+        return PipelineCall(kind, self.steps, whole, targets, keep, compare), divided
 
     def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from splitkit import _torch
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.digests import digest_of_tensors, form_of
@@ -22,7 +23,10 @@ _BUILT = (
     "Build the same model on every rank: call torch.manual_seed with one seed before you make it, or load the same "
     "weights before you capture it. Weights of single stages can be loaded later: Pipeline.load_state_dict."
 )
-_LOADED = "Load the same weights on every rank: Pipeline.load_state_dict with one state dict."
+_LOADED = (
+    "Load the same weights on every rank: Pipeline.load_state_dict with one state dict. If another pipeline trains the "
+    "same weights, plan both so that each weight is on the same rank."
+)
 
 
 def tensors_of_stages(chain: Chain, stages: Iterable[int]) -> dict[str, torch.Tensor]:
@@ -61,15 +65,39 @@ def require_same_model(
     _require_same(_by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)}), group, _BUILT)
 
 
-def require_same_copies(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None) -> None:
+class OtherTensors:
+    """The tensors that this rank has, but that only stages of other ranks train.
+
+    If something writes one, such as the optimizer of another pipeline of the same weights, those stages miss it.
+    """
+
+    def __init__(self, chain: Chain, stages: Iterable[int]) -> None:
+        own = {id(t) for t in tensors_of_stages(chain, stages).values()}
+        every = tensors_of_stages(chain, range(chain.stages))
+        self._versions = {n: (t, _torch.version_of(t)) for n, t in every.items() if id(t) not in own}
+
+    def written(self) -> dict[str, torch.Tensor]:
+        """Return those that were written since `settle`, by name."""
+        return {name: t for name, (t, before) in self._versions.items() if _torch.version_of(t) != before}
+
+    def settle(self) -> None:
+        """Take them as they are now."""
+        self._versions = {name: (t, _torch.version_of(t)) for name, (t, _) in self._versions.items()}
+
+
+def require_same_copies(
+    chain: Chain, stages: Iterable[int], group: dist.ProcessGroup | None, others: OtherTensors
+) -> None:
     """Refuse different copies of a tensor that the stages of several ranks have. All ranks must call it.
 
-    Shards of FSDP2 are not copies, and do not count.
+    Shards of FSDP2 are not copies, and do not count. Other tensors of this rank are compared if they were written.
 
     Raises:
         PipelineError: SK804 as in `require_same_model`.
     """
-    _require_same(_by_one_name(chain, tensors_of_stages(chain, stages)), group, _LOADED)
+    held = {**others.written(), **tensors_of_stages(chain, stages)}
+    _require_same(_by_one_name(chain, held), group, _LOADED)
+    others.settle()
 
 
 def _by_one_name(chain: Chain, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
