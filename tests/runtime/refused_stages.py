@@ -21,7 +21,7 @@ from splitkit.training.stage_plan import stage_plan
 
 def captured(seed=0):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     return sk.capture_joint(model, torch.ones(4, 8), loss=torch.sum)
 
 
@@ -81,6 +81,11 @@ def main():
     pipe = joint_pipeline(joint, stages(joint, 2), "1f1b", 4)
     say("batch", lambda: pipe.step(torch.ones(6, 8)))
     say("other batch", lambda: pipe.step(torch.full((16, 8), float(rank))))
+    first, second = (joint_pipeline(joint, stages(joint, cut), "1f1b", 4) for cut in (2, 6))
+    first.step(torch.ones(16, 8))
+    torch.optim.SGD(first.parameters(), lr=0.1).step()
+    say("same cut", lambda: pipe.step(torch.ones(16, 8)))
+    say("other cut", lambda: second.step(torch.ones(16, 8)))
     other = captured(seed=rank)
     say("weights", lambda: joint_pipeline(other, stages(other, 2), "1f1b", 4))
     torch.manual_seed(0)

@@ -171,4 +171,6 @@ def test_what_ranks_cannot_run_is_refused_on_both():
     assert said["buffer"] == {
         "SK801: stage 1 updates seen, and stage 0 reads it: its next microbatch would miss the update"
     }
-    assert said["spectral norm"] == {""}
+    assert said["spectral norm"] == {""} and said["same cut"] == {""}
+    (written,) = said["other cut"]
+    assert written.startswith("SK804: 2.") and "other values on rank 1 than on rank 0" in written

@@ -18,10 +18,11 @@ from splitkit._torch import pytree
 from splitkit.checks import is_whole, shown
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.errors import PipelineError
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.plan_file import fingerprint
 from splitkit.runtime.ranks.digests import digest_of_tensors
-from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, time_limit
+from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
 from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
@@ -33,6 +34,7 @@ from splitkit.runtime.ranks.rank_stages import handed_loss
 from splitkit.runtime.ranks.replicas import replicas, row_of_rank
 from splitkit.runtime.ranks.rng_state import RngHandover, microbatch_seed
 from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement
+from splitkit.runtime.ranks.weight_agreement import OtherTensors, require_same_tensors
 
 
 class JointSource(Protocol):
@@ -149,6 +151,7 @@ class JointPipeline:
         self._ties, self._groups = self._tied(group)
         self._agreement.together(self._place)
         self.modules = tuple(self._module(number, borders, compiled) for number in self.stages)
+        self._own, self._others = self._weights()
         own = [
             PipelineStage(
                 module,
@@ -178,7 +181,10 @@ class JointPipeline:
             PipelineError: SK802 for inputs that do not fit, SK804 if the ranks do not make the same call with the same
                 batch, SK805 if a rank failed.
         """
-        self._batch.primals, _ = self._agreement.begin(lambda: self._prepared(args, kwargs))
+        self._batch.primals, agreed = self._agreement.begin(lambda: self._prepared(args, kwargs))
+        if agreed.weights:
+            with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
+                require_same_tensors({**self._others.written(), **self._own}, self.group, self._others)
         self._batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         self._batch.losses.clear()
         self._batch.queue.clear()
@@ -232,7 +238,7 @@ class JointPipeline:
             for own, piece in zip(found, pieces, strict=True):
                 own[name] = piece
         given = {words.get(leaf, name): leaves[leaf] for name, leaf in signature.inputs.items()}
-        return PipelineCall("step", self.steps, given), found
+        return PipelineCall("step", self.steps, given, weights=bool(self._others.written())), found
 
     def _pieces(self, name: str, given: Any, like: Any) -> list[Any]:
         """Return an input of each microbatch."""
@@ -296,6 +302,15 @@ class JointPipeline:
             elif name in signature.buffers:
                 found[name] = model.get_buffer(signature.buffers[name])
         return found
+
+    def _weights(self) -> tuple[dict[str, torch.Tensor], OtherTensors]:
+        """Return the parameters and buffers of this rank's stages, and the others."""
+        every = parameters_and_buffers(self._joint.model)
+        outputs = [module.outputs for module in self.modules]
+        held = [t for module in self.modules for t in module.own.values()]
+        held += [t for found in outputs for t in (*found.gradients.values(), *found.updates.values())]
+        own = {id(t) for t in held}
+        return {name: t for name, t in every.items() if id(t) in own}, OtherTensors(every, held)
 
     def _trained(self, number: int) -> dict[int, nn.Parameter]:
         """Return position of a gradient -> its parameter, for all parameters that a stage reads or has gradients of."""

@@ -162,7 +162,7 @@ class Pipeline(StageTensors):
             self._agreement.together(lambda: split.load(self.stages, self.device))
         place_stages(self._chain, self.stages, self.device)
         require_same_model(self._chain, self.stages, group)
-        self._weights_changed, self._others = True, OtherTensors(self._chain, self.stages)
+        self._weights_changed, self._others = True, OtherTensors.of(self._chain, self.stages)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs)
         self._shared_parameters = SharedParameters(

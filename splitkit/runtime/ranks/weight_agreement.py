@@ -71,10 +71,14 @@ class OtherTensors:
     If something writes one, such as the optimizer of another pipeline of the same weights, those stages miss it.
     """
 
-    def __init__(self, chain: Chain, stages: Iterable[int]) -> None:
-        own = {id(t) for t in tensors_of_stages(chain, stages).values()}
-        every = tensors_of_stages(chain, range(chain.stages))
-        self._versions = {n: (t, _torch.version_of(t)) for n, t in every.items() if id(t) not in own}
+    def __init__(self, every: Mapping[str, torch.Tensor], own: Iterable[torch.Tensor]) -> None:
+        known = {id(t) for t in own}
+        self._versions = {name: (t, _torch.version_of(t)) for name, t in every.items() if id(t) not in known}
+
+    @classmethod
+    def of(cls, chain: Chain, stages: Iterable[int]) -> OtherTensors:
+        """Return those of a rank that runs these stages."""
+        return cls(tensors_of_stages(chain, range(chain.stages)), tensors_of_stages(chain, stages).values())
 
     def written(self) -> dict[str, torch.Tensor]:
         """Return those that were written since `settle`, by name."""
@@ -96,7 +100,18 @@ def require_same_copies(
         PipelineError: SK804 as in `require_same_model`.
     """
     held = {**others.written(), **tensors_of_stages(chain, stages)}
-    _require_same(_by_one_name(chain, held), group, _LOADED)
+    require_same_tensors(_by_one_name(chain, held), group, others)
+
+
+def require_same_tensors(
+    held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, others: OtherTensors
+) -> None:
+    """Refuse tensors that differ between ranks that have the name, and take the others as they are now.
+
+    Raises:
+        PipelineError: SK804 as in `require_same_model`.
+    """
+    _require_same(held, group, _LOADED)
     others.settle()
 
 
