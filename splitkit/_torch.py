@@ -234,6 +234,21 @@ def is_composite(op: OpOverload) -> bool:
     return bool(keys(cast(Any, op).name(), "CompositeImplicitAutograd"))
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place; 0 where torch does not count (2.11, 2.13, 2.15)."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def has_kernel(target: Any, kind: str) -> bool:
+    """Return whether torch has code, be it a fallback, for a node's target on a type of device."""
+    if not isinstance(target, OpOverload):
+        return True
+    key = torch._C._dispatch_key_for_device(kind)
+    return bool(
+        torch._C._dispatch_has_computed_kernel_for_dispatch_key(cast(Any, target).name(), key)
+    )  # 2.11, 2.13, 2.15
+
+
 def meta_of(module: nn.Module) -> dict[str, Any]:
     """Return ``GraphModule.meta``, which type checkers take for a submodule."""
     return cast(dict[str, Any], getattr(module, "meta", {}))

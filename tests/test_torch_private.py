@@ -496,6 +496,19 @@ def test_a_model_runs_as_in_export_outside_of_it():
     assert Doubled()(1) == 1
 
 
+def test_composite_ops_have_gradients_on_meta_while_it_is_asked_for():
+    op, key = torch.ops.aten.nll_loss.default, torch._C.DispatchKey.AutogradMeta
+    with trace_settings.with_gradients_on_meta():
+        assert key in op.py_kernels
+    assert key not in op.py_kernels and key not in op._dispatch_cache
+
+
+def test_a_device_type_has_kernels_of_ops():
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert _torch.has_kernel(attention, "cpu") and not _torch.has_kernel(attention, "cuda")
+    assert _torch.has_kernel(torch.ops.aten.mm.default, "cpu") and _torch.has_kernel(len, "cuda")
+
+
 def test_dynamic_sizes_may_be_0_and_1():
     shapes, x = ({0: torch.export.Dim.AUTO},), torch.ones(3)
     with trace_settings.without_special_sizes():

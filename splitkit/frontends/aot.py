@@ -27,7 +27,12 @@ from splitkit.errors import CaptureError, SplitError
 from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
 from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.joint.effect_tokens import without_tokens
-from splitkit.frontends.trace_settings import without_globals, without_logging, without_onednn
+from splitkit.frontends.trace_settings import (
+    with_gradients_on_meta,
+    without_globals,
+    without_logging,
+    without_onednn,
+)
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fake_runs import rebinds
 from splitkit.plans.policy import PolicyLike
@@ -70,7 +75,12 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     refuse_kept_casts(captured)
     # AOTAutograd must see the fake mode and the symbols of the capture, which are in its tracing context.
-    with without_onednn(), tracing(captured.meta["tracing_context"]), ExitStack() as stack:
+    with (
+        without_onednn(),
+        with_gradients_on_meta(),
+        tracing(captured.meta["tracing_context"]),
+        ExitStack() as stack,
+    ):
         described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
     gm = described.graph_module
     without_tokens(gm)

@@ -1,4 +1,4 @@
-"""Change torch's global settings while it traces: loggers, warnings, partial graphs, Dynamo's globals and oneDNN."""
+"""Change torch's global settings while it traces: loggers, warnings, partial graphs, Dynamo's globals, oneDNN, ops."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from io import StringIO
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._C import DispatchKey  # 2.11, 2.13, 2.15
+from torch._decomp import global_decomposition_table  # 2.11, 2.13, 2.15
+
+from splitkit import _torch
 
 _LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 _IGNORE_SETTINGS = ("ignore_logging_functions", "ignore_logger_methods")  # 2.13, 2.15; 2.11
@@ -34,6 +38,27 @@ def without_logging() -> Iterator[None]:
     name = next(name for name in _IGNORE_SETTINGS if hasattr(config, name))
     with config.patch({name: _Unlisted({*getattr(config, name), *_logging_functions()})}):
         yield
+
+
+@contextmanager
+def with_gradients_on_meta() -> Iterator[None]:
+    """Let autograd see what ``nll_loss``, ``where`` and other composite ops call on ``meta``.
+
+    Torch's Python dispatcher runs their shape functions there, which have no backward: the gradients of a cross entropy
+    would be missing from the graph, and torch only warns.
+    """
+    key, found = DispatchKey.AutogradMeta, list[Any]()
+    for op in cast(Any, global_decomposition_table["post_autograd"]):
+        kernels = getattr(op, "py_kernels", {})  # 2.11, 2.13, 2.15
+        if DispatchKey.Meta in kernels and key not in kernels and _torch.is_composite(op):
+            op.py_impl(key)(op.decompose)
+            found.append(op)
+    try:
+        yield
+    finally:
+        for op in found:
+            del op.py_kernels[key]
+            op._dispatch_cache.clear()
 
 
 @contextmanager

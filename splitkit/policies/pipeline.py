@@ -48,7 +48,7 @@ class Pipeline:
 
         joint = splitkit.capture_joint(model, *inputs_of_one_microbatch)
         costs = splitkit.costs.roofline(joint.graph_module, "h100")
-        plan = splitkit.plan(joint, Pipeline(4, "1f1b", microbatches=32, memory="80GiB", links="nvlink4"), costs)
+        step = joint.split(Pipeline(4, "1f1b", microbatches=32, memory="80GiB", links="nvlink4"), costs)
 
     A stage is an interval of the order in which forward computes its nodes; cuts may fall inside blocks. The backward
     of a node is in the same stage as the node. Until its backward, a stage holds its saved activations and, as in

@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.engine.split import Split
+from splitkit.graph.check_nodes import check_nodes
 from splitkit.plans.parts import PARENT, PartKey
 
 
@@ -20,7 +21,10 @@ def calls_of(graph: fx.Graph, names: Mapping[PartKey, str]) -> Mapping[Node, Par
     """
     keys = {name: key for key, name in names.items()}
     found: dict[Node, PartKey] = {}
+    checks = check_nodes(graph)  # they may read tensors of a part's module
     for node in graph.nodes:
+        if node in checks:
+            continue
         body = node.args[0] if node.op == "call_function" and node.args else None
         named = body if isinstance(body, Node) and body.op == "get_attr" else node
         if (named is body or node.op == "call_module") and str(named.target) in keys:

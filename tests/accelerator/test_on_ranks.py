@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import pytest
 import simgpu
@@ -38,6 +39,28 @@ def test_a_pipeline_trains_as_the_whole_on_the_cpu(ranks, cases):
         assert line["device"] == f"simgpu:{line['rank']}" and line["devices"] == [line["device"]]
         assert not line["races"]
         assert line["waits"] == 0, "a stage waited for its device in forward"
+
+
+NOW = [["forward", "home", "gpipe"], ["joint", "simgpu:0", "zbvzerobubble"], ["refused"]]
+LATER = [
+    [kind, where, schedule]
+    for kind, places in {"forward": ("cpu", "simgpu:0", "home"), "joint": ("cpu", "meta", "simgpu:0", "home")}.items()
+    for where, schedule in product(places, ("gpipe", "1f1b", "interleaved1f1b", "zbvzerobubble"))
+]
+
+
+@pytest.mark.parametrize("cases", these_first([NOW], [([case],) for case in LATER]))
+def test_a_graph_may_be_captured_on_another_device_than_its_rank(cases):
+    """And one that uses another device than the rank's own is not that of the rank that uses one."""
+    found = launch("accelerator/captured_elsewhere.py", 2, json.dumps(cases))
+    assert len(found) == 2 * len(cases)
+    for line in found:
+        assert not line["races"]
+        if "refused" in line:
+            assert "SK804" in line["refused"] and "code of the parts" in line["refused"], line
+        else:
+            assert max(line["loss"], line["weight"]) < 1e-9, line
+            assert line["devices"] == [f"simgpu:{line['rank']}"]
 
 
 def test_what_goes_wrong_is_seen():

@@ -513,3 +513,26 @@ def test_a_loss_that_depends_on_nothing_that_trains_is_refused():
     with pytest.raises(CaptureError, match="SK401"):
         capture_joint(frozen, torch.ones(1, 2), loss=torch.sum)
     assert capture_joint(frozen, torch.ones(1, 2, requires_grad=True), loss=torch.sum).signature.tangents
+
+
+class Composites(nn.Module):
+    """Ops that torch decomposes, and for which it has shape functions that autograd does not see through."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.slope = nn.Linear(4, 4), nn.PReLU()
+
+    def forward(self, x, y):
+        h = self.slope(self.linear(x))
+        h = nn.functional.selu(torch.where(h > 0, h, 0.1)) + nn.functional.pairwise_distance(h, x)[:, None]
+        return nn.functional.cross_entropy(h, y) + h.std()
+
+
+def test_a_capture_on_meta_has_all_gradients():
+    """Torch's own joint graph has none of a cross entropy there."""
+    model, given = Composites(), (torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+    real = capture_joint(model, *given)
+    meta = capture_joint(model.to("meta"), *(t.to("meta") for t in given))
+    assert real.signature.gradients == meta.signature.gradients and len(real.signature.gradients) == 3
+    targets = [[n.target for n in joint.graph_module.graph.nodes if n.op == "call_function"] for joint in (real, meta)]
+    assert targets[0] == targets[1]

@@ -18,6 +18,7 @@ from train_both import train_both
 
 import splitkit as sk
 from splitkit.errors import PipelineError, SplitError
+from splitkit.graph.dataflow import module_path
 from splitkit.runtime import open_stages, pipeline, save_stages
 from splitkit.runtime.ranks import pipeline as pipelines
 from splitkit.runtime.ranks.pipeline import Pipeline
@@ -148,6 +149,22 @@ def diverging(rank: int) -> None:
     told("forgotten", pipe.compare_ranks)
 
 
+def several(rank: int) -> None:
+    """Pipelines of the same weights: a second one that has each weight on the same rank, and one that has not."""
+    gm, plan, _ = copy.deepcopy(CAPTURED[0])
+    names = [n.name for n in gm.graph.nodes]
+    later = names[names.index(next(n.name for n in gm.graph.nodes if module_path(n) == "layers.1")) :]
+    same = sk.Plan.from_dict(gm.graph, plan)
+    cuts = same, same, lambda n: int(n.name in later) if n.op == "call_function" else None
+    first, alike, other = (pipeline(sk.split(gm, cut), "1f1b", COUNT, loss=loss, seed=3) for cut in cuts)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    for pipe in (other, alike, first):
+        pipe.step(**batch())
+    optimizer.step()
+    told("alike", lambda: alike.step(**batch()))
+    told("other cut", lambda: other.step(**batch()), other.steps)
+
+
 def replicas(rank: int) -> None:
     """Two replicas of one stage, whose copies differ before they are sharded, and are no copies any more after that."""
     gm = copy.deepcopy(CAPTURED[0][0])
@@ -219,5 +236,5 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=2, timeout=timedelta(seconds=30),
     )  # fmt: skip
-    for run in (calls, weights, diverging, replicas, unequal, gone):
+    for run in (calls, weights, several, diverging, replicas, unequal, gone):
         run(rank)

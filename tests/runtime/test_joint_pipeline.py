@@ -9,9 +9,11 @@ from launch import launch
 from torch import nn
 
 import splitkit as sk
+from splitkit import _torch
 from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.gradient_slots import border_slots
 from splitkit.runtime.ranks.joint_pipeline import _require_trainable
+from splitkit.runtime.ranks.rank_device import place_graphs
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 
@@ -131,6 +133,33 @@ def test_a_pipeline_needs_a_process_group():
         sk.runtime.joint_pipeline(joint, step)
 
 
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.inner(x)
+        return nn.functional.scaled_dot_product_attention(x, x, x).sum()
+
+
+def test_attention_that_was_captured_for_the_cpu_is_refused_on_another_device(monkeypatch):
+    monkeypatch.setattr(_torch, "has_kernel", lambda target, kind: kind == "cpu" or "_for_cpu" not in str(target))
+    joint = sk.capture_joint(Attention(), torch.randn(1, 3, 4, 4))
+    place_graphs(joint.model, [joint.graph_module], [], torch.device("cpu"), frozenset({"cpu"}))
+    with pytest.raises(PipelineError, match=r"SK801.*_for_cpu.*, which cuda does not have"):
+        place_graphs(joint.model, [joint.graph_module], [], torch.device("cuda"), frozenset({"cpu"}))
+
+
+def test_a_model_without_weights_is_refused():
+    model = Attention().to("meta")
+    joint = sk.capture_joint(model, torch.randn(1, 3, 4, 4, device="meta"))
+    with pytest.raises(PipelineError, match=r"SK807.*on meta(.|\n)*Capture the model on the CPU"):
+        place_graphs(model, [joint.graph_module], model.parameters(), torch.device("cpu"), frozenset({"meta"}))
+    model.to_empty(device="cpu")
+    place_graphs(model, [joint.graph_module], model.parameters(), torch.device("cpu"), frozenset({"meta"}))
+
+
 def test_what_ranks_cannot_run_is_refused_on_both():
     lines = [line for line in launch("runtime/refused_stages.py", 2) if "said" in line]
     said = {case: {line["said"] for line in lines if line["case"] == case} for case in {line["case"] for line in lines}}
@@ -139,3 +168,9 @@ def test_what_ranks_cannot_run_is_refused_on_both():
     (weights,) = said["weights"]
     assert weights.startswith("SK804: the model is ") and "on rank 1" in weights
     assert all(text.startswith("SK804: input has other values on rank") for text in said["other batch"])
+    assert said["buffer"] == {
+        "SK801: stage 1 updates seen, and stage 0 reads it: its next microbatch would miss the update"
+    }
+    assert said["spectral norm"] == {""} and said["same cut"] == {""}
+    (written,) = said["other cut"]
+    assert written.startswith("SK804: 2.") and "other values on rank 1 than on rank 0" in written

@@ -10,7 +10,12 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import PipelineError
+from splitkit.graph.check_nodes import check_nodes
+from splitkit.graph.dataflow import module_path
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.runtime import to_devices
+from splitkit.runtime.devices.hardcoded_devices import with_numbered_devices
+from splitkit.runtime.parent import calls_of
 from splitkit.runtime.ranks.last_stage import last_stage_of
 from splitkit.runtime.ranks.measurements import with_passed_on
 from splitkit.runtime.ranks.stage_chain import chain_of
@@ -167,3 +172,31 @@ def test_what_a_stage_only_passes_on_is_held_there():
     assert [n.name for n in found.passed_on(1, ())] == ["sin"]
     stages = [StageCosts(1, 1, saved_bytes=s) for s in (10, 20, 30)]
     assert [s.saved_bytes for s in with_passed_on(found, stages)] == [10, 20 + 2 * 4 * 4, 30]
+
+
+@pytest.mark.parametrize(
+    "code, other, same",
+    [
+        ("f(device(type='cuda', index=0))", "f(device(type='cuda', index=1))", True),
+        ("x.to('cuda:0') + f(device(type='cuda', index=0))", "x.to('cuda:3') + f(device(type='cuda', index=3))", True),
+        ("f(device(type='cuda', index=0))", "f(device(type='cuda'))", False),
+        ("f(device(type='cuda', index=0))", "f(device(type='xpu', index=0))", False),
+        ("x.to('cuda:0').to('cuda:0')", "x.to('cuda:0').to('cuda:1')", False),
+        ("x.to('cuda:0').to('cuda:1')", "x.to('cuda:2').to('cuda:0')", True),
+    ],
+)
+def test_code_is_compared_without_the_numbers_of_devices(code, other, same):
+    assert (with_numbered_devices(code) == with_numbered_devices(other)) == same
+
+
+def test_a_check_that_reads_buffers_of_a_part_is_no_call_of_it():
+    layers = (nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(3))
+    gm = sk.capture(nn.Sequential(*layers), torch.randn(2, 4))
+    norms = {n.name for n in gm.graph.nodes if "parametrizations" in module_path(n)}
+    split = sk.split(gm, lambda n: 1 - int(n.name in norms) if n.op == "call_function" else None)
+    parent = split.module.graph
+    assert check_nodes(parent) and len(split.subgraphs[0].outputs) > 1
+    assert [n.target for n in calls_of(parent, split.names)] == list(split.names.values())
+    assert chain_of(split).stages == 2
+    placed, x = to_devices(split, ["cpu:0", "cpu:1"]), torch.randn(2, 4)
+    assert placed(x).shape == x.shape

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,18 @@ from splitkit.runtime.devices.device_map import follows
 
 _DEVICE_METHODS = frozenset({"cpu", "cuda", "xpu", "mtia", "ipu"})
 """The methods of tensors that are named like the device to which they copy."""
+
+_IN_CODE = re.compile(r"(?:device\(type=)?'([a-z]+)(?:', index=|:)(\d+)[')]")
+"""A device with an index as generated code names it: ``device(type='cuda', index=1)``, ``'cuda:1'``."""
+
+
+def with_numbered_devices(code: str) -> str:
+    """Replace each device with an index in generated code by its place in the order in which the code names them.
+
+    The code of a capture on ``cuda:1`` becomes that of a capture on ``cuda:0``, but differs if one uses more devices.
+    """
+    places: dict[tuple[str, ...], int] = {}
+    return _IN_CODE.sub(lambda found: f"{found[1]} {places.setdefault(found.groups(), len(places))}", code)
 
 
 def names_devices(gm: fx.GraphModule, device: torch.device, captured: frozenset[str]) -> bool:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
 from splitkit.runtime.ranks.optimizer_agreement import ComparedOptimizer, require_same_optimizers
 from splitkit.runtime.ranks.stage_tensors import StageTensors
-from splitkit.runtime.ranks.weight_agreement import copies, require_same_copies
+from splitkit.runtime.ranks.weight_agreement import OtherTensors, copies, require_same_copies
 
 
 class ComparedRanks(StageTensors):
@@ -24,6 +24,7 @@ class ComparedRanks(StageTensors):
     _progress: Progress
     _trains: ComparedRanks | None
     _compared_at: int
+    _others: OtherTensors
     _optimizer: ComparedOptimizer | None
 
     def compare_optimizer(self, optimizer: Optimizer) -> None:
@@ -51,9 +52,9 @@ class ComparedRanks(StageTensors):
         """
         self._compare_optimizers()
         trained = self._trained
-        held = {**copies(self._chain, self.stages), **copies(trained._chain, trained.stages)}
+        held = {**copies(self._chain, self.stages, self._others), **copies(trained._chain, trained.stages)}
         with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
-            require_same_copies(held, self.group)
+            require_same_copies(held, self.group, self._others)
         self._weights_changed, trained._compared_at = False, trained.steps
 
     def _compare_optimizers(self) -> None:

@@ -19,23 +19,25 @@ from splitkit._torch import pytree
 from splitkit.checks import is_whole, shown
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.errors import PipelineError
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.plan_file import fingerprint
 from splitkit.runtime.ranks.batch_dims import BatchDims, division
 from splitkit.runtime.ranks.digests import digest_of_tensors
-from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, time_limit
+from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
 from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
 from splitkit.runtime.ranks.microbatches import checked_dims, cut_inputs, no_batch, require_fit
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, require_process_group
-from splitkit.runtime.ranks.rank_device import device_of_rank
+from splitkit.runtime.ranks.rank_device import device_of_rank, place_graphs
 from splitkit.runtime.ranks.rank_stages import handed_loss
 from splitkit.runtime.ranks.replicas import replicas, row_of_rank
 from splitkit.runtime.ranks.rng_state import RngHandover, microbatch_seed
 from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced, shares_of
+from splitkit.runtime.ranks.weight_agreement import OtherTensors, require_same_copies
 
 _EACH = "or concatenate the microbatches in dimension 0"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -162,10 +164,13 @@ class JointPipeline:
         self._progress = Progress(row, self.order.rank_of, places, names, *limits)
         self._agreement = StepAgreement(group, self.device, self._progress)
         _require_trainable(joint)
+        _require_outputs(joint, step)
         moving = {number for number in self.stages if step.stages[number].offloaded}
         self._batch = JointBatch(self._progress, queue=HostQueue(row, moving))
         self._ties, self._groups = self._tied(group)
+        self._agreement.together(self._place)
         self.modules = tuple(self._module(number, borders, compiled) for number in self.stages)
+        self._own, self._others = self._weights()
         own = [
             PipelineStage(
                 module,
@@ -195,7 +200,10 @@ class JointPipeline:
             PipelineError: SK802 for inputs that do not fit, SK804 if the ranks do not make the same call with the same
                 batch, SK805 if a rank failed.
         """
-        (self._batch.primals, self._batch.shares), _ = self._agreement.begin(lambda: self._prepared(args, kwargs))
+        (self._batch.primals, self._batch.shares), agreed = self._agreement.begin(lambda: self._prepared(args, kwargs))
+        if agreed.weights:
+            with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
+                require_same_copies({**self._others.written(), **self._own}, self.group, self._others)
         self._batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         self._batch.losses.clear()
         self._batch.queue.clear()
@@ -250,7 +258,7 @@ class JointPipeline:
         parts = {name: [self._likes[name].shape] * count for name in given}
         found = division({name: value.shape for name, value in given.items()}, parts, self._named)
         require_fit(given, self._likes, parts, found, self._named, _EACH, other="")
-        call = PipelineCall("step", self.steps, values)
+        call = PipelineCall("step", self.steps, values, weights=bool(self._others.written()))
         if not found.rows and count > 1 and (refused := no_batch(given, count, _EACH)):
             raise refused
         divided = cut_inputs(values, found, count, self.device)
@@ -264,24 +272,24 @@ class JointPipeline:
         found = {self._words[n.name]: n.meta["val"] for n in nodes if n.name in self._words}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
+    def _place(self) -> None:
+        """Move what the stages of this rank read to its device."""
+        signature, nodes = self._joint.signature, self._joint.graph_module.graph.find_nodes(op="placeholder")
+        held = [n for n in nodes if n.name in signature.parameters or n.name in signature.buffers]
+        captured = frozenset(n.meta["val"].device.type for n in held)
+        stages = [self._step.stages[number] for number in self.stages]
+        graphs = [g for s in stages for g in (s.forward, s.backward, s.weight) if g is not None]
+        updated = [name for i, name in signature.updates.items() if any(i in stage.outputs for stage in stages)]
+        own = list(self._own_values([*updated, *(name for stage in stages for name in stage.primals)]).values())
+        trained = [p for number in self.stages for p in self._trained(number).values()]
+        place_graphs(self._joint.model, graphs, [*own, *trained], self.device, captured)
+
     def _module(self, number: int, borders: Sequence[BorderSlots], compiled: bool) -> JointStage:
         step, signature = self._step, self._joint.signature
         graphs, last = step.stages[number], number + 1 == len(step.stages)
         values = self._own_values(graphs.primals)
-        if last and signature.loss not in graphs.outputs:
-            raise PipelineError(
-                "SK801",
-                "the loss is not computed in the last stage",
-                "Plan it there, because torch starts backward in the last stage.",
-            )
-        updates = {i: values[name] for i, name in signature.updates.items() if i in graphs.outputs and name in values}
-        if lost := [i for i in signature.updates if i in graphs.outputs and i not in updates]:
-            raise PipelineError(
-                "SK801",
-                "the step writes to an input, which ranks do not share",
-                "Capture a model that copies it.",
-                lost,
-            )
+        written = {i: name for i, name in signature.updates.items() if i in graphs.outputs}
+        updates = {i: self._own_values([name])[name] for i, name in written.items()}
         likes = {n.name: n.meta["val"] for n in self._joint.graph_module.graph.find_nodes(op="placeholder")}
         tangents = [
             (of == signature.loss, torch.ones(likes[name].shape, dtype=likes[name].dtype, device=self.device))
@@ -310,6 +318,15 @@ class JointPipeline:
             elif name in signature.buffers:
                 found[name] = model.get_buffer(signature.buffers[name])
         return found
+
+    def _weights(self) -> tuple[dict[str, torch.Tensor], OtherTensors]:
+        """Return the parameters and buffers of this rank's stages, and the others."""
+        every = parameters_and_buffers(self._joint.model)
+        outputs = [module.outputs for module in self.modules]
+        held = [t for module in self.modules for t in module.own.values()]
+        held += [t for found in outputs for t in (*found.gradients.values(), *found.updates.values())]
+        own = {id(t) for t in held}
+        return {name: t for name, t in every.items() if id(t) in own}, OtherTensors(every, held)
 
     def _trained(self, number: int) -> dict[int, nn.Parameter]:
         """Return position of a gradient -> its parameter, for all parameters that a stage reads or has gradients of."""
@@ -406,6 +423,34 @@ def _require_trainable(joint: JointSource) -> None:
             "Use the plain model; for sharded stages, use splitkit.runtime.pipeline with a split.",
             wrapped or sharded,
         )
+
+
+def _require_outputs(joint: JointSource, step: StagedStep) -> None:
+    """Refuse a loss that is not computed in the last stage, and updates that stages on other ranks would miss."""
+    signature = joint.signature
+    if signature.loss not in step.stages[-1].outputs:
+        raise PipelineError(
+            "SK801",
+            "the loss is not computed in the last stage",
+            "Plan it there, because torch starts backward in the last stage.",
+        )
+    makers = {position: number for number, stage in enumerate(step.stages) for position in stage.outputs}
+    if lost := [i for i, name in signature.updates.items() if i in makers and name not in signature.buffers]:
+        raise PipelineError(
+            "SK801", "the step writes to an input, which ranks do not share", "Capture a model that copies it.", lost
+        )
+    for position, name in signature.updates.items():
+        maker = makers.get(position)
+        readers = [number for number, stage in enumerate(step.stages) if name in stage.primals and number != maker]
+        if maker is not None and readers:
+            raise PipelineError(
+                "SK801",
+                f"stage {maker} updates {signature.buffers[name]}, and stage {readers[0]} reads it: "
+                "its next microbatch would miss the update",
+                "Put all nodes that read it, and the one that computes its new value, into one stage: "
+                "splitkit.extend.stage_plan(joint.flow, stages).",
+                [name],
+            )
 
 
 def _require_same(

@@ -18,6 +18,7 @@ from torch import nn
 
 from splitkit.engine.joint_stages.host_values import host_values, on_device
 from splitkit.engine.joint_stages.staged_step import StageGraphs
+from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.gradient_slots import BorderSlots
 from splitkit.runtime.ranks.host_queue import HostQueue
@@ -90,10 +91,11 @@ class JointStage(nn.Module):
         self.number, self.graphs, self.outputs, self.own = number, graphs, outputs, own
         self.before, self.after = borders
         self.rng, self.batch, self._partial = rng, batch, partial
-        self.anchor = nn.Parameter(torch.empty(0, device=batch.progress.device))
+        device = batch.progress.device
+        self.anchor = nn.Parameter(torch.empty(0, device=device))
         """Makes the outputs of the first stage, which receives no tensor with a gradient, require one."""
-        self._forward, self._backward = (_callable(graph, compiled) for graph in (graphs.forward, graphs.backward))
-        self._weight = _callable(graphs.weight, compiled) if graphs.weight is not None else None
+        self._forward, self._backward = (_callable(g, device, compiled) for g in (graphs.forward, graphs.backward))
+        self._weight = _callable(graphs.weight, device, compiled) if graphs.weight is not None else None
         self.held: dict[int, dict[str, Any]] = {}
         self.waiting: list[tuple[int, tuple[Any, ...]]] = []
         self.terms: dict[int, torch.Tensor] = {}
@@ -246,12 +248,13 @@ class _StageFunction(torch.autograd.Function):
             return None, None, None, *ctx.stage.run_backward(ctx.number, gradients)
 
 
-def _callable(graph: Any, compiled: bool) -> Graph:
+def _callable(graph: Any, device: torch.device, compiled: bool) -> Graph:
     """Return what runs a graph: no module, since torch refuses stages with compiled modules under zero bubble."""
     run = torch.compile(graph) if compiled else graph
 
     def called(*given: Any) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = run(*given)
+        with current(device):
+            made: tuple[Any, ...] = run(*given)
         return made
 
     return called

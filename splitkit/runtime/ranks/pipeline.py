@@ -41,7 +41,7 @@ from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreem
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced
 from splitkit.runtime.ranks.step_sizes import MessageShapes
 from splitkit.runtime.ranks.trained_parameters import set_trained
-from splitkit.runtime.ranks.weight_agreement import require_same_model
+from splitkit.runtime.ranks.weight_agreement import OtherTensors, require_same_model
 
 
 def pipeline(
@@ -168,6 +168,7 @@ class Pipeline(ComparedRanks):
         place_stages(self._chain, self.stages, self.device)
         require_same_model(self._chain, self.stages, group)
         self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, None, None
+        self._others = OtherTensors.of(self._chain, self.stages)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs, batch_dims)
         self._batch_dims = dict(batch_dims or {})
@@ -458,7 +459,8 @@ class Pipeline(ComparedRanks):
             sum_shards(self.modules, self.replicas, self._shared_parameters.tied)
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
-        compares = self._weights_changed or (not train and self._trained_since())
+        changed = self._weights_changed or bool(self._others.written())
+        compares = changed or (not train and self._trained_since())
         call = PipelineCall(kind, self.steps, divided.whole, targets, keep, compares, divided.undivided)
         return call, divided
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from splitkit import _torch
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.accelerators import accelerator_type, with_index
+from splitkit.runtime.devices.device_map import follows
 from splitkit.runtime.devices.hardcoded_devices import follow_device
 from splitkit.runtime.devices.move_tensors import move_tensors
 from splitkit.runtime.ranks.stage_chain import Chain
@@ -67,8 +68,56 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
     held: list[object] = [value for stage in stages for value in chain.own(stage).values()]
     for part in parts:
         held += [*part.parameters(), *part.buffers(), *_constants(part)]
-    root = nn.ModuleList([split.module, *parts])
+    _move(nn.ModuleList([split.module, *parts]), held, device)
+
+
+def place_graphs(
+    model: nn.Module,
+    graphs: Sequence[fx.GraphModule],
+    own: Iterable[torch.Tensor],
+    device: torch.device,
+    captured: frozenset[str],
+) -> None:
+    """Move what joint graphs read to a device, and make devices that capture hard-coded follow.
+
+    Args:
+        model: the model, which holds the parameters and buffers.
+        graphs: the graphs.
+        own: the parameters and buffers that they are given.
+        device: the device.
+        captured: the device types on which the graph was captured. A constant on another one, such as a number on the
+            CPU in a model that was captured on ``cuda``, stays there.
+
+    Raises:
+        PipelineError: SK801 for an op that the capture chose for another type of device, and this one lacks; SK807 for
+            a tensor without data.
+    """
+    held: list[object] = list(own)
+    for graph in graphs:
+        _require_kernels(graph, device.type)
+        follow_device(graph, device, captured)
+        held += [t for t in _constants(graph) if isinstance(t, torch.Tensor) and follows(t.device, captured)]
+    try:
+        _move(nn.ModuleList([model, *graphs]), held, device)
+    except PipelineError as error:
+        remedy = "Capture the model on the CPU or on an accelerator, with its weights."
+        raise PipelineError(error.code, error.reason, remedy, error.nodes) from None
+
+
+def _move(root: nn.Module, held: Iterable[object], device: torch.device) -> None:
     move_tensors(root, nn.Module(), {id(t): device for t in held if isinstance(t, torch.Tensor)})
+
+
+def _require_kernels(gm: fx.GraphModule, kind: str) -> None:
+    """Refuse what a joint graph has chosen for its device, such as attention ``_for_cpu``."""
+    for node in gm.graph.nodes:
+        if not _torch.has_kernel(node.target, kind):
+            raise PipelineError(
+                "SK801",
+                f"{node.name} calls {node.target}, which {kind} does not have: the capture chose it for its own device",
+                f"Move the model and the inputs to {kind} before capture_joint.",
+                [node],
+            )
 
 
 def _require_effective_autocast(gm: fx.GraphModule, kind: str, captured: frozenset[str]) -> None:

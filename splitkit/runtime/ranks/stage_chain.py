@@ -35,6 +35,7 @@ from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
 from splitkit.runtime.devices.device_map import captured_types
+from splitkit.runtime.devices.hardcoded_devices import with_numbered_devices
 from splitkit.runtime.devices.writes_across_devices import written_memory
 from splitkit.runtime.generation.prompt_pieces import costly_positions
 from splitkit.runtime.parent import calls_of, steps_of, values_of
@@ -255,7 +256,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     identity = {
         "graph": fingerprint(flow.graph),
         "plan": _digest(json.dumps(plan, sort_keys=True)),
-        "code of the parts": _digest("".join(part.code for part in split.parts.values())),
+        "code of the parts": _digest(with_numbered_devices("".join(part.code for part in split.parts.values()))),
     }
     return ChainFacts(
         values,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from splitkit import _torch
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.digests import digest_of_tensors, form_of
@@ -24,7 +25,8 @@ _BUILT = (
 )
 _LOADED = (
     "Load the same weights on every rank: Pipeline.load_state_dict with one state dict. While they train, change them "
-    "on every rank in the same way."
+    "on every rank in the same way. If another pipeline trains the same weights, plan both so that each weight is on "
+    "the same rank."
 )
 
 
@@ -64,25 +66,53 @@ def require_same_model(
     _require_same(_by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)}), group, _BUILT)
 
 
-def require_same_copies(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
+class OtherTensors:
+    """The tensors that this rank has, but that only stages of other ranks train.
+
+    If something writes one, such as the optimizer of another pipeline of the same weights, those stages miss it.
+    """
+
+    def __init__(self, every: Mapping[str, torch.Tensor], own: Iterable[torch.Tensor]) -> None:
+        known = {id(t) for t in own}
+        self._versions = {name: (t, _torch.version_of(t)) for name, t in every.items() if id(t) not in known}
+
+    @classmethod
+    def of(cls, chain: Chain, stages: Iterable[int]) -> OtherTensors:
+        """Return those of a rank that runs these stages."""
+        return cls(tensors_of_stages(chain, range(chain.stages)), tensors_of_stages(chain, stages).values())
+
+    def written(self) -> dict[str, torch.Tensor]:
+        """Return those that were written since `settle`, by name."""
+        return {name: t for name, (t, before) in self._versions.items() if _torch.version_of(t) != before}
+
+    def settle(self) -> None:
+        """Take them as they are now."""
+        self._versions = {name: (t, _torch.version_of(t)) for name, (t, _) in self._versions.items()}
+
+
+def require_same_copies(
+    held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, others: OtherTensors
+) -> None:
     """Refuse different copies of a tensor that the stages of several ranks have. All ranks must call it.
 
     Args:
-        held: what `copies` returns for the stages of this rank.
+        held: the tensors of this rank's stages, and others that were written, by names that are the same on all ranks.
         group: the ranks.
+        others: is taken as it is now if nothing differs.
 
     Raises:
         PipelineError: SK804 as in `require_same_model`.
     """
     _require_same(held, group, _LOADED)
+    others.settle()
 
 
-def copies(chain: Chain, stages: Iterable[int]) -> dict[str, torch.Tensor]:
+def copies(chain: Chain, stages: Iterable[int], others: OtherTensors | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of stages of which other ranks may have copies, by names that are the same on all ranks.
 
-    Shards of FSDP2 are not copies, and do not count.
+    Shards of FSDP2 are not copies, and do not count. Of ``others``, those that were written are among them.
     """
-    return _by_one_name(chain, tensors_of_stages(chain, stages))
+    return _by_one_name(chain, {**(others.written() if others else {}), **tensors_of_stages(chain, stages)})
 
 
 def _by_one_name(chain: Chain, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
