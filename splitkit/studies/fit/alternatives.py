@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from splitkit.errors import CaptureError
 from splitkit.studies.fit.cards import MOST_CARDS, Card
 from splitkit.studies.fit.fit_model import NARROW, FitModel
 from splitkit.studies.fit.fit_result import Alternative
@@ -96,7 +97,11 @@ def _lower_precision(
 ) -> Iterator[Alternative]:
     for name in formats:
         other = cast(name)
-        if other.layout(cards, tokens) is not None:
+        try:
+            fits = other.layout(cards, tokens) is not None
+        except CaptureError:  # code that makes tensors of its own dtype beside the weights
+            continue
+        if fits:
             weights = weight_bytes(other.blocks, NARROW.get(name))
             what = f"weights in {name}, {size(weights)} in all (--dtype {name})"
             yield Alternative("dtype", name, what, _fullest(other, cards, tokens))

@@ -109,8 +109,8 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
     with torch.device("meta"), torch.random.fork_rng():
         made = models.load(model, **(sizes or {}))
     found = _cast(_moved(made.model), dtype)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (made.args, made.kwargs))
-    return FitModel(model, found, getattr(found, "config", None), (args, kwargs), bits)
+    inputs = pytree.tree_map_only(torch.Tensor, lambda one: _in(dtype, one.to("meta")), (made.args, made.kwargs))
+    return FitModel(model, found, getattr(found, "config", None), inputs, bits)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -124,7 +124,14 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
-    return model if dtype is None or dtype not in DTYPES else model.to(DTYPES[dtype])
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = _in(dtype, tensor.data)
+    return model
+
+
+def _in(dtype: str | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a dtype of `DTYPES` if it has floats; for other names, as it is."""
+    return tensor.to(DTYPES[dtype]) if dtype in DTYPES and tensor.is_floating_point() else tensor
 
 
 def _moved(model: nn.Module) -> nn.Module:
