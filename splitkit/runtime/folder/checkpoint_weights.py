@@ -98,6 +98,15 @@ class Weights:
                 _require_equal(first, tie)
             after(tensor.numel() * tensor.element_size())
 
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor of safetensors, by the headers of the files alone.
+
+        Raises:
+            FileError: SK504 for a missing file, SK505 for a damaged one, SK507 for one that lacks a tensor.
+        """
+        headers = _Headers(self)
+        return {name: headers.stored(name).nbytes for name in self.files}
+
     def unexpected(self, groups: Sequence[Sequence[str]], known: Collection[str]) -> list[str]:
         """Return the names in the files that are none of the model, sorted; not those that transformers leaves out.
 
@@ -174,7 +183,7 @@ class _Headers:
             FileError: SK507 for a stored tensor that is missing or does not fit.
         """
         refuse_trouble(name, sources, self._weights.place)
-        rows = [[(stored, self._stored(stored)) for stored in row] for row in sources.rows]
+        rows = [[(stored, self.stored(stored)) for stored in row] for row in sources.rows]
         views = [tensor.detach()]
         if len(rows) > 1:
             lengths = [(*[len(row)] * sources.stacked, *row[0][1].shape)[sources.dim] for row in rows]
@@ -191,7 +200,8 @@ class _Headers:
             self._weights.require(stored_name, part, stored.shape, stored.dtype)
         return found
 
-    def _stored(self, name: str) -> StoredTensor:
+    def stored(self, name: str) -> StoredTensor:
+        """Return what a file has under a name."""
         file = self._weights.files[name]
         if file not in self._read:
             self._read[file] = stored_tensors(file)

@@ -89,7 +89,7 @@ def _more_devices(
 def _halved(subject: FitModel) -> list[str]:
     """Return bfloat16 for a model with weights in float32."""
     wide = any(parameter.dtype in (torch.float32, torch.float64) for parameter in subject.model.parameters())
-    return ["bfloat16"] if wide and subject.bits is None else []
+    return ["bfloat16"] if wide and subject.bits is None and not subject.stored else []
 
 
 def _lower_precision(
