@@ -51,6 +51,12 @@ class FitModel:
     stored: Mapping[int, int] = field(default_factory=dict)
     cast: str = ""
 
+    def in_mode(self, training: bool) -> nn.Module:
+        """Return the model in training or evaluation mode; an exported program keeps its own."""
+        with suppress(NotImplementedError):
+            self.model.train(training)
+        return self.model
+
     def failed(self, does: str, amount: str, error: Exception, needs: str) -> CaptureError:
         """Return the SK401 for a run on ``meta`` that failed.
 

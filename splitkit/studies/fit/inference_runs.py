@@ -63,7 +63,7 @@ def inference_step(
 
 
 def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int) -> StepBytes:
-    model = subject.model.eval()
+    model = subject.in_mode(training=False)
     if subject.example is not None:
         args, kwargs = subject.example
         return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))

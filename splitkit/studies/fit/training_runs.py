@@ -60,7 +60,7 @@ def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, 
 
 
 def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
-    model = subject.model.train()
+    model = subject.in_mode(training=True)
     args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
