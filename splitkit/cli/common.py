@@ -19,6 +19,7 @@ from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
+from splitkit.testing.factory import is_program
 from splitkit.testing.models import Example
 from splitkit.view.console.console import show_spinner
 
@@ -77,7 +78,7 @@ def prepare(wanted: Source) -> CapturedModel:
         example = example_of(wanted)
     with clock.step("capture", f"capturing {wanted.spec}"):
         if wanted.how == "decoder":
-            example = Example(example.model.eval(), (), {})
+            example = Example(_evaluated(example, wanted.spec).model, (), {})
             gm = sk.capture_decoder(example.model)
         else:
             gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
@@ -88,8 +89,16 @@ def prepare(wanted: Source) -> CapturedModel:
 def example_of(wanted: Source) -> Example:
     """Make the model, in training or evaluation mode, and its inputs."""
     example = _example(wanted)
-    if wanted.mode == "eval":
+    return _evaluated(example, wanted.spec) if wanted.mode == "eval" else example
+
+
+def _evaluated(example: Example, spec: str) -> Example:
+    try:
         example.model.eval()
+    except NotImplementedError as error:  # the module of an exported program
+        raise UsageError(
+            "SK601", f"{spec} has the mode in which it was exported", "Leave out --eval and --how decoder."
+        ) from error
     return example
 
 
@@ -100,7 +109,7 @@ def _example(wanted: Source) -> Example:
 
     if is_config(wanted.spec):
         return config_example(wanted.spec, wanted.seed, **wanted.sizes)
-    if ":" not in wanted.spec:
+    if ":" not in wanted.spec and not is_program(wanted.spec):
         return models.build(wanted.spec, seed=wanted.seed, **wanted.sizes)
     find_own_code(wanted.spec)
     with torch.random.fork_rng():

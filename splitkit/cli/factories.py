@@ -9,7 +9,7 @@ from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError, near, nearest
 from splitkit.testing.config_files import is_config
-from splitkit.testing.factory import functions_in, functions_listed
+from splitkit.testing.factory import functions_in, functions_listed, is_program
 from splitkit.testing.models import NAMES
 
 EXAMPLE = "my_model.py:make"
@@ -26,7 +26,7 @@ def check_model_name(spec: str, plans: bool) -> None:
         UsageError: SK402 for an unknown example, SK602 for a file or module without a function.
         CaptureError: SK403 for a file that does not exist.
     """
-    if is_config(spec):
+    if is_config(spec) or (is_program(spec) and Path(spec).is_file()):
         return
     place, colon, name = spec.rpartition(":")
     if not colon:
@@ -53,6 +53,8 @@ def _check_word(spec: str, plans: bool) -> None:
         raise UsageError(
             "SK602", f"{spec} is not a model", "Pass a model; to run a plan, use `splitkit run PLAN.json`."
         )
+    if is_program(spec):
+        raise CaptureError("SK403", f"there is no file {spec}", "Name a file of torch.export.save.")
     if path.suffix == ".py" or (path.is_file() and path.suffix != ""):
         lack = " but no function in it" if path.is_file() else " that does not exist, and no function in it"
         raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))

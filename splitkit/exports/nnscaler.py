@@ -1,7 +1,9 @@
 """The format of nnScaler: the modules at which stages begin, as ``pas_config`` of its autodist policy.
 
-Read: microsoft/nnscaler ``nnscaler/autodist/autodist_config.py`` (dc5a501): "stages searched by pipeline solver only
-start from" the pivots, so with as many stages as pivots + 1 there is one plan. A name also matches the ends of paths.
+Read: microsoft/nnscaler ``nnscaler/policies.py`` (1585c15) and ``nnscaler/autodist/`` (4f9c332). "Stages searched by
+pipeline solver only start from" the pivots, so with as many stages as pivots + 1 there is one plan. A name also matches
+the ends of paths. ``pas_autodist`` runs 1F1B alone, and its solver drops stages and their numbers beyond two ratios,
+by default 0.2 of bubbles and half or twice the average time; here nothing is left to search, so both are wide open.
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.text_parsing import json_object, no_such_text
 
 _EXAMPLE = '{"pipeline_nstages": 2, "pipeline_pivots": "model.layers.4"}'
-_SCHEDULERS = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "1f1b_interleaved"}
 
 
 def _write(carried: CarriedPlan) -> str:
     order = carried.order
-    if order is not None and order.name not in _SCHEDULERS:
-        remedy = "Use --schedule 1f1b, gpipe or interleaved-1f1b, or export to torch or torchtitan."
-        raise cannot_carry("nnScaler", f"it runs 1F1B, GPipe and interleaved 1F1B, but not {order.name}", remedy)
+    if order is not None and order.name != "1F1B":
+        remedy = "Use --schedule 1f1b, or export to torch or torchtitan."
+        raise cannot_carry("nnScaler", f"its autodist policy runs 1F1B, but not {order.name}", remedy)
     if strange := [name for name in carried.starts if "," in name]:
         raise cannot_carry(
             "nnScaler", f"the name {strange[0]!r} has a comma, which separates pivots", "Rename the module."
         )
     again = [name for i, flag in enumerate(carried.recompute) if flag for name in carried.sequence.layers[i].names]
+    microbatches = 1 if order is None else order.microbatches
     data = {
         "pipeline_nstages": carried.stages,
         "pipeline_pivots": ",".join(carried.starts),
-        "pipeline_nmicros": 1 if order is None else order.microbatches,
-        "pipeline_scheduler": _SCHEDULERS["1F1B" if order is None else order.name],
+        "pipeline_nmicros": microbatches,
+        "update_freq": microbatches,  # what the policy itself reads
+        "pipeline_scheduler": "1f1b",
+        "max_pipeline_bubble_ratio": 0.99,
+        "max_pipeline_unbalance_ratio": 0.01,
         **({"recompute_modules": ",".join(again)} if again else {}),
     }
     return json.dumps(data, indent=1, ensure_ascii=False) + "\n"

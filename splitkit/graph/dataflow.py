@@ -216,11 +216,10 @@ def require_graph(given: object, wanted: str = "a torch.fx.GraphModule") -> fx.G
     """
     if isinstance(given, fx.GraphModule):
         return given
-    raise GraphError(
-        "SK101",
-        f"splitkit works on {wanted}, not on {type(given).__name__}",
-        "Capture the model first: gm = splitkit.capture(model, *example_inputs).",
-    )
+    remedy = "Capture the model first: gm = splitkit.capture(model, *example_inputs)."
+    if isinstance(given, torch.export.ExportedProgram):
+        remedy = "Give its module: program.module()."
+    raise GraphError("SK101", f"splitkit works on {wanted}, not on {type(given).__name__}", remedy)
 
 
 def root_of(given: fx.GraphModule | Dataflow) -> fx.GraphModule:

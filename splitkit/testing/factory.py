@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from splitkit.errors import CaptureError, listed, near
+from splitkit.errors import CaptureError, listed, message_line, near
 from splitkit.short_repr import brief
 
 if TYPE_CHECKING:
@@ -57,6 +57,34 @@ def made_by(spec: str, sizes: Mapping[str, int]) -> Example:
     with _location_noted(getattr(module, "__file__", None) or place, f"in {called}"):
         made = factory(**sizes)
     return _example(spec, made)
+
+
+def is_program(spec: str) -> bool:
+    """Return whether a text names a file of ``torch.export.save``."""
+    return spec.endswith(".pt2")
+
+
+def saved_program(path: str, sizes: Mapping[str, int]) -> Example:
+    """Return the module of an exported program in a file, and the inputs that it was exported with.
+
+    Raises:
+        CaptureError: SK403 for a file that is missing or something else, a program without inputs, or for sizes.
+    """
+    import torch
+
+    if sizes:
+        reason = f"{path} has no size {next(iter(sizes))!r}: its inputs are those that it was exported with"
+        raise CaptureError("SK403", reason, "Leave the sizes out, or export it with other inputs.")
+    try:
+        with torch.device("cpu"):  # of what it makes while it loads
+            program = torch.export.load(path)
+    except Exception as error:  # whatever is wrong with the file
+        reason = f"{path} cannot be loaded as an exported program: {message_line(error)}"
+        raise CaptureError("SK403", reason, "Write the file with torch.export.save(program, path).") from error
+    if program.example_inputs is None:
+        raise CaptureError("SK403", f"{path} has no example inputs", RETURN)
+    args, kwargs = program.example_inputs
+    return Example(program.module(), tuple(args), dict(kwargs))
 
 
 def functions_in(path: Path) -> list[str]:

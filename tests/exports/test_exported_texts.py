@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -197,6 +198,20 @@ class TestSchedules:
         for to in ("deepspeed", "galvatron", "nnscaler"):
             with pytest.raises(PlanError, match="SK523.*but not Eager1F1B"):
                 sk.export(decoder, to=to, schedule="eager-1f1b", microbatches=4)
+
+    def test_nnscaler_takes_1f1b_with_any_bubbles(self, decoder):
+        for schedule in ("gpipe", "eager-1f1b"):
+            with pytest.raises(PlanError, match="SK523.*policy runs 1F1B.*\n.*--schedule 1f1b"):
+                sk.export(decoder, to="nnscaler", schedule=schedule, microbatches=6)
+        for microbatches in (3, 8):
+            data = json.loads(sk.export(decoder, to="nnscaler", schedule="1f1b", microbatches=microbatches).text)
+            # as nnscaler.policies.pas_autodist and nnscaler.autodist.pipeline_solver check them
+            assert (
+                data["pipeline_scheduler"] == "1f1b" and data["update_freq"] == data["pipeline_nmicros"] == microbatches
+            )
+            bubbles = data["max_pipeline_bubble_ratio"]
+            assert math.floor(bubbles / (1 - bubbles) * data["update_freq"] + 1) >= data["pipeline_nstages"] == 3
+            assert 0 < data["max_pipeline_unbalance_ratio"] <= 0.01
 
 
 class TestRecompute:

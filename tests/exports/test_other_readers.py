@@ -1,4 +1,4 @@
-"""The readers of Megatron, DeepSpeed, torchtitan and ONNX, in an environment of their own (see ``readers.py``)."""
+"""The readers of other tools, in an environment of their own (see ``readers.py``)."""
 
 from __future__ import annotations
 

@@ -208,3 +208,81 @@ class Strict(nn.Module):
 def test_a_failure_without_a_message_is_named_by_its_type(call):
     with pytest.raises(sk.CaptureError, match="SK401.*fake tensors of these inputs: ValueError"):
         call(torch.ones(2))
+
+
+class Routed(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 3), nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        scores = self.router(x)
+        chosen = nn.functional.one_hot(scores.argmax(-1), 3) * scores.sigmoid()
+        return x + sum(chosen[:, i : i + 1] * expert(x).tanh() for i, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("policy", ["least", Remat(keep=["aten.tanh"])], ids=str)
+def test_ops_on_integers_may_look_at_their_values(policy):
+    torch.manual_seed(0)
+    net = Net(make=Routed)
+    expected = step(net)
+    net.context = sk.checkpoint_context(net, policy, X, layers="blocks.*")
+    assert len(net.context.saved) == (0 if policy == "least" else 3)
+    assert all(torch.equal(a, b) for a, b in zip(step(net), expected, strict=True))
+
+
+def mixtral(experts, dtype=torch.float32):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, num_key_value_heads=2, vocab_size=40, num_local_experts=4)
+    model = MixtralForCausalLM._from_config(config, experts_implementation=experts, dtype=dtype).train()
+    ids = torch.randint(0, 40, (2, 8))
+    return model, {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def test_products_of_groups_run_on_fakes():
+    model, batch = mixtral("grouped_mm")
+    measured = sk.measure_memory(lambda m, **batch: m(**batch).loss.backward(), model, **batch).peak
+    model.zero_grad()
+    assert sk.dry_run(model, **batch).peak == measured
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_groups_are_planned(dtype):
+    model, batch = mixtral("grouped_mm", dtype)
+
+    def gradients():
+        model.zero_grad()
+        model(**batch).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    context = sk.checkpoint_context(model, 1.0, **batch)
+    assert [str(context.ops[i]) for i in context.saved].count("aten._grouped_mm.default") == 2
+    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+def test_a_remedy_for_experts_that_look_at_values_works():
+    model, batch = mixtral("eager")
+    for call, other in (
+        (partial(sk.checkpoint_context, model, "least"), "apply"),
+        (partial(sk.dry_run, model), "meas"),
+    ):
+        with pytest.raises(sk.CaptureError, match=rf'SK401.*nonzero.*\n.*set_experts_implementation\("batch.*{other}'):
+            call(**batch)
+    model.set_experts_implementation("batched_mm")
+    assert sk.dry_run(model, **batch).peak
+    model, batch = Branching(), {"x": X}
+    with pytest.raises(sk.CaptureError, match=r"SK401.*needs values\n  Use splitkit.apply\(model, policy, \*\*batch\)"):
+        sk.checkpoint_context(model, "least", **batch)
+    with pytest.warns(UserWarning, match="graph breaks"):
+        sk.apply(model, "least", **batch)(**batch).sum().backward()
+
+
+class Branching(Block):
+    def forward(self, x):
+        x = self.wide(x)
+        return x.sin() if x.sum() > 0 else x.cos()

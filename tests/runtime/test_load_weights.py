@@ -19,6 +19,7 @@ import splitkit as sk
 from splitkit.errors import FileError, PipelineError
 from splitkit.runtime import open_stages, pipeline, save_stages
 from splitkit.runtime.folder.checkpoint_names import converted, sources_of
+from splitkit.runtime.folder.checkpoint_weights import Weights
 from splitkit.runtime.folder.file_digests import digest_of_file
 from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
 
@@ -365,6 +366,28 @@ def test_wrong_arguments_are_refused(llama, tmp_path):
         sk.load(on_meta("llama"), folder)
     with pytest.raises(FileError, match="SK504: .* holds no weights"):
         sk.load(on_meta("llama"), tmp_path / "none", "cpu")
+
+
+def test_variants_have_other_file_names(llama, tmp_path):
+    """As ``save_pretrained(variant="fp16")`` names them, in one file or several."""
+    whole, _ = llama
+    expected, wanted = whole.state_dict(), {name: [name] for name in whole.state_dict()}
+    for folder, size in ((tmp_path / "one", "5GB"), (tmp_path / "several", "10KB")):
+        whole.save_pretrained(folder, variant="fp16", max_shard_size=size)
+        assert not (folder / "model.safetensors").exists() and any(folder.glob("*.fp16*"))
+        index = folder / "model.safetensors.index.fp16.json"
+        assert index.is_file() is (size == "10KB")
+        for place in (folder, *([index] if index.is_file() else [])):
+            found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+            Weights.at(place).read([(wanted[name], tensor) for name, tensor in found.items()])
+            assert all(map(torch.equal, found.values(), expected.values()))
+    one = tmp_path / "one" / "model.fp16.safetensors"
+    one.with_name("model.bf16.safetensors").write_bytes(one.read_bytes())
+    with pytest.raises(FileError, match=r"SK504.*several weights: model.bf16.safetensors, model.fp16(.|\n)*Name one"):
+        Weights.at(one.parent)
+    assert {*Weights.at(one).files.values()} == {one}
+    one.rename(one.with_name("model.safetensors"))
+    assert {path.name for path in Weights.at(one.parent).files.values()} == {"model.safetensors"}
 
 
 def test_a_model_with_data_gets_the_weights_of_the_file(llama):

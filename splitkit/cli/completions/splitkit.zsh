@@ -51,7 +51,7 @@ _shtab_splitkit_capture_options=(
   "--seed[random seed of weights and inputs (default 0)]:N:"
   "--code[also print the code of the graph]"
   {-o,--output}"[write the nodes as JSON (- for standard output)]:FILE:_files"
-  ":an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -145,7 +145,7 @@ _shtab_splitkit_export_options=(
   "--costs[how to price nodes (default\: flops)\: flops, unit, measured, measured\:DEVICE, roofline\:DEVICE, fused\:DEVICE (as Inductor fuses), or trace\:FILE of torch\'s profiler\; \`splitkit devices\` lists the names for DEVICE, or use FILE.toml\:NAME]:KIND:"
   "--training[add the cost of each node\'s backward]"
   "--on-cycle[if parts depend on each other in a cycle\: refuse (default), call them several times, or merge them]:on_cycle:(error refine merge)"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory\; not needed with --to list:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2\; not needed with --to list:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -165,7 +165,7 @@ _shtab_splitkit_fit_options=(
   "--schedule[1f1b (default) or gpipe]:NAME:"
   "--microbatches[microbatches in a step (default\: 2 per device)]:N:"
   "--recompute[activation checkpointing\: save only the inputs of each part, and recompute the rest in backward]"
-  ":a transformers config.json or its folder, an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory\; no weights are created:_files"
+  ":a transformers config.json or its folder, an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2\; no weights are created:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -201,7 +201,7 @@ _shtab_splitkit_generate_options=(
   "--cache-tokens[largest number of tokens in the KV caches of all requests in flight\; others wait (default\: no limit)]:N:"
   "--chunk[largest number of prompt tokens that run at once (default\: all)]:N:"
   "--timeout[seconds that ranks wait for each other (default 300)]:S:"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -238,7 +238,7 @@ _shtab_splitkit_plan_options=(
   "--view[also write a page for a browser\: the plan, as splitkit view draws it]:FILE:_files"
   "--trace[with --schedule\: write the timeline for Perfetto]:FILE:_files"
   "--order[with --schedule\: order the messages for the shortest step that cannot deadlock, and write actions and messages of each rank in torch\'s format, for splitkit train --schedule FILE.csv]:FILE.csv:_files"
-  ":an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -278,7 +278,7 @@ _shtab_splitkit_profile_options=(
   "--repeat[number of timed steps (default 3)]:N:"
   "--recompute[activation checkpointing\: save only the inputs of each part, and recompute the rest in backward]"
   "--trace[write a timeline of each rank with its memory, for splitkit view --measured and Perfetto\; one file for each schedule]:FILE:_files"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -301,7 +301,7 @@ _shtab_splitkit_run_options=(
   "--on-cycle[if parts depend on each other in a cycle\: refuse (default), call them several times, or merge them]:on_cycle:(error refine merge)"
   "--check[compare with the unsplit model\; exit with 4 if they differ]"
   "--repeat[time the best of N runs (default 1)]:N:"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -324,7 +324,7 @@ _shtab_splitkit_split_options=(
   "--on-cycle[if parts depend on each other in a cycle\: refuse (default), call them several times, or merge them]:on_cycle:(error refine merge)"
   {-o,--output}"[write the code of the parts, and the stages that \`splitkit train DIR\` runs]:DIR:_files"
   "--force[write into a folder that is not empty]"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -356,7 +356,7 @@ _shtab_splitkit_sweep_options=(
   "--links[links between the devices, such as nvlink4, pcie4 or none\; \`splitkit devices\` lists them (default\: the usual links of such devices, or pcie4 if they differ)]:NAME:"
   "--recompute[activation checkpointing\: save only the inputs of each part, and recompute the rest in backward]"
   "--optimizer[optimizer whose state takes memory (default adam)]:optimizer:(adam momentum sgd)"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -387,7 +387,7 @@ _shtab_splitkit_synthesize_options=(
   "--objective[minimize the time of a step (default), or the longest time of a rank from its first to its last action]:objective:(step span)"
   "--effort[search effort\: 10 searches ten times as much (default 1)]:X:"
   {-o,--output}"[write the order as torch\'s schedule CSV (- for standard output)]:FILE:_files"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -430,7 +430,7 @@ _shtab_splitkit_train_options=(
   "--skip-failed-saves[if a checkpoint cannot be written, on a full disk for example, say so and train on\; the last one must be]"
   "--max-restarts[with --nproc, start all ranks again up to N times if one fails, and continue from the last checkpoint]:N:"
   "--trace[write a timeline of the step of median time, for splitkit view --measured and Perfetto]:FILE:_files"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -460,7 +460,7 @@ _shtab_splitkit_view_options=(
   "--links[links between the devices, such as nvlink4, pcie4 or none\; \`splitkit devices\` lists them (default\: the usual links of such devices, or pcie4 if they differ)]:NAME:"
   "--memory[memory limit of each device, such as 80GiB\; peaks above it are red]:SIZE:"
   "--optimizer[optimizer whose state takes memory\; none means inference (default adam)]:optimizer:(adam momentum sgd none)"
-  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, or path.py\:factory:_files"
+  ":a plan file, or an example (gpt2, llama, bert, t5, vit, mixtral), package.module\:factory, path.py\:factory, or path.pt2:_files"
 )
 
 # guard to ensure default positional specs are added only once per session

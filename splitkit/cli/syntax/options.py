@@ -8,7 +8,7 @@ import shutil
 from splitkit.cli.syntax.arguments import Parser, natural, positive, sizes
 from splitkit.testing.models import NAMES
 
-MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, or path.py:factory"
+MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, path.py:factory, or path.pt2"
 
 Commands = argparse._SubParsersAction  # argparse has no public name for it
 

@@ -109,7 +109,9 @@ def require_module(model: object) -> None:
     """Raise SK401 for anything but a module that torch can trace."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise CaptureError("SK401", f"{what} is not a module", "Give a torch.nn.Module; wrap a function in one.")
+        program = isinstance(model, torch.export.ExportedProgram)
+        remedy = "Give its module: program.module()." if program else "Give a torch.nn.Module; wrap a function in one."
+        raise CaptureError("SK401", f"{what} is not a module", remedy)
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(
             "SK401",

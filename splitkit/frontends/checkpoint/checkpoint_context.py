@@ -20,8 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
 from splitkit.engine.pair import Pair, divide
-from splitkit.errors import CaptureError, PlanError, message_line
+from splitkit.errors import PlanError
 from splitkit.frontends.capture.capture_errors import require_module
+from splitkit.frontends.checkpoint.real_integers import no_fake_run
 from splitkit.frontends.checkpoint.recorded_ops import (
     DRAWN,
     RecordedLayer,
@@ -30,11 +31,13 @@ from splitkit.frontends.checkpoint.recorded_ops import (
     is_transformers_layer,
     item_key,
     keys_of,
+    reads_floats,
     record_layers,
 )
 from splitkit.frontends.compile.budget_words import BudgetLike, as_policy
 from splitkit.frontends.joint.joint_capture import Joint, capture_joint
 from splitkit.frontends.joint.train_step import Loss, sum_of_outputs
+from splitkit.frontends.trace_settings import without_meta_errors
 from splitkit.graph.node_selection import no_module
 from splitkit.graph.storages import storages_shown
 from splitkit.plans.policy import PolicyLike
@@ -48,7 +51,7 @@ class CheckpointContext:
 
     Attributes:
         layers: the names of the layers that run these ops.
-        ops: the ops of a layer in eager mode, in order.
+        ops: the ops of a layer in eager mode, in order, without ops that read integers alone: these run again.
         saved: the positions of those whose results are saved; all others run again in backward.
         note: the note of the plan of a layer.
     """
@@ -86,6 +89,8 @@ class _Decisions:
         self.positions = {False: 0, True: 0}
 
     def __call__(self, state: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not reads_floats(args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
         ops, position = self.context.ops, self.positions[state.is_recompute]
         self.positions[state.is_recompute] += 1
         if position >= len(ops) or ops[position] is not op:
@@ -94,7 +99,7 @@ class _Decisions:
                 "SK307",
                 f"op {position} of a checkpointed layer is {op}, but {planned} was planned",
                 "Plan with the inputs, the mode and the autocast that training has: splitkit.checkpoint_context(model, "
-                "0.5, **batch).",
+                "0.5, **batch). If the ops of the layer depend on its values, use splitkit.apply.",
             )
         return CheckpointPolicy.MUST_SAVE if position in self.context.saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -146,13 +151,10 @@ def checkpoint_context(
     chosen = as_policy(policy, of="saved")
     names = _names(model, layers)
     try:
-        recorded = record_layers(model, names, args, kwargs)
+        with without_meta_errors():
+            recorded = record_layers(model, names, args, kwargs)
     except Exception as error:
-        raise CaptureError(
-            "SK401",
-            f"the model does not run on fake tensors of these inputs: {message_line(error)}",
-            "Give inputs that the model accepts; register fake kernels for custom ops.",
-        ) from error
+        raise no_fake_run(model, error, "splitkit.apply(model, policy, **batch), which looks at real values") from error
     first = _equal(recorded, names)
     joint = _joint(model.get_submodule(first.name), first)
     keys, drawn = _keys(joint)
@@ -162,7 +164,8 @@ def checkpoint_context(
     pair = divide(_repeatable(joint.flow), chosen, prices)
     saved = _saved_ops(joint, pair, keys, positions)
     note = pair.plan.note if pair.plan is not None else ""
-    return CheckpointContext(tuple(layer.name for layer in recorded), tuple(op.target for op in first.ops), saved, note)
+    targets = tuple(op.target for op in first.decided)
+    return CheckpointContext(tuple(layer.name for layer in recorded), targets, saved, note)
 
 
 def _repeatable(flow: JointFlow) -> JointFlow:
@@ -194,7 +197,7 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
         )
     first = recorded[0]
     for other in recorded[1:]:
-        if [op.target for op in other.ops] != [op.target for op in first.ops]:
+        if [op.target for op in other.decided] != [op.target for op in first.decided]:
             raise PlanError(
                 "SK307",
                 f"layers {first.name} and {other.name} run different ops, but one context is for equal layers only",
@@ -237,7 +240,7 @@ def _positions(ops: Sequence[RecordedOp]) -> dict[Hashable, int]:
     """Return key -> the position of the first op with that key, without those whose results an op writes to."""
     written = {number for op in ops for number in op.writes}
     found: dict[Hashable, int] = {}
-    for position, op in enumerate(ops):
+    for position, op in enumerate(op for op in ops if op.decided):
         if written.isdisjoint(op.made):
             found.setdefault(op.key, position)
     return found

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from splitkit.errors import CaptureError, SplitError, message_line
+from splitkit.errors import CaptureError, SplitError
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
-from splitkit.frontends.checkpoint.real_integers import on_fakes
+from splitkit.frontends.checkpoint.real_integers import no_fake_run, on_fakes
 from splitkit.frontends.joint.joint_checks import checked_loss
 from splitkit.frontends.joint.train_step import Loss
 from splitkit.frontends.trace_settings import without_meta_errors
@@ -76,8 +76,4 @@ def _eager(model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: d
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(
-            "SK401",
-            f"the model does not run on fake tensors of these inputs: {message_line(error)}",
-            "Give inputs that the model accepts; register fake kernels for custom ops; avoid data-dependent code.",
-        ) from error
+        raise no_fake_run(model, error, "splitkit.measure_memory, which runs the step") from error

@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (  # 2.11, 2.13, 2.15
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # 2.11, 2.13, 2.15
 
 from splitkit._torch import FakeTensor, FakeTensorMode, fake_mode, pytree
+from splitkit.errors import CaptureError, message_line
 
 
 class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -30,7 +35,8 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(t, FakeTensor) or is_inexact(t) for t in given):
-            return func(*args, **kwargs)
+            run = _grouped_mm if func is GROUPED_MM and args[0].dtype != torch.bfloat16 else func
+            return run(*args, **kwargs)
         if not given:
             made = func(*args, **kwargs)  # fake
             if any(is_inexact(t) for t in pytree.tree_leaves(made) if isinstance(t, Tensor)):
@@ -41,6 +47,19 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _fake_if_inexact(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor) if is_inexact(tensor) else tensor
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default  # 2.11, 2.13, 2.15
+
+
+def _grouped_mm(rows: Tensor, matrices: Tensor, offsets: Tensor | None = None, *_: Any, **others: Any) -> Tensor:
+    """Return the fake result of a product of groups of rows (by experts) with a matrix each.
+
+    torch's fake kernel takes bfloat16 only (2.13, 2.15), but its kernels take any floats.
+    """
+    offsets = others.get("offs", offsets)
+    groups = list(rows.shape[:-2] if offsets is None else offsets.shape if rows.ndim == matrices.ndim == 2 else ())
+    return rows.new_empty(*groups, rows.shape[-2], matrices.shape[-1])
 
 
 def is_inexact(tensor: Tensor) -> bool:
@@ -66,3 +85,25 @@ def on_fakes(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Any]]:
         state = {id(t): fake(t) for t in (*model.parameters(), *model.buffers())}
         copied = copy.deepcopy(model, dict[int, Any](state))
         yield copied, pytree.tree_map_only(Tensor, fake, inputs)
+
+
+def no_fake_run(model: nn.Module, error: Exception, instead: str) -> CaptureError:
+    """Return the SK401 for a model that failed on fakes.
+
+    Args:
+        model: the model.
+        error: how it failed.
+        instead: what takes a model that looks at values of floats, or at integers that follow from them.
+    """
+    reason = f"the model does not run on fake tensors of these inputs: {message_line(error)}"
+    if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        remedy = "Give inputs that the model accepts; register fake kernels for custom ops."
+        return CaptureError("SK401", reason, remedy)
+    experts = getattr(getattr(model, "config", None), "_experts_implementation", None)  # transformers >= 5
+    blind = experts is None or experts in _BLIND_EXPERTS
+    other = "" if blind else 'Call model.set_experts_implementation("batched_mm") first. Or use '
+    return CaptureError("SK401", f"{reason} needs values", f"{other or 'Use '}{instead}.")
+
+
+_BLIND_EXPERTS = ("grouped_mm", "batched_mm")
+"""Ways in which transformers runs experts without looking at how many tokens each has."""

@@ -11,6 +11,9 @@ op reads, down to parameters and inputs::
 An op in place has the key of the op that is not. ``detach`` and ``clone`` pass the key of their input on, since the two
 differ in where they copy. Dropout is one op here and four there: what is computed of random numbers alone has the key
 ``DRAWN``, and its product with x the key ``(DROPOUT, key of x)``.
+
+Ops that read integers alone always run again. Some run other ops on real tensors, whose values they check, than on
+fakes (``one_hot``), and need not match.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 from torch.utils.checkpoint import SAC_IGNORED_OPS  # 2.11, 2.13, 2.15
 
 from splitkit._torch import OpOverload, OpOverloadPacket, pytree, written_arguments
-from splitkit.frontends.checkpoint.real_integers import on_fakes
+from splitkit.frontends.checkpoint.real_integers import GROUPED_MM, is_inexact, on_fakes
 
 DRAWN, DROPOUT = "drawn", "dropout"
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+_GROUPED_MM_OF_EXPORT = "transformers.grouped_mm_fallback.default"  # what its experts run in a joint graph
 _SCALED = (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor)
 
 
@@ -43,12 +47,14 @@ class RecordedOp:
         key: the key of its result.
         made: the storages of its results, by number.
         writes: the storages that it writes to; those of inputs, parameters and buffers have negative numbers.
+        decided: whether a context decides about it; otherwise it runs again.
     """
 
     target: Any
     key: Hashable
     made: frozenset[int]
     writes: frozenset[int]
+    decided: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,11 @@ class RecordedLayer:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     ops: tuple[RecordedOp, ...]
+
+    @property
+    def decided(self) -> tuple[RecordedOp, ...]:
+        """The ops about which a context decides."""
+        return tuple(op for op in self.ops if op.decided)
 
 
 def record_layers(
@@ -139,7 +150,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             self._keys[id(tensor)] = passed
         made = frozenset(self._storage(t) for t in leaves)
-        self.ops.append(RecordedOp(func, own, made, frozenset(self._storage(t) for t in written)))
+        writes = frozenset(self._storage(t) for t in written)
+        self.ops.append(RecordedOp(func, own, made, writes, reads_floats(args, kwargs)))
         return output
 
     def _name(self, tensor: Tensor, key: Hashable, outside: bool = False) -> None:
@@ -157,6 +169,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(value) in self._keys:
             return self._keys[id(value)]
         return constant_key(value)
+
+
+def reads_floats(args: Any, kwargs: Any) -> bool:
+    """Return whether there is a tensor of floats or complex numbers among the arguments of an op."""
+    return any(isinstance(leaf, Tensor) and is_inexact(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -201,7 +218,9 @@ def keys_of(
 
 
 def _out_of_place(func: Any) -> Any:
-    """Return the op that computes what an op in place writes; the op itself if there is none."""
+    """Return the op that computes what an op in place writes, or what a fallback computes; otherwise the op itself."""
+    if str(func) == _GROUPED_MM_OF_EXPORT:
+        return GROUPED_MM
     name, _, overload = str(func).removeprefix("aten.").partition(".")
     packet = getattr(torch.ops.aten, name[:-1], None) if name.endswith("_") and not name.startswith("_") else None
     return getattr(packet, overload, func) if isinstance(packet, OpOverloadPacket) else func

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch.partitioners import estimate_runtime  # 2.11, 2.13
 from torch._inductor.custom_graph_pass import CustomKnapsackSolver  # 2.13
@@ -33,13 +35,27 @@ class MemoryBudgetSolver(CustomKnapsackSolver):
             all_recomputable_banned_nodes: the nodes, which torch prices by ``activation_memory_budget_runtime_
                 estimator``.
         """
-        prices = [float(estimate_runtime(node)) for node in all_recomputable_banned_nodes]
+        with _dispatching():
+            prices = [float(estimate_runtime(node)) for node in all_recomputable_banned_nodes]
         saved = fill_knapsack(prices, memory, max_memory)
         return saved, sorted(set(range(len(memory))) - set(saved))
 
     def uuid(self) -> str:
         """Return the id by which torch's caches know the solver."""
         return "splitkit.memory_budget_solver 1"
+
+
+@contextmanager
+def _dispatching() -> Iterator[None]:
+    """Let fake tensors and modes work inside ``no_dispatch()``, under which torch calls solvers.
+
+    Without them, estimates run each node for real, on uninitialised memory, and count no FLOPs.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()  # 2.13, as the names below
+    for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 def memory_budget_solver() -> MemoryBudgetSolver:

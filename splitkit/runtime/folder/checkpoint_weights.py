@@ -48,29 +48,24 @@ class Weights:
 
     @classmethod
     def at(cls, place: str | os.PathLike[str], convert: bool = False) -> Weights:
-        """Open a ``.safetensors`` file, a folder with ``model.safetensors`` or its index, or a checkpoint's folder.
+        """Open a ``.safetensors`` file or its index, a folder with one of these, or a checkpoint's folder.
 
-        No code is run from any of them.
+        No code is run from any of them. In a folder with several, ``model.safetensors.index.json`` and
+        ``model.safetensors`` come first; of others, such as ``model.fp16.safetensors``, one must be named.
 
         Raises:
-            FileError: SK504 if there is none of these, SK505 if it is damaged.
+            FileError: SK504 if there is none of these, or several, SK505 if it is damaged.
         """
         path = Path(place)
-        single = path if path.is_file() else path / SINGLE
-        digests = stored_digests(single.parent, _AGAIN)
-        if (path / INDEX).is_file() or (path.is_dir() and INDEX in digests):
-            _require_intact(path, digests, [INDEX])
-            return cls(path, _indexed(path), {}, digests, convert)
-        if single.is_file():
-            return cls(path, dict.fromkeys(stored_tensors(single), single), {}, digests, convert)
-        if (path / METADATA).is_file():
+        folder = path if path.is_dir() else path.parent
+        digests = stored_digests(folder, _AGAIN)
+        if path.is_dir() and (path / METADATA).is_file() and not any(map(path.glob, (INDEX, SINGLE))):
             _require_intact(path, digests, [METADATA])
             return cls(path, {}, stored_looks(path), digests)
-        raise FileError(
-            "SK504",
-            f"{path} holds no weights",
-            f"Name a folder with {SINGLE}, {INDEX} or a checkpoint of torch.distributed.checkpoint.",
-        )
+        _require_intact(folder, digests, [INDEX] if path.is_dir() else [])
+        file = path if path.is_file() else _weight_file(path)
+        files = _indexed(file) if file.suffix == ".json" else dict.fromkeys(stored_tensors(file), file)
+        return cls(path, files, {}, digests, convert)
 
     def read(
         self, wanted: Sequence[tuple[Sequence[str], torch.Tensor]], after: Callable[[int], None] = lambda nbytes: None
@@ -109,6 +104,15 @@ class Weights:
             for tie in ties:
                 _require_equal(first, tie)
             after(tensor.numel() * tensor.element_size())
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of each tensor of safetensors, by the headers of the files alone.
+
+        Raises:
+            FileError: SK504 for a missing file, SK505 for a damaged one, SK507 for one that lacks a tensor.
+        """
+        headers = _Headers(self)
+        return {name: headers.stored(name).nbytes for name in self.files}
 
     def unexpected(self, groups: Sequence[Sequence[str]], known: Collection[str]) -> list[str]:
         """Return the names in the files that are none of the model, sorted; not those that transformers leaves out.
@@ -186,7 +190,7 @@ class _Headers:
             FileError: SK507 for a stored tensor that is missing or does not fit.
         """
         refuse_trouble(name, sources, self._weights.place)
-        rows = [[(stored, self._stored(stored)) for stored in row] for row in sources.rows]
+        rows = [[(stored, self.stored(stored)) for stored in row] for row in sources.rows]
         views = [tensor.detach()]
         if len(rows) > 1:
             lengths = [(*[len(row)] * sources.stacked, *row[0][1].shape)[sources.dim] for row in rows]
@@ -203,7 +207,8 @@ class _Headers:
             self._weights.require(stored_name, part, stored.shape, stored.dtype)
         return found
 
-    def _stored(self, name: str) -> StoredTensor:
+    def stored(self, name: str) -> StoredTensor:
+        """Return what a file has under a name."""
         file = self._weights.files[name]
         if file not in self._read:
             self._read[file] = stored_tensors(file)
@@ -250,11 +255,33 @@ def require_captured(dtype: torch.dtype | None, captured: Collection[torch.dtype
         raise FileError("SK507", f"the model was captured in {known}, not {dtype}", f"Capture model.to({dtype}).")
 
 
-def _indexed(folder: Path) -> dict[str, Path]:
-    index = JsonField(INDEX, "", read_json(folder / INDEX))
+def _weight_file(folder: Path) -> Path:
+    """Return the file with weights in a folder, or their index.
+
+    Raises:
+        FileError: SK504 if there is none, or several.
+    """
+    indexes = sorted(folder.glob("*.safetensors.index*.json"))  # a variant's: model.safetensors.index.fp16.json
+    sharded = {path.name for index in indexes for path in _indexed(index).values()}
+    found = [*indexes, *(path for path in sorted(folder.glob("*.safetensors")) if path.name not in sharded)]
+    usual = [path for name in (INDEX, SINGLE) for path in found if path.name == name]
+    if len(found) > 1 and not usual:
+        names = listed([path.name for path in found], 3)
+        raise FileError("SK504", f"{folder} holds several weights: {names}", f"Name one: {found[0]}.")
+    if not found:
+        raise FileError(
+            "SK504",
+            f"{folder} holds no weights",
+            f"Name a folder with {SINGLE}, {INDEX} or a checkpoint of torch.distributed.checkpoint.",
+        )
+    return (usual or found)[0]
+
+
+def _indexed(path: Path) -> dict[str, Path]:
+    index = JsonField(path.name, "", read_json(path))
     found: dict[str, Path] = {}
     for name, file in index["weight_map"].fields():
         if Path(file.text()).name != file.text():
             raise file.damaged("a file of this folder")
-        found[name] = folder / file.text()
+        found[name] = path.parent / file.text()
     return found

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,6 +53,11 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def read_into(self, tensor: torch.Tensor) -> None:
         """Fill a tensor of the same shape, on any device; numbers are converted to its dtype.
@@ -173,9 +179,7 @@ def _stored(path: Path, entry: JsonField, first: int, size: int) -> StoredTensor
     if dtype.text() not in DTYPES:
         raise dtype.damaged(f"one of {', '.join(DTYPES)}")
     offsets = entry["data_offsets"]
-    numel = 1
-    for length in shape:
-        numel *= length
+    numel = prod(shape)
     match offsets.sizes():
         case [start, stop] if first + stop <= size and stop - start == numel * DTYPES[dtype.text()].itemsize:
             return StoredTensor(path, DTYPES[dtype.text()], tuple(shape), first + start)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from splitkit.errors import CaptureError
 from splitkit.studies.fit.cards import MOST_CARDS, Card
 from splitkit.studies.fit.fit_model import NARROW, FitModel
 from splitkit.studies.fit.fit_result import Alternative
@@ -88,7 +89,7 @@ def _more_devices(
 def _halved(subject: FitModel) -> list[str]:
     """Return bfloat16 for a model with weights in float32."""
     wide = any(parameter.dtype in (torch.float32, torch.float64) for parameter in subject.model.parameters())
-    return ["bfloat16"] if wide and subject.bits is None else []
+    return ["bfloat16"] if wide and subject.bits is None and not subject.stored else []
 
 
 def _lower_precision(
@@ -96,7 +97,11 @@ def _lower_precision(
 ) -> Iterator[Alternative]:
     for name in formats:
         other = cast(name)
-        if other.layout(cards, tokens) is not None:
+        try:
+            fits = other.layout(cards, tokens) is not None
+        except CaptureError:  # code that makes tensors of its own dtype beside the weights
+            continue
+        if fits:
             weights = weight_bytes(other.blocks, NARROW.get(name))
             what = f"weights in {name}, {size(weights)} in all (--dtype {name})"
             yield Alternative("dtype", name, what, _fullest(other, cards, tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -43,14 +44,18 @@ class ModelBlock:
     weights: Mapping[int, Weight]
 
 
-def blocks_of(model: nn.Module) -> list[ModelBlock]:
+def blocks_of(model: nn.Module, stored: Mapping[int, int] = MappingProxyType({})) -> list[ModelBlock]:
     """Return the blocks of a model in the order in which they are defined.
 
     These are the items of the outermost lists of modules (`ModuleList` and `Sequential` of several modules), and the
     modules that stand beside these lists or their parents. A model without such a list is one block. Parameters that
     a parent itself holds belong to its first block.
+
+    Args:
+        model: the model.
+        stored: identity of memory -> bytes of it if these differ from the model's.
     """
-    return [ModelBlock(name, module, _weights(own, listed)) for name, module, own, listed in _found(model, "")]
+    return [ModelBlock(name, module, _weights(own, listed, stored)) for name, module, own, listed in _found(model, "")]
 
 
 _Tensors = list[tuple[nn.Module, Tensor]]
@@ -80,10 +85,10 @@ def _tensors(module: nn.Module, deep: bool) -> Iterator[tuple[nn.Module, Tensor]
         yield from ((owner, tensor) for tensor in held)
 
 
-def _weights(tensors: Iterable[tuple[nn.Module, Tensor]], listed: bool) -> dict[int, Weight]:
+def _weights(tensors: Iterable[tuple[nn.Module, Tensor]], listed: bool, stored: Mapping[int, int]) -> dict[int, Weight]:
     found: dict[int, Weight] = {}
     for owner, tensor in tensors:
-        nbytes = tensor.untyped_storage().nbytes()
+        nbytes = stored.get(memory_key(tensor), tensor.untyped_storage().nbytes())
         trained = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
         found[memory_key(tensor)] = Weight(nbytes, trained, _narrow(owner, tensor, nbytes) if listed else {})
     return found

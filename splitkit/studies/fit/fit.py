@@ -65,7 +65,8 @@ def fit(
         microbatches: for training, the microbatches in a step; by default two for each device.
         recompute: for training, whether each stage saves only its inputs and is recomputed in backward.
         dtype: the dtype of the model: ``"float32"``, ``"bfloat16"``, ``"float16"``; or ``"float8"`` or ``"int4"`` for
-            the matrices of its layers, with scales; ``None``: as its configuration or factory says.
+            the matrices of its layers, with scales; ``None``: as its configuration or factory says. A quantized
+            checkpoint has the bytes of the safetensors files beside its configuration, or of the format that it names.
         sizes: arguments of the example or factory.
 
     Raises:
@@ -73,7 +74,8 @@ def fit(
         CostError: SK321 for an unknown device.
         ScheduleError: SK330 for an unknown schedule.
         CaptureError: SK401 for a model that does not run on ``meta``, or has a cache of an unknown kind.
-        FileError: SK504 if the configuration cannot be read.
+        FileError: SK504 if the configuration cannot be read; SK504, SK505 or SK507 for the files of a quantized
+            checkpoint in a format that only they tell the size of.
     """
     tokens = None if tokens is None else count("fit", "tokens", tokens)
     requests, chunk, cards = count("fit", "requests", requests), count("fit", "chunk", chunk), cards_of(devices)
@@ -84,9 +86,9 @@ def fit(
     microbatches = microbatches_of(microbatches, len(cards))
     _check_training(train, schedule, microbatches, len(cards))
     subject = fit_model(model, dtype, sizes)
-    if subject.bits is not None:
+    if subject.bits is not None or subject.stored:
         remedy = "Give dtype='bfloat16' (--dtype bfloat16)."
-        raise PolicyError("SK302", f"fit: weights with {subject.bits} bits cannot be trained", remedy)
+        raise PolicyError("SK302", f"fit: quantized weights of {subject.name} cannot be trained", remedy)
     blocks = blocks_of(subject.model)
     found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
     return _for_training(model, found, cards, tokens, dtype, sizes)
@@ -135,7 +137,7 @@ def _for_inference(
     sizes: Mapping[str, int] | None,
 ) -> Fit:
     wanted = _wanted(subject, tokens)
-    found = InferenceFit(subject, blocks_of(subject.model), requests, chunk, subject.bits)
+    found = InferenceFit(subject, blocks_of(subject.model, subject.stored), requests, chunk, subject.bits)
     most = None if wanted is None else found.most_tokens(cards)
     asked = wanted or 1
     fits = asked <= most if most is not None else found.layout(cards, asked) is not None
@@ -147,10 +149,10 @@ def _for_inference(
 
     def cast(name: str) -> InferenceFit:
         other = fit_model(model, name, sizes)
-        return InferenceFit(other, blocks_of(other.model), requests, chunk, other.bits)
+        return InferenceFit(other, blocks_of(other.model, other.stored), requests, chunk, other.bits)
 
     others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
-    command, as_stored = "", dtype is None and subject.bits is None
+    command, as_stored = "", dtype is None and not subject.stored
     if fits and most is not None and is_decoder(model, subject.model):
         command = decoder_command(model, subject.model, devices, as_stored)
     elif fits:

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import nn
 
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError, PolicyError
+from splitkit.studies.fit.stored_weights import stored_bytes
 from splitkit.testing import models
-from splitkit.testing.config_files import is_config
+from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.testing.config_models import config_at, config_dtype, config_model
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -38,6 +39,8 @@ class FitModel:
         config: its transformers configuration, if it has one.
         example: positional and keyword inputs of a user's model; ``None`` if the inputs follow from the configuration.
         bits: bits a value of the weights; ``None``: as the model has them.
+        stored: identity of memory -> its bytes in a quantized checkpoint; empty for any other.
+        cast: the dtype to which a user's model and its inputs were cast, ``""`` if they were not.
     """
 
     name: str
@@ -45,6 +48,29 @@ class FitModel:
     config: Any
     example: tuple[tuple[Any, ...], dict[str, Any]] | None
     bits: int | None
+    stored: Mapping[int, int] = field(default_factory=dict)
+    cast: str = ""
+
+    def in_mode(self, training: bool) -> nn.Module:
+        """Return the model in training or evaluation mode; an exported program keeps its own."""
+        with suppress(NotImplementedError):
+            self.model.train(training)
+        return self.model
+
+    def failed(self, does: str, amount: str, error: Exception, needs: str) -> CaptureError:
+        """Return the SK401 for a run on ``meta`` that failed.
+
+        Args:
+            does: what it does not: ``"run"`` or ``"train"``.
+            amount: the inputs of a model with a configuration.
+            error: how it failed.
+            needs: the remedy.
+        """
+        first = (str(error).strip().splitlines() or [""])[0]
+        inputs = amount if self.example is None else f"the inputs of its factory{self.cast and f' in {self.cast}'}"
+        remedy = f"Leave out dtype, or cast inside the model: it does not run in {self.cast}." if self.cast else needs
+        reason = f"{self.name} does not {does} on meta with {inputs}: {type(error).__name__}: {first}"
+        return CaptureError("SK401", reason, remedy)
 
     @property
     def context(self) -> int | None:
@@ -88,7 +114,7 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
     Raises:
         PolicyError: SK302 for an unknown dtype.
         CaptureError: SK401 if the model cannot be made, SK402 or SK403 as for `splitkit.testing.models.load`.
-        FileError: SK504 if the configuration cannot be read.
+        FileError: SK504 if the configuration cannot be read; else as `stored_bytes`.
     """
     if dtype is not None and dtype not in DTYPES and dtype not in NARROW:
         raise PolicyError("SK302", f"fit: dtype is {dtype!r}", f"Use one of {', '.join((*DTYPES, *NARROW))}.")
@@ -99,7 +125,8 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
     if isinstance(model, nn.Module):
         return FitModel(type(model).__name__, _cast(_copied(model), dtype), model.config, None, bits)
     if isinstance(model, str | os.PathLike) and is_config(os.fspath(model)):
-        return _from_config(os.fspath(model), config_at(os.fspath(model)), dtype)
+        path = os.fspath(model)
+        return _from_config(path, config_at(path), dtype, checkpoint_beside(path))
     if hasattr(model, "model_type"):
         return _from_config(str(model.model_type), model, dtype)
     if not isinstance(model, str):
@@ -109,8 +136,9 @@ def fit_model(model: object, dtype: str | None, sizes: Mapping[str, int] | None 
     with torch.device("meta"), torch.random.fork_rng():
         made = models.load(model, **(sizes or {}))
     found = _cast(_moved(made.model), dtype)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), (made.args, made.kwargs))
-    return FitModel(model, found, getattr(found, "config", None), (args, kwargs), bits)
+    inputs = pytree.tree_map_only(torch.Tensor, lambda one: _in(dtype, one.to("meta")), (made.args, made.kwargs))
+    cast = dtype if dtype in DTYPES else None
+    return FitModel(model, found, getattr(found, "config", None), inputs, bits, cast=cast or "")
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -124,7 +152,15 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
-    return model if dtype is None or dtype not in DTYPES else model.to(DTYPES[dtype])
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = _in(dtype, tensor.data)
+    return model
+
+
+def _in(dtype: str | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a dtype of `DTYPES` if it has floats; for other names, as it is."""
+    wanted = DTYPES.get(dtype or "")
+    return tensor if wanted is None or not tensor.is_floating_point() else tensor.to(wanted)
 
 
 def _moved(model: nn.Module) -> nn.Module:
@@ -140,31 +176,10 @@ def _moved(model: nn.Module) -> nn.Module:
     return model
 
 
-def _from_config(name: str, config: Any, dtype: str | None) -> FitModel:
-    bits = NARROW.get(dtype or "") or (_stored_bits(name, config) if dtype is None else None)
-    own = config_dtype(config)
-    if own == torch.float32 and bits is not None:
+def _from_config(name: str, config: Any, dtype: str | None, files: str = "") -> FitModel:
+    own, quantized = config_dtype(config), getattr(config, "quantization_config", None) is not None
+    if own == torch.float32 and (dtype in NARROW or (dtype is None and quantized)):
         own = torch.bfloat16
-    return FitModel(name, config_model(config, DTYPES.get(dtype or "", own)), config, None, bits)
-
-
-def _stored_bits(name: str, config: Any) -> int | None:
-    """Return the bits a value of a quantized checkpoint, ``None`` for one that is not.
-
-    Raises:
-        CaptureError: SK401 for a format that is not known here.
-    """
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
-        return None
-    read = stored if isinstance(stored, dict) else stored.to_dict()
-    method, bits = str(read.get("quant_method")), read.get("bits")
-    if method == "fp8":
-        return 8
-    if method in ("gptq", "awq") and bits in (4, 8):
-        return int(bits)
-    raise CaptureError(
-        "SK401",
-        f"{name} says that weights are stored as {method!r}, whose size is not known",
-        f"Give --dtype: {', '.join((*DTYPES, *NARROW))}.",
-    )
+    model = config_model(config, DTYPES.get(dtype or "", own))
+    stored = stored_bytes(name, model, config, files) if dtype is None else {}
+    return FitModel(name, model, config, None, NARROW.get(dtype or ""), stored)

@@ -58,16 +58,12 @@ def inference_step(
     except CaptureError:
         raise
     except Exception as error:
-        first = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        raise CaptureError(
-            "SK401",
-            f"{subject.name} does not run on meta with {requests} x {tokens} tokens: {first}",
-            "Give a factory that returns the model and inputs with which it runs.",
-        ) from error
+        needs = "Give a factory that returns the model and inputs with which it runs."
+        raise subject.failed("run", f"{requests} x {tokens} tokens", error, needs) from error
 
 
 def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int) -> StepBytes:
-    model = subject.model.eval()
+    model = subject.in_mode(training=False)
     if subject.example is not None:
         args, kwargs = subject.example
         return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))

@@ -13,6 +13,7 @@ from splitkit.frontends.decoder.example_step import QUERY, example_step
 from splitkit.studies.fit.fit_result import FittedDevice
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_files import is_config
+from splitkit.testing.factory import is_program
 
 
 def is_decoder(given: object, model: Any) -> bool:
@@ -72,12 +73,13 @@ def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Map
     """
     used = [device for device in devices if device.names]
     room = [device.card.limit - device.held.cache for device in used]
-    words = ["--eval", "--stages", str(len(used))]
+    evaluated = [] if isinstance(model, str) and is_program(model) else ["--eval"]
+    words = [*evaluated, "--stages", str(len(used))]
     if as_stored and len({device.card.limit for device in used}) == 1:
         words += ["--memory", _memory(min(room)), "--optimizer", "none"]
     elif as_stored:
         memory = [_memory(nbytes) for nbytes in room]
-        words = ["--eval", "--policy", f"Stages({len(used)}, memory={memory}, optimizer=None)"]
+        words = [*evaluated, "--policy", f"Stages({len(used)}, memory={memory}, optimizer=None)"]
     return _command(model, sizes, words)
 
 

@@ -55,17 +55,12 @@ def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, 
     except CaptureError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines() or [""]
-        raise CaptureError(
-            "SK401",
-            f"{subject.name} does not train on meta with {sequences} x {tokens} tokens: "
-            f"{type(error).__name__}: {first[0]}",
-            "Give a factory that returns the model and inputs with which it returns a loss.",
-        ) from error
+        needs = "Give a factory that returns the model and inputs with which it returns a loss."
+        raise subject.failed("train", f"{sequences} x {tokens} tokens", error, needs) from error
 
 
 def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
-    model = subject.model.train()
+    model = subject.in_mode(training=True)
     args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

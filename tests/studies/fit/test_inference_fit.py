@@ -215,6 +215,45 @@ def test_a_model_with_inputs_of_its_own_has_no_number_of_tokens(tmp_path):
         sk.fit(f"{file}:make", HUGE, tokens=4)
 
 
+CONVOLUTIONS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(8, 8, 3, padding=1) for _ in range(4))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return {"loss": x.square().mean()}
+
+class Timed(Net):
+    def forward(self, x):
+        return super().forward(x + torch.arange(8.0))  # promotes to float32
+
+def conv(): return Net(nn.Conv1d), torch.randn(2, 8, 8)
+def unet(): return Net(nn.ConvTranspose2d), torch.randn(2, 8, 8, 8)
+def timed(): return Timed(nn.Conv1d), torch.randn(2, 8, 8)
+"""
+
+
+@pytest.mark.parametrize("train", [None, "sgd"])
+def test_float32_inputs_of_a_factory_are_cast_with_its_model(tmp_path, train):
+    file = tmp_path / "own.py"
+    file.write_text(CONVOLUTIONS)
+    for name in ("conv", "unet"):
+        whole = sk.fit(f"{file}:{name}", HUGE, train=train).devices[0].held
+        half = sk.fit(f"{file}:{name}", HUGE, train=train, dtype="bfloat16").devices[0].held
+        assert (half.weights * 2, half.activations * 2) == (whole.weights, whole.activations)
+        found = sk.fit(f"{file}:{name}", [f"{whole.total}B"], train=train)  # 5 % stay free
+        assert not found.fits and ("dtype", "bfloat16") in [(one.change, one.value) for one in found.alternatives]
+    found = sk.fit(f"{file}:timed", "1x2KiB", train=train)  # does not run in bfloat16, which is no alternative then
+    assert not found.fits and "bfloat16" not in [one.value for one in found.alternatives]
+    with pytest.raises(CaptureError, match=r"SK401.*inputs of its factory in bfloat16.*\n.*Leave out dtype"):
+        sk.fit(f"{file}:timed", HUGE, train=train, dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [
