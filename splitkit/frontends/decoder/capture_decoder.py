@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from splitkit.frontends.decoder.example_caches import not_a_decoder
 from splitkit.frontends.decoder.example_step import example_step
 from splitkit.frontends.decoder.example_with_encoder import example_with_encoder
 from splitkit.frontends.decoder.first_sizes import read_first_sizes
+from splitkit.frontends.decoder.language_model_step import language_model_entered
 from splitkit.frontends.decoder.masked_attention import masked_attention
 from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.trace_settings import without_special_sizes
@@ -58,7 +60,10 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
         if not is_whole(value, least):
             raise CaptureError("SK401", f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise not_a_decoder(model, "it is not a model of transformers")
+        raise not_a_decoder(model, "it is not a model of transformers", "Capture it with splitkit.capture.")
+    if not hasattr(model, "generate"):
+        remedy = "Give the class with a head for tokens, such as LlamaForCausalLM in place of LlamaModel."
+        raise not_a_decoder(model, "it has no generate", remedy)
     if model.training:
         raise CaptureError(
             "SK401", "the model is in training mode, in which dropout changes the tokens", "Call model.eval()."
@@ -78,7 +83,8 @@ def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
 
 
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
-    with torch.no_grad(), masked_attention(), continued_states(model), without_special_sizes():
+    entered = language_model_entered(model, step) if "inputs_embeds" in step else nullcontext()
+    with torch.no_grad(), masked_attention(), continued_states(model), without_special_sizes(), entered:
         gm = capture(model, dynamic=True, **step)
     read_first_sizes(gm)
     return gm

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitkit._torch import FakeTensorMode
+from splitkit._torch import FakeTensorMode, as_in_export
 from splitkit.errors import CaptureError
 from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.output_classes import has_states
-from splitkit.frontends.trace_settings import as_in_export
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -82,10 +81,13 @@ def _is_dummy(layer: Any) -> bool:
     return type(layer).__name__ == "DummyLayer"
 
 
-def not_a_decoder(model: nn.Module, why: str) -> CaptureError:
+_WHOLE = 'Generate with model.generate; of a model loaded with device_map="auto", layers are on several devices.'
+
+
+def not_a_decoder(model: nn.Module, why: str, remedy: str = _WHOLE) -> CaptureError:
     """Return the error for a model whose step cannot be captured."""
     return CaptureError(
         "SK401",
         f"{type(model).__name__} cannot be captured as a decoder: {why}",
-        "Capture a transformers model that generates text with a KV cache, or with Mamba's states.",
+        remedy,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -9,10 +10,8 @@ import torch
 from torch import nn
 
 from splitkit.frontends.decoder.example_caches import cache_like, empty_cache, fill, model_device
+from splitkit.frontends.decoder.generate_calls import QUERY, GenerateCalls
 from splitkit.graph.caches import ARGUMENTS
-
-QUERY = 3
-"""Tokens of the step; more than one, so that no branch for a single token is taken."""
 
 
 def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
@@ -31,7 +30,13 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     kept = next((argument for argument in ARGUMENTS if argument in parameters), ARGUMENTS[0])
     (layers,) = fill(model, {name: one, kept: cache}, cache)
     past = tokens - QUERY
+    cache_of = functools.partial(cache_like, layers, device=torch.device("meta"))
+    calls = GenerateCalls(model, kept, cache_of, embedded=name == "inputs_embeds")
+    further = calls.step(batch, tokens)
+    if calls.embedded:
+        return {**further, kept: cache_like(layers, batch, past, device), "logits_to_keep": 1, "use_cache": True}
     known = {
+        **further,
         name: several,
         "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
