@@ -20,6 +20,8 @@ from splitkit import _torch
 ARGUMENTS = ("past_key_values", "cache_params")
 """The arguments of transformers' models that are caches; their outputs have the same names."""
 
+DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
+"""The arguments of language models for features of images that are added in several layers; text has none."""
 
 ENCODER_CACHES = "encoder_caches"
 """The key in the ``meta`` of a decoder's graph of the graph that computes keys and values of an encoder's output."""

@@ -19,7 +19,7 @@ from splitkit.errors import listed
 from splitkit.frontends.capture.capture import silenced
 from splitkit.frontends.capture.first_call import attributes_restored
 from splitkit.frontends.decoder.example_caches import model_device, not_a_decoder
-from splitkit.graph.caches import ARGUMENTS
+from splitkit.graph.caches import ARGUMENTS, DEEPSTACK
 from splitkit.language_model import given_to_language_model
 
 QUERY = 3
@@ -74,11 +74,25 @@ class GenerateCalls:
             if not _are_tensors(several[name]):
                 raise not_a_decoder(self.model, f"generate gives it {name}, which is {next(iter(kinds))}")
         if self.embedded:
+            several |= self._deepstack(several)
             self._require_no_more(several)
         device = model_device(self.model)
         return pytree.tree_map_only(
             torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device), several
         )
+
+    def _deepstack(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what DeepStack adds to hidden states where images are, if the language model takes it.
+
+        A prompt of text has none; as many rows of features as tokens stand for any number.
+        """
+        taken = inspect.signature(self.model.get_decoder().forward).parameters
+        layers = getattr(getattr(self.model.config, "vision_config", None), "deepstack_visual_indexes", None)
+        if layers is None or not taken.keys() >= {*DEEPSTACK}:
+            return {}
+        hidden = step["inputs_embeds"]
+        seen, features = (hidden.new_ones(hidden.shape[:2], dtype=torch.bool), hidden.flatten(0, 1))
+        return dict(zip(DEEPSTACK, (seen, [features.clone() for _ in layers]), strict=True))
 
     def _require_no_more(self, step: Mapping[str, Any]) -> None:
         """Refuse a language model that also reads what only a prompt with images brings."""

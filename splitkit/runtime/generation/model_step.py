@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
-from splitkit.graph.caches import ARGUMENTS, ENCODER_CACHES
+from splitkit.graph.caches import ARGUMENTS, DEEPSTACK, ENCODER_CACHES
 from splitkit.language_model import given_to_language_model
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
@@ -49,8 +50,12 @@ class ModelStep:
         self._wanted = {
             name: x.ndim for name, x in tensors.items() if isinstance(x, torch.Tensor) and name not in given
         }
-        # made here if they are not given, in their usual form
-        self._made = {name for name in (self._mask, self._positions) if self._wanted.get(name, 2) == 2}
+        self._without_images = {
+            name: functools.partial(_no_features, x) for name, x in tensors.items() if name.startswith(DEEPSTACK)
+        }
+        # what is made here if it is not given, unless the graph reads it in another form than [sequences, positions]
+        forms = {name: [w for w in self._wanted if w.startswith(name)] for name in (self._mask, self._positions)}
+        self._made = {name for name, read in forms.items() if not read or self._wanted.get(name) == 2}
         self._taken = {self._tokens, *self._made, *self.decoder.inputs}
         self._taken |= {"encoder_outputs"} if self._encoder else set()
 
@@ -80,6 +85,7 @@ class ModelStep:
             seen = given.get(MASK)
             inputs[ENCODED] = hidden
             inputs[MASK] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
+        inputs |= {name: empty(ids) for name, empty in self._without_images.items() if name not in inputs}
         self._require_all(inputs)
         tensors = taken_from(cache, self.decoder, ids.shape[0], lambda: self._encoded(inputs))
         logits, tensors = self.decoder.step(inputs, tensors)
@@ -161,6 +167,12 @@ def _mask(name: str, mask: torch.Tensor | None, ids: torch.Tensor, past: int) ->
             f"Give one of {[sequences, past + query]}.",
         )
     return mask
+
+
+def _no_features(like: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    """Return what stands for no images: no token is one, and there are no features."""
+    sizes = embedded.shape[:2] if like.dtype == torch.bool else (0, embedded.shape[2])
+    return torch.zeros(sizes, dtype=like.dtype, device=embedded.device)
 
 
 def _ones(like: torch.Tensor, *sizes: int) -> torch.Tensor:
