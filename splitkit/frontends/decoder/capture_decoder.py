@@ -13,7 +13,7 @@ from splitkit.checks import is_whole, shown
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture import capture
 from splitkit.frontends.decoder.capture_encoder_caches import note_encoder_caches
-from splitkit.frontends.decoder.example_caches import not_a_decoder
+from splitkit.frontends.decoder.example_caches import WITHOUT_SPLIT, not_a_decoder
 from splitkit.frontends.decoder.example_step import example_step
 from splitkit.frontends.decoder.example_with_encoder import example_with_encoder
 from splitkit.frontends.decoder.first_sizes import read_first_sizes
@@ -85,6 +85,11 @@ def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
     entered = language_model_entered(model, step) if "inputs_embeds" in step else nullcontext()
     with torch.no_grad(), masked_attention(), continued_states(model), without_special_sizes(), entered:
-        gm = capture(model, dynamic=True, **step)
+        try:
+            gm = capture(model, dynamic=True, **step)
+        except CaptureError as error:
+            if error.code != "SK401":
+                raise
+            raise CaptureError(error.code, error.reason, WITHOUT_SPLIT) from error
     read_first_sizes(gm)
     return gm

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from splitkit.frontends.decoder.example_caches import cache_like, empty_cache, fill, model_device
-from splitkit.frontends.decoder.generate_calls import QUERY, GenerateCalls
+from splitkit.frontends.decoder.generate_calls import QUERY, GenerateCalls, in_order
 from splitkit.graph.caches import ARGUMENTS
 
 
@@ -36,7 +36,6 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
     if calls.embedded:
         return {**further, kept: cache_like(layers, batch, past, device), "logits_to_keep": 1, "use_cache": True}
     known = {
-        **further,
         name: several,
         "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
@@ -44,8 +43,7 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
         kept: cache_like(layers, batch, past, device),
         "use_cache": True,
     }
-    # export wants the order of the signature
-    return {name: known[name] for name in parameters if name in known}
+    return in_order(model, known, further)
 
 
 def _tokens(model: nn.Module, batch: int, device: torch.device) -> tuple[str, tuple[torch.Tensor, torch.Tensor]]:

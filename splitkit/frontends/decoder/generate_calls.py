@@ -17,6 +17,7 @@ import torch
 from splitkit._torch import FakeTensorMode, pytree
 from splitkit.errors import listed
 from splitkit.frontends.capture.capture import silenced
+from splitkit.frontends.capture.capture_errors import construct_of
 from splitkit.frontends.capture.first_call import attributes_restored
 from splitkit.frontends.decoder.example_caches import model_device, not_a_decoder
 from splitkit.graph.caches import ARGUMENTS, DEEPSTACK
@@ -129,7 +130,7 @@ class GenerateCalls:
             with silenced(), torch.no_grad(), attributes_restored(self.model):
                 generate(shell, **given)
         except Exception as error:
-            why = f"its generate, given a prompt of text, raises {type(error).__name__}: {error}"
+            why = f"its generate, given a prompt of text, fails: {construct_of(error)}"
             raise not_a_decoder(self.model, why) from error
         if len(calls) != new:
             raise not_a_decoder(self.model, f"its generate calls its forward {len(calls)} times for {new} tokens")
@@ -138,7 +139,6 @@ class GenerateCalls:
     def _shell(self, calls: list[dict[str, Any]], past: int) -> Any:
         """Return a model of the same class whose ``forward`` notes its arguments, and computes nothing."""
         kind, signature, seen = type(self.model), inspect.signature(type(self.model).forward), past
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
 
         @functools.wraps(kind.forward)
         def forward(shell: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class GenerateCalls:
             ids = given["input_ids" if self.encoded is None else "decoder_input_ids"]
             seen += ids.shape[1]
             calls.append(_further(self._reached(given) if self.embedded else given))
-            return _Output({"logits": torch.zeros(len(ids), 1, vocabulary), self.caches: self.cache_of(len(ids), seen)})
+            return _Output({"logits": torch.zeros(len(ids), 1, 1), self.caches: self.cache_of(len(ids), seen)})
 
         own = {"forward": forward, "device": property(lambda shell: torch.device("cpu")), "__module__": kind.__module__}
         made: Any = type(f"Observed{kind.__name__}", (kind,), own)
@@ -167,6 +167,19 @@ class GenerateCalls:
                 if name != self.caches
             }
             return given_to_language_model(self.model, {**fake, self.caches: given[self.caches]})
+
+
+def in_order(model: Any, known: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a model's ``forward`` takes in the order of its signature, as export wants them.
+
+    Args:
+        model: the model.
+        known: arguments of steps in general; those that ``forward`` does not take are left out.
+        further: what `GenerateCalls.step` returns; it counts for what is not known.
+    """
+    named = inspect.signature(model.forward).parameters
+    given = {**further, **known}
+    return {name: given[name] for name in (*named, *(further.keys() - named.keys())) if name in given}
 
 
 def _further(given: Mapping[str, Any]) -> dict[str, Any]:
