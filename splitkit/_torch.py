@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -274,15 +273,6 @@ def rename(names: Mapping[fx.Node, str]) -> None:
     for node, name in names.items():
         node.name = name
         node.graph._graph_namespace._rename_object(node, name)  # 2.11, 2.13, 2.15
-
-
-@contextmanager
-def as_in_export() -> Iterator[None]:
-    """Let models take the branches that they take in ``torch.export``, outside of it."""
-    from torch._export.utils import _compiling_state_context
-
-    with _compiling_state_context():  # 2.11, 2.13, 2.15
-        yield
 
 
 def fake_mode() -> FakeTensorMode:

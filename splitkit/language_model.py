@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from splitkit._torch import as_in_export
-
 
 class _ReachedError(Exception):
     """Ends a call of a model when it calls its language model, with the arguments that it gives it."""
@@ -24,9 +22,7 @@ def given_to_language_model(model: Any, given: Mapping[str, Any]) -> dict[str, A
     """Return what a model gives its language model, which is not run, for arguments of the model's class."""
     handle = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
     try:
-        # as in export, masks are made in every step, also where attention would do without
-        with as_in_export():
-            type(model).forward(model, **given)
+        type(model).forward(model, **given)
     except _ReachedError as reached:
         return dict(reached.given)
     finally:

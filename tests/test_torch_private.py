@@ -501,7 +501,7 @@ class Doubled(torch.nn.Module):
 
 
 def test_a_model_runs_as_in_export_outside_of_it():
-    with _torch.as_in_export():
+    with trace_settings.as_in_export():
         assert Doubled()(1) == 2
     assert Doubled()(1) == 1
 

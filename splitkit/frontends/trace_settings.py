@@ -85,6 +85,15 @@ def _logging_functions() -> Iterator[Callable[..., Any]]:
 
 
 @contextmanager
+def as_in_export() -> Iterator[None]:
+    """Let models take the branches that they take in ``torch.export``, outside of it (2.11, 2.13, 2.15)."""
+    from torch._export.utils import _compiling_state_context
+
+    with _compiling_state_context():
+        yield
+
+
+@contextmanager
 def without_special_sizes() -> Iterator[None]:
     """Let dynamic sizes be 0 and 1 too, which a graph would otherwise refuse (2.11, 2.13, 2.15)."""
     from torch.fx.experimental import _config

@@ -238,7 +238,7 @@ def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         cached, states = is_cache(leaf), {id(state) for state in state_tensors(leaf)}
         for tensor in pytree.tree_leaves(leaf):
             if isinstance(tensor, torch.Tensor):
-                dims = range(1 if id(tensor) in states else tensor.ndim)
+                dims = [*range(1 if id(tensor) in states else tensor.ndim)]
                 if tensor.ndim == 4:
                     dims = [d for d in dims if (d in (0, 2) if cached else d == 0 or tensor.shape[d] != 1)]
                 shapes[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)

@@ -33,7 +33,16 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         _INSTEAD_OF_DATA,
     ),
     (
-        ("data-dependent", "data dependent", "datadependent", "dynamicoutputshape", "unbacked", "guardondatadependent", "control flow", ".item()"),
+        (
+            "data-dependent",
+            "data dependent",
+            "datadependent",
+            "dynamicoutputshape",
+            "unbacked",
+            "guardondatadependent",
+            "control flow",
+            ".item()",
+        ),
         "Python code branches on a value that depends on the data",
         "Write the choice with torch.cond or torch.where; state bounds of a size with torch._check; or compute it "
         "outside the model and pass it in.",

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from splitkit.checks import is_whole, shown
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, listed
 from splitkit.frontends.capture.capture import capture
 from splitkit.frontends.decoder.capture_encoder_caches import note_encoder_caches
 from splitkit.frontends.decoder.example_caches import WITHOUT_SPLIT, not_a_decoder
@@ -84,12 +84,17 @@ def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
 
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
     entered = language_model_entered(model, step) if "inputs_embeds" in step else nullcontext()
-    with torch.no_grad(), masked_attention(), continued_states(model), without_special_sizes(), entered:
+    with torch.no_grad(), masked_attention() as not_causal, continued_states(model), without_special_sizes(), entered:
         try:
             gm = capture(model, dynamic=True, **step)
         except CaptureError as error:
             if error.code != "SK401":
                 raise
             raise CaptureError(error.code, error.reason, WITHOUT_SPLIT) from error
+    mask = step.get("attention_mask")
+    if not_causal and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        which = listed(sorted(not_causal), 2)
+        why = f"{which} is not causal without a mask, and generate gives none for prompts without padding"
+        raise not_a_decoder(model, why)
     read_first_sizes(gm)
     return gm

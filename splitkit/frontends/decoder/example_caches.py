@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from splitkit._torch import FakeTensorMode, as_in_export
+from splitkit._torch import FakeTensorMode
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture_errors import construct_of
 from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.output_classes import has_states
+from splitkit.frontends.trace_settings import as_in_export
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -52,11 +52,13 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
     }
 
     def cache_of(sequences: int, positions: int) -> Any:
-        pair = (kept, positions), (cross, length)
-        return EncoderDecoderCache(*(cache_like(layers, sequences, count, torch.device("meta")) for layers, count in pair))
+        meta = torch.device("meta")
+        return EncoderDecoderCache(
+            cache_like(kept, sequences, positions, meta), cache_like(cross, sequences, length, meta)
+        )
 
-    calls = GenerateCalls(model, "past_key_values", cache_of, lambda sequences: encoded(sequences, length))
-    return in_order(model, known, calls.step(batch, tokens))
+    calls = GenerateCalls(model, "past_key_values", lambda sequences: encoded(sequences, length))
+    return in_order(model, known, calls.step(batch, tokens, cache_of))
 
 
 def _encoder_width(model: Any) -> int:

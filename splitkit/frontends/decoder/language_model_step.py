@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from splitkit.graph.caches import ARGUMENTS
 
 _OF_THE_WHOLE = (*ARGUMENTS, "use_cache", "logits_to_keep")
@@ -27,9 +29,11 @@ def language_model_entered(model: Any, step: Mapping[str, Any]) -> Iterator[None
 
     def forward(**arguments: Any) -> Any:
         given.update({name: x for name, x in arguments.items() if name not in _OF_THE_WHOLE})
-        # what is in front may take a mask and positions, but not in all forms
-        names = ("inputs_embeds", *_OF_THE_WHOLE)
-        return whole(**{name: arguments[name] for name in names if name in arguments and name in taken})
+        # nothing that is computed in front of the language model is read; it has to run like a prompt of text
+        embeds = arguments["inputs_embeds"]
+        ids = embeds.new_zeros(embeds.shape[:2], dtype=torch.long)
+        named = {name: arguments[name] for name in ("position_ids", *_OF_THE_WHOLE) if name in arguments}
+        return whole(input_ids=ids, **{name: x for name, x in named.items() if name in taken})
 
     def enter(*args: Any, **arguments: Any) -> Any:
         return inner(**{**own.bind_partial(*args).arguments, **arguments, **given})

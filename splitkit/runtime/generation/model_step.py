@@ -47,15 +47,16 @@ class ModelStep:
         self._grows = any(cache.grows for cache in caches)
         given = {cache.given for cache in caches}
         tensors = {node.name: node.meta.get("val") for node in split.flow.graph.find_nodes(op="placeholder")}
-        self._wanted = {
-            name: x.ndim for name, x in tensors.items() if isinstance(x, torch.Tensor) and name not in given
-        }
+        self._wanted = {n: x for n, x in tensors.items() if isinstance(x, torch.Tensor) and n not in given}
         self._without_images = {
-            name: functools.partial(_no_features, x) for name, x in tensors.items() if name.startswith(DEEPSTACK)
+            name: functools.partial(_no_features, x) for name, x in self._wanted.items() if name.startswith(DEEPSTACK)
         }
+        self._masks = [name for name, x in self._wanted.items() if name.startswith(self._mask) and x.ndim == 4]
         # what is made here if it is not given, unless the graph reads it in another form than [sequences, positions]
         forms = {name: [w for w in self._wanted if w.startswith(name)] for name in (self._mask, self._positions)}
-        self._made = {name for name, read in forms.items() if not read or self._wanted.get(name) == 2}
+        self._made = {
+            name for name, read in forms.items() if not read or (name in read and self._wanted[name].ndim == 2)
+        }
         self._taken = {self._tokens, *self._made, *self.decoder.inputs}
         self._taken |= {"encoder_outputs"} if self._encoder else set()
 
@@ -80,12 +81,15 @@ class ModelStep:
             inputs[self._mask] = mask = _mask(self._mask, mask, ids, past)
             if self._positions in self._made:
                 inputs.setdefault(self._positions, (mask.cumsum(1) - 1).clamp(min=0)[:, past:])
+        if (positions := inputs.get(self._positions)) is not None and positions.ndim == 2:
+            inputs[self._positions] = positions.expand(len(ids), -1)
         hidden = given["encoder_outputs"][0] if self._encoder else None
         if hidden is not None:
             seen = given.get(MASK)
             inputs[ENCODED] = hidden
             inputs[MASK] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
         inputs |= {name: empty(ids) for name, empty in self._without_images.items() if name not in inputs}
+        inputs |= {name: self._no_mask(name, ids, past) for name in self._masks if name not in inputs}
         self._require_all(inputs)
         tensors = taken_from(cache, self.decoder, ids.shape[0], lambda: self._encoded(inputs))
         logits, tensors = self.decoder.step(inputs, tensors)
@@ -96,6 +100,14 @@ class ModelStep:
         own = {name: value for name, value in given.items() if name != "self"}
         passed_on = {name: given[name] for name in _PASSED_ON if name in given}
         return {**given_to_language_model(self._model, own), **passed_on}
+
+    def _no_mask(self, name: str, ids: torch.Tensor, past: int) -> torch.Tensor:
+        """Return the mask that is the same as none: a model leaves it out where its attention can do without."""
+        allowed = torch.ones(len(ids), 1, ids.shape[1], past + ids.shape[1], dtype=torch.bool, device=ids.device)
+        if all(getattr(module, "is_causal", True) for module in self._model.get_decoder().modules()):
+            allowed = allowed.tril(past)
+        dtype = self._wanted[name].dtype
+        return allowed if dtype == torch.bool else torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
 
     def _encoded(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
         assert self._encoder is not None
@@ -108,11 +120,12 @@ class ModelStep:
 
     def _require_all(self, inputs: Mapping[str, Any]) -> None:
         """Refuse a call without an input that the graph reads, or with one of other dimensions."""
-        for name, dims in self._wanted.items():
+        for name, like in self._wanted.items():
             found = inputs.get(name)
-            if not isinstance(found, torch.Tensor) or found.ndim != dims:
+            if not isinstance(found, torch.Tensor) or found.ndim != like.ndim:
                 has = f"is {list(found.shape)}" if isinstance(found, torch.Tensor) else "is missing"
-                raise _bad(f"{name} {has}, and the graph reads {dims} dimensions", "Give what generate gives the model.")
+                reason = f"{name} {has}, and the graph reads {like.ndim} dimensions"
+                raise _bad(reason, "Give what generate gives the model.")
 
     def _require_known(self, given: Mapping[str, Any]) -> None:
         """Refuse arguments that the graph has no input for, and what it does not compute."""
