@@ -73,6 +73,12 @@ def constant_caches(gm: fx.GraphModule) -> tuple[str, ...]:
     return tuple(cache.given.name for cache in caches_of(gm) if cache.given is cache.updated)
 
 
+def runs_outside(gm: fx.GraphModule) -> bool:
+    """Whether an encoder, or what images need, computes inputs of a decoder's graph; its weights are in no part."""
+    embedded = gm.graph.find_nodes(op="placeholder", target="inputs_embeds")
+    return ENCODER_CACHES in gm.meta or bool(embedded and caches_of(gm))
+
+
 def _signature(gm: fx.GraphModule) -> Any:
     info = getattr(_torch.codegen_of(gm.graph), "pytree_info", None)
     return None if info is None or info.out_spec is None else info

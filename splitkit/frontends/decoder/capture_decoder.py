@@ -88,9 +88,8 @@ def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
         try:
             gm = capture(model, dynamic=True, **step)
         except CaptureError as error:
-            if error.code != "SK401":
-                raise
-            raise CaptureError(error.code, error.reason, WITHOUT_SPLIT) from error
+            # the remedies for training do not help here
+            raise CaptureError("SK401", error.reason, WITHOUT_SPLIT) from error
     mask = step.get("attention_mask")
     if not_causal and isinstance(mask, torch.Tensor) and mask.ndim == 2:
         which = listed(sorted(not_causal), 2)

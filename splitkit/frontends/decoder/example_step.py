@@ -37,7 +37,8 @@ def example_step(model: Any, batch: int, tokens: int) -> dict[str, Any]:
         "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
     }
-    shared = {kept: cache_like(layers, batch, past, device), "logits_to_keep": 1, "use_cache": True}
+    shared = {kept: cache_like(layers, batch, past, device), "use_cache": True}
+    shared |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     if not embedded:
         return in_order(model, {**known, **shared}, further)
     if (positions := further.get("position_ids")) is not None and positions.shape == (1, QUERY):
