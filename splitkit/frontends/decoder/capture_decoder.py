@@ -17,7 +17,7 @@ from splitkit.frontends.decoder.example_caches import WITHOUT_SPLIT, not_a_decod
 from splitkit.frontends.decoder.example_step import example_step
 from splitkit.frontends.decoder.example_with_encoder import example_with_encoder
 from splitkit.frontends.decoder.first_sizes import read_first_sizes
-from splitkit.frontends.decoder.language_model_step import language_model_entered
+from splitkit.frontends.decoder.language_model_step import drop_unread, language_model_entered
 from splitkit.frontends.decoder.masked_attention import masked_attention
 from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.trace_settings import without_special_sizes
@@ -44,9 +44,10 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     computes them, which `splitkit.generator` finds in ``gm.meta["encoder_caches"]``.
 
     A layer with a sliding window also keeps all positions, and masks those outside the window. The model is not
-    changed, and may be on ``meta``. Inputs that the model's ``forward`` does not take are left out. With images, the
-    input is ``inputs_embeds`` ``[sequences, query, hidden]`` instead of ``input_ids``. Run the graph under
-    ``torch.no_grad()``; otherwise each step keeps the autograd graph of the previous one.
+    changed, and may be on ``meta``. Inputs that the model's ``forward`` does not take are left out. Of a model that
+    reads images, the graph begins at its language model, with ``inputs_embeds`` ``[sequences, query, hidden]`` and what
+    else ``generate`` gives that: for example a mask for each kind of layer, or positions in several rows. Run the graph
+    under ``torch.no_grad()``; otherwise each step keeps the autograd graph of the previous one.
 
     Args:
         model: a transformers model that generates text, in eval mode.
@@ -54,7 +55,8 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
         tokens: positions that the caches of the example hold after the step.
 
     Raises:
-        CaptureError: SK401 for a model whose step cannot be captured, for example because it has no KV cache.
+        CaptureError: SK401 for a model whose step cannot be captured, for example because it has no KV cache, or
+            because ``generate`` gives it other inputs in the first step than later.
     """
     for name, value, least in (("batch", batch, 1), ("tokens", tokens, 4)):
         if not is_whole(value, least):
@@ -95,5 +97,7 @@ def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
         which = listed(sorted(not_causal), 2)
         why = f"{which} is not causal without a mask, and generate gives none for prompts without padding"
         raise not_a_decoder(model, why)
+    if "inputs_embeds" in step:
+        drop_unread(gm)
     read_first_sizes(gm)
     return gm

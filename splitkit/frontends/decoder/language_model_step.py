@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 
 from splitkit.graph.caches import ARGUMENTS
 
@@ -50,3 +51,11 @@ def language_model_entered(model: Any, step: Mapping[str, Any]) -> Iterator[None
             del module.forward
             if before is not None:
                 module.forward = before
+
+
+def drop_unread(gm: fx.GraphModule) -> None:
+    """Remove ops that nothing reads from a graph, in place: those in front of the language model."""
+    for node in reversed(gm.graph.nodes):
+        if node.op == "call_function" and not node.users and not node.is_impure():
+            gm.graph.erase_node(node)
+    gm.recompile()
