@@ -7,7 +7,8 @@ Each class is tried in a process of its own, with a limit of time and memory, on
 ``not made``    no tiny model was made from the configuration, or the unsplit model does not generate.
 ``fault``       anything else: another error, other tokens, or a process that died.
 
-The exit code is 1 after a fault. Names are those of configurations; without names, all classes that transformers lists run, for hours.
+The exit code is 1 after a fault. Names are those of configurations; without names, all classes that transformers lists
+run, which takes hours.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def shrunk(config: Mapping[Any, Any]) -> dict[Any, Any]:
             made[name] = [value[0], value[-1]]
     if "rope_type" in made:
         made["mrope_section"] = [1, 1, 2]
-    return {**made, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if "model_type" in made:
+        made |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return made
 
 
 def model_of(class_name: str) -> Any:
