@@ -30,6 +30,9 @@ _SETTINGS = {"use_cache", "return_dict", "logits_to_keep", "cache_position"}
 _OF_ANY_MODEL = {"input_ids", "labels", "token_type_ids", "head_mask", "cross_attn_head_mask", *_SETTINGS}
 _OF_ANY_MODEL |= {"encoder_hidden_states", "encoder_attention_mask", "attention_mask", "position_ids"}
 
+_MADE = ("attention_mask", "position_ids", "decoder_attention_mask", "decoder_position_ids")
+"""What a step makes itself if it is not given; a step of Mamba has no mask after the prompt."""
+
 
 class _Output(dict[str, Any]):
     """An output of a model that has everything it is asked for."""
@@ -80,6 +83,8 @@ class GenerateCalls:
         several, one, first = (_further(self._reached(call) if self.embedded else call) for call in calls)
         for name in sorted({*several, *one, *first}):
             kinds = dict.fromkeys(_kind(call.get(name)) for call in (first, several, one))
+            if name in _MADE and (name in several or not self.embedded):
+                kinds.pop(_kind(None), None)
             if len(kinds) > 1:
                 why = f"generate gives it {name} as {' and then as '.join(kinds)}, and one graph runs all steps"
                 raise not_a_decoder(self.model, why)
