@@ -20,6 +20,8 @@ from splitkit import _torch
 ARGUMENTS = ("past_key_values", "cache_params")
 """The arguments of transformers' models that are caches; their outputs have the same names."""
 
+DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
+"""The arguments of language models for features of images that are added in several layers; text has none."""
 
 ENCODER_CACHES = "encoder_caches"
 """The key in the ``meta`` of a decoder's graph of the graph that computes keys and values of an encoder's output."""
@@ -69,6 +71,12 @@ def updated_caches(gm: fx.GraphModule) -> list[Node]:
 def constant_caches(gm: fx.GraphModule) -> tuple[str, ...]:
     """Return the names of the caches that a graph returns as they are: keys and values of an encoder's output."""
     return tuple(cache.given.name for cache in caches_of(gm) if cache.given is cache.updated)
+
+
+def runs_outside(gm: fx.GraphModule) -> bool:
+    """Whether an encoder, or what images need, computes inputs of a decoder's graph; its weights are in no part."""
+    embedded = gm.graph.find_nodes(op="placeholder", target="inputs_embeds")
+    return ENCODER_CACHES in gm.meta or bool(embedded and caches_of(gm))
 
 
 def _signature(gm: fx.GraphModule) -> Any:

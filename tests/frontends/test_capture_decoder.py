@@ -119,3 +119,70 @@ def test_what_is_no_decoder_is_refused():
     )
     with pytest.raises(sk.CaptureError, match="SK401: BertModel cannot be captured as a decoder"):
         sk.capture_decoder(encoder.eval())
+
+
+_LAYER = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+_SIZES = {**_LAYER, "vocab_size": 32}
+
+
+def dynamic_rope():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES, rope_parameters=rope))
+
+
+def moonshine():
+    return transformers.MoonshineForConditionalGeneration(transformers.MoonshineConfig(**_SIZES))
+
+
+def mpt():
+    config = transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=32)
+    return transformers.MptForCausalLM(config)
+
+
+def blip2():
+    text = {"model_type": "opt", "hidden_size": 16, "ffn_dim": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = {"vision_config": _LAYER, "qformer_config": _SIZES, "text_config": {**text, "word_embed_proj_dim": 16}}
+    return transformers.Blip2ForConditionalGeneration(transformers.Blip2Config(**config))
+
+
+def two_ways():
+    """A mask that is not causal in a prompt without padding, where generate gives none."""
+    config = transformers.GemmaConfig(**_SIZES, num_key_value_heads=1, head_dim=8)
+    config.use_bidirectional_attention = True
+    return transformers.GemmaForCausalLM(config)
+
+
+REFUSED = {
+    dynamic_rope: "branches on a value that depends on the data",
+    moonshine: "has no attribute 'attention_mask'",
+    blip2: "its generate, given a prompt of text, fails",
+    two_ways: "GemmaAttention is not causal without a mask",
+    mpt: "could not be captured by export",
+}
+
+
+@pytest.mark.parametrize("make", these_first(list(REFUSED)[:4], list(REFUSED)[4:]))
+def test_a_family_whose_step_cannot_be_captured_is_refused_with_the_reason(make):
+    with pytest.raises(sk.CaptureError, match="SK401") as refused:
+        sk.capture_decoder(make().eval())
+    assert REFUSED[make] in str(refused.value)
+    assert "model.generate" in refused.value.remedy
+
+
+def test_a_model_without_a_head_for_tokens_is_refused():
+    with pytest.raises(sk.CaptureError, match="such as LlamaForCausalLM in place of LlamaModel"):
+        sk.capture_decoder(transformers.LlamaModel(transformers.LlamaConfig(**_SIZES)).eval())
+
+
+class FirstStepDiffers(transformers.LlamaForCausalLM):
+    def prepare_inputs_for_generation(self, *args, is_first_iteration=False, **kwargs):
+        given = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
+        return given if is_first_iteration else {**given, "position_ids": given["position_ids"][None]}
+
+
+def test_a_model_whose_steps_are_given_different_inputs_is_refused():
+    model = FirstStepDiffers(transformers.LlamaConfig(**_SIZES)).eval()
+    with pytest.raises(
+        sk.CaptureError, match=r"position_ids as torch.int64 of 2 dimensions and then as torch.int64 of 3"
+    ):
+        sk.capture_decoder(model)

@@ -245,14 +245,16 @@ def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     """Return dynamic shapes with ``Dim.AUTO`` for every size of every tensor among the inputs.
 
     Of a cache only sequences and positions, ``[sequences, heads, positions, head_dim]``; a single head is not a
-    variable. Of states of constant size only the sequences.
+    variable, nor of a mask ``[sequences, 1, query, positions]``. Of states of constant size only the sequences.
     """
     shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf in pytree.tree_leaves((args, kwargs), is_leaf=is_cache):
         cached, states = is_cache(leaf), {id(state) for state in state_tensors(leaf)}
         for tensor in pytree.tree_leaves(leaf):
             if isinstance(tensor, torch.Tensor):
-                dims = (0,) if id(tensor) in states else (0, 2) if cached and tensor.ndim == 4 else range(tensor.ndim)
+                dims = [*range(1 if id(tensor) in states else tensor.ndim)]
+                if tensor.ndim == 4:
+                    dims = [d for d in dims if (d in (0, 2) if cached else d == 0 or tensor.shape[d] != 1)]
                 shapes[tensor] = dict.fromkeys(dims, torch.export.Dim.AUTO)
     return shapes.dynamic_shapes(model, args, dict(kwargs))  # type: ignore[no-untyped-call]
 

@@ -33,7 +33,16 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         _INSTEAD_OF_DATA,
     ),
     (
-        ("data-dependent", "data dependent", "unbacked", "guardondatadependent", "control flow", ".item()"),
+        (
+            "data-dependent",
+            "data dependent",
+            "datadependent",
+            "dynamicoutputshape",
+            "unbacked",
+            "guardondatadependent",
+            "control flow",
+            ".item()",
+        ),
         "Python code branches on a value that depends on the data",
         "Write the choice with torch.cond or torch.where; state bounds of a size with torch._check; or compute it "
         "outside the model and pass it in.",
@@ -205,6 +214,11 @@ def _line(frame: FrameType, number: int) -> _Line | None:
 def raised_at(error: BaseException) -> str:
     """Return the lines of the user's code that an error comes from, each as ``at file:line: source``."""
     return _at_lines(_lines(error))
+
+
+def construct_of(error: BaseException) -> str:
+    """Return why an error was raised, in plain words where they are known, and the lines that it comes from."""
+    return (_diagnose(type(error).__name__)[0] or first_line(error)) + raised_at(error)
 
 
 def source_of(error: BaseException) -> str:

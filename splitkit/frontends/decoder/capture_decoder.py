@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from splitkit.checks import is_whole, shown
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, listed
 from splitkit.frontends.capture.capture import capture
 from splitkit.frontends.decoder.capture_encoder_caches import note_encoder_caches
-from splitkit.frontends.decoder.example_caches import not_a_decoder
+from splitkit.frontends.decoder.example_caches import WITHOUT_SPLIT, not_a_decoder
 from splitkit.frontends.decoder.example_step import example_step
 from splitkit.frontends.decoder.example_with_encoder import example_with_encoder
 from splitkit.frontends.decoder.first_sizes import read_first_sizes
+from splitkit.frontends.decoder.language_model_step import drop_unread, language_model_entered
 from splitkit.frontends.decoder.masked_attention import masked_attention
 from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.trace_settings import without_special_sizes
@@ -42,9 +44,10 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     computes them, which `splitkit.generator` finds in ``gm.meta["encoder_caches"]``.
 
     A layer with a sliding window also keeps all positions, and masks those outside the window. The model is not
-    changed, and may be on ``meta``. Inputs that the model's ``forward`` does not take are left out. With images, the
-    input is ``inputs_embeds`` ``[sequences, query, hidden]`` instead of ``input_ids``. Run the graph under
-    ``torch.no_grad()``; otherwise each step keeps the autograd graph of the previous one.
+    changed, and may be on ``meta``. Inputs that the model's ``forward`` does not take are left out. Of a model that
+    reads images, the graph begins at its language model, with ``inputs_embeds`` ``[sequences, query, hidden]`` and what
+    else ``generate`` gives that: for example a mask for each kind of layer, or positions in several rows. Run the graph
+    under ``torch.no_grad()``; otherwise each step keeps the autograd graph of the previous one.
 
     Args:
         model: a transformers model that generates text, in eval mode.
@@ -52,13 +55,17 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
         tokens: positions that the caches of the example hold after the step.
 
     Raises:
-        CaptureError: SK401 for a model whose step cannot be captured, for example because it has no KV cache.
+        CaptureError: SK401 for a model whose step cannot be captured, for example because it has no KV cache, or
+            because ``generate`` gives it other inputs in the first step than later.
     """
     for name, value, least in (("batch", batch, 1), ("tokens", tokens, 4)):
         if not is_whole(value, least):
             raise CaptureError("SK401", f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise not_a_decoder(model, "it is not a model of transformers")
+        raise not_a_decoder(model, "it is not a model of transformers", "Capture it with splitkit.capture.")
+    if not hasattr(model, "generate"):
+        remedy = "Give the class with a head for tokens, such as LlamaForCausalLM in place of LlamaModel."
+        raise not_a_decoder(model, "it has no generate", remedy)
     if model.training:
         raise CaptureError(
             "SK401", "the model is in training mode, in which dropout changes the tokens", "Call model.eval()."
@@ -78,7 +85,19 @@ def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
 
 
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
-    with torch.no_grad(), masked_attention(), continued_states(model), without_special_sizes():
-        gm = capture(model, dynamic=True, **step)
+    entered = language_model_entered(model, step) if "inputs_embeds" in step else nullcontext()
+    with torch.no_grad(), masked_attention() as not_causal, continued_states(model), without_special_sizes(), entered:
+        try:
+            gm = capture(model, dynamic=True, **step)
+        except CaptureError as error:
+            # the remedies for training do not help here
+            raise CaptureError("SK401", error.reason, WITHOUT_SPLIT) from error
+    mask = step.get("attention_mask")
+    if not_causal and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        which = listed(sorted(not_causal), 2)
+        why = f"{which} is not causal without a mask, and generate gives none for prompts without padding"
+        raise not_a_decoder(model, why)
+    if "inputs_embeds" in step:
+        drop_unread(gm)
     read_first_sizes(gm)
     return gm

@@ -11,6 +11,7 @@ from torch import nn
 
 from splitkit._torch import FakeTensorMode
 from splitkit.errors import CaptureError
+from splitkit.frontends.capture.capture_errors import construct_of
 from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.output_classes import has_states
 from splitkit.frontends.trace_settings import as_in_export
@@ -66,7 +67,7 @@ def fill(model: nn.Module, inputs: Mapping[str, Any], *caches: Any) -> list[list
         try:
             model(**inputs, use_cache=True)
         except Exception as error:
-            why = f"called with {', '.join(inputs)}, it raises {type(error).__name__}: {error}"
+            why = f"called with {', '.join(inputs)}, it fails: {construct_of(error)}"
             raise not_a_decoder(model, why) from error
     if not all(cache.layers for cache in caches):
         raise not_a_decoder(model, "it puts no keys and values into past_key_values, as models with other states do")
@@ -82,10 +83,13 @@ def _is_dummy(layer: Any) -> bool:
     return type(layer).__name__ == "DummyLayer"
 
 
-def not_a_decoder(model: nn.Module, why: str) -> CaptureError:
+WITHOUT_SPLIT = 'Generate with model.generate; of a model loaded with device_map="auto", layers are on several devices.'
+
+
+def not_a_decoder(model: nn.Module, why: str, remedy: str = WITHOUT_SPLIT) -> CaptureError:
     """Return the error for a model whose step cannot be captured."""
     return CaptureError(
         "SK401",
         f"{type(model).__name__} cannot be captured as a decoder: {why}",
-        "Capture a transformers model that generates text with a KV cache, or with Mamba's states.",
+        remedy,
     )

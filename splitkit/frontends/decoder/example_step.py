@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import torch
-from torch import nn
 
 from splitkit.frontends.decoder.example_caches import cache_like, empty_cache, fill, model_device
+from splitkit.frontends.decoder.generate_calls import QUERY, GenerateCalls, in_order
 from splitkit.graph.caches import ARGUMENTS
 
-QUERY = 3
-"""Tokens of the step; more than one, so that no branch for a single token is taken."""
 
-
-def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
+def example_step(model: Any, batch: int, tokens: int) -> dict[str, Any]:
     """Return keyword inputs of a causal language model: ``QUERY`` tokens, and caches of the positions before them.
 
     Args:
@@ -27,30 +25,23 @@ def example_step(model: nn.Module, batch: int, tokens: int) -> dict[str, Any]:
         CaptureError: SK401 for a model that has caches of other kinds.
     """
     device, cache, parameters = model_device(model), empty_cache(model), inspect.signature(model.forward).parameters
-    name, (one, several) = _tokens(model, batch, device)
     kept = next((argument for argument in ARGUMENTS if argument in parameters), ARGUMENTS[0])
-    (layers,) = fill(model, {name: one, kept: cache}, cache)
+    # with images, the tokens are embedded before the step
+    embedded = model.config.get_text_config(decoder=True) is not model.config
+    calls = GenerateCalls(model, kept, embedded=embedded)
+    (layers,) = fill(model, {**calls.prompt(), kept: cache}, cache)
     past = tokens - QUERY
+    further = calls.step(batch, tokens, functools.partial(cache_like, layers, device=torch.device("meta")))
     known = {
-        name: several,
+        "input_ids": torch.zeros(batch, QUERY, dtype=torch.long, device=device),
         "attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
-        "logits_to_keep": 1,
-        kept: cache_like(layers, batch, past, device),
-        "use_cache": True,
     }
-    # export wants the order of the signature
-    return {name: known[name] for name in parameters if name in known}
-
-
-def _tokens(model: nn.Module, batch: int, device: torch.device) -> tuple[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the name of the input for tokens, one token, and those of the step; with images they are embedded."""
-    config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    shapes = ((1, 1), (batch, QUERY))
-    if text is config:
-        one, several = (torch.zeros(shape, dtype=torch.long, device=device) for shape in shapes)
-        return "input_ids", (one, several)
-    dtype = getattr(model, "dtype", torch.float32)
-    one, several = (torch.zeros(*shape, text.hidden_size, dtype=dtype, device=device) for shape in shapes)
-    return "inputs_embeds", (one, several)
+    shared = {kept: cache_like(layers, batch, past, device), "use_cache": True}
+    shared |= {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    if not embedded:
+        return in_order(model, {**known, **shared}, further)
+    if (positions := further.get("position_ids")) is not None and positions.shape == (1, QUERY):
+        # the same for all sequences
+        further["position_ids"] = positions.expand(batch, QUERY).contiguous()
+    return {**further, **shared}

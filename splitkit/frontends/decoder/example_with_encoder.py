@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
-from splitkit.frontends.decoder.example_caches import cache_like, fill, model_device
-from splitkit.frontends.decoder.example_step import QUERY
+from splitkit.frontends.decoder.example_caches import cache_like, fill, model_device, not_a_decoder
+from splitkit.frontends.decoder.generate_calls import QUERY, GenerateCalls, in_order
 
 
 def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
     from transformers.modeling_outputs import BaseModelOutput
 
     config: Any = model.config
-    device, width = model_device(model), getattr(config, "d_model", None) or config.hidden_size
+    device, width = model_device(model), _encoder_width(model)
     dtype = getattr(model, "dtype", torch.float32)
     length = getattr(config, "max_source_positions", tokens)
 
@@ -51,5 +50,20 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
         "past_key_values": EncoderDecoderCache(cache_like(kept, batch, past, device), given),
         "use_cache": True,
     }
-    # export wants the order of the signature
-    return {name: known[name] for name in inspect.signature(model.forward).parameters if name in known}
+
+    def cache_of(sequences: int, positions: int) -> Any:
+        meta = torch.device("meta")
+        return EncoderDecoderCache(
+            cache_like(kept, sequences, positions, meta), cache_like(cross, sequences, length, meta)
+        )
+
+    calls = GenerateCalls(model, "past_key_values", lambda sequences: encoded(sequences, length))
+    return in_order(model, known, calls.step(batch, tokens, cache_of))
+
+
+def _encoder_width(model: Any) -> int:
+    for config in (getattr(model.get_encoder(), "config", model.config), model.config):
+        for name in ("d_model", "hidden_size"):
+            if isinstance(width := getattr(config, name, None), int):
+                return width
+    raise not_a_decoder(model, "its configuration does not say how wide the output of its encoder is")

@@ -13,14 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from splitkit.graph.symbols import symbols_of
+
 
 @contextmanager
-def masked_attention() -> Iterator[None]:
-    """Let transformers' models compute ``sdpa`` attention by `_masked` where that is the same."""
+def masked_attention() -> Iterator[set[str]]:
+    """Let transformers' models compute ``sdpa`` attention by `_masked` where that is the same.
+
+    Yields:
+        The classes of attention to earlier tokens that without a mask is not causal.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_ATTENTION_FUNCTIONS
-    before = functions["sdpa"]
+    before, not_causal = functions["sdpa"], set[str]()
 
     def attend(
         module: nn.Module,
@@ -35,11 +41,15 @@ def masked_attention() -> Iterator[None]:
         if (attention_mask is None and causal) or options.get("softcap") is not None:
             found: tuple[torch.Tensor, None] = before(module, query, key, value, attention_mask, **options)
             return found
+        if not causal and attention_mask is not None:
+            # an encoder's output has no positions of this step
+            own = {*symbols_of(query.shape[2])}.intersection(symbols_of(attention_mask.shape[-1]))
+            not_causal.update([type(module).__name__] if own else [])
         return _masked(module, query, key, value, attention_mask, **options), None
 
     functions["sdpa"] = attend
     try:
-        yield
+        yield not_causal
     finally:
         # the entry of the instance, which hides that of the class
         del functions["sdpa"]

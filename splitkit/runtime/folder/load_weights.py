@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from splitkit.engine.split import Split
 from splitkit.errors import FileError, PipelineError, listed
+from splitkit.graph.caches import ENCODER_CACHES, runs_outside
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.graph.unsaved_buffers import known_value
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
@@ -38,7 +39,7 @@ def load(
     Files may have any names that transformers can convert: one name of a tied weight is enough, a checkpoint of a base
     model is accepted, and experts that are stored separately are merged. Non-persistent buffers come from the
     capture (see `splitkit.capture`). Everything is checked before the first tensor is read; if loading fails, the split
-    is unchanged.
+    is unchanged. Of a decoder, an encoder or what images need is loaded too, onto the device of the first part.
 
     Args:
         split: from `splitkit.split`. Its tensors are replaced, so that only the result can be called afterwards; the
@@ -60,9 +61,13 @@ def load(
             f"load was given a {type(split).__name__}, which is not a split",
             "Give it splitkit.split(gm, plan). A rank with stages on disk loads open_stages(stages, weights=folder).",
         )
-    places = places_of(split, devices_of(split, devices))
+    parts = devices_of(split, devices)
+    places = dict(places_of(split, parts).tensors)
+    if runs_outside(split.flow.root):
+        first = next(iter(parts.values()))
+        places = {id(tensor): first for _, tensor in _named(split)} | places
     weights = Weights.at(folder, convert=dtype is not None)
-    held = _held(split, places.tensors)
+    held = _held(split, places)
     require_captured(dtype, [slot.old.dtype for slot in held])
     _require_known(split, weights, held)
     fresh = [slot for slot in held if slot.saved or slot.old.is_meta]
@@ -96,14 +101,26 @@ class _Slot:
 
 
 def _held(split: Split, places: Mapping[int, torch.device]) -> list[_Slot]:
-    root = split.flow.root
-    constants = {str(n.target): attribute(root, str(n.target)) for n in split.flow.graph.find_nodes(op="get_attr")}
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in {**parameters_and_buffers(root), **constants}.items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) in places:
+    for name, tensor in _named(split):
+        if id(tensor) in places:
             found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    state = root.state_dict()
+    state = split.flow.root.state_dict()
     return [_Slot(t, names, any(n in state for n in names), places[i]) for i, (t, names) in found.items()]
+
+
+def _named(split: Split) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a split with their names, and those of the graph for the caches of an encoder's output."""
+    for module in _graphs(split):
+        constants = {str(n.target): attribute(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
+        for name, tensor in {**parameters_and_buffers(module), **constants}.items():
+            if isinstance(tensor, torch.Tensor):
+                yield name, tensor
+
+
+def _graphs(split: Split) -> list[fx.GraphModule]:
+    root = split.flow.root
+    return [root, root.meta[ENCODER_CACHES]] if ENCODER_CACHES in root.meta else [root]
 
 
 def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> None:
@@ -145,7 +162,7 @@ def empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _on_devices(split: Split, devices: Devices, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> OnDevices:
     """Replace tensors of a split and put it on its devices; put the old ones back if that fails."""
-    tables = [table for module in (split.flow.root, split.module) for table in tables_of(module)]
+    tables = [table for module in (*_graphs(split), split.module) for table in tables_of(module)]
     for old, new in pairs:
         replace_tensor(tables, old, new)
     try:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from splitkit.errors import PipelineError, listed, nearest
+from splitkit.language_model import given_to_language_model
 from splitkit.runtime.devices.accelerators import current
-from splitkit.runtime.generation.embedded_inputs import EmbeddedInputs
 from splitkit.runtime.generation.generation_request import Request, is_array
 from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import padded_left
@@ -168,7 +168,7 @@ class BehindEmbeddings(BeforeStages):
 
     def __init__(self, model: Any, tokens: ModelTokens, device: torch.device) -> None:
         super().__init__(tokens, device, _further(model))
-        self._embedded = EmbeddedInputs(model)
+        self._model = model
         self._placeholder = getattr(model.config, "image_token_id", None)
 
     def checked(self, request: Request) -> Request:
@@ -198,7 +198,8 @@ class BehindEmbeddings(BeforeStages):
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         with current(self._device):
-            given = self._embedded.of({"input_ids": tokens, "attention_mask": mask, "use_cache": True, **further})
+            own = {"input_ids": tokens, "attention_mask": mask, "use_cache": True, **further}
+            given = given_to_language_model(self._model, own)
         for name, known in {"attention_mask": mask, "position_ids": positions}.items():
             value = given.get(name)
             if value is not None and not (isinstance(value, torch.Tensor) and torch.equal(value, known)):

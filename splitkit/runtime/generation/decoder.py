@@ -118,11 +118,14 @@ class DecoderChain:
                     keeper = self.chain.stage_of.get(self.caches[name], stage)
                     if (other := readers.setdefault(name, keeper)) != stage:
                         self._refuse_border(name, stage, other)
-                elif name not in known and self.chain.facts.inputs.get(name) is not None:
+                elif (like := self.chain.facts.inputs.get(name)) is not None and (
+                    # masks and positions of ranks are [sequences, positions]
+                    name not in known or (name in (inputs.mask, inputs.positions) and like.dim() != 2)
+                ):
                     raise PipelineError(
                         "SK801",
                         f"stage {stage} reads the input {name}, which ranks cannot make from a prompt",
-                        "Generate in one process, with transformers' generate.",
+                        "Generate in one process: sk.generator(model, split, devices).",
                         [name],
                     )
 

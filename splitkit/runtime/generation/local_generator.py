@@ -14,7 +14,7 @@ from torch import nn
 from splitkit._torch import attributes_of
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
-from splitkit.graph.caches import ENCODER_CACHES
+from splitkit.graph.caches import runs_outside
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.runtime.devices.accelerators import same_device
 from splitkit.runtime.devices.device_map import Devices
@@ -44,7 +44,7 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
 
     Args:
         model: the model that was captured, for its configuration and its ``generate``; its weights may be on ``meta``
-            if the split has some, but for an encoder and what images need.
+            if the split has some.
         split: of the graph of `splitkit.capture_decoder`.
         devices: part -> device, or devices in the order of the parts, or one for all; by default the devices in the
             plan.
@@ -57,9 +57,11 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     kind = type(model)
     if not hasattr(model, "generate") or not hasattr(model, "prepare_inputs_for_generation"):
         raise PipelineError("SK801", f"{kind.__name__} has no generate", "Give a model of transformers that generates.")
+    before = parameters_and_buffers(split.flow.root)
+    # what load has read
+    _share(model, {}, before)
     _require_weights(model, split)
     rest, signature = _unread(model, split), inspect.signature(kind.forward)
-    before = parameters_and_buffers(split.flow.root)
     step = ModelStep(model, split, devices)
     _share(model, before, parameters_and_buffers(step.decoder.tensors))
     first = next(iter(step.decoder.devices.values()))
@@ -89,16 +91,14 @@ def _unread(model: nn.Module, split: Split) -> list[int]:
 
 
 def _require_weights(model: nn.Module, split: Split) -> None:
-    """Refuse a model on ``meta`` of which an encoder, or what images need, runs whole: `load` reads parts only.
+    """Refuse a model on ``meta`` of which an encoder, or what images need, runs whole.
 
     Raises:
         PipelineError: SK807.
     """
-    graph = split.flow.graph
-    whole = ENCODER_CACHES in split.flow.root.meta or graph.find_nodes(op="placeholder", target="inputs_embeds")
-    if not whole:
+    if not runs_outside(split.flow.root):
         return
-    read = {str(node.target) for node in graph.find_nodes(op="get_attr") if node.users}
+    read = {str(node.target) for node in split.flow.graph.find_nodes(op="get_attr") if node.users}
     named: dict[int, list[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         named.setdefault(id(tensor), []).extend([name] if tensor.is_meta else [])
@@ -107,7 +107,7 @@ def _require_weights(model: nn.Module, split: Split) -> None:
         raise PipelineError(
             "SK807",
             f"{listed(lacking, 2)} are on meta: an encoder, or what images need, runs whole and is in no part",
-            "Make the model with its weights, for example by from_pretrained; splitkit.load reads those of parts.",
+            "Load the weights first: splitkit.load(split, folder, devices).",
             lacking,
         )
 

@@ -9,7 +9,8 @@ from inspect import signature
 from typing import Any
 
 from splitkit.errors import CaptureError
-from splitkit.frontends.decoder.example_step import QUERY, example_step
+from splitkit.frontends.decoder.example_step import example_step
+from splitkit.frontends.decoder.generate_calls import QUERY
 from splitkit.studies.fit.fit_result import FittedDevice
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_files import is_config
