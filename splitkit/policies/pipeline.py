@@ -158,7 +158,7 @@ class Pipeline:
 
     def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]
-        plan = staged_plan(frontiers.problems.positions, best.ends, choices, self._note(frontiers, found, best))
+        plan = staged_plan(frontiers.problems.members, best.ends, choices, self._note(frontiers, found, best))
         plan = replace(plan, offloaded=_offloaded(frontiers, best, choices))
         run = best.run
         stages = [s for s, rank in enumerate(run.order.rank_of) if rank == run.busiest_rank]

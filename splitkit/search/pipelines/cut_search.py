@@ -96,8 +96,7 @@ class CutSearch:
         self.scoring: CutScoring = CutScoring(self.choices, order, links)
         self.cuts = candidate_cuts(self.problems)
         self.single = order.rank_of == tuple(range(self.stages))
-        both = self.problems.forward + self.problems.backward
-        self._time = both[self.cuts]
+        self._time = self.problems.seconds[self.cuts]
 
     def run(self) -> FoundCuts:
         """Search, and prove a bound."""
@@ -224,7 +223,7 @@ class CutSearch:
                     again = bound(left // max(1, count)) if left >= 0 else np.inf
                 if not np.isfinite(again):
                     return float("inf")
-                costs[stage] = self.problems.seconds_of(*spans[stage], again)
+                costs[stage] = self.problems.least_seconds(*spans[stage], again)
         return simulate_schedule(costs, self.order, links=self.links).seconds
 
     @property
@@ -464,7 +463,7 @@ def candidate_cuts(problems: StageProblems, most: int = _CUTS) -> Ints:
     size, legal = len(positions.forward), positions.legal
     if len(legal) > most:
         sent = bytes_across(positions.activations, legal) + bytes_across(positions.gradients, legal)
-        both = (problems.forward + problems.backward)[legal]
+        both = problems.seconds[legal]
         kept: dict[float, int] = {}
         for i in range(len(legal)):
             best = kept.setdefault(float(both[i]), i)

@@ -116,8 +116,7 @@ class OffloadCutSearch(CutSearch):
         alone = plain.run()
         if len(self.cuts) <= self.stages or all(limit is None for limit in self.limits):
             return alone
-        both = self.problems.forward + self.problems.backward
-        pace = float(both[-1] - both[0]) * self.order.microbatches / len(self.order.ranks)
+        pace = float(self.problems.seconds[-1]) * self.order.microbatches / len(self.order.ranks)
         place = {int(cut): number for number, cut in enumerate(self.cuts)}
         seeds = CutSearch(self.frontiers, self.order, self.links, self._relaxed(pace)).seeds()
         if alone.best is not None:
