@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from math import comb
 
 import numpy as np
@@ -42,7 +42,8 @@ _CUTS = 200  # the most positions of cuts that are looked at
 _LIMITS = 12  # limits on the slowest stage that are tried
 _STEPS = 40  # rounds of a dynamic program in which entries become exact
 _MOVES = 300  # candidates of a local search
-_HALVINGS = 8  # of the memory, for a refusal that says what would do
+_LEAN = 24  # cuts near the best ones that are looked at for the lowest peak
+_TINY = 60  # ops that may be saved, of a graph of which all cuts are looked at for the lowest peak
 _ALL = 400  # cuts that are all looked at
 _SMALL = 150  # ops of a stage for which an integer program is solved
 _REPAIRS = 200  # cuts that are looked at to make a candidate fit
@@ -113,11 +114,16 @@ class CutSearch:
             known = self._fitting(candidates)
             if len(known) < len(candidates):
                 known += [s for ends in list(candidates)[:2] if (s := self.repaired(ends)) is not None]
-        best = self.local(known or self._fitting(self._tight()))
+        best = self.local(known or self._fitting(self._tight()) or self._lean_ones())
         if self.few:
             least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    def _lean_ones(self) -> list[ScoredCuts]:
+        """Return the cuts with the lowest peak if they fit: what a refusal names is found with more memory, too."""
+        found = self.smallest()
+        return [] if found is None or not self.scoring.fits(found) else [self.scoring.relaxed(found)]
 
     def _fitting(self, candidates: Iterable[tuple[int, ...]]) -> list[ScoredCuts]:
         return [scored for scored in map(self.scored, candidates) if scored is not None]
@@ -155,24 +161,36 @@ class CutSearch:
         return CutSearch(self.frontiers, self.order, self.links, limits)
 
     def smallest(self) -> ScoredCuts | None:
-        """Return cuts that fit in little memory, although not in the limits: the lowest peak that was found.
+        """Return the lowest peak that was found; what is looked at does not depend on the limits."""
+        if len(self.cuts) <= self.stages:
+            return None
+        if self.few and len(self.problems.whole.ops) <= _TINY:
+            last = len(self.cuts) - 1
+            every = [(*inner, last) for inner in combinations(range(1, last), self.stages - 1)]
+            return self._leaner(every, None)
+        best = self._leaner(dict.fromkeys([self._even(), *self._balanced(), *self._by_blocks(), *self._tight()]), None)
+        place = {int(c): i for i, c in enumerate(self.cuts)}
+        tried: dict[tuple[int, ...], None] = {}
+        while len(tried) < _LEAN:
+            tight = max(range(best.run.ranks), key=best.run.peaks.__getitem__)
+            near = (e for e in self._neighbours(tuple(place[c] for c in best.ends), tight) if e not in tried)
+            some = list(islice(dict.fromkeys(near), _LEAN - len(tried)))
+            tried.update(dict.fromkeys(some))
+            found = self._leaner(some, best)
+            if found is best:
+                break
+            best = found
+        return best
 
-        Each candidate is planned for ever less memory, until it does not fit.
-        """
-        ends = dict.fromkeys([self._even(), *self._balanced(), *self._tight()])
-        best: ScoredCuts | None = None
-        for each in ends:
-            free = self.like([None] * len(self.limits)).scoring
-            now = free.of([int(self.cuts[e]) for e in each])
-            low, high = 0, 0 if now is None else max(now.run.peaks)
-            for _ in range(_HALVINGS):
-                middle = (low + high) // 2 if best is None else min((low + high) // 2, max(best.run.peaks))
-                tight = self.like([middle] * len(self.limits)).scoring
-                found = tight.of([int(self.cuts[e]) for e in each])
-                low, high = (middle, high) if found is None else (low, max(found.run.peaks))
-                now = now if found is None else found
-            if now is not None and (best is None or max(now.run.peaks) < max(best.run.peaks)):
-                best = now
+    def _leaner(self, candidates: Iterable[tuple[int, ...]], best: ScoredCuts | None) -> ScoredCuts:
+        """Return the cuts with the lowest peak."""
+        ends = [[int(self.cuts[e]) for e in each] for each in candidates]
+        for least, each in sorted((self.scoring.least_peak(each), each) for each in ends):
+            if best is None or least < max(best.run.peaks):
+                found = self.scoring.leanest(each)
+                if best is None or max(found.run.peaks) < max(best.run.peaks):
+                    best = found
+        assert best is not None
         return best
 
     def all_cuts(self, best: ScoredCuts | None, scoring: CutScoring) -> tuple[float, ScoredCuts | None]:
@@ -406,7 +424,7 @@ class CutSearch:
             now, better = start, True
             while better and budget > 0:
                 better = False
-                for ends in self._neighbours(tuple(place[e] for e in now.ends), now):
+                for ends in self._neighbours(tuple(place[e] for e in now.ends), now.run.busiest_rank):
                     if self._surely(ends) >= now.seconds:
                         continue
                     before = len(self.scoring.tried)
@@ -426,10 +444,9 @@ class CutSearch:
         np.add.at(loads, list(self.order.rank_of), np.diff(self._time[[0, *ends]]))
         return float(loads.max()) * self.order.microbatches
 
-    def _neighbours(self, ends: tuple[int, ...], now: ScoredCuts) -> Iterator[tuple[int, ...]]:
-        """Yield cuts that differ a little: first those that make the busiest rank's stages smaller."""
-        busy = now.run.busiest_rank
-        own = [s for s, r in enumerate(self.order.rank_of) if r == busy]
+    def _neighbours(self, ends: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
+        """Yield cuts that differ a little: first those that make a rank's stages smaller."""
+        own = [s for s, r in enumerate(self.order.rank_of) if r == rank]
         inner = range(len(ends) - 1)
         for step in (1, 2, 4):
             for stage in own:
