@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
+
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
@@ -16,7 +18,7 @@ from splitkit.search.pipelines.stage_frontiers import FrontierPoint
 
 _ROUNDS = 6
 _PRODUCTS = 1000  # combinations of points of all ranks that are sorted
-_SIMULATED = 60  # and of these simulated, for each way to cut
+_SIMULATED = 300  # and of these simulated, for each way to cut
 
 Moved = tuple[tuple[int, ...], ...]
 """For each stage the storages of its problem that go to the host."""
@@ -63,6 +65,8 @@ class CutScoring:
     def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None) -> None:
         self.choices, self.order, self.links = choices, order, links
         self.tried: dict[tuple[int, ...], ScoredCuts | None] = {}
+        self.proven: dict[tuple[int, ...], float] = {}
+        """Cuts -> a lower bound on their step, where all points of their stages were looked at."""
         self._lean: dict[tuple[int, ...], ScoredCuts] = {}
 
     def of(self, ends: Sequence[int]) -> ScoredCuts | None:
@@ -97,14 +101,17 @@ class CutScoring:
             [points for needed, points in self.choices.combined(rank, spans) if limit is None or needed <= limit]
             for rank, (spans, limit) in enumerate(zip(self._spans(ends), self.choices.limits, strict=True))
         ]
-        if not all(fits):
-            return best
-        for seconds, points in self._products(ends, fits):
-            if best is not None and seconds >= best.seconds * (1 - 1e-12):
+        bounds, most = self._products(ends, fits)
+        bound = np.inf
+        for bound, points in bounds:
+            if best is not None and bound >= best.seconds * (1 - 1e-12):
                 break
             found = self._run(ends, points)
-            if self.fits(found) and (best is None or found.seconds < best.seconds):
+            if (best is None or found.seconds < best.seconds) and self.fits(found):
                 best = found
+        else:
+            bound = most
+        self.proven[ends] = bound if best is None else min(bound, best.seconds)
         return best
 
     def leanest(self, ends: Sequence[int]) -> ScoredCuts:
@@ -139,14 +146,22 @@ class CutScoring:
         """Return a lower bound on the peaks of `leanest`."""
         return max(self.choices.lean(rank, spans)[0] for rank, spans in enumerate(self._spans(ends)))
 
-    def _products(self, ends: Sequence[int], own: Sequence[Sequence[Points]]) -> list[tuple[float, Points]]:
-        """Return (lower bound on the step, points by stage) of combinations of all ranks, by rising bound."""
+    def _products(self, ends: Sequence[int], own: Sequence[Sequence[Points]]) -> tuple[list[tuple[float, Points]], float]:
+        """Return (lower bound on the step, points by stage) of combinations of all ranks, and a bound for all others."""
         each = max(1, int(_PRODUCTS ** (1 / len(own))))
-        busy = [[self._busy(spans, points) for points in some[:each]] for spans, some in zip(self._spans(ends), own, strict=True)]
+        busy = [
+            [self._busy(spans, points) for points in some[:each]]
+            for spans, some in zip(self._spans(ends), own, strict=True)
+        ]
         numbers = product(*(range(len(some)) for some in busy))
         bounds = sorted((max(b[i] for b, i in zip(busy, at, strict=True)), sum(at), at) for at in numbers)
-        found = ((bound, [some[i] for some, i in zip(own, at, strict=True)]) for bound, _, at in bounds[:_SIMULATED])
-        return [(bound, self._by_stage(points)) for bound, points in found]
+        found = [
+            (bound, self._by_stage([some[i] for some, i in zip(own, at, strict=True)]))
+            for bound, _, at in bounds[:_SIMULATED]
+        ]
+        if any(len(some) > each for some in own):
+            return found, 0.0
+        return found, bounds[_SIMULATED][0] if len(bounds) > _SIMULATED else np.inf
 
     def _lean_products(self, own: Sequence[Sequence[tuple[int, Points]]]) -> list[tuple[int, Points]]:
         """Return (lower bound on the peak, points by stage) of combinations of all ranks, by rising bound."""
@@ -161,8 +176,10 @@ class CutScoring:
         return sum(c.forward + c.backward for c in costs) * self.order.microbatches
 
     def _by_stage(self, points: Sequence[Points]) -> Points:
-        pairs = (pair for load, own in zip(self.choices.loads, points, strict=True) for pair in zip(load.stages, own, strict=True))
-        return tuple(point for _, point in sorted(pairs, key=lambda pair: pair[0]))
+        found: dict[int, FrontierPoint] = {}
+        for load, own in zip(self.choices.loads, points, strict=True):
+            found |= zip(load.stages, own, strict=True)
+        return tuple(found[stage] for stage in range(len(found)))
 
     def _run(self, ends: tuple[int, ...], points: Points, moved: Moved = ()) -> ScoredCuts:
         spans = list(zip((0, *ends[:-1]), ends, strict=True))

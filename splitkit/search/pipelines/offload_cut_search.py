@@ -56,6 +56,7 @@ class OffloadScoring(CutScoring):
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         best = super()._score(ends)
+        self.proven.pop(ends, None)  # of steps without offload
         if best is not None and not any(point.seconds for point in best.points):
             return best
         for share in _SHARES:
