@@ -25,10 +25,12 @@ def graph_temporaries(graph: fx.GraphModule, outputs: int | None = None) -> int:
     steps = len(run.steps)
     for _, value in returned:
         run.hold(value, steps)
-    apart = {number for _, value in returned[len(returned) if outputs is None else outputs :] for number in value.values()}
+    apart = {
+        number for _, value in returned[len(returned) if outputs is None else outputs :] for number in value.values()
+    }
     change = [0] * (steps + 2)
     for number, storage in enumerate(run.storages):
         if storage.born != BEFORE and number not in apart:
             change[storage.born] += storage.nbytes
             change[min(storage.dies, steps) + 1] -= storage.nbytes
-    return max((live + more for live, more in zip(accumulate(change), run.transient)), default=0)
+    return max((live + more for live, more in zip(accumulate(change[:steps]), run.transient, strict=True)), default=0)

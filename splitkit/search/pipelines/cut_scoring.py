@@ -146,8 +146,10 @@ class CutScoring:
         """Return a lower bound on the peaks of `leanest`."""
         return max(self.choices.lean(rank, spans)[0] for rank, spans in enumerate(self._spans(ends)))
 
-    def _products(self, ends: Sequence[int], own: Sequence[Sequence[Points]]) -> tuple[list[tuple[float, Points]], float]:
-        """Return (lower bound on the step, points by stage) of combinations of all ranks, and a bound for all others."""
+    def _products(
+        self, ends: Sequence[int], own: Sequence[Sequence[Points]]
+    ) -> tuple[list[tuple[float, Points]], float]:
+        """Return (lower bound on the step, points by stage) of combinations of all ranks, and a bound for others."""
         each = max(1, int(_PRODUCTS ** (1 / len(own))))
         busy = [
             [self._busy(spans, points) for points in some[:each]]

@@ -258,7 +258,6 @@ class CutSearch:
         Halve the range of a share where the bound is lowest: each range counts with the least that is in either half.
         """
 
-
         def bound(low: Floats, high: Floats) -> float:
             early, late = (low * either).tolist(), ((1.0 - high) * either * (not self.problems.divided)).tolist()
             shared = [

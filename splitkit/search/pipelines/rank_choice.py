@@ -107,7 +107,9 @@ class RankChoice:
             return ladders
         each = max(2, int(_COMBINED ** (1 / len(spans))))
         lean = (sorted(own, key=lambda p: p.saved)[: each // 2] for own in ladders)
-        return [tuple(dict.fromkeys([*own[: each - each // 2], *less])) for own, less in zip(ladders, lean, strict=True)]
+        return [
+            tuple(dict.fromkeys([*own[: each - each // 2], *less])) for own, less in zip(ladders, lean, strict=True)
+        ]
 
     def _held(self, rank: int, spans: Sequence[Span], limit: int) -> _Held:
         known = [self.bytes_of(span) for span in spans]
