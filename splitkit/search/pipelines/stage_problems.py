@@ -223,9 +223,9 @@ class StageProblems:
         return self._timed(
             start,
             end,
-            sum(self._seconds[op] for op in forward),
-            sum(self._seconds[op] for op in backward if op not in late),
-            sum(self._seconds[op] for op in backward if op in late),
+            sum((self._seconds[op] for op in forward), 0.0),
+            sum((self._seconds[op] for op in backward if op not in late), 0.0),
+            sum((self._seconds[op] for op in backward if op in late), 0.0),
         )
 
     def least_seconds(self, start: int, end: int, again: float) -> StageCosts:
@@ -233,7 +233,7 @@ class StageProblems:
         backward = float(self.backward[end] - self.backward[start]) + again
         weight = 0.0
         if self.divided:
-            weight = sum(self.in_backward[op] for op in self.halves.weights(start, end)) if start else backward
+            weight = float(sum(self.in_backward[op] for op in self.halves.weights(start, end))) if start else backward
         forward = float(self.forward[end] - self.forward[start])
         return self._timed(start, end, max(0.0, forward), max(0.0, backward - weight), min(weight, backward))
 

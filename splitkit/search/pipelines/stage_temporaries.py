@@ -139,13 +139,16 @@ class StageTemporaries:
         """
         made, held, nbytes, maker = self.order.made, self.order.held, self.order.nbytes, self._maker
         last: dict[int, int] = {}
+        here: dict[int, set[int]] = {}
+        """Op -> the storages made here that its values lie in: what comes from forward may share one made again here."""
         for step, op in enumerate(ops):
-            for storage in held[op]:
-                last[storage] = step
+            read = {s for source in self.order.sources[op] for s in here.get(source, ())}
+            own = {s for s in held[op] if s in read or maker[s] == op}
+            last |= dict.fromkeys(own, step)
+            here[op] = own.intersection(made[op])
         dies: list[list[int]] = [[] for _ in ops]
-        here = set(ops)
         for storage, step in last.items():
-            if maker[storage] in here and storage not in apart and storage not in kept:
+            if storage not in apart and storage not in kept:
                 dies[step].append(storage)
         live = peak = 0
         for step, op in enumerate(ops):

@@ -47,7 +47,7 @@ def test_models(name):
 
 def test_a_claim_is_the_step_of_these_costs():
     joint, costs = random_training_graph(5)
-    for memory in (None, "12KiB"):
+    for memory in (None, "40KiB"):
         plan = Pipeline(2, "1f1b", 6, memory).assign(joint.flow, costs)
         step = sk.simulate_schedule(joint.split(plan).stage_costs(costs), "1f1b", 6)
         assert plan.claim.value == step.seconds

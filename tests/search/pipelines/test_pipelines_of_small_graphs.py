@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import pytest
 from campaigns import these_first
@@ -14,7 +13,6 @@ from splitkit.errors import NoPlanError
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.policies import Pipeline
-from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 
 WAYS = ((2, "gpipe", 4), (2, "1f1b", 6), (3, "1f1b", 4), (4, "zbv", 4))
 FIRST = [(1, WAYS[0]), (5, WAYS[1])]
