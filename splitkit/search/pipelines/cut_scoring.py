@@ -130,6 +130,9 @@ class CutScoring:
 
     def relaxed(self, found: ScoredCuts) -> ScoredCuts:
         """Let stages recompute less as long as the step fits, the one that recomputes longest first."""
+        self.tried[found.ends] = found
+        if any(found.moved):
+            return found
         spans = found.spans
         for stage in sorted(range(len(spans)), key=lambda s: -found.points[s].seconds):
             for point in self.choices.frontiers.of(*spans[stage]).ladder:

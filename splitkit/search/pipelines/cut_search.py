@@ -163,6 +163,10 @@ class CutSearch:
 
     def smallest(self) -> ScoredCuts | None:
         """Return the lowest peak that was found; what is looked at does not depend on the limits."""
+        return self._smallest
+
+    @cached_property
+    def _smallest(self) -> ScoredCuts | None:
         if len(self.cuts) <= self.stages:
             return None
         if self.few and len(self.problems.whole.ops) <= _TINY:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, inf
 
 from splitkit.costs import Links
@@ -30,6 +30,7 @@ from splitkit.search.pipelines.stage_transfers import StageTransfers
 _SHARES = (1.0, 0.5, None)
 """Shares of a rank's time in which its link may be busy; ``None``: the largest first, and nothing recomputed."""
 _MOST = 2**60
+_HALVINGS = 8  # of the memory, for a refusal that says what would do
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,8 @@ class OffloadCutSearch(CutSearch):
         seeds = CutSearch(self.frontiers, self.order, self.links, self._relaxed(pace)).seeds()
         if alone.best is not None:
             seeds.append(tuple(place[end] for end in alone.best.ends))
-        best = self.local(self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight()))
+        fitting = self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight())
+        best = self.local(fitting or ([] if alone.best is None else [alone.best]) or self._lean_ones())
         if best is None:
             return FoundCuts(None, 0.0, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
         relaxed = CutSearch(self.frontiers, self.order, self.links, self._relaxed(best.seconds))
@@ -131,6 +133,22 @@ class OffloadCutSearch(CutSearch):
             least, found = relaxed.all_cuts(best, self.scoring)
             bound, best = max(bound, least), found or best
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    @cached_property
+    def _smallest(self) -> ScoredCuts | None:
+        """The lowest peak with offload: some cuts are planned for ever less memory than is enough without."""
+        best = CutSearch(self.frontiers, self.order, self.links, self.limits).smallest()
+        if best is None:
+            return None
+        ends = dict.fromkeys([best.ends, *(tuple(int(self.cuts[e]) for e in each) for each in self._tight())])
+        for each in ends:
+            low, high = 0, max(best.run.peaks)
+            for _ in range(_HALVINGS):
+                middle = (low + high) // 2
+                found = self.like([middle] * len(self.limits)).scoring.of(each)
+                low, high = (middle, high) if found is None else (low, max(found.run.peaks))
+                best = best if found is None else min(best, found, key=lambda scored: max(scored.run.peaks))
+        return best
 
     def _relaxed(self, seconds: float) -> list[int | None]:
         """Return the memory of each rank and what it can have on the host at once in a step of so many seconds."""

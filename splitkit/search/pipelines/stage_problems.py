@@ -11,8 +11,10 @@ restricted to an interval of positions::
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,10 +225,14 @@ class StageProblems:
         return self._timed(
             start,
             end,
-            sum((self._seconds[op] for op in forward), 0.0),
-            sum((self._seconds[op] for op in backward if op not in late), 0.0),
-            sum((self._seconds[op] for op in backward if op in late), 0.0),
+            self._sum(forward),
+            self._sum(op for op in backward if op not in late),
+            self._sum(op for op in backward if op in late),
         )
+
+    def _sum(self, ops: Iterable[int]) -> float:
+        """Add up seconds in the order of the graph, one by one, so that the last bit is that of `StagedStep`."""
+        return reduce(add, (self._seconds[op] for op in ops), 0.0)
 
     def least_seconds(self, start: int, end: int, again: float) -> StageCosts:
         """Return the least times of a stage that recomputes for ``again`` seconds; ops of `either` are left out."""

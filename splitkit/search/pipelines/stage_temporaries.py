@@ -139,11 +139,11 @@ class StageTemporaries:
         """
         made, held, nbytes, maker = self.order.made, self.order.held, self.order.nbytes, self._maker
         last: dict[int, int] = {}
-        here: dict[int, set[int]] = {}
-        """Op -> the storages made here that its values lie in: what comes from forward may share one made again here."""
+        here: dict[int, frozenset[int]] = {}
+        """Op -> the storages made here that its values lie in; a view that forward hands over lies in another copy."""
         for step, op in enumerate(ops):
             read = {s for source in self.order.sources[op] for s in here.get(source, ())}
-            own = {s for s in held[op] if s in read or maker[s] == op}
+            own = frozenset(s for s in held[op] if s in read or maker[s] == op)
             last |= dict.fromkeys(own, step)
             here[op] = own.intersection(made[op])
         dies: list[list[int]] = [[] for _ in ops]
@@ -160,7 +160,7 @@ class StageTemporaries:
             for number, term in enumerate(others):
                 live += total
                 peak = max(peak, live)
-                read = term if number else (*first, *term)
-                left.subtract(read)
-                live -= sum(nbytes[s] for s in {*read} if not left[s]) + (total if number else 0)
+                added = term if number else (*first, *term)
+                left.subtract(added)
+                live -= sum(nbytes[s] for s in {*added} if not left[s]) + (total if number else 0)
         return peak

@@ -27,10 +27,11 @@ def staged_plan(members: StageMembers, ends: Sequence[int], choices: Sequence[Ch
     places: dict[Node, tuple[PartKey, ...]] = dict.fromkeys(members.positions.flow.nodes, ())
     starts = (0, *ends[:-1])
     for stage, (start, end, choice) in enumerate(zip(starts, ends, choices, strict=True)):
-        for half, ops in zip(("forward", "backward"), members.of(start, end, choice), strict=True):
+        parts_here = StagePart("forward", stage), StagePart("backward", stage)
+        for part, ops in zip(parts_here, members.of(start, end, choice), strict=True):
             for node in members.order.nodes(ops):
                 if node in places:
-                    places[node] += (StagePart(half, stage),)
+                    places[node] += (part,)
     parts = [StagePart("forward", s) for s in range(len(ends))]
     parts += [StagePart("backward", s) for s in reversed(range(len(ends)))]
     return Plan(places, {key: Part(key) for key in parts}, note=note)
