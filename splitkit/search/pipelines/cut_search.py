@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, islice, pairwise
 from math import comb
@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
 from splitkit.search.pipelines.cut_times import CutTimes
 from splitkit.search.pipelines.joint_positions import bytes_across
+from splitkit.search.pipelines.least_step import LeastStep
 from splitkit.search.pipelines.rank_choice import RankChoice
 from splitkit.search.pipelines.rank_loads import rank_loads, warm_up
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
@@ -45,8 +44,6 @@ _MOVES = 300  # candidates of a local search
 _LEAN = 24  # cuts near the best ones that are looked at for the lowest peak
 _TINY = 60  # ops that may be saved, of a graph of which all cuts are looked at for the lowest peak
 _ALL = 400  # cuts that are all looked at
-_RANGES = 60  # shares of what may run in forward or backward that are simulated for a bound
-_SMALL = 150  # ops of a stage for which an integer program is solved
 _REPAIRS = 200  # cuts that are looked at to make a candidate fit
 _RELAXED = 6  # candidates that the bound found
 _STARTS = 3  # candidates from which a local search starts
@@ -98,6 +95,7 @@ class CutSearch:
         self.scoring: CutScoring = CutScoring(self.choices, order, links)
         self.cuts = candidate_cuts(self.problems)
         self.single = order.rank_of == tuple(range(self.stages))
+        self._least = LeastStep(self.choices, order, links)
         self._time = self.problems.seconds[self.cuts]
 
     def run(self) -> FoundCuts:
@@ -211,7 +209,7 @@ class CutSearch:
         least = []
         for inner in combinations(range(1, len(self.cuts) - 1), self.stages - 1):
             ends = tuple(int(self.cuts[e]) for e in (*inner, len(self.cuts) - 1))
-            least.append((self._least_step(ends), ends))
+            least.append((self._least.of(ends), ends))
         heapq.heapify(least)
         exact: set[tuple[int, ...]] = set()
         lowest = float("inf")  # of the cuts that were scored
@@ -228,58 +226,8 @@ class CutSearch:
             else:
                 exact.add(ends)
                 enough = np.inf if best is None else best.seconds
-                heapq.heapreplace(least, (max(bound, self._least_step(ends, enough)), ends))
+                heapq.heapreplace(least, (max(bound, self._least.of(ends, enough)), ends))
         return min([lowest, *(bound for bound, _ in least[:1])]), best
-
-    def _least_step(self, ends: Sequence[int], enough: float | None = None) -> float:
-        """Return a lower bound on the step of some cuts; infinite if a rank cannot hold its stages.
-
-        Args:
-            ends: the cuts.
-            enough: look for a sharper bound, up to this.
-        """
-        spans, exact = list(zip((0, *ends[:-1]), ends, strict=True)), enough is not None
-        costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
-        for rank, load in enumerate(self.choices.loads):
-            fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
-            for stage, count in zip(load.stages, load.surely().tolist(), strict=True):
-                limit, again = self.limits[rank], 0.0
-                if limit is not None:
-                    made = self.problems.peaks.gradients[list(spans[stage])]
-                    left = limit - fixed - int(made[1] - made[0])
-                    frontier = self.frontiers.of(*spans[stage])
-                    bound = frontier.least if exact and len(frontier.problem.ops) <= _SMALL else frontier.bound
-                    again = bound(left // max(1, count)) if left >= 0 else np.inf
-                if not np.isfinite(again):
-                    return float("inf")
-                costs[stage] = self.problems.least_seconds(*spans[stage], again)
-        either = np.array([self.problems.either[b] - self.problems.either[a] for a, b in spans])
-        return self._least_share(costs, either, 0.0 if enough is None else enough)
-
-    def _least_share(self, costs: Sequence[StageCosts], either: Floats, enough: float) -> float:
-        """Return a lower bound on the step if each stage has any share of ``either`` in forward, the rest in backward.
-
-        Halve the range of a share where the bound is lowest: each range counts with the least that is in either half.
-        """
-
-        def bound(low: Floats, high: Floats) -> float:
-            early, late = (low * either).tolist(), ((1.0 - high) * either * (not self.problems.divided)).tolist()
-            shared = [
-                replace(c, forward=c.forward + f, backward_input=c.backward_input + b)
-                for c, f, b in zip(costs, early, late, strict=True)
-            ]
-            return simulate_schedule(shared, self.order, links=self.links).seconds
-
-        low, high, number = np.zeros(len(costs)), np.ones(len(costs)), 0
-        ranges = [(bound(low, high), number, low, high)]
-        while ranges[0][0] < enough and number < _RANGES and either.any():
-            _, _, low, high = heapq.heappop(ranges)
-            stage = int(np.argmax((high - low) * either))
-            middle, change = (low[stage] + high[stage]) / 2, np.arange(len(low)) == stage
-            for pair in ((low, np.where(change, middle, high)), (np.where(change, middle, low), high)):
-                number += 1
-                heapq.heappush(ranges, (bound(*pair), number, *pair))
-        return ranges[0][0]
 
     @property
     def looked_at(self) -> tuple[int, int]:
