@@ -40,8 +40,8 @@ from splitkit.testing import models
 
 def plans(joint: sk.Joint, costs: Any, ranks: int, microbatches: int, share: float) -> dict[str, tuple[Any, float]]:
     """Return way -> its plan and its simulated step, all within the same share of the memory without recompute."""
-    positions, order = JointPositions.of(joint.flow), pipeline_order("1f1b", ranks, microbatches)
-    frontiers = StageFrontiers(StageProblems(positions, costs, "sgd", False))
+    order = pipeline_order("1f1b", ranks, microbatches)
+    frontiers = StageFrontiers(StageProblems(JointPositions.of(joint.flow), costs, "sgd", False))
     whole = CutSearch(frontiers, order, None, [None] * ranks).run().best
     assert whole is not None
     memory = int(share * max(whole.run.peaks))
@@ -51,7 +51,7 @@ def plans(joint: sk.Joint, costs: Any, ranks: int, microbatches: int, share: flo
     balanced = [int(search.cuts[e]) for e in next(search._balanced())]
     ways = {"block": rivals.block(memory), "once": rivals.once(balanced, memory)}
     found = {
-        name: (staged_plan(positions, way.ends, way.choices, name), way.run.seconds)
+        name: (staged_plan(frontiers.problems.members, way.ends, way.choices, name), way.run.seconds)
         for name, way in ways.items()
         if way is not None
     }

@@ -59,8 +59,9 @@ class Pipeline:
     each rank the bound is the least ``max_j (m t_j + sum of t_i before j)`` over all cuts, where no stage takes less
     time than the hull of its exact frontier says. With several stages on a rank it is the longest path through the
     schedule's order of actions, made as short as mixtures of cuts can within the memory at each moment of that order.
-    If there are few ways to cut (two stages of a small graph), all are looked at. At most 200 positions are looked at,
-    those that send the fewest bytes; the note says how many of how many.
+    If there are few ways to cut (two stages of a small graph), all are looked at, and of small stages all choices. The
+    memory that a refusal names is the lowest peak that was found; it is enough, and so is more. At most 200 positions
+    are looked at, those that send the fewest bytes; the note says how many of how many.
 
     ``Pipeline(4, memory="80GiB", offload="pcie5")`` may also move saved activations to the host while other
     microbatches run. A value leaves during its stage's forward and the rank's next action, and returns during the
@@ -143,7 +144,7 @@ class Pipeline:
             raise _too_few(self.n, len(search.cuts) - 1)
         found = search.run()
         if found.best is None:
-            raise self._infeasible(frontiers, found)
+            raise self._infeasible(frontiers, found, search.smallest())
         best = found.best
         again = tuple(point.seconds for point in best.points)
         return PlannedPipeline(self._plan(frontiers, found, best), best.run, self._limits, again)
@@ -158,7 +159,7 @@ class Pipeline:
 
     def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]
-        plan = staged_plan(frontiers.problems.positions, best.ends, choices, self._note(frontiers, found, best))
+        plan = staged_plan(frontiers.problems.members, best.ends, choices, self._note(frontiers, found, best))
         plan = replace(plan, offloaded=_offloaded(frontiers, best, choices))
         run = best.run
         stages = [s for s, rank in enumerate(run.order.rank_of) if rank == run.busiest_rank]
@@ -193,11 +194,10 @@ class Pipeline:
             f"simulated, {found.classes} frontiers"
         )
 
-    def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts) -> NoPlanError:
-        """Return the refusal; the memory that it names was tried."""
+    def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts, enough: ScoredCuts | None) -> NoPlanError:
+        """Return the refusal; the memory that it names is the peak of a plan, which is found with it."""
         limits = self._limits
         least = min(limit for limit in limits if limit is not None)
-        enough = self._search(frontiers, limits).smallest()
         remedy = "Use more stages, a smaller microbatch, or an optimizer with less state."
         nearest = None
         if enough is not None:

@@ -91,7 +91,7 @@ def test_stages_hold_and_send_what_the_plan_counted_on(name):
             points = [frontiers.of(*span).corners()[corner] for span in spans]
             choices = [frontiers.choice(*span, point) for span, point in zip(spans, points, strict=True)]
             costs = [frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True)]
-            step = joint.split(staged_plan(positions, (cut, size), choices, ""))
+            step = joint.split(staged_plan(frontiers.problems.members, (cut, size), choices, ""))
             sent = step.stages[0].sent_bytes
             for stage, counted in zip(step.stages, costs, strict=True):
                 assert stage.sent_bytes == counted.activation_bytes

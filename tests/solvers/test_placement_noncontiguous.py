@@ -120,3 +120,10 @@ def test_too_little_memory_is_told_with_what_would_do():
         noncontiguous(problem)
     assert caught.value.cause == "memory" and caught.value.exact
     assert caught.value.capacity == 6 and caught.value.devices == 3
+
+
+def test_what_takes_no_time_on_some_device_is_done_at_once():
+    slots = [Slot(0), Slot(0), Slot(1)]  # the bound must not be below 0 because prices were rounded
+    problem = Problem.of(np.array([[0.3, 0.7, 0.1], [0.0, 0.0, 0.0]]), [(0.2, (0, 1))], [], slots)
+    found = noncontiguous(problem, seconds=0.1)
+    assert (found.value, found.bound, found.device.tolist()) == (0.0, 0.0, [2, 2, 2])

@@ -284,7 +284,7 @@ class StagedStep(Shown):
     ) -> StageCosts:
         stage = self.stages[number]
         forward, backward, first, weight = (seconds.get((half, number), 0.0) for half in HALVES)
-        late = [graph_temporaries(g, outputs=True) for g in (stage.backward, stage.weight) if g is not None]
+        late = [graph_temporaries(g) for g in (stage.backward, stage.weight) if g is not None]
         parameters, gradients = self.parameter_bytes(number)
         return StageCosts(
             forward=forward,
@@ -294,7 +294,7 @@ class StagedStep(Shown):
             deferred_bytes=stage.waiting_bytes,
             activation_bytes=stage.sent_bytes,
             input_gradient_bytes=stage.gradients_sent_bytes,
-            temporary_bytes=max(graph_temporaries(stage.forward, outputs=False), *late),
+            temporary_bytes=max(graph_temporaries(stage.forward, len(stage.outputs)), *late),
             parameter_bytes=sum(parameters.values()),
             gradient_bytes=sum(gradients.values()),
             optimizer_bytes=sum(gradients.values()) * STATE_OF[optimizer] if optimizer else 0,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
@@ -14,6 +17,8 @@ from splitkit.search.pipelines.rank_choice import Points, RankChoice, Span
 from splitkit.search.pipelines.stage_frontiers import FrontierPoint
 
 _ROUNDS = 6
+_PRODUCTS = 1000  # combinations of points of all ranks that are sorted
+_SIMULATED = 300  # and of these simulated, for each way to cut
 
 Moved = tuple[tuple[int, ...], ...]
 """For each stage the storages of its problem that go to the host."""
@@ -60,6 +65,9 @@ class CutScoring:
     def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None) -> None:
         self.choices, self.order, self.links = choices, order, links
         self.tried: dict[tuple[int, ...], ScoredCuts | None] = {}
+        self.proven: dict[tuple[int, ...], float] = {}
+        """Cuts -> a lower bound on their step, where all points of their stages were looked at."""
+        self._lean: dict[tuple[int, ...], ScoredCuts] = {}
 
     def of(self, ends: Sequence[int]) -> ScoredCuts | None:
         """Return the score of cuts, or ``None`` if some rank cannot hold its stages."""
@@ -78,7 +86,119 @@ class CutScoring:
         return sum(lacking)
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
-        return self._fitted(ends, self._points)
+        found = self._fitted(ends, self._points)
+        small = all(self.choices.small(rank, spans) for rank, spans in enumerate(self._spans(ends)))
+        return self._quickest(ends, found) if small else found
+
+    def _spans(self, ends: Sequence[int]) -> list[list[Span]]:
+        """Return the positions of the stages of each rank."""
+        spans = list(zip((0, *ends[:-1]), ends, strict=True))
+        return [[spans[stage] for stage in load.stages] for load in self.choices.loads]
+
+    def _quickest(self, ends: tuple[int, ...], best: ScoredCuts | None) -> ScoredCuts | None:
+        """Return the shortest step of all combinations of points that fit, of which the best may be known."""
+        fits = [
+            [points for needed, points in self.choices.combined(rank, spans) if limit is None or needed <= limit]
+            for rank, (spans, limit) in enumerate(zip(self._spans(ends), self.choices.limits, strict=True))
+        ]
+        bounds, most = self._products(ends, fits)
+        bound = np.inf
+        for bound, points in bounds:
+            if best is not None and bound >= best.seconds * (1 - 1e-12):
+                break
+            found = self._run(ends, points)
+            if (best is None or found.seconds < best.seconds) and self.fits(found):
+                best = found
+        else:
+            bound = most
+        self.proven[ends] = bound if best is None else min(bound, best.seconds)
+        return best
+
+    def leanest(self, ends: Sequence[int]) -> ScoredCuts:
+        """Return the lowest peak of the combinations of points that do not depend on the limits."""
+        key = tuple(map(int, ends))
+        if key not in self._lean:
+            ranks = list(enumerate(self._spans(key)))
+            best = self._run(key, self._by_stage([self.choices.lean(*each)[1] for each in ranks]))
+            if all(self.choices.small(*each) for each in ranks):
+                for needed, points in self._lean_products([self.choices.combined(*each) for each in ranks]):
+                    if needed >= max(best.run.peaks):
+                        break
+                    best = min(best, self._run(key, points), key=lambda scored: max(scored.run.peaks))
+            self._lean[key] = best
+        return self._lean[key]
+
+    def relaxed(self, found: ScoredCuts) -> ScoredCuts:
+        """Let stages recompute less as long as the step fits, the one that recomputes longest first."""
+        self.tried[found.ends] = found
+        if any(found.moved):
+            return found
+        spans = found.spans
+        for stage in sorted(range(len(spans)), key=lambda s: -found.points[s].seconds):
+            for point in self.choices.frontiers.of(*spans[stage]).ladder:
+                if point.seconds >= found.points[stage].seconds:
+                    break
+                changed = self._run(found.ends, (*found.points[:stage], point, *found.points[stage + 1 :]))
+                if self.fits(changed):
+                    found = changed
+                    break
+        self.tried[found.ends] = found
+        return found
+
+    def least_peak(self, ends: Sequence[int]) -> int:
+        """Return a lower bound on the peaks of `leanest`."""
+        return max(self.choices.lean(rank, spans)[0] for rank, spans in enumerate(self._spans(ends)))
+
+    def _products(
+        self, ends: Sequence[int], own: Sequence[Sequence[Points]]
+    ) -> tuple[list[tuple[float, Points]], float]:
+        """Return (lower bound on the step, points by stage) of combinations of all ranks, and a bound for others."""
+        each = max(1, int(_PRODUCTS ** (1 / len(own))))
+        busy = [
+            [self._busy(spans, points) for points in some[:each]]
+            for spans, some in zip(self._spans(ends), own, strict=True)
+        ]
+        numbers = product(*(range(len(some)) for some in busy))
+        bounds = sorted((max(b[i] for b, i in zip(busy, at, strict=True)), sum(at), at) for at in numbers)
+        found = [
+            (bound, self._by_stage([some[i] for some, i in zip(own, at, strict=True)]))
+            for bound, _, at in bounds[:_SIMULATED]
+        ]
+        if any(len(some) > each for some in own):
+            return found, 0.0
+        return found, bounds[_SIMULATED][0] if len(bounds) > _SIMULATED else np.inf
+
+    def _lean_products(self, own: Sequence[Sequence[tuple[int, Points]]]) -> list[tuple[int, Points]]:
+        """Return (lower bound on the peak, points by stage) of combinations of all ranks, by rising bound."""
+        each = max(1, int(_PRODUCTS ** (1 / len(own))))
+        short = [sorted(some, key=lambda pair: pair[0])[:each] for some in own]
+        found = sorted(product(*short), key=lambda pairs: max(needed for needed, _ in pairs))[:_SIMULATED]
+        return [(max(n for n, _ in pairs), self._by_stage([points for _, points in pairs])) for pairs in found]
+
+    def _busy(self, spans: Sequence[Span], points: Points) -> float:
+        """Return the seconds that a rank computes in a step."""
+        costs = (self.choices.frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True))
+        return sum(c.forward + c.backward for c in costs) * self.order.microbatches
+
+    def _by_stage(self, points: Sequence[Points]) -> Points:
+        found: dict[int, FrontierPoint] = {}
+        for load, own in zip(self.choices.loads, points, strict=True):
+            found |= zip(load.stages, own, strict=True)
+        return tuple(found[stage] for stage in range(len(found)))
+
+    def _run(self, ends: tuple[int, ...], points: Points, moved: Moved = ()) -> ScoredCuts:
+        spans = list(zip((0, *ends[:-1]), ends, strict=True))
+        run = simulate_schedule(self._costs(spans, points, moved), self.order, links=self.links)
+        return ScoredCuts(ends, points, run, moved)
+
+    def _over(self, found: ScoredCuts) -> list[int]:
+        """Return the bytes by which each rank exceeds its memory."""
+        pairs = zip(found.run.peaks, self.choices.limits, strict=True)
+        return [0 if limit is None else max(0, peak - limit) for peak, limit in pairs]
+
+    def fits(self, found: ScoredCuts) -> bool:
+        """Whether each rank has the memory for a step."""
+        return not any(self._over(found))
 
     def _fitted(self, ends: tuple[int, ...], choose: Choose) -> ScoredCuts | None:
         """Simulate what ``choose`` returns for these stages, given what ranks leave free, until it fits."""
@@ -88,16 +208,11 @@ class CutScoring:
             found = choose(spans, reserves)
             if found is None:
                 return None
-            points, moved = found
-            run = simulate_schedule(self._costs(spans, points, moved), self.order, links=self.links)
-            over = [
-                0 if limit is None else max(0, peak - limit)
-                for peak, limit in zip(run.peaks, self.choices.limits, strict=True)
-            ]
-            if not any(over):
-                return ScoredCuts(ends, points, run, moved)
+            scored = self._run(ends, *found)
+            if self.fits(scored):
+                return scored
             # Messages come on top of what ranks hold: leave room for those that were in the way.
-            reserves = [reserve + more for reserve, more in zip(reserves, over, strict=True)]
+            reserves = [reserve + more for reserve, more in zip(reserves, self._over(scored), strict=True)]
         return None
 
     def _costs(self, spans: Sequence[Span], points: Points, moved: Moved) -> list[StageCosts]:

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 from math import comb
 
 import numpy as np
@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
 from splitkit.search.pipelines.cut_times import CutTimes
 from splitkit.search.pipelines.joint_positions import bytes_across
+from splitkit.search.pipelines.least_step import LeastStep
 from splitkit.search.pipelines.rank_choice import RankChoice
 from splitkit.search.pipelines.rank_loads import rank_loads, warm_up
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
@@ -42,9 +41,9 @@ _CUTS = 200  # the most positions of cuts that are looked at
 _LIMITS = 12  # limits on the slowest stage that are tried
 _STEPS = 40  # rounds of a dynamic program in which entries become exact
 _MOVES = 300  # candidates of a local search
-_HALVINGS = 8  # of the memory, for a refusal that says what would do
+_LEAN = 24  # cuts near the best ones that are looked at for the lowest peak
+_TINY = 60  # ops that may be saved, of a graph of which all cuts are looked at for the lowest peak
 _ALL = 400  # cuts that are all looked at
-_SMALL = 150  # ops of a stage for which an integer program is solved
 _REPAIRS = 200  # cuts that are looked at to make a candidate fit
 _RELAXED = 6  # candidates that the bound found
 _STARTS = 3  # candidates from which a local search starts
@@ -96,8 +95,8 @@ class CutSearch:
         self.scoring: CutScoring = CutScoring(self.choices, order, links)
         self.cuts = candidate_cuts(self.problems)
         self.single = order.rank_of == tuple(range(self.stages))
-        both = self.problems.forward + self.problems.backward
-        self._time = both[self.cuts]
+        self._least = LeastStep(self.choices, order, links)
+        self._time = self.problems.seconds[self.cuts]
 
     def run(self) -> FoundCuts:
         """Search, and prove a bound."""
@@ -114,11 +113,16 @@ class CutSearch:
             known = self._fitting(candidates)
             if len(known) < len(candidates):
                 known += [s for ends in list(candidates)[:2] if (s := self.repaired(ends)) is not None]
-        best = self.local(known or self._fitting(self._tight()))
+        best = self.local(known or self._fitting(self._tight()) or self._lean_ones())
         if self.few:
             least, best = self.all_cuts(best, self.scoring)
             bound = max(bound, least)
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    def _lean_ones(self) -> list[ScoredCuts]:
+        """Return the cuts with the lowest peak if they fit: what a refusal names is found with more memory, too."""
+        found = self.smallest()
+        return [] if found is None or not self.scoring.fits(found) else [self.scoring.relaxed(found)]
 
     def _fitting(self, candidates: Iterable[tuple[int, ...]]) -> list[ScoredCuts]:
         return [scored for scored in map(self.scored, candidates) if scored is not None]
@@ -156,24 +160,40 @@ class CutSearch:
         return CutSearch(self.frontiers, self.order, self.links, limits)
 
     def smallest(self) -> ScoredCuts | None:
-        """Return cuts that fit in little memory, although not in the limits: the lowest peak that was found.
+        """Return the lowest peak that was found; what is looked at does not depend on the limits."""
+        return self._smallest
 
-        Each candidate is planned for ever less memory, until it does not fit.
-        """
-        ends = dict.fromkeys([self._even(), *self._balanced(), *self._tight()])
-        best: ScoredCuts | None = None
-        for each in ends:
-            free = self.like([None] * len(self.limits)).scoring
-            now = free.of([int(self.cuts[e]) for e in each])
-            low, high = 0, 0 if now is None else max(now.run.peaks)
-            for _ in range(_HALVINGS):
-                middle = (low + high) // 2 if best is None else min((low + high) // 2, max(best.run.peaks))
-                tight = self.like([middle] * len(self.limits)).scoring
-                found = tight.of([int(self.cuts[e]) for e in each])
-                low, high = (middle, high) if found is None else (low, max(found.run.peaks))
-                now = now if found is None else found
-            if now is not None and (best is None or max(now.run.peaks) < max(best.run.peaks)):
-                best = now
+    @cached_property
+    def _smallest(self) -> ScoredCuts | None:
+        if len(self.cuts) <= self.stages:
+            return None
+        if self.few and len(self.problems.whole.ops) <= _TINY:
+            last = len(self.cuts) - 1
+            every = [(*inner, last) for inner in combinations(range(1, last), self.stages - 1)]
+            return self._leaner(every, None)
+        best = self._leaner(dict.fromkeys([self._even(), *self._balanced(), *self._by_blocks(), *self._tight()]), None)
+        place = {int(c): i for i, c in enumerate(self.cuts)}
+        tried: dict[tuple[int, ...], None] = {}
+        while len(tried) < _LEAN:
+            tight = max(range(best.run.ranks), key=best.run.peaks.__getitem__)
+            near = (e for e in self._neighbours(tuple(place[c] for c in best.ends), tight) if e not in tried)
+            some = list(islice(dict.fromkeys(near), _LEAN - len(tried)))
+            tried.update(dict.fromkeys(some))
+            found = self._leaner(some, best)
+            if found is best:
+                break
+            best = found
+        return best
+
+    def _leaner(self, candidates: Iterable[tuple[int, ...]], best: ScoredCuts | None) -> ScoredCuts:
+        """Return the cuts with the lowest peak."""
+        ends = [[int(self.cuts[e]) for e in each] for each in candidates]
+        for least, each in sorted((self.scoring.least_peak(each), each) for each in ends):
+            if best is None or least < max(best.run.peaks):
+                found = self.scoring.leanest(each)
+                if best is None or max(found.run.peaks) < max(best.run.peaks):
+                    best = found
+        assert best is not None
         return best
 
     def all_cuts(self, best: ScoredCuts | None, scoring: CutScoring) -> tuple[float, ScoredCuts | None]:
@@ -189,7 +209,7 @@ class CutSearch:
         least = []
         for inner in combinations(range(1, len(self.cuts) - 1), self.stages - 1):
             ends = tuple(int(self.cuts[e]) for e in (*inner, len(self.cuts) - 1))
-            least.append((self._least_step(ends), ends))
+            least.append((self._least.of(ends), ends))
         heapq.heapify(least)
         exact: set[tuple[int, ...]] = set()
         lowest = float("inf")  # of the cuts that were scored
@@ -199,33 +219,15 @@ class CutSearch:
                 break
             if ends in exact:
                 heapq.heappop(least)
-                lowest = min(lowest, bound)
                 scored = scoring.of(ends)
+                lowest = min(lowest, max(bound, scoring.proven.get(ends, 0.0)))
                 if scored is not None and (best is None or scored.seconds < best.seconds):
                     best = scored
             else:
                 exact.add(ends)
-                heapq.heapreplace(least, (max(bound, self._least_step(ends, exact=True)), ends))
+                enough = np.inf if best is None else best.seconds
+                heapq.heapreplace(least, (max(bound, self._least.of(ends, enough)), ends))
         return min([lowest, *(bound for bound, _ in least[:1])]), best
-
-    def _least_step(self, ends: Sequence[int], *, exact: bool = False) -> float:
-        """Return a lower bound on the step of some cuts; infinite if a rank cannot hold its stages."""
-        spans = list(zip((0, *ends[:-1]), ends, strict=True))
-        costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
-        for rank, load in enumerate(self.choices.loads):
-            fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
-            for stage, count in zip(load.stages, load.surely().tolist(), strict=True):
-                limit, again = self.limits[rank], 0.0
-                if limit is not None:
-                    made = self.problems.peaks.gradients[list(spans[stage])]
-                    left = limit - fixed - int(made[1] - made[0])
-                    frontier = self.frontiers.of(*spans[stage])
-                    bound = frontier.least if exact and len(frontier.problem.ops) <= _SMALL else frontier.bound
-                    again = bound(left // max(1, count)) if left >= 0 else np.inf
-                if not np.isfinite(again):
-                    return float("inf")
-                costs[stage] = self.problems.seconds_of(*spans[stage], again)
-        return simulate_schedule(costs, self.order, links=self.links).seconds
 
     @property
     def looked_at(self) -> tuple[int, int]:
@@ -407,7 +409,7 @@ class CutSearch:
             now, better = start, True
             while better and budget > 0:
                 better = False
-                for ends in self._neighbours(tuple(place[e] for e in now.ends), now):
+                for ends in self._neighbours(tuple(place[e] for e in now.ends), now.run.busiest_rank):
                     if self._surely(ends) >= now.seconds:
                         continue
                     before = len(self.scoring.tried)
@@ -427,10 +429,9 @@ class CutSearch:
         np.add.at(loads, list(self.order.rank_of), np.diff(self._time[[0, *ends]]))
         return float(loads.max()) * self.order.microbatches
 
-    def _neighbours(self, ends: tuple[int, ...], now: ScoredCuts) -> Iterator[tuple[int, ...]]:
-        """Yield cuts that differ a little: first those that make the busiest rank's stages smaller."""
-        busy = now.run.busiest_rank
-        own = [s for s, r in enumerate(self.order.rank_of) if r == busy]
+    def _neighbours(self, ends: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
+        """Yield cuts that differ a little: first those that make a rank's stages smaller."""
+        own = [s for s, r in enumerate(self.order.rank_of) if r == rank]
         inner = range(len(ends) - 1)
         for step in (1, 2, 4):
             for stage in own:
@@ -464,7 +465,7 @@ def candidate_cuts(problems: StageProblems, most: int = _CUTS) -> Ints:
     size, legal = len(positions.forward), positions.legal
     if len(legal) > most:
         sent = bytes_across(positions.activations, legal) + bytes_across(positions.gradients, legal)
-        both = (problems.forward + problems.backward)[legal]
+        both = problems.seconds[legal]
         kept: dict[float, int] = {}
         for i in range(len(legal)):
             best = kept.setdefault(float(both[i]), i)

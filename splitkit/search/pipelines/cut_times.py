@@ -35,8 +35,8 @@ class CutTimes:
         self.choices, self.cuts = choices, cuts
         self.problems = choices.frontiers.problems
         self.count = [int(load.surely()[0]) for load in choices.loads]
-        both = self.problems.forward + self.problems.backward
-        self._base = both[cuts][None, :] - both[cuts][:, None]
+        both = self.problems.seconds[cuts]
+        self._base = both[None, :] - both[:, None]
         self._fixed = fixed_bytes(self.problems, cuts)
         made = self.problems.peaks.gradients[cuts]
         self._gradients = (made[None, :] - made[:, None]).astype(np.float64)

@@ -23,6 +23,7 @@ from splitkit.graph.joint_marks import forward_owners
 from splitkit.graph.symbols import value_of
 from splitkit.pipeline.inseparable_nodes import together
 from splitkit.training.flow import FORWARD, JointFlow, output_nodes, save_all_plan
+from splitkit.training.gradient_terms import terms_and_sums
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -57,8 +58,9 @@ class JointPositions:
         place: placeable node -> its position, of forward and backward.
         late: the placeable nodes of backward that depend on no gradient, and so may run in forward as well.
         activations: forward values that are read at a later position.
-        gradients: values of backward that are read at an earlier position. Terms of the gradient of a tied parameter
-            are not among them: they are summed once a step, not once a microbatch.
+        gradients: values of backward that are read at an earlier position, and inputs of backward, which the last stage
+            is given. Terms of the gradient of a tied parameter are not among them: they are summed once a step, not
+            once a microbatch.
         ties: the nodes that add up such terms.
         legal: (c,) the positions at which a cut is possible, in order.
     """
@@ -137,13 +139,10 @@ class _Placing:
         yield from (n for n in self.backward if n not in tainted)
 
     def _sums_of_parameters(self) -> Iterator[Node]:
-        """Yield the sums of two or more terms that only backward's outputs read."""
-        returned, found = set(output_nodes(self.flow.gradients)), set[Node]()
-        for node in reversed(self.backward):
-            ends = all(user.op == "output" or user in found for user in node.users)
-            if ends and (node in returned or node.users) and len(self.flow.inputs(node)) > 1 and _adds(node):
-                found.add(node)
-                yield node
+        """Yield the sums of terms of gradients, which stages may compute apart."""
+        returned = list(output_nodes(self.flow.gradients))
+        for value in returned:
+            yield from terms_and_sums(value, returned)[1]
 
     def _place_gradient(self, node: Node, owner: Node | None) -> None:
         """Place a node that depends on a gradient: no later than the gradients that it reads."""
@@ -190,11 +189,13 @@ class _Placing:
                 yield Crossing(value, made, last, value_bytes(value))
 
     def _gradients(self) -> Iterator[Crossing]:
+        last_stage = len(self.forward) - 1
         for value in self.flow.index:
-            maker = self.flow.producer(value)
-            if maker not in self.place or maker in self._forwards or isinstance(value_of(value), tuple | list):
+            maker, given = self.flow.producer(value), value in self.flow.backward_inputs
+            own = maker in self.place and maker not in self._forwards
+            if not (own or given) or isinstance(value_of(value), tuple | list):
                 continue
-            made = self.place[maker]
+            made = last_stage if given else self.place[maker]
             readers = [self.place[r] for r in _readers(self.flow, value) if r not in self.ties]
             last = min(readers, default=made)
             if last < made:
@@ -205,10 +206,6 @@ class _Placing:
         for nodes in together(self.flow):
             here = [self.place[n] for n in nodes if n in self.place]
             self._forbid(min(here), max(here))
-
-
-def _adds(node: Node) -> bool:
-    return "add" in str(node.target) or node.target is sum
 
 
 def trained_inputs(flow: JointFlow) -> list[Node]:

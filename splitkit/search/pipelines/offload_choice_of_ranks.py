@@ -121,8 +121,7 @@ class OffloadChoice:
             key=lambda pair: (-values[pair[0]][pair[1]] * (1 if share is None else gone[pair[0]]), pair),
         )
         problems = self.ranks.frontiers.problems
-        busy = sum(float(problems.forward[b] - problems.forward[a]) for a, b in spans)
-        busy += sum(float(problems.backward[b] - problems.backward[a]) for a, b in spans)
+        busy = sum(float(problems.seconds[b] - problems.seconds[a]) for a, b in spans)
         busy += sum(point.seconds for point in points)
         most, taken = inf if share is None else share * busy, list[tuple[int, int]]()
         out = back = host = 0.0

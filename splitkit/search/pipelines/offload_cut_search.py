@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, inf
 
 from splitkit.costs import Links
@@ -30,6 +30,7 @@ from splitkit.search.pipelines.stage_transfers import StageTransfers
 _SHARES = (1.0, 0.5, None)
 """Shares of a rank's time in which its link may be busy; ``None``: the largest first, and nothing recomputed."""
 _MOST = 2**60
+_HALVINGS = 8  # of the memory, for a refusal that says what would do
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,7 @@ class OffloadScoring(CutScoring):
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         best = super()._score(ends)
+        self.proven.pop(ends, None)  # of steps without offload
         if best is not None and not any(point.seconds for point in best.points):
             return best
         for share in _SHARES:
@@ -116,13 +118,13 @@ class OffloadCutSearch(CutSearch):
         alone = plain.run()
         if len(self.cuts) <= self.stages or all(limit is None for limit in self.limits):
             return alone
-        both = self.problems.forward + self.problems.backward
-        pace = float(both[-1] - both[0]) * self.order.microbatches / len(self.order.ranks)
+        pace = float(self.problems.seconds[-1]) * self.order.microbatches / len(self.order.ranks)
         place = {int(cut): number for number, cut in enumerate(self.cuts)}
         seeds = CutSearch(self.frontiers, self.order, self.links, self._relaxed(pace)).seeds()
         if alone.best is not None:
             seeds.append(tuple(place[end] for end in alone.best.ends))
-        best = self.local(self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight()))
+        fitting = self._fitting(dict.fromkeys(seeds)) or self._fitting(self._tight())
+        best = self.local(fitting or ([] if alone.best is None else [alone.best]) or self._lean_ones())
         if best is None:
             return FoundCuts(None, 0.0, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
         relaxed = CutSearch(self.frontiers, self.order, self.links, self._relaxed(best.seconds))
@@ -131,6 +133,22 @@ class OffloadCutSearch(CutSearch):
             least, found = relaxed.all_cuts(best, self.scoring)
             bound, best = max(bound, least), found or best
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
+
+    @cached_property
+    def _smallest(self) -> ScoredCuts | None:
+        """The lowest peak with offload: some cuts are planned for ever less memory than is enough without."""
+        best = CutSearch(self.frontiers, self.order, self.links, self.limits).smallest()
+        if best is None:
+            return None
+        ends = dict.fromkeys([best.ends, *(tuple(int(self.cuts[e]) for e in each) for each in self._tight())])
+        for each in ends:
+            low, high = 0, max(best.run.peaks)
+            for _ in range(_HALVINGS):
+                middle = (low + high) // 2
+                found = self.like([middle] * len(self.limits)).scoring.of(each)
+                low, high = (middle, high) if found is None else (low, max(found.run.peaks))
+                best = best if found is None else min(best, found, key=lambda scored: max(scored.run.peaks))
+        return best
 
     def _relaxed(self, seconds: float) -> list[int | None]:
         """Return the memory of each rank and what it can have on the host at once in a step of so many seconds."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFronti
 Span = tuple[int, int]
 Points = tuple[FrontierPoint, ...]
 _ROUNDS = 20
+_COMBINED = 400  # combinations of points of a rank's stages that are all looked at
 
 
 class RankChoice:
@@ -29,6 +32,8 @@ class RankChoice:
         self.frontiers, self.loads, self.limits = frontiers, loads, limits
         self._known: dict[tuple[int, tuple[Span, ...], int], Points | None] = {}
         self._spans: dict[Span, tuple[int, int | None]] = {}
+        self._combined: dict[tuple[int, tuple[Span, ...]], list[tuple[int, Points]]] = {}
+        self._lean: dict[tuple[int, tuple[Span, ...]], tuple[int, Points]] = {}
 
     def of(self, rank: int, spans: Sequence[Span], reserve: int = 0) -> Points | None:
         """Return the point of each stage of a rank, or ``None`` if none fit.
@@ -49,8 +54,7 @@ class RankChoice:
         if limit is None:
             return 0
         found = [self.frontiers.of(*span) for span in spans]
-        known = [self.bytes_of(span) for span in spans]
-        held = _Held(self.loads[rank], [waiting for _, waiting in known], limit - sum(fixed for fixed, _ in known))
+        held = self._held(rank, spans, limit)
         ends = tuple(point for f in found if (point := f.within(f.problem.held + f.least_saved)) is not None)
         return max(0, held.excess(ends))
 
@@ -68,14 +72,55 @@ class RankChoice:
             self._spans[span] = parameters + gradients + state, problems.waiting(*span)
         return self._spans[span]
 
+    def small(self, rank: int, spans: Sequence[Span]) -> bool:
+        """Whether `combined` has all points of a rank's stages that may matter."""
+        found = [self.frontiers.of(*span) for span in spans]
+        return all(f.small for f in found) and prod(len(f.ladder) for f in found) <= _COMBINED
+
+    def combined(self, rank: int, spans: Sequence[Span]) -> list[tuple[int, Points]]:
+        """Return (bytes that the rank needs without messages, points of its stages), by rising recompute time."""
+        key = rank, tuple(spans)
+        if key not in self._combined:
+            held = self._held(rank, spans, 0)
+            found = [(held.excess(points), points) for points in product(*self._ladders(spans))]
+            self._combined[key] = sorted(found, key=lambda each: sum(p.seconds for p in each[1]))
+        return self._combined[key]
+
+    def lean(self, rank: int, spans: Sequence[Span]) -> tuple[int, Points]:
+        """Return the least bytes that a rank needs without messages, and the points of its stages."""
+        key = rank, tuple(spans)
+        if key not in self._lean:
+            held = self._held(rank, spans, 0)
+            found = sorted((held.excess(p, quick=True), i, p) for i, p in enumerate(product(*self._ladders(spans))))
+            best = held.excess(found[0][2]), found[0][2]
+            for least, _, points in found:
+                if least >= best[0]:
+                    break
+                best = min(best, (held.excess(points), points), key=lambda pair: pair[0])
+            self._lean[key] = best
+        return self._lean[key]
+
+    def _ladders(self, spans: Sequence[Span]) -> list[Points]:
+        """Return the points of each stage; if there are many, the quickest, and those that hold the least."""
+        ladders = [self.frontiers.of(*span).ladder for span in spans]
+        if len(spans) == 1 or prod(map(len, ladders)) <= _COMBINED:
+            return ladders
+        each = max(2, int(_COMBINED ** (1 / len(spans))))
+        lean = (sorted(own, key=lambda p: p.saved)[: each // 2] for own in ladders)
+        return [
+            tuple(dict.fromkeys([*own[: each - each // 2], *less])) for own, less in zip(ladders, lean, strict=True)
+        ]
+
+    def _held(self, rank: int, spans: Sequence[Span], limit: int) -> _Held:
+        known = [self.bytes_of(span) for span in spans]
+        return _Held(self.loads[rank], [waits for _, waits in known], limit - sum(fixed for fixed, _ in known))
+
     def _choose(self, rank: int, spans: Sequence[Span], reserve: int) -> Points | None:
-        given, limit = self.loads[rank], self.limits[rank]
+        limit = self.limits[rank]
         found = [self.frontiers.of(*span) for span in spans]
         if limit is None:
             return tuple(point for f in found if (point := f.within(float("inf"))) is not None)
-        known = [self.bytes_of(span) for span in spans]
-        free = limit - reserve - sum(fixed for fixed, _ in known)
-        held = _Held(given, [waiting for _, waiting in known], free)
+        held = self._held(rank, spans, limit - reserve)
         return held.of_one(found[0]) if len(found) == 1 else held.of_several(found)
 
 
@@ -93,13 +138,16 @@ class _Held:
     waits: Sequence[int | None]
     free: int
 
-    def excess(self, points: Points) -> int:
-        """Return bytes by which the limit is exceeded at least, not positive if the points fit."""
+    def excess(self, points: Points, *, quick: bool = False) -> int:
+        """Return bytes by which the limit is exceeded at least, not positive if the points fit.
+
+        If ``quick``, without the temporary bytes, which take time to find.
+        """
         saved = np.array([point.saved for point in points], np.int64)
         later = np.array([s if w is None else w for s, w in zip(saved.tolist(), self.waits, strict=True)], np.int64)
         live = self.loads.saved @ saved + self.loads.waiting @ later
-        if int(live.max(initial=0)) > self.free:  # without the temporary bytes, which take time to find
-            return int(live.max()) - self.free
+        if quick or int(live.max(initial=0)) > self.free >= 0:
+            return int(live.max(initial=0)) - self.free
         extra = np.array([point.temporary for point in points], np.int64)
         live += extra[self.loads.runs]
         return int(live.max(initial=0)) - self.free

@@ -24,6 +24,7 @@ class SpanTables:
         forward: (n + 1, n + 1) seconds of forward.
         inputs: the same of the input part of backward, without recompute; all of backward where it is not divided.
         weights: the same of the weight part. The first stage has all of its backward there.
+        either: the same of what is either in forward or in one of these parts.
         fixed: bytes of weights, gradients and optimizer.
         held: bytes of a microbatch that are held in any case: received and sent values.
         waiting: bytes of a microbatch that wait for the weight part. The first stage's are its saved bytes, and 0 here.
@@ -36,13 +37,15 @@ class SpanTables:
         backward = _differences(problems.backward[cuts])
         self.weights = self._weights(backward) if problems.divided else np.zeros_like(backward)
         self.inputs = np.maximum(0.0, backward - self.weights)
+        self.either = _differences(problems.either[cuts])
         self.fixed = fixed_bytes(problems, cuts)
         self.held = problems.sent_on[cuts][:, None] + self._sent()
         self.waiting = self._waiting() if problems.divided else np.zeros_like(backward)
         self.temporary = self._temporary()
 
     def _weights(self, backward: Floats) -> Floats:
-        at, reach, seconds = self.problems.halves.nodes_of_backward()
+        at, reach, number = self.problems.halves.nodes_of_backward()
+        seconds = self.problems.in_backward[number]
         found = np.zeros((len(self.cuts), len(self.cuts)))
         for i, start in enumerate(self.cuts.tolist()):
             inside = (at >= start) & (reach >= start)

@@ -11,17 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.fx import Node
 
-from splitkit.costs import Costs
-from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.stage_members import StageMembers
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 class StageBackward:
     """The two parts of backward of all stages of a joint graph."""
 
-    def __init__(self, positions: JointPositions, costs: Costs) -> None:
+    def __init__(self, members: StageMembers) -> None:
+        self.members, positions = members, members.positions
         self.positions = positions
         forward = set(positions.forward)
         place = positions.place
@@ -33,17 +32,17 @@ class StageBackward:
         self._nodes = nodes
         self._at = np.array([place[n] for n in nodes], np.int64)
         self._reach = np.array([reach[n] for n in nodes], np.int64)
-        self._seconds = np.array([costs.seconds(n) for n in nodes], np.float64)
+        self._numbers = np.array([members.order.number[n] for n in nodes], np.int64)
 
     def _weights(self, start: int, end: int) -> np.ndarray:
         return np.flatnonzero((self._at >= start) & (self._at < end) & (self._reach >= start))
 
-    def nodes_of_backward(self) -> tuple[Ints, Ints, Floats]:
-        """Return (n,) position, reach and seconds of all nodes of backward.
+    def nodes_of_backward(self) -> tuple[Ints, Ints, Ints]:
+        """Return (n,) position, reach and number of all nodes of backward.
 
         A node is in the weight part of each stage that starts at its reach or before and contains its position.
         """
-        return self._at, self._reach, self._seconds
+        return self._at, self._reach, self._numbers
 
     def reads_of_backward(self) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
         """Return (r,) arrays, one entry for each storage that a node of backward reads.
@@ -67,9 +66,9 @@ class StageBackward:
         """Return the nodes of the weight part of a stage that is not the first."""
         return [self._nodes[i] for i in self._weights(start, end).tolist()]
 
-    def weight_seconds(self, start: int, end: int) -> float:
-        """Return the seconds of the weight part of a stage that is not the first; recompute is in the input part."""
-        return float(self._seconds[self._weights(start, end)].sum())
+    def weights(self, start: int, end: int) -> frozenset[int]:
+        """Return the numbers of the ops that a stage runs in its weight part if it computes them in backward."""
+        return frozenset(self._numbers[self._weights(start, end) if start else self._at < end].tolist())
 
     def waiting(self, start: int, end: int, received: int) -> int:
         """Return the bytes that wait for the weight part: the storages that it reads and does not make.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,9 @@ from splitkit.solvers.recompute import Limit, Program, RecomputeProblem
 from splitkit.training.choices import Choice, Savings
 
 Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 _EXACT = 1e-9  # the relative gap of integer programs
+_SMALL = 8  # values of a stage of which all subsets are looked at
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +35,14 @@ class FrontierPoint:
         runs: (n,) bool; the ops that backward computes again.
         saved: bytes that a microbatch holds, those that are held in any case included.
         seconds: the recompute time.
+        early: seconds of ops that backward runs if nothing is saved, and forward here.
         simulate: a function that returns `temporary`.
     """
 
     runs: Bools
     saved: int
     seconds: float
+    early: float
     simulate: Callable[[], int]
 
     @cached_property
@@ -113,9 +118,42 @@ class StageFrontier:
     def _point(self, choice: Choice) -> FrontierPoint:
         nbytes = choice.nbytes
         if nbytes not in self._points:
-            simulate = partial(self._problems.temporary, self.problem, choice)
-            self._points[nbytes] = FrontierPoint(choice.runs, self.problem.held + nbytes, choice.seconds, simulate)
+            self._points[nbytes] = self._new_point(choice)
         return self._points[nbytes]
+
+    def _new_point(self, choice: Choice) -> FrontierPoint:
+        savings = self.problem.savings
+        early = float(savings.seconds[savings.late & choice.forward].sum())
+        simulate = partial(self._problems.temporary, self.problem, choice)
+        return FrontierPoint(choice.runs, self.problem.held + choice.nbytes, choice.seconds, early, simulate)
+
+    @property
+    def small(self) -> bool:
+        """Whether `ladder` has all choices that no other one beats."""
+        return len(self._open) <= _SMALL
+
+    @cached_property
+    def _open(self) -> Ints:
+        """The ops whose values may be saved or computed again."""
+        savings = self.problem.savings
+        saves = np.zeros(len(savings.ops), np.bool_)
+        saves[savings.maker[savings.savable]] = True
+        return np.flatnonzero(saves & ~savings.fixed)
+
+    @cached_property
+    def ladder(self) -> tuple[FrontierPoint, ...]:
+        """Points that do not depend on any memory, by rising recompute time: all that matter, or those of the hull."""
+        if not self.small:
+            return tuple(self.corners())
+        savings, found = self.problem.savings, dict[bytes, FrontierPoint]()
+        for again in product((False, True), repeat=len(self._open)):
+            runs = np.zeros(len(savings.ops), np.bool_)
+            runs[self._open] = again
+            choice = savings.choose(runs)
+            key = choice.runs.tobytes() + choice.saved.tobytes()
+            if key not in found:
+                found[key] = self._new_point(choice)
+        return undominated(found.values())
 
 
 class StageFrontiers:
@@ -164,6 +202,14 @@ class StageFrontiers:
             problem, _ = self._at(start, end)
             self._costs[key] = self.problems.costs_of(problem, self.choice(start, end, point), point.temporary)
         return self._costs[key]
+
+
+def undominated(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Return the points that no other one beats in times and bytes, by rising recompute time."""
+    numbers = {(p.seconds - p.early, p.early, p.saved, p.temporary): p for p in points}
+    rows = np.array(list(numbers), np.float64).reshape(-1, 4)
+    kept = [p for row, p in zip(rows, numbers.values(), strict=True) if (rows <= row).all(axis=1).sum() == 1]
+    return tuple(sorted(kept, key=lambda p: (p.seconds, p.saved)))
 
 
 def problem_key(problem: Savings) -> Hashable:

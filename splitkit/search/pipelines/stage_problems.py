@@ -11,8 +11,10 @@ restricted to an interval of positions::
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +43,10 @@ class StageProblems:
     Attributes:
         positions: the positions of the nodes.
         whole: the recompute problem of the whole graph.
-        forward: (n + 1,) seconds of forward before each position.
-        backward: (n + 1,) the same of backward, without recompute.
+        forward: (n + 1,) seconds before each position of what forward computes, whatever is saved.
+        backward: (n + 1,) the same of backward, without sums of gradients that may be of several stages.
+        in_backward: (o,) the seconds of the ops of ``backward``, 0 for all others.
+        either: (n + 1,) the same of what runs in forward if it is saved, and in backward if not.
         sent: what crosses cuts on its way to later stages: (position of the maker, of the last reader, [(storage,
             position of its maker)]).
     """
@@ -54,19 +58,40 @@ class StageProblems:
         flow = self.flow = positions.flow
         self.whole = savings(flow, costs) if recompute else _saved_only(savings(flow, costs))
         size = len(positions.forward)
-        self.forward, self.backward = np.zeros(size + 1), np.zeros(size + 1)
-        known = set(positions.forward)
-        for node, at in positions.place.items():
-            (self.forward if node in known else self.backward)[at + 1] += costs.seconds(node)
-        self.forward, self.backward = np.cumsum(self.forward), np.cumsum(self.backward)
+        self.peaks = StageTemporaries(positions)
+        self.members = self.peaks.members
+        self._index_seconds()
         self._index_savings()
         self._index_parameters()
         everywhere = np.arange(size + 1)
         self.sent_on = bytes_across(positions.activations, everywhere)
         self.sent_back = bytes_across(positions.gradients, everywhere)
         self._index_crossings()
-        self.peaks = StageTemporaries(positions)
-        self.halves = StageBackward(positions, costs)
+        self.halves = StageBackward(self.members)
+
+    def _index_seconds(self) -> None:
+        members, flow = self.members, self.flow
+        makers = [flow.producer(nodes[0]) for nodes in members.order.ops]
+        self._seconds = [self.costs.seconds(n) if n in self.positions.place else 0.0 for n in makers]
+        either, sums = np.zeros(len(makers), np.bool_), np.zeros(len(makers), np.bool_)
+        either[[members.order.number[op] for op, late in zip(self.whole.ops, self.whole.late, strict=True) if late]] = 1
+        sums[sorted({op for each in members.sums for op in each.sums})] = True
+        always = (members.at >= 0) & ~either
+        self.forward = self._before(always & members.forward)
+        self.in_backward = np.where(always & ~members.forward & ~members.late & ~sums, self._seconds, 0.0)
+        self.backward = self._before(self.in_backward > 0)
+        self.either = self._before(either)
+
+    def _before(self, ops: Bools) -> Floats:
+        """Return (n + 1,) the seconds of some ops before each position."""
+        found = np.zeros(len(self.positions.forward) + 1)
+        np.add.at(found, self.members.at[ops] + 1, np.array(self._seconds)[ops])
+        return np.cumsum(found)
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """(n + 1,) the seconds before each position of forward and backward together, without recompute."""
+        return self.forward + self.backward + self.either
 
     def _index_savings(self) -> None:
         """Find the position of each op, and of the first reader in backward of each value."""
@@ -176,14 +201,14 @@ class StageProblems:
 
     def temporary(self, problem: StageProblem, choice: Choice) -> int:
         """Return the bytes that a stage takes while it computes, beyond what it saves."""
-        return self.peaks.temporary(problem.start, problem.end, choice, problem.held_storages)
+        return self.peaks.temporary(problem.start, problem.end, choice)
 
     def costs_of(self, problem: StageProblem, choice: Choice, temporary: int | None = None) -> StageCosts:
         """Return what a stage costs with a choice of its problem."""
         start, end = problem.start, problem.end
         parameters, gradients = self.parameter_bytes(start, end)
         return replace(
-            self.seconds_of(start, end, choice.seconds),
+            self.seconds_of(problem, choice),
             saved_bytes=problem.held + choice.nbytes,
             deferred_bytes=self.waiting(start, end),
             temporary_bytes=self.temporary(problem, choice) if temporary is None else temporary,
@@ -192,16 +217,37 @@ class StageProblems:
             optimizer_bytes=gradients * STATE_OF[self.optimizer] if self.optimizer else 0,
         )
 
-    def seconds_of(self, start: int, end: int, again: float) -> StageCosts:
-        """Return the times and messages of a stage that recomputes for ``again`` seconds, without its memory."""
+    def seconds_of(self, problem: StageProblem, choice: Choice) -> StageCosts:
+        """Return the times and messages of a stage with a choice of its problem, without its memory."""
+        start, end = problem.start, problem.end
+        forward, backward = self.members.of(start, end, choice)
+        late = self.halves.weights(start, end) if self.divided else ()
+        return self._timed(
+            start,
+            end,
+            self._sum(forward),
+            self._sum(op for op in backward if op not in late),
+            self._sum(op for op in backward if op in late),
+        )
+
+    def _sum(self, ops: Iterable[int]) -> float:
+        """Add up seconds in the order of the graph, one by one, so that the last bit is that of `StagedStep`."""
+        return reduce(add, (self._seconds[op] for op in ops), 0.0)
+
+    def least_seconds(self, start: int, end: int, again: float) -> StageCosts:
+        """Return the least times of a stage that recomputes for ``again`` seconds; ops of `either` are left out."""
         backward = float(self.backward[end] - self.backward[start]) + again
         weight = 0.0
         if self.divided:
-            weight = self.halves.weight_seconds(start, end) if start else backward
+            weight = float(sum(self.in_backward[op] for op in self.halves.weights(start, end))) if start else backward
+        forward = float(self.forward[end] - self.forward[start])
+        return self._timed(start, end, max(0.0, forward), max(0.0, backward - weight), min(weight, backward))
+
+    def _timed(self, start: int, end: int, forward: float, inputs: float, weight: float) -> StageCosts:
         return StageCosts(
-            forward=max(0.0, float(self.forward[end] - self.forward[start])),
-            backward_input=max(0.0, backward - weight),
-            backward_weight=min(weight, backward),
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weight,
             activation_bytes=int(self.sent_on[end]),
             input_gradient_bytes=int(self.sent_back[start]),
             unit=unit_of(self.costs),

@@ -57,15 +57,14 @@ class StageTransfers:
         start, end = problem.start, problem.end
         values = self.movable(problem, choice)
         order, flow = self.problems.peaks.order, self.problems.flow
-        forward, backward = self.problems.peaks.members(start, end, choice)
+        forward, backward = self.problems.members.of(start, end, choice)
         if self.problems.divided:
-            weights = self.problems.halves.weight_nodes(start, end)
-            late = {order.number[node] for node in weights if node in order.number} if start else {*backward}
+            late = self.problems.halves.weights(start, end)
             backward = [op for op in backward if op not in late]
         backward = order.backward_ops(backward)
         sizes = problem.savings.nbytes
         roots = {flow.storages.under(values[s])[0]: int(sizes[s]) for s in storages}
-        costs = self.problems.seconds_of(start, end, choice.seconds)
+        costs = self.problems.seconds_of(problem, choice)
         made = _ends(forward, self._seconds)
         first = {order.number[flow.producer(values[s])]: int(sizes[s]) for s in storages}
         leaving = sorted((made.get(op, costs.forward), size) for op, size in first.items())

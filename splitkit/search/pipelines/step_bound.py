@@ -106,7 +106,7 @@ class StepBound:
             seeds: the ends of the stages of some plans, as numbers of cuts: one at least.
             below: the bound may be of plans of a shorter step only; then it is not above this.
         """
-        alone = self.tables.forward + self.tables.inputs + self.tables.weights
+        alone = self.tables.forward + self.tables.inputs + self.tables.weights + self.tables.either
         self._outside[alone * self.order.microbatches >= below] = np.inf
         master, found = CutMaster(np.maximum(self.limits, 1.0)), dict[tuple[int, ...], None]()
         center = self._even_weights()
@@ -207,6 +207,7 @@ class StepBound:
         for s, (price, _) in enumerate(rates):
             w, (on, back) = prices.times[s], self._messages[s]
             cost = w[_F] * tables.forward + w[_I] * tables.inputs + w[_W] * tables.weights
+            cost += min(w[: _W + 1 if self.problems.divided else _W]) * tables.either
             cost += w[_ON] * on[None, :] + w[_BACK] * back[:, None] + prices.fixed[s] * tables.fixed
             cost += price * tables.held + prices.waiting[s] * tables.waiting + prices.temporary[s] * tables.temporary
             costs.append(cost + self._outside)
@@ -239,6 +240,7 @@ class StepBound:
     def _column(self, s: int, i: int, j: int, nbytes: float, again: float) -> StageColumn:
         tables, (on, back) = self.tables, self._messages[s]
         times = np.array([t[i, j] for t in (tables.forward, tables.inputs, tables.weights)] + [on[j], back[i]])
+        times[_W if self.problems.divided and s == 0 else _I] += tables.either[i, j]
         late = self.problems.divided and s == 0
         times[_W if late else _I] += again
         saved = tables.held[i, j] + nbytes

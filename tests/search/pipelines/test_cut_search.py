@@ -70,7 +70,7 @@ def test_of_too_many_cuts_those_that_send_the_fewest_bytes_are_looked_at(seed):
     legal = problems.positions.legal
     sent = bytes_across(problems.positions.activations, legal) + bytes_across(problems.positions.gradients, legal)
     sent = dict(zip(legal.tolist(), sent.tolist(), strict=True))
-    time = problems.forward + problems.backward
+    time = problems.seconds
     for most in range(1, len(legal)):
         chosen = candidate_cuts(problems, most)[1:-1].tolist()
         assert len(chosen) <= most

@@ -30,7 +30,7 @@ def test_bounds_hold_for_all_stages_and_say_something(seed):
         for place in places
         for problem in [problems.problem(*cuts[[*place]].tolist())]
     }
-    base = (problems.forward + problems.backward)[cuts]
+    base = problems.seconds[cuts]
     recompute = impossible = 0
     for limit in (whole * 9 // 10, whole * 3 // 4, whole * 3 // 5, whole // 2):
         times = CutTimes(RankChoice(frontiers, loads, [limit] * 2), cuts)

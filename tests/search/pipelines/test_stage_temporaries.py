@@ -66,7 +66,7 @@ def measured(step, primals, tangents):
         given, crossing, held, most = dict(zip(step.primals, primals, strict=True)), (), [], []
         for stage in step.stages:
             inputs = [*(given[name] for name in stage.primals), *crossing]
-            most.append(graph_temporaries(stage.forward, outputs=False))
+            most.append(graph_temporaries(stage.forward, len(stage.outputs)))
             _, crossing, kept = stage.given(stage.forward(*inputs))
             held.append(kept)
         crossing = tuple(tangents)

@@ -67,7 +67,7 @@ def pairs(size):
 def test_tables_have_the_times_of_stages_and_at_most_their_bytes(spans):
     problems, tables, stages = spans
     for i, j, start, end in stages:
-        problem, times = problems.problem(start, end), problems.seconds_of(start, end, 0.0)
+        problem, times = problems.problem(start, end), problems.least_seconds(start, end, 0.0)
         found = [table[i, j] for table in (tables.forward, tables.inputs, tables.weights)]
         assert found == approx([times.forward, times.backward_input, times.backward_weight])
         assert tables.held[i, j] == problem.held

@@ -91,7 +91,7 @@ class _SetSearch:
         self._places = DeviceTable.of_problem(problem, core)
         self.best: Ints | None = None
         self.value = np.inf
-        self.bound = (bounds.simple_bound(core) - core.slack) / core.scale
+        self.bound = bounds.simple_bound_seconds(core)
         self.excluded = False
         self.found_by = self.proved_by = "bound"
 
