@@ -1,4 +1,4 @@
-"""Remedies that tests carry out: the situation, the refusal with the remedy as written, the remedy, and what it promised."""
+"""Remedies that tests carry out: the situation, the refusal with the remedy as written, then the remedy itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Remedy:
         code: the code of the refusal.
         told: the remedy, or its first words, as the source has it, with ``{...}`` for what is only known at run time.
         fails: makes the situation, and is refused.
-        works: the same with the remedy carried out; for a remedy of several alternatives, one function for each. Returns
+        works: the same with the remedy carried out; one function for each alternative that the remedy names. Returns
             ``False`` if the outcome is not the one promised.
     """
 
@@ -54,7 +54,7 @@ def fits(told: str, remedy: str) -> bool:
 
 
 def carried_out(folder: Path = Path(__file__).parent) -> set[tuple[str, str]]:
-    """Return (code, first words) of every `Remedy` and `refusal` in the test files of a folder, without running them."""
+    """Return (code, first words) of every `Remedy` and `refusal` in a folder's test files, without running them."""
     return {
         (call.args[0].value, call.args[1].value)
         for path in folder.glob("test_*.py")

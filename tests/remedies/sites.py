@@ -1,8 +1,8 @@
 """Every remedy that an error of splitkit promises, read from the source without importing it.
 
-A remedy is the third argument of an error (``SplitError(code, reason, remedy)``). Where the call passes a name, the text is looked
-up: in the assignments of the function, in the constants of the module, or, if the name is a parameter, at the calls of the
-function. A template is the text with ``{...}`` in place of what is only known at run time.
+A remedy is the third argument of an error (``SplitError(code, reason, remedy)``). Where it is a name, the text
+is looked up: in the assignments of the function, in the constants of the module, or, if the name is a parameter, at the
+calls of the function. A template is the text with ``{...}`` in place of what is only known at run time.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Reader:
             given = _argument(call.node, position, name)
             if given is not None:
                 found |= self._texts(given, call, depth)
-        defaults = dict(zip([arg.arg for arg in function.args.args][::-1], function.args.defaults[::-1]))
+        defaults = dict(zip([arg.arg for arg in function.args.args][::-1], function.args.defaults[::-1], strict=False))
         if name in defaults:
             found |= {text for text in [getattr(defaults[name], "value", None)] if isinstance(text, str)}
         return found
@@ -134,7 +134,7 @@ def _assigned(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             if isinstance(target, ast.Name):
                 yield target.id, statement.value
             elif isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple):
-                for one, value in zip(target.elts, statement.value.elts):
+                for one, value in zip(target.elts, statement.value.elts, strict=False):
                     if isinstance(one, ast.Name):
                         yield one.id, value
     elif (

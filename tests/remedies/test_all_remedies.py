@@ -1,4 +1,4 @@
-"""Every remedy that the source names is carried out by a test of this folder, or listed with a reason why it cannot be."""
+"""Every remedy that the source names is carried out by a test of this folder, or listed with a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _open():
 
 
 def _begins(remedy, told):
-    """Templates are compared as text: both have ``{...}`` in the same places. An empty text is only the empty remedy."""
+    """Templates are compared as text: both have ``{...}`` in the same places. The empty text is the empty remedy."""
     return remedy.startswith(told) if told else not remedy
 
 
