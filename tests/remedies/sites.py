@@ -42,6 +42,7 @@ class _Module:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        self.constants = dict(pair for statement in self.tree.body for pair in _assigned(statement))
 
     @cached_property
     def calls(self) -> list[_Call]:
@@ -62,13 +63,9 @@ class _Reader:
     def __init__(self, package: Path) -> None:
         self.modules = [_Module(path) for path in sorted(package.rglob("*.py"))]
         self.callers: dict[str, list[_Call]] = defaultdict(list)
-        self.constants: dict[str, list[ast.expr]] = defaultdict(list)
         for module in self.modules:
             for call in module.calls:
                 self.callers[_called(call.node)].append(call)
-            for statement in module.tree.body:
-                for name, value in _assigned(statement):
-                    self.constants[name].append(value)
 
     def sites(self) -> set[Site]:
         found = set()
@@ -110,7 +107,10 @@ class _Reader:
             if name in names + [arg.arg for arg in function.args.kwonlyargs]:
                 position = names.index(name) - (names[0] in ("self", "cls")) if name in names else None
                 return self._passed(function, call.module, position, name, depth)
-        return set().union(*(self._texts(value, call, depth) for value in self.constants.get(name, ())))
+        if name in call.module.constants:
+            return self._texts(call.module.constants[name], call, depth)
+        defined = [module for module in self.modules if name in module.constants]  # imported from one of them
+        return set().union(*(self._texts(module.constants[name], call, depth) for module in defined))
 
     def _passed(
         self, function: ast.FunctionDef, module: _Module, position: int | None, name: str, depth: int
