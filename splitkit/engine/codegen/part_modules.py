@@ -83,7 +83,8 @@ def reduce_module(module: fx.GraphModule, kind: type[fx.GraphModule], reduce: Ca
         raise GraphError(
             "SK107",
             f"torch.fx loses {state_ops[0].name} and every other region when it unpickles a graph",
-            "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
+            "Save the plan (plan.save) and the weights (module.state_dict), and split again; or copy with "
+            "copy.deepcopy.",
             state_ops,
         )
     _, (body, imports) = cast(tuple[Any, tuple[dict[str, Any], str]], reduce())
