@@ -477,8 +477,10 @@ def test_remedy(remedy):
 
 def test_a_split_with_regions_is_pickled(tmp_path):
     made = sk.split(sk.capture(Regions(NET), X), Stages(2))
-    told = "Save the plan (plan.save) and the weights (module.state_dict), and split again; or copy with copy.deepcopy."
-    with refusal("SK107", told):
+    with refusal(
+        "SK107",
+        "Save the plan (plan.save) and the weights (module.state_dict), and split again; or copy with copy.deepcopy.",
+    ):
         pickle.dumps(made.module)
     assert saved_and_split_again(tmp_path)
     assert same(copy.deepcopy(made.module))
@@ -495,9 +497,10 @@ def test_a_plan_whose_graph_is_gone(tmp_path):
 def test_a_node_that_reads_a_later_one():
     gm = fx.symbolic_trace(NET)
     a, relu, b = (n for n in gm.graph.nodes if n.op.startswith("call"))
-    told = "Correct the edit that caused this: give the node an input from its own graph that comes before it"
     a.args = (b,)
-    with refusal("SK111", told):
+    with refusal(
+        "SK111", "Correct the edit that caused this: give the node an input from its own graph that comes before it"
+    ):
         analyze(gm)
     a.args = (next(iter(gm.graph.nodes)),)
     gm.graph.lint()

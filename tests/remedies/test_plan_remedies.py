@@ -215,11 +215,13 @@ def test_a_node_that_runs_once(name):
 def test_a_cycle_through_unknown_code():
     gm = with_code(seemingly_changes_a_mode)
     where = {"cos": 0, "seemingly_changes_a_mode": 1, "zeros": 0, "add": 1}
-    told = (
-        "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the parts. "
-        "The effects of {...} are unknown: declare them with splitkit.extend.declare."
-    )
-    with refusal("SK203", told):
+    with refusal(
+        "SK203",
+        (
+            "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the parts. "
+            "The effects of {...} are unknown: declare them with splitkit.extend.declare."
+        ),
+    ):
         sk.split(gm, where)
     assert same(gm, dict.fromkeys(where, 0))
     assert same(gm, where, on_cycle="refine")
@@ -313,12 +315,14 @@ def test_inputs_that_share_memory():
 
     gm = fx.symbolic_trace(run)
     another, kept = {"mul": 1, "add_": 0, "sub": 1}, {"mul": 0, "add_": 1, "sub": 2}
-    told = (
-        "Pass a copy (x.clone()) as one of them, or split into parts that keep the order of the graph. "
-        "splitkit.split(..., check_inputs=False) leaves this check out."
-    )
     x = torch.ones(4)
-    with refusal("SK212", told):
+    with refusal(
+        "SK212",
+        (
+            "Pass a copy (x.clone()) as one of them, or split into parts that keep the order of the graph. "
+            "splitkit.split(..., check_inputs=False) leaves this check out."
+        ),
+    ):
         sk.split(gm, another)(x, x)
     assert torch.equal(sk.split(gm, another)(x.clone(), x), run(x.clone(), x))
     assert torch.equal(sk.split(gm, kept)(x, x), run(x, x))
@@ -373,12 +377,14 @@ def test_unknown_code_in_a_region():
     graph.call_function(_torch.EXIT_AUTOCAST, (handle,))
     graph.output(graph.call_function(torch.neg, (inside,)))
     gm = fx.GraphModule(nn.Module(), graph)
-    told = (
-        "Put {...} and all nodes after it in the region into one part, or declare its effects with "
-        "splitkit.extend.declare."
-    )
     apart = {"sin": 0, "seemingly_changes_a_mode": 0, "cos": 1, "neg": 1}
-    with refusal("SK217", told):
+    with refusal(
+        "SK217",
+        (
+            "Put {...} and all nodes after it in the region into one part, or declare its effects with "
+            "splitkit.extend.declare."
+        ),
+    ):
         sk.split(gm, apart)
     assert same(gm, {**apart, "seemingly_changes_a_mode": 1})
     with declared(seemingly_changes_a_mode):
@@ -405,10 +411,12 @@ def test_code_that_reaches_the_graph_module():
         return fx.GraphModule(root, graph)
 
     where = {"leaf": 0, "add": 1}
-    told = "Keep the attributes that it changes in a submodule, or declare its effects with splitkit.extend.declare."
     gm = made("state")
     gm.leaf.other = [gm]
-    with refusal("SK218", told):
+    with refusal(
+        "SK218",
+        "Keep the attributes that it changes in a submodule, or declare its effects with splitkit.extend.declare.",
+    ):
         sk.split(gm, where)
     kept = made("holder.state")
     kept.leaf.other = [kept.holder]  # the submodule, and not the graph module
@@ -434,11 +442,13 @@ def test_an_object_as_input():
         return x.add(1), y.mul(2), x.sum()
 
     gm, where = fx.symbolic_trace(run), {"add": 0, "mul": 1, "sum_1": 0}
-    told = (
-        "Annotate the input in forward ({...}: {...}), so that the graph knows it, and split again. "
-        "splitkit.split(..., check_inputs=False) leaves this check out."
-    )
-    with refusal("SK219", told):
+    with refusal(
+        "SK219",
+        (
+            "Annotate the input in forward ({...}: {...}), so that the graph knows it, and split again. "
+            "splitkit.split(..., check_inputs=False) leaves this check out."
+        ),
+    ):
         sk.split(gm, where)(Meter(), X)
     run.__annotations__["x"] = Meter
     gm = fx.symbolic_trace(run)
