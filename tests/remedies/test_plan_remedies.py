@@ -218,8 +218,8 @@ def test_a_cycle_through_unknown_code():
     with refusal(
         "SK203",
         (
-            "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the parts. "
-            "The effects of {...} are unknown: declare them with splitkit.extend.declare."
+            "Give these nodes one part, or say on_cycle='refine' to visit a part several times, 'merge' to join the "
+            "parts. The effects of {...} are unknown: declare them with splitkit.extend.declare."
         ),
     ):
         sk.split(gm, where)
