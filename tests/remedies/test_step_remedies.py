@@ -108,8 +108,9 @@ def test_stages_that_are_none():
 
 def test_a_node_in_no_stage():
     s = step()
-    told = "Give every node a part; splitkit.extend.stage_plan does, from a stage for each node of forward."
-    with refusal("SK208", told):
+    with refusal(
+        "SK208", "Give every node a part; splitkit.extend.stage_plan does, from a stage for each node of forward."
+    ):
         s.joint.split(replace(s.staged, places={n: s.staged[n] for n in s.flow.nodes[1:]}))
     with refusal("SK208", "Give it a stage."):
         stage_plan(s.flow, {n: stage for n, stage in s.stages.items() if n is not s.convolution})
