@@ -297,7 +297,7 @@ def test_models_and_files():
         command("plan my.py:net --stages 2 -o my.py")
     command("plan my.py:net --stages 2 -o one.json --view two.html")
     with refusal("SK601", "Name the folder to write."):
-        command("split plan.json")
+        command("split plan.json --force")
     command("split plan.json -o parts")
     with refusal("SK504", "Name another folder, or pass --force."):
         command("split plan.json -o parts")
