@@ -69,7 +69,9 @@ def _check(args: Namespace) -> None:
     if args.order is not None and form.schedules != "csv":
         out = " and --schedule" if form.schedules == "none" else ""
         reads = ", ".join(one.name for one in FORMATS.values() if one.schedules == "csv")
-        raise UsageError("SK601", f"{form.tool} reads no schedule CSV", f"Leave --order{out} out; it works with {reads}.")
+        raise UsageError(
+            "SK601", f"{form.tool} reads no schedule CSV", f"Leave --order{out} out; it works with {reads}."
+        )
 
 
 def _formats() -> Outcome:
