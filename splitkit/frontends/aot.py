@@ -108,7 +108,7 @@ def _no_lost_state(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         yield
     for warning in caught:
         text = str(warning.message)
-        if "side effects" in text and re.search(r"\._(buffers|parameters)\b", text):  # 2.11, 2.13, 2.15
+        if "side effects" in text and re.search(r"\b_(buffers|parameters)\b", text):  # 2.11, 2.13, 2.15
             if rebinds(module, args, kwargs):
                 raise CaptureError(
                     "SK401",

@@ -147,9 +147,8 @@ def written_by(node: Node) -> tuple[Setting, Any]:
     try:
         return setting, value(*node.args, **node.kwargs)
     except TypeError as error:
-        raise GraphError(
-            "SK103", f"{node.name} sets the {setting.name} in an unknown way: {error}", "", [node]
-        ) from error
+        reason = f"{node.name} sets the {setting.name} in an unknown way: {error}"
+        raise GraphError("SK103", reason, "Call it with the arguments that it takes.", [node]) from error
 
 
 def register_region(

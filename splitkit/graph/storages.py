@@ -127,7 +127,7 @@ class Lookup:
             return _torch.member_of(self._owners[path] if path in self._owners else self.owner(path), name)
         except AttributeError as error:
             reason = f"the graph reads {target!r}, but its module has no such attribute"
-            raise GraphError("SK104", reason, "", [target]) from error
+            raise GraphError("SK104", reason, "Restore the attribute, or erase the node.", [target]) from error
 
     def owner(self, path: str) -> object:
         """Return the object at ``path``, usually a module; raise AttributeError if there is none."""

@@ -48,7 +48,9 @@ def check_options(graph: object, backward: object, user_outputs: object, sizes: 
         if name not in known_symbols:
             raise bad_option(
                 f"sizes names {name!r}, which is not in the graph",
-                f"Its symbols are {', '.join(sorted(known_symbols))}.",
+                f"Its symbols are {', '.join(sorted(known_symbols))}."
+                if known_symbols
+                else "Leave sizes out: its sizes are all known.",
             )
         if not is_whole(bound):
             raise bad_option(f"sizes[{name!r}] is {bound!r}", "Give a whole number, 0 or more.")

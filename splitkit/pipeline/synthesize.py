@@ -213,7 +213,8 @@ class _Synthesis:
         rank = over.index(max(over))
         need, limit = least.peaks[rank], self.limits[rank] or 0
         text = f"rank {rank} takes {size(need)} for one microbatch at a time, and has {size(limit)}"
-        error = NoPlanError("SK303", text, f"Give it {size(need)}, smaller microbatches, or more stages.")
+        remedy = f"Give it {need} bytes ({size(need)}), smaller microbatches, or more stages."
+        error = NoPlanError("SK303", text, remedy)
         error.excess = over[rank]
         return error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from typing import Literal
 
 from splitkit.checks import is_number, is_whole, is_word, nbytes, seconds, shown
@@ -157,6 +157,12 @@ class Budget:
             return int(reserve * card)
         return nbytes(self, "reserve", reserve, besides=", or a fraction from 0.0 to 1.0")
 
+    def _card_with(self, more: int) -> int:
+        """Return the bytes of a card that leaves so many more; a reserve that is a share grows with the card."""
+        card, reserved, reserve = nbytes(self, "card", self.card), self._reserved(), self.reserve
+        is_share = is_number(reserve) and not is_whole(reserve) and reserve < 1
+        return ceil((card - reserved + more) / (1 - float(reserve))) if is_share else card + more
+
     def _is_share(self) -> bool:
         budget: object = self.budget
         return is_number(budget) and not is_whole(budget) and budget <= 1
@@ -298,7 +304,8 @@ class Budget:
         further = "; Budget('least') looks for lower ones, for longer" if self.of == "peak" else ""
         way = f"Budget({taken}, of={self.of!r}) takes that plan{further}"
         if self.card is not None:
-            way = f"A card of {size(nbytes(self, 'card', self.card) + taken - limit)} holds that plan and the rest"
+            card = self._card_with(taken - limit)
+            way = f"A card of {card} bytes ({size(card)}) holds that plan and the rest"
         again = duration(lowest.seconds, lowest.choice.savings.time_unit)
         error = NoPlanError(
             "SK303",

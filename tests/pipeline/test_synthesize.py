@@ -82,7 +82,7 @@ def test_less_memory_takes_longer_and_too_little_is_refused():
     assert values == sorted(values, reverse=True) and values[0] > values[-1]
     with pytest.raises(NoPlanError, match="rank 0 takes 100 B for one microbatch at a time, and has 99 B") as caught:
         synthesize(stages, 3, 99)
-    assert caught.value.code == "SK303" and caught.value.excess == 1 and "Give it 100 B" in caught.value.remedy
+    assert caught.value.code == "SK303" and caught.value.excess == 1 and "Give it 100 bytes" in caught.value.remedy
 
 
 def test_what_it_writes_torch_reads(tmp_path):

@@ -67,8 +67,11 @@ def _check(args: Namespace) -> None:
         option = "--order" if args.order is not None else "--microbatches"
         raise UsageError("SK601", f"{option} needs --schedule", "Name a schedule: --schedule 1f1b.")
     if args.order is not None and form.schedules != "csv":
+        out = " and --schedule" if form.schedules == "none" else ""
         reads = ", ".join(one.name for one in FORMATS.values() if one.schedules == "csv")
-        raise UsageError("SK601", f"{form.tool} reads no schedule CSV", f"Leave --order out; it works with {reads}.")
+        raise UsageError(
+            "SK601", f"{form.tool} reads no schedule CSV", f"Leave --order{out} out; it works with {reads}."
+        )
 
 
 def _formats() -> Outcome:

@@ -83,7 +83,7 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     if unfit:
         reason = f"--{unfit[0]} is for plans in stages, and {args.target} divides a step into forward and backward"
         raise UsageError(
-            "SK601", reason, f"Leave it out, or plan stages: splitkit plan MODEL --stages N -o {args.target}"
+            "SK601", reason, f"Leave it out, or plan stages: splitkit plan MODEL --devices 4xh200 -o {args.target}"
         )
     work = plan_training.prepare_step(source.from_plan(args.target, file, args))
     with work.clock.step("view", "dividing the step"):

@@ -87,6 +87,6 @@ def _check_after(node: Node, before: Node, plan: Plan, when: Mapping[PartKey, in
                     "SK203",
                     f"{node.name} must run after {before.name}, an effect or a read, but is planned in "
                     f"{tuple(known_part(key))!r}, which runs before {tuple(known_part(earlier))!r}",
-                    f"Place {before.name} in the part of {node.name}, or earlier.",
+                    f"Place {before.name}, and what it reads, in the part of {node.name}, or earlier.",
                     [node, before],
                 )

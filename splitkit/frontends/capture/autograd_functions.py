@@ -365,7 +365,8 @@ def refuse_module_hooks(model: nn.Module) -> None:
     """Raise SK405 for a module with a backward hook: the hook would not run, and it may change gradients."""
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise lost_hook_error(f"{name or 'the model'} ({type(module).__name__}) has a backward hook")
+            what = f"{name or 'the model'} ({type(module).__name__}) has a backward hook"
+            raise lost_hook_error(what, "splitkit.apply accepts")
 
 
 # Libraries whose forward hooks compute something (weight_norm) or move tensors: that is captured with the model.

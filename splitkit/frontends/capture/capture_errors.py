@@ -137,13 +137,13 @@ def _diagnose(text: str) -> tuple[str, str]:
     return "", ""
 
 
-def lost_hook_error(what: str) -> CaptureError:
-    """Return the SK405 for a hook that may change gradients and that no graph can hold."""
+def lost_hook_error(what: str, accept: str = "splitkit.capture_joint and splitkit.apply accept") -> CaptureError:
+    """Return the SK405 for a hook that may change gradients and that no graph can hold; ``accept``: who holds it."""
     return CaptureError(
         "SK405",
         f"{what}, which torch.export loses: gradients would differ{user_line()}",
         "Remove the hook before the capture and hook a parameter instead (parameters keep their hooks), or write it as "
-        "a torch.autograd.Function; splitkit.capture_joint and splitkit.apply accept the model as it is.",
+        f"a torch.autograd.Function; {accept} the model as it is.",
     )
 
 

@@ -89,8 +89,7 @@ def overwritten_error(names: Sequence[str]) -> PlanError:
     return PlanError(
         "SK215",
         f"backward needs {', '.join(names)}, which the model writes to in a later graph, after forward has saved it",
-        "Read a copy (buffer.clone()), write to it after backward, or remove the graph break between: "
-        "TORCH_LOGS=graph_breaks shows where.",
+        "Read a copy (buffer.clone()), or write to it after backward.",
         list(names),
     )
 

@@ -1,0 +1,486 @@
+"""Remedies of captures that are refused (SK4xx): what they advise has the results and the gradients of the model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from carried import Remedy, refusal
+from torch import nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+import splitkit as sk
+from splitkit.policies import SaveAll, Stages
+
+X = torch.linspace(-1, 1, 16).view(4, 4)
+
+
+def outcome(run, model):
+    """The output of a run of a model and the gradients of its parameters."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    out = run()
+    out = out["loss"] if isinstance(out, dict) else out
+    if out.requires_grad:
+        out.sum().backward()
+    return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def alike(one, other):
+    torch.testing.assert_close(one[0], other[0])
+    assert one[1].keys() == other[1].keys()
+    for name in one[1]:
+        torch.testing.assert_close(one[1][name], other[1][name])
+    return True
+
+
+def captured(model, *inputs, like=None, **options):
+    """Whether a capture of the model, in two stages, computes what the model (or another one) computes in eager."""
+    inputs = inputs or (X,)
+    plain = copy.deepcopy(model) if like is None else like
+    plain.load_state_dict(model.state_dict())
+    gm = sk.capture(model, *inputs, **options)
+    split = sk.split(gm, Stages(2)).module  # its parts have the parameters of the graph
+    return alike(outcome(lambda: split(*inputs), gm), outcome(lambda: plain(*inputs), plain))
+
+
+def applied(model, *inputs, like=None):
+    inputs = inputs or (X,)
+    torch._dynamo.reset()
+    plain = copy.deepcopy(model) if like is None else like
+    plain.load_state_dict(model.state_dict())
+    trained = sk.apply(model, SaveAll(), *inputs)
+    return alike(outcome(lambda: trained(*inputs), model), outcome(lambda: plain(*inputs), plain))
+
+
+def joint(model, *inputs, **options):
+    inputs = inputs or (X,)
+    plain = copy.deepcopy(model)
+    found = sk.capture_joint(model, *inputs, **options).run(*inputs)
+    loss = options.get("loss", lambda out: out["loss"] if isinstance(out, dict) else out)(plain(*inputs))
+    loss.backward()
+    torch.testing.assert_close(found.loss, loss.detach())
+    for name, p in plain.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found.gradients[name], p.grad)
+    return True
+
+
+def inference(program_of):
+    """Whether the graph of an exported program has the outputs of the model."""
+    gm = sk.capture(torch.export.export(program_of, (X,)))
+    with torch.no_grad():
+        return torch.allclose(gm(X), program_of(X))
+
+
+class Net(nn.Module):
+    """Two layers with ``body`` between them."""
+
+    def __init__(self, body=torch.tanh, **tensors):
+        super().__init__()
+        self.a, self.b, self.body = nn.Linear(4, 4), nn.Linear(4, 4), body
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x):
+        return self.b(self.body(self.a(x)))
+
+
+class OfModule(Net):
+    """``body`` is also given the model."""
+
+    def forward(self, x):
+        return self.b(self.body(self, self.a(x)))
+
+
+class WithArguments(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3, None, None
+
+
+class HoldsModule(Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3, None
+
+
+INNER = nn.Linear(4, 4).requires_grad_(False)
+
+
+def without_grad(x):
+    with torch.no_grad():
+        return HoldsModule.apply(x, INNER)
+
+
+def pushed(model, x):
+    y = x * 2
+    y.data = x * 3
+    return y
+
+
+def rebound(model, x):
+    return x * 3
+
+
+def written(model, x):
+    model.state.data = model.state.data + 1
+    return x * model.state
+
+
+def copied(model, x):
+    with torch.no_grad():
+        model.state.copy_(model.state + 1)
+    return x * model.state
+
+
+def hooked(model, x):
+    y = x * 2
+    y.register_hook(lambda gradient: gradient * 3)
+    return y
+
+
+class TripledGradient(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 6
+
+
+def with_parameter_hook():
+    model = Net()
+    model.a.weight.register_hook(lambda gradient: gradient * 3)
+    return model
+
+
+def with_module_hook():
+    model = Net()
+    model.a.register_full_backward_hook(
+        lambda module, inputs, outputs: (inputs[0] * 3 if inputs[0] is not None else None,)
+    )
+    return model
+
+
+def seeded(x):
+    torch.manual_seed(3)
+    return x + torch.rand(4)
+
+
+class Random(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, noise):
+        return self.b(self.a(x) + noise)
+
+
+def flagged(model, x):
+    y = x.detach().requires_grad_(True)
+    return y * 2
+
+
+class ByInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return self.b(self.a(x)) + y * 2
+
+
+def branches(x):
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+def chosen(x):
+    return torch.where(x.sum() > 0, x * 2, x * 3)
+
+
+class Creates(nn.Module):
+    """Makes a buffer at each call, or has it from the start."""
+
+    def __init__(self, early):
+        super().__init__()
+        self.a, self.b, self.early = nn.Linear(4, 4), nn.Linear(4, 4), early
+        if early:
+            self.register_buffer("late", torch.ones(4))
+
+    def forward(self, x):
+        if not self.early:
+            self.register_buffer(f"late{len(self._buffers)}", torch.ones(4))
+        return self.b(self.a(x) + next(iter(self._buffers.values())))
+
+
+class Rebinds(nn.Module):
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.a, self.b, self.in_place = nn.Linear(4, 4), nn.Linear(4, 4), in_place
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.a(x)
+        mean = y.detach().mean(0)
+        if self.in_place:
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean
+        return self.b(y - self.mean).sum()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, apart=False, dropout=0.5):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        if apart:
+            self.rnn = nn.ModuleList([nn.LSTM(4, 4), nn.LSTM(4, 4)])
+            self.drop = nn.Dropout(dropout)
+        else:
+            self.rnn = nn.LSTM(4, 4, 2, dropout=dropout)
+
+    def forward(self, x):
+        x = self.a(x)
+        if isinstance(self.rnn, nn.ModuleList):
+            return self.rnn[1](self.drop(self.rnn[0](x)[0]))[0].sum()
+        return self.rnn(x)[0].sum()
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, output):
+        return self.head(output).sum()
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, x):
+        return self.loss(self.model(x))
+
+
+class Summed(Net):
+    def forward(self, x):
+        return super().forward(x).sum()
+
+
+class ReturnsLoss(Net):
+    def forward(self, x):
+        return {"loss": super().forward(x).sum()}
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        x.add_(1)
+        return (self.a(x) * y).sum()
+
+
+SIMPLE = [
+    # ------------------------------------------------------------ SK401
+    Remedy(
+        "SK401", "Choose one of {...}.", lambda: captured(Net(), how="guess"), lambda: captured(Net(), how="export")
+    ),
+    Remedy(
+        "SK401",
+        "Give a torch.nn.Module; wrap a function in one.",
+        lambda: sk.capture(torch.tanh, X),
+        lambda: captured(Net(torch.tanh)),
+    ),
+    Remedy(
+        "SK401",
+        "Give the module that was scripted or traced, before torch.jit.script or torch.jit.trace.",
+        lambda: sk.capture(torch.jit.trace(Net(), X), X),
+        lambda: captured(Net()),
+    ),
+    Remedy(
+        "SK401",
+        "Give example inputs that model(...) accepts.",
+        lambda: sk.capture_joint(Net(), torch.ones(3, 7), loss=torch.sum),
+        lambda: captured(Net()),
+    ),
+    Remedy("SK401", "Create them in __init__.", lambda: captured(Creates(False)), lambda: captured(Creates(True))),
+    Remedy(
+        "SK401",
+        "Make that tensor an input or a parameter. To run the graph without gradients, capture "
+        "torch.export.export(model, args, kwargs).",
+        lambda: captured(OfModule(flagged)),
+        (
+            lambda: captured(ByInput(), X, torch.ones(4, 4, requires_grad=True)),
+            lambda: inference(OfModule(flagged)),
+        ),
+    ),
+    Remedy(
+        "SK401",
+        "Write to it in place: self.mean.copy_(...). splitkit.apply and splitkit.backend accept the model.",
+        lambda: sk.capture_joint(Rebinds(), X),
+        (lambda: joint(Rebinds(in_place=True)), lambda: applied(Rebinds())),
+    ),
+    Remedy(
+        "SK401",
+        "Set its dropout to 0, or write one module per layer with torch.nn.Dropout between them.",
+        lambda: joint(Recurrent()),
+        (lambda: joint(Recurrent(dropout=0.0)), lambda: sk.capture_joint(Recurrent(apart=True), X).run(X).loss),
+    ),
+    Remedy(
+        "SK401",
+        "Make the loss a submodule of the model.",
+        lambda: sk.capture_joint(Net(), X, loss=OwnLoss()),
+        lambda: joint(WithLoss(Net(), OwnLoss())),
+    ),
+    Remedy(
+        "SK401",
+        "Give one: capture_joint(model, ..., {...}), or return it as `loss`.",
+        lambda: joint(Net()),
+        (lambda: joint(Net(), loss=torch.sum), lambda: joint(ReturnsLoss())),
+    ),
+    Remedy(
+        "SK401",
+        "Use capture_joint(..., loss=lambda output: ...) with a function that returns a real scalar tensor.",
+        lambda: joint(Net(), loss=lambda output: output),
+        lambda: joint(Net(), loss=lambda output: output.sum()),
+    ),
+    Remedy(
+        "SK401",
+        "Call requires_grad_(), or give a loss that depends on the parameters.",
+        lambda: sk.capture_joint(Summed().requires_grad_(False), X, loss=lambda output: output),
+        (lambda: joint(Summed().requires_grad_(False).requires_grad_()), lambda: joint(Summed())),
+    ),
+    # ------------------------------------------------------------ SK404, SK405: gradients that would be lost
+    Remedy(
+        "SK404",
+        "Give apply every tensor that it needs as an argument of its own; splitkit.capture_joint and splitkit.apply "
+        "accept the model as it is; for inference only, call it under torch.no_grad() in the model, or capture "
+        "torch.export.export(model, args, kwargs), which has no such backward.",
+        lambda: captured(Net(lambda x: HoldsModule.apply(x, INNER))),
+        (
+            lambda: captured(Net(lambda x: WithArguments.apply(x, INNER.weight, INNER.bias))),
+            lambda: joint(Net(lambda x: HoldsModule.apply(x, INNER)), loss=torch.sum),
+            lambda: applied(Net(lambda x: HoldsModule.apply(x, INNER))),
+            lambda: captured(Net(without_grad)),
+            lambda: inference(Net(lambda x: HoldsModule.apply(x, INNER))),
+        ),
+    ),
+    Remedy(
+        "SK404",
+        "Give the model itself: splitkit.capture(model, *inputs). For inference only, call "
+        "model.requires_grad_(False) before the export.",
+        lambda: sk.capture(torch.export.export(Net(TripledGradient.apply), (X,), strict=True)),
+        (
+            lambda: captured(Net(lambda x: TripledGradient.apply(x))),
+            lambda: sk.capture(
+                torch.export.export(Net(TripledGradient.apply).requires_grad_(False), (X,), strict=True)
+            ),
+        ),
+    ),
+    Remedy(
+        "SK405",
+        "Remove the hook before the capture and hook a parameter instead (parameters keep their hooks), or write it as "
+        "a torch.autograd.Function; {...} the model as it is.",
+        lambda: captured(OfModule(hooked)),
+        (
+            lambda: captured(with_parameter_hook(), like=with_parameter_hook()),
+            lambda: captured(Net(lambda x: TripledGradient.apply(x))),
+            lambda: joint(OfModule(hooked), loss=torch.sum),
+            lambda: applied(OfModule(hooked)),
+        ),
+    ),
+    Remedy(
+        "SK405",
+        "Remove the hook before the capture and hook a parameter instead (parameters keep their hooks), or write it as "
+        "a torch.autograd.Function; {...} the model as it is.",
+        lambda: captured(with_module_hook()),
+        lambda: applied(with_module_hook(), like=with_module_hook()),
+    ),
+    # ------------------------------------------------------------ SK410: effects that would be lost
+    Remedy(
+        "SK410",
+        "Rebind the name (z = y instead of z.data = y); to change a parameter, buffer or input in place, write "
+        "p.copy_(y) under torch.no_grad().",
+        lambda: captured(OfModule(pushed)),
+        (lambda: captured(OfModule(rebound)), lambda: captured(OfModule(copied, state=torch.ones(4)))),
+    ),
+    Remedy(
+        "SK410",
+        "Seed before the model is called, or make the random numbers an input.",
+        lambda: captured(Net(seeded)),
+        (lambda: captured(Net(lambda x: x + torch.rand(4))), lambda: captured(Random(), X, torch.rand(4))),
+    ),
+]
+
+
+@pytest.mark.parametrize("remedy", SIMPLE, ids=lambda r: f"{r.code} {r.told[:40]}")
+def test_remedy(remedy):
+    remedy.carry_out()
+
+
+def test_a_branch_on_the_data():
+    with refusal("SK401", "{...}") as error:
+        captured(Net(branches))
+    assert (
+        "torch.cond or torch.where" in error.value.remedy
+        and "splitkit.apply(model, policy, *inputs)" in error.value.remedy
+    )
+    assert captured(Net(chosen)) and applied(Net(branches))
+    model = Net(branches)
+    torch._dynamo.reset()
+    plain, compiled = copy.deepcopy(model), torch.compile(model, backend=sk.backend(SaveAll()))
+    assert alike(outcome(lambda: compiled(X), model), outcome(lambda: plain(X), plain))
+
+
+def test_autocast_around_a_capture():
+    def traced():
+        with torch.autocast("cpu", torch.bfloat16):
+            return sk.capture(Net(), X, how="symbolic_trace")
+
+    with refusal("SK401", 'Use how="export" of splitkit.capture, which records it, or leave the block.'):
+        traced()
+    with torch.autocast("cpu", torch.bfloat16):
+        model = Net()
+        gm, want = sk.capture(model, X, how="export"), model(X)
+    assert torch.equal(gm(X), want)
+    assert captured(Net(), how="symbolic_trace")
+
+
+def test_a_write_that_symbolic_trace_loses():
+    with refusal("SK401", 'Use how="export", or make the module that does it a leaf of your own tracer.'):
+        sk.capture(Rebinds(), X, how="symbolic_trace")
+    assert captured(Rebinds(), how="export")
+
+
+def test_inputs_that_share_memory():
+    both = X.clone()
+    with refusal("SK401", "Give inputs that do not share memory, or train it with splitkit.apply or splitkit.backend."):
+        sk.capture_joint(Writes(), both, both)
+    model, x, y = Writes(), X.clone(), X.clone()
+    found, want = sk.capture_joint(model, x, y).run(X.clone(), X.clone()).loss, model(X.clone(), X.clone())
+    torch.testing.assert_close(found, want.detach())
+    torch._dynamo.reset()
+    plain, trained = copy.deepcopy(model), sk.apply(model, SaveAll(), both, both)
+    one, other = X.clone(), X.clone()
+    torch.testing.assert_close(trained(one, one), plain(other, other))
+
+
+def test_checkpoints_are_no_hooks_of_the_user():
+    assert captured(Net(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)))
