@@ -354,7 +354,7 @@ def test_what_a_schedule_itself_refuses(schedule, stages, microbatches):
 
 
 def test_a_rank_without_room():
-    with refusal("SK303", "Give it {...}, smaller microbatches, or more stages.") as error:
+    with refusal("SK303", "Give it {...} bytes ({...}), smaller microbatches, or more stages.") as error:
         synthesize([StageCosts(1, 2, saved_bytes=1000007)] * 2, 4, memory="3KiB")
     need = numbers(error)[0]
     assert synthesize([StageCosts(1, 2, saved_bytes=1000007)] * 2, 4, memory=need)

@@ -90,7 +90,8 @@ def _told(node: Node, value: Any) -> Any:
         raise GraphError(
             "SK107",
             f"{node.name} calls {value}, which cannot be found by its name when the pickle is loaded",
-            "Save the plan (plan.save) and the weights (state_dict), and split again; or copy with copy.deepcopy.",
+            "Save the plan (plan.save) and the weights (module.state_dict), and split again; or copy with "
+            "copy.deepcopy.",
             [node],
         )
     return _Op(name)
