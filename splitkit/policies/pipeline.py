@@ -203,7 +203,8 @@ class Pipeline:
         if enough is not None:
             peak = max(enough.run.peaks)
             nearest = self._plan(frontiers, replace(found, bound=0.0), enough)
-            fits = f"Pipeline({self.n}, memory={peak}) fits: {size(peak)} for each rank"
+            count = "" if self.microbatches is None else f", {self.microbatches}"
+            fits = f"Pipeline({self.n}, {self.schedule!r}{count}, memory={peak}) fits: {size(peak)} for each rank"
             remedy = f"{fits}. Or: {remedy[0].lower()}{remedy[1:]}"
         proven = ": no cuts can fit" if found.bound == float("inf") else ""
         error = NoPlanError(

@@ -180,16 +180,15 @@ def test_a_card_that_the_optimizer_alone_overfills():
 
 
 def test_a_pipeline_in_too_little_memory():
-    for ask in (
-        lambda n, stages=2: divided(Pipeline(stages, "1f1b", 4, memory=n)),
-        lambda n, stages=2: divided(Pipeline(stages, "gpipe", 4, memory=n)),
-    ):
+    for schedule in ("1f1b", "gpipe"):
         with refusal("SK303", "{...}. Or: {...}{...}") as error:
-            ask(1)
-        need = int(re.search(r"memory=(\d+)", error.value.remedy)[1])
-        for nbytes in (need, need + 1, 2 * need):
-            ask(nbytes)
-        ask(need - 1, 3)  # more stages
+            divided(Pipeline(2, schedule, 4, memory=1))
+        told = error.value.remedy.split(" fits")[0]
+        assert told.startswith(f"Pipeline(2, {schedule!r}, 4, memory=")
+        fits = eval(told, {"Pipeline": Pipeline})
+        for nbytes in (fits.memory, fits.memory + 1, 2 * fits.memory):
+            divided(Pipeline(2, schedule, 4, memory=nbytes))
+        divided(Pipeline(3, schedule, 4, memory=fits.memory - 1))  # more stages
 
 
 def test_more_parts_than_there_are():
