@@ -98,14 +98,14 @@ CASES = [
         "SK901",
         "splitkit.split(gm, plan).view() draws it.",
         lambda: Plan.of({}).view(),
-        lambda: "<html" in sk.split(made()[0], made()[1]).view().page,
+        lambda: "<html" in sk.split(made()[0], made()[1]).view().html,
     ),
     Remedy(
         "SK901",
         "live=True is for plans and splits; use .view().",
         lambda: view(made()[3], live=True),
         (
-            lambda: "<html" in made()[3].view().page,
+            lambda: "<html" in made()[3].view().html,
             lambda: bool(view(made()[1], live=True).borders),
             lambda: bool(view(sk.split(made()[0], made()[1]), live=True).borders),
         ),
@@ -114,7 +114,7 @@ CASES = [
         "SK901",
         "Leave live=True out, and plan again for other stages.",
         lambda: view(staged(), live=True),
-        (lambda: "<html" in view(staged()).page, lambda: drawn(stagedsteps.recomputed())),
+        (lambda: "<html" in view(staged()).html, lambda: drawn(stagedsteps.recomputed())),
     ),
     Remedy(
         "SK901",
@@ -191,7 +191,7 @@ def test_steps_that_ran(tmp_path):
 
 def test_traces_of_replicas(tmp_path):
     step = ran(tmp_path)
-    twice = replace(step, timeline=(*step.timeline, *(replace(e, rank=1 - e.rank) for e in step.timeline)))
+    twice = replace(step, timeline=(*step.timeline, *(e._replace(rank=1 - e.rank) for e in step.timeline)))
     with refusal("SK901", "Record one pipeline, without --dp; https://ui.perfetto.dev shows this trace as it is."):
         _ = twice.order
     assert step.order.rank_of == (0, 1) and issubclass(ViewError, sk.SplitError)
