@@ -604,6 +604,28 @@ MISFITS = [
 ]
 
 
+class Writes(nn.Module):
+    """Its first two blocks share memory that is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        second = self.layers[1](first)
+        first.add_(1)
+        return self.layers[3](self.layers[2](second + first))
+
+
+def test_cuts_between_what_waits():
+    gm = graph(Writes, inputs=X)
+    with refusal("SK525", "Cut elsewhere."):
+        sk.import_plan(gm, "parts = [0, 1, 4]", form="deepspeed")
+    plan = sk.import_plan(gm, "parts = [0, 3, 4]", form="deepspeed")
+    assert sk.split(gm, plan)(X).equal(gm(X))
+
+
 def looped():
     return graph(Runs, 3, 1, 0, 1, 0, 2, 4, inputs=X)
 

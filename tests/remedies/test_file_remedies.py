@@ -572,6 +572,25 @@ def distributed(folder, model=None):
     return folder
 
 
+def tokenizer(folder):
+    """Write a tokenizer of three words, and return it as the command reads it."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(folder)
+    return generate._tokenizer(Namespace(tokenizer=folder))
+
+
+def test_tokenizers():
+    Path("empty").mkdir()
+    with refusal("SK504", "Give the folder of a checkpoint."):
+        generate._tokenizer(Namespace(tokenizer="empty"))
+    encode, decode = tokenizer("checkpoint")
+    assert encode("b") == [1] and decode([1]) == "b"
+
+
 class WithExtra(nn.Sequential):
     def __init__(self, device="cpu"):
         super().__init__(*net(device=device))

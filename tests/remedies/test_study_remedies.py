@@ -461,3 +461,27 @@ def test_budgets_of_the_model():
         sk.capture_joint(Asks(0.25), X).split(Budget(0.5, of="saved"))
     policy = eval(caught.value.remedy.partition("plan with ")[2].partition(", or let")[0], {"splitkit": sk})
     assert sk.capture_joint(Asks(None), X).split(policy).plan and compiled(policy, None) and compiled(None, 0.25)
+
+
+def test_the_least_memory_with_offload():
+    made, prices = stagedsteps.captured()
+    with refusal(
+        "SK303",
+        "Budget({...}, {...}) takes that plan or a better one; a smaller batch or shorter sequence needs less.",
+    ) as caught:
+        made.split(Budget(1, offload="pcie5"), prices)
+    policy = eval(caught.value.remedy.partition(" takes that")[0], {"Budget": Budget})
+    pair = made.split(policy, prices)
+    peak = int(caught.value.remedy.partition("(")[2].partition(",")[0])
+    assert pair.plan.claim is None or peak > 0
+
+
+def test_models_that_cannot_be_cut():
+    def stages(count):
+        whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(count))) if count else nn.Identity()
+        made = sk.capture_joint(whole, X.clone().requires_grad_(), loss=torch.sum)
+        return made.split(Pipeline(2), sk.costs.roofline(made.graph_module, "h100"))
+
+    with refusal("SK303", "Use a larger model."):
+        stages(0)
+    assert stages(4).plan

@@ -93,8 +93,8 @@ class _Decisions:
             raise PlanError(
                 "SK307",
                 f"op {position} of a checkpointed layer is {op}, but {planned} was planned",
-                "Plan with the inputs and the mode that training has: splitkit.checkpoint_context(model, 0.5, **batch). "
-                "Enter an autocast in the model's forward, where planning sees it.",
+                "Plan with the inputs and the mode that training has: splitkit.checkpoint_context(model, 0.5, "
+                "**batch). Enter an autocast in the model's forward, where planning sees it.",
             )
         return CheckpointPolicy.MUST_SAVE if position in self.context.saved else CheckpointPolicy.PREFER_RECOMPUTE
 
