@@ -7,6 +7,8 @@ import json
 import math
 import shlex
 import shutil
+import subprocess
+import sys
 from argparse import Namespace
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -644,9 +646,7 @@ def test_ops_and_classes_of_other_processes():
         runs("parts")
 
 
-TRACE = (
-    "Write one: splitkit train PLAN.json --nproc N --trace FILE, or splitkit profile PLAN.json --ranks N --trace FILE."
-)
+TRACE = "Write one: splitkit train PLAN.json --nproc N --trace FILE, or splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE."
 
 
 def test_what_is_no_trace_of_a_step():
@@ -655,7 +655,7 @@ def test_what_is_no_trace_of_a_step():
         with refusal(
             "SK510",
             "Write one: splitkit train PLAN.json --nproc N --trace FILE, or "
-            "splitkit profile PLAN.json --ranks N --trace FILE.",
+            "splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE.",
         ):
             sk.MeasuredStep.load("no.json")
     for field, value in (("pid", -1), ("ts", math.inf), ("dur", "long")):
@@ -665,8 +665,12 @@ def test_what_is_no_trace_of_a_step():
 
 @pytest.mark.campaign
 def test_traces_of_steps_that_ran():
-    command("plan my.py:step --stages 2 --schedule 1f1b -o plan.json")
-    command("train plan.json --model my.py:step --nproc 2 --trace train.json")
-    command("profile plan.json --model my.py:step --ranks 2 --trace profile.json")
+    for words in (
+        "plan my.py:step --stages 2 -o plan.json",
+        "train plan.json --model my.py:step --nproc 2 --steps 3 --trace train.json",
+        "profile plan.json --model my.py:step --ranks 2 --schedules 1f1b --trace profile.json",
+    ):
+        done = subprocess.run([sys.executable, "-m", "splitkit", *words.split()], capture_output=True, text=True)
+        assert not done.returncode, done.stderr
     for name in ("train.json", "profile.json"):
         assert sk.MeasuredStep.load(name).timeline
