@@ -646,7 +646,10 @@ def test_ops_and_classes_of_other_processes():
         runs("parts")
 
 
-TRACE = "Write one: splitkit train PLAN.json --nproc N --trace FILE, or splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE."
+TRACE = (
+    "Write one: splitkit train PLAN.json --nproc N --trace FILE, or "
+    "splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE."
+)
 
 
 def test_what_is_no_trace_of_a_step():

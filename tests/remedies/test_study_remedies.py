@@ -474,3 +474,14 @@ def test_the_least_memory_with_offload():
     pair = made.split(policy, prices)
     peak = int(caught.value.remedy.partition("(")[2].partition(",")[0])
     assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak <= peak
+
+
+def test_layers_that_no_checkpoint_runs():
+    """Layers of transformers are checkpoints in training only."""
+    whole, batch = model("cpu"), {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
+    with refusal(
+        "SK307", "Call model.train(), or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...)."
+    ):
+        sk.checkpoint_context(whole.eval(), 0.5, **batch)
+    assert sk.checkpoint_context(whole.train(), 0.5, **batch).layers
+    assert sk.checkpoint_context(whole.eval(), 0.5, layers="model.layers.*", **batch).layers
