@@ -21,7 +21,10 @@ from splitkit.short_repr import brief
 _LETTERS = {name: letter for letter, name in KINDS.items()}
 _MOST_SECONDS = 1e6
 """Twelve days: a longer step is not a step. A clock may have run for a hundred times as long."""
-_REMEDY = "Write one: splitkit train PLAN.json --nproc N --trace FILE, or splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE."
+_REMEDY = (
+    "Write one: splitkit train PLAN.json --nproc N --trace FILE, or "
+    "splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE."
+)
 
 
 @dataclass(frozen=True, eq=False)
