@@ -476,12 +476,19 @@ def test_the_least_memory_with_offload():
     assert sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak <= peak
 
 
+CALLED = (
+    "Call model.train(): layers of transformers are checkpoints in training only. Or name layers that run: "
+    "checkpoint_context(model, 0.5, layers='blocks.*', ...)."
+)
+
+
 def test_layers_that_no_checkpoint_runs():
-    """Layers of transformers are checkpoints in training only."""
     whole, batch = model("cpu"), {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
-    with refusal(
-        "SK307", "Call model.train(), or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...)."
-    ):
+    with refusal("SK307", "Call model.train(): layers of transformers are checkpoints in training only."):
         sk.checkpoint_context(whole.eval(), 0.5, **batch)
     assert sk.checkpoint_context(whole.train(), 0.5, **batch).layers
-    assert sk.checkpoint_context(whole.eval(), 0.5, layers="model.layers.*", **batch).layers
+    net = Net()
+    net.spare = nn.ModuleList([Block()])
+    with refusal("SK307", "Call model.train(): layers of transformers are checkpoints in training only.") as caught:
+        planned(net, layers="spare.*")
+    assert caught.value.remedy == CALLED and planned(net, layers="blocks.*").contexts["all"].layers

@@ -190,7 +190,8 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
         raise PlanError(
             "SK307",
             f"the model runs none of its layers {', '.join(names[:3])} ... as checkpoints",
-            "Call model.train(), or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...).",
+            "Call model.train(): layers of transformers are checkpoints in training only. Or name layers that run: "
+            "checkpoint_context(model, 0.5, layers='blocks.*', ...).",
         )
     first = recorded[0]
     for other in recorded[1:]:
