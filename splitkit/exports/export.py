@@ -19,7 +19,7 @@ from splitkit.errors import CostError, GraphError
 from splitkit.exports.carried_plan import CarriedPlan, cannot_carry, parameters_in_stages
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.formats import format_named
-from splitkit.exports.joint_carried import joint_recompute, joint_sequence, saves_stage_inputs_only
+from splitkit.exports.joint_carried import PLAN_FORWARD, joint_recompute, joint_sequence, saves_stage_inputs_only
 from splitkit.exports.layer_sequence import LayerSequence, layer_sequence
 from splitkit.exports.rounding import PlanPricing, Rounding, round_plan
 from splitkit.files import PathLike, save_text
@@ -284,7 +284,7 @@ def _joint_export(
 ) -> Export:
     """Export a plan of a training step in stages, which must cut between blocks."""
     if form.use == "serving":
-        raise cannot_carry(form.tool, "it is for training, and the tool serves models", "Plan a forward graph.")
+        raise cannot_carry(form.tool, "it is for training, and the tool serves models", PLAN_FORWARD)
     sequence, cuts, stages = joint_sequence(form, flow, plan)
     order = _order(form, schedule, microbatches, stages)
     recompute = joint_recompute(form, sequence, plan)

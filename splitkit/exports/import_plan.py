@@ -169,13 +169,8 @@ def _between_modules(form: ExportFormat, sequence: LayerSequence, stages: Sequen
             wanted.pop(name)  # a module that every stage has, such as rotary tables
     if often and any(name in wanted for name in often):
         raise _misfit(form, f"{next(n for n in often if n in wanted)} is in several stages", "Name it once.")
-    stage_of = []
-    for layer in sequence.layers:
-        own = [names.get(name, name) for name in layer.names]
-        places = {wanted[_nearest_parent(form, name, wanted)] for name in own}
-        if len(places) > 1:
-            raise _misfit(form, f"{' and '.join(own)} are in different stages", "Keep them together.")
-        stage_of.append(places.pop())
+    own = [name for layer in sequence.layers for name in layer.names]  # one of each layer
+    stage_of = [wanted[_nearest_parent(form, names.get(name, name), wanted)] for name in own]
     if stage_of != sorted(stage_of):
         later = next(i for i in range(1, len(stage_of)) if stage_of[i] < stage_of[i - 1])
         name = sequence.layers[later].names[0]

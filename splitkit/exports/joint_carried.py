@@ -19,7 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.search.model_blocks import Block, model_blocks
 from splitkit.training.stage_parts import stage_part
 
-_PLAN_FORWARD = "Plan the forward graph (splitkit plan MODEL --stages N), or run the plan with `splitkit train`."
+PLAN_FORWARD = "Plan the forward graph (splitkit plan MODEL --stages N), or run the plan with `splitkit train`."
 
 
 def joint_sequence(form: ExportFormat, flow: Dataflow, plan: Plan) -> tuple[LayerSequence, tuple[int, ...], int]:
@@ -32,7 +32,7 @@ def joint_sequence(form: ExportFormat, flow: Dataflow, plan: Plan) -> tuple[Laye
     """
     if form.level not in ("ends", "blocks"):
         tool = form.tool
-        raise cannot_carry(tool, "it divides a training step, and the format names modules of a forward", _PLAN_FORWARD)
+        raise cannot_carry(tool, "it divides a training step, and the format names modules of a forward", PLAN_FORWARD)
     stages = {
         node: part.stage for node in flow.nodes if (part := stage_part(plan.home(node))) and part.half == "forward"
     }
@@ -47,7 +47,7 @@ def joint_sequence(form: ExportFormat, flow: Dataflow, plan: Plan) -> tuple[Laye
         raise cannot_carry(
             form.tool,
             f"a cut falls inside {name}, and what its stages save was decided for this cut",
-            f"{_PLAN_FORWARD} Forward plans are rounded to whole layers.",
+            f"{PLAN_FORWARD} Forward plans are rounded to whole layers.",
             [name],
         )
     count = max(stages.values(), default=-1) + 1
@@ -76,10 +76,10 @@ def _cuts(sequence: LayerSequence, where: Mapping[Block, int], count: int) -> tu
     for i, layer in enumerate(sequence.layers):
         stages.append(where[layer.block] if layer.block is not None else 0 if i == 0 else count - 1)
     if stages != sorted(stages):
-        raise cannot_carry("the format", "its blocks do not run in the order of their stages", _PLAN_FORWARD)
+        raise cannot_carry("the format", "its blocks do not run in the order of their stages", PLAN_FORWARD)
     cuts = tuple(i for i in range(1, len(stages)) if stages[i] != stages[i - 1])
     if {*stages} != {*range(count)}:
-        raise cannot_carry("the format", "a stage has no whole block", _PLAN_FORWARD)
+        raise cannot_carry("the format", "a stage has no whole block", PLAN_FORWARD)
     return cuts
 
 
@@ -92,7 +92,7 @@ def _require_ends(
     last = max((order[node] for node in inside), default=-1)
     behind = {stages[n] for n in stages if order[n] > last and module_path(n) and n not in inside and _computes(n)}
     if behind - {count - 1}:
-        raise cannot_carry(form.tool, "a cut falls behind the last block, inside norm and head", _PLAN_FORWARD)
+        raise cannot_carry(form.tool, "a cut falls behind the last block, inside norm and head", PLAN_FORWARD)
 
 
 def joint_recompute(form: ExportFormat, sequence: LayerSequence, plan: Plan) -> tuple[bool, ...]:

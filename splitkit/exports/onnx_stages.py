@@ -18,7 +18,11 @@ from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.text_parsing import json_list, json_object, no_such_text
 from splitkit.graph.dataflow import module_path
 
-_EXAMPLE = '{"ir_version": 11, "num_devices": 2, "pipeline_stage": {"linear": 0, "linear_1": 1}}'
+_EXAMPLE = (
+    '{"ir_version": 11, "num_devices": 2, "pipeline_stage": {"linear": 0, "linear_1": 1}, '
+    '"module": {"linear": "layers.0", "linear_1": "layers.1"}, '
+    '"op": {"linear": "aten.linear.default", "linear_1": "aten.linear.default"}}'
+)
 _FX_NODE, _SCOPES = "pkg.torch.onnx.fx_node", "pkg.torch.onnx.name_scopes"
 
 

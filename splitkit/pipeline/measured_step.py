@@ -22,7 +22,8 @@ _LETTERS = {name: letter for letter, name in KINDS.items()}
 _MOST_SECONDS = 1e6
 """Twelve days: a longer step is not a step. A clock may have run for a hundred times as long."""
 _REMEDY = (
-    "Write one: splitkit train PLAN.json --nproc N --trace FILE, or splitkit profile PLAN.json --ranks N --trace FILE."
+    "Write one: splitkit train PLAN.json --nproc N --trace FILE, or "
+    "splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE."
 )
 
 

@@ -6,3 +6,16 @@ LISTED: dict[tuple[str, str], str] = {
     ("SK902", "pip install anywidget"): "installs a package",
 }
 """(code, first words of the remedy) -> why it cannot be carried out mechanically."""
+
+# plans, stages, checks
+LISTED |= {
+    ("SK301", "Fix or remove the package that provides it."): "repairs or removes an installed package",
+    ("SK508", "Import the package that defines it first, or use the version of torch that wrote the file."): (
+        "needs a package with ops of its own, or another version of torch"
+    ),
+    ("SK508", "Use the version of torch that wrote it; this is {...}."): "needs another version of torch",
+    ("SK509", ""): "a warning, which has no field for a remedy",
+    ("SK701", ""): "a law of splitkit is broken: only splitkit itself can be mended",
+    ("SK701", "This is a bug of splitkit: please report it with the plan."): "writes to the authors",
+    ("SK302", "See the policy's documentation."): "reads a page, for a policy of another package",
+}

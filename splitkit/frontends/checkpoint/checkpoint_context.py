@@ -98,8 +98,9 @@ class _Decisions:
             raise PlanError(
                 "SK307",
                 f"op {position} of a checkpointed layer is {op}, but {planned} was planned",
-                "Plan with the inputs, the mode and the autocast that training has: splitkit.checkpoint_context(model, "
-                "0.5, **batch). If the ops of the layer depend on its values, use splitkit.apply.",
+                "Plan with the inputs and the mode that training has: splitkit.checkpoint_context(model, 0.5, "
+                "**batch). Enter an autocast in the model's forward, where planning sees it. If the ops of the layer "
+                "depend on its values, use splitkit.apply.",
             )
         return CheckpointPolicy.MUST_SAVE if position in self.context.saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -193,7 +194,8 @@ def _equal(recorded: Sequence[RecordedLayer], names: Sequence[str]) -> RecordedL
         raise PlanError(
             "SK307",
             f"the model runs none of its layers {', '.join(names[:3])} ... as checkpoints",
-            "Call model.train(), or name the layers: checkpoint_context(model, 0.5, layers='blocks.*', ...).",
+            "Call model.train(): layers of transformers are checkpoints in training only. Or name layers that run: "
+            "checkpoint_context(model, 0.5, layers='blocks.*', ...).",
         )
     first = recorded[0]
     for other in recorded[1:]:

@@ -26,6 +26,7 @@ SINGLE = "model.safetensors"
 _AGAIN = "Copy the folder again from where it was written, or write it again."
 _PREFIXES = ("", "model.")
 """Prefixes of names in torch's checkpoints: none, or the prefix that ``splitkit train --checkpoint`` writes."""
+_SAME_MODEL = "Name the weights of the model that was split."
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Weights:
         return FileError(
             "SK507",
             f"{self.place} has no {names[0]}{ties}" + (f", and no {listed(others, 3)}" if others else ""),
-            "Name the weights of the model that was split.",
+            _SAME_MODEL,
             [*names, *others],
         )
 
@@ -166,9 +167,10 @@ class Weights:
             fits = fits or (dtype.is_floating_point and tensor.is_floating_point())
         if shape != tuple(tensor.shape) or not fits:
             theirs, own = look_text(shape, dtype), look_text(tensor.shape, tensor.dtype)
-            remedy = "Name the weights of the model that was split, or split it in their dtype."
-            if shape == tuple(tensor.shape) and not self.saved:
-                remedy = f"Capture the model in {dtype}, or convert the weights: dtype={tensor.dtype}."
+            remedy = _SAME_MODEL
+            if shape == tuple(tensor.shape) and dtype.is_floating_point and tensor.is_floating_point():
+                converts = "" if self.saved else f", or convert the weights: dtype={tensor.dtype}"
+                remedy = f"Capture the model in {dtype}" + converts + "."
             raise FileError("SK507", f"{name} in {self.place} is {theirs}, and the stage reads {own}", remedy, [name])
 
 
@@ -201,7 +203,7 @@ class _Headers:
         for row, view in zip(rows, views, strict=True):
             if sources.stacked and len(row) != len(view):
                 what = f"{self._weights.place} has {len(row)} tensors for the {len(view)} of {name}"
-                raise FileError("SK507", what, "Name the weights of the model that was split.", [name])
+                raise FileError("SK507", what, _SAME_MODEL, [name])
             found += [(n, s, v) for (n, s), v in zip(row, view if sources.stacked else [view], strict=True)]
         for stored_name, stored, part in found:
             self._weights.require(stored_name, part, stored.shape, stored.dtype)
