@@ -353,8 +353,11 @@ def test_an_autocast_around_the_call():
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_of_a_part(training):
     """The capture that the remedy shows is in the mode that was wanted, of which the step or evaluation is right."""
-    model = net(last=lambda: nn.BatchNorm1d(4)).train(training)
-    pipe, inputs_of_one_microbatch = made(model), {"x": X[:2]}
+    model, inputs_of_one_microbatch = net(last=lambda: nn.BatchNorm1d(4)).train(training), {"x": X[:2]}
+    split = split_of(model, **inputs_of_one_microbatch)
+    for part in split.parts.values():
+        part.training = training  # captures are in training mode whatever the model was; traced graphs need not be
+    pipe = made(split=split)
     pipe.modules[-1].train(not training)
     with refusal(
         "SK802", "Capture the model in the other mode, and run that with the same weights: pipe.eval"
@@ -440,7 +443,7 @@ def test_a_module_in_a_loop():
     with refusal("SK802", "Give PipelineModule(pipe, evaluation) a pipeline of the model captured in eval mode."):
         net_.eval()(**given)
     evaluation = net_.pipe.evaluation(sk.capture(model.eval(), x=X[:2], target=T[:2]))
-    assert close(PipelineModule(net_.pipe, evaluation).eval()(**given), model(**given)["loss"])
+    assert close(PipelineModule(net_.pipe, evaluation).eval()(**given)["loss"], model(**given)["loss"])
 
 
 def test_a_scaled_loss():
@@ -473,6 +476,124 @@ def test_a_value_that_does_not_fit_the_next_stage():
         ):
             border.packed(value, torch.device("cpu"), "after stage 0")
     assert right(made())
+
+
+def test_stages_of_torch():
+    """A call of torch's schedule, with the names that the remedy gives."""
+    model = Net()
+    own = torch_stages.stage(split_of(model), 0)
+    with refusal(
+        "SK802", "Give every rank all inputs by keyword, and {...}=torch.tensor([...]) where the model draws."
+    ) as caught:
+        own[0].submod(x=X[:2])
+    seed = re.search(r"(\w+)=torch", caught.value.remedy)[1]
+    with refusal(
+        "SK802", "Give every rank all inputs by keyword, and {...}=torch.tensor([...]) where the model draws."
+    ):
+        own[0].submod(**{seed: torch.tensor([3])})
+    own[0].submod(x=X[:2], **{seed: torch.tensor([3])})
+
+
+def dynamic(**options):
+    """A pipeline for any number of rows."""
+    gm = sk.capture(net(), X[:2], dynamic=True)
+    return made(split=sk.split(gm, sk.policies.Stages(2)), **options)
+
+
+class Two(Net):
+    """Reads two inputs."""
+
+    def forward(self, x, more):
+        return self.b(self.a(x).tanh()) + more
+
+
+def two(**options):
+    gm = sk.capture(Two(), x=X[:2], more=X[:2], **options)
+    return made(split=sk.split(gm, sk.policies.Stages(2)))
+
+
+def right_of_two(x=X, more=X, target=T, pipe=None):
+    with torch.no_grad():
+        want = square(Two()(x, more), target)
+    return close((pipe or two()).step(x, more, target=target).loss, want)
+
+
+def each(x=X, more=X, target=T):
+    """A step whose batch is given as microbatches."""
+    rows = [{"x": a, "more": b} for a, b in zip(x.split(2), more.split(2), strict=True)]
+    with torch.no_grad():
+        want = square(Two()(x, more), target)
+    return close(two().step(microbatches=rows, target=target.split(2)).loss, want)
+
+
+MICROBATCHES = [
+    Remedy(
+        "SK802",
+        "Give the inputs of the model.",
+        lambda: made().step(X, X, target=T),
+        lambda: right(made()),
+    ),
+    Remedy("SK802", "Give a tensor.", lambda: dynamic().step(3, target=T), lambda: right(dynamic())),
+    Remedy("SK802", "See Pipeline.needs.", lambda: made().step(None, target=T), lambda: made().needs == {"x"}),
+    Remedy(
+        "SK802",
+        "Give a multiple of {...}.",
+        lambda: made().step(X, target=T[:3]),
+        lambda: right(made()),
+    ),
+    Remedy(
+        "SK802",
+        "Give each microbatch {...}, as captured.",
+        lambda: two().step(microbatches=[{"x": X[:1], "more": X[:1]}] * 2, target=[T[:1]] * 2),
+        each,
+    ),
+    Remedy(
+        "SK802",
+        "Give the target of each microbatch.",
+        lambda: two().step(microbatches=[{"x": X[:2], "more": X[:2]}] * 2, target=[T]),
+        each,
+    ),
+    Remedy(
+        "SK802",
+        "Give all inputs the same number of rows, or pass each microbatch: step(microbatches=[...]).",
+        lambda: two(dynamic=True).step(X, torch.cat([X, X]), target=T),
+        (lambda: right_of_two(pipe=two(dynamic=True)), each),
+    ),
+    Remedy(
+        "SK802",
+        "Give {...} rows or more, or leave the last batch out (drop_last=True in a DataLoader).",
+        lambda: dynamic().step(X[:1], target=T[:1]),
+        lambda: all(right(dynamic()) for x in torch.utils.data.DataLoader(torch.cat([X, X[:1]]), 4, drop_last=True)),
+    ),
+    Remedy(
+        "SK802",
+        "Give one: pipeline(split, loss=lambda output, target: ...). `splitkit train` needs a model that returns it.",
+        lambda: made(loss=None).step(X),
+        lambda: right(made(loss=lambda output, target: square(output, target))),
+    ),
+]
+
+
+@pytest.mark.parametrize("remedy", MICROBATCHES, ids=lambda remedy: remedy.told[:40])
+def test_microbatches(remedy):
+    remedy.carry_out()
+
+
+def test_batches_of_the_size_that_the_remedy_names():
+    with refusal("SK802", "Give {...}{...}: {...} microbatches of {...}, as captured.") as caught:
+        made().step(X[:3], target=T[:3])
+    rows = int(re.search(r"float32\[(\d+), 4\]", caught.value.remedy)[1])
+    assert made().step(X[:rows], target=T[:rows]) and right(made()) and right(dynamic())
+    assert "dynamic=True" in caught.value.remedy and "drop_last=True" in caught.value.remedy
+    pair = [{"x": X[:2], "more": X[:2]}] * 3
+    with refusal("SK802", "Give {...}, or make the pipeline with microbatches={...}.") as caught:
+        two().step(microbatches=pair, target=[T[:2]] * 3)
+    fewer, more = map(int, re.findall(r"\d+", caught.value.remedy))
+    with torch.no_grad():
+        want = square(Two()(X[:2], X[:2]), T[:2])
+    assert close(two().step(microbatches=pair[:fewer], target=[T[:2]] * fewer).loss, want)
+    pipe = pipeline(two().split, SEVERAL, more, loss=square)
+    assert close(pipe.step(microbatches=pair, target=[T[:2]] * more).loss, want)
 
 
 def test_what_ranks_agree_on():
