@@ -534,7 +534,12 @@ MICROBATCHES = [
         lambda: right(made()),
     ),
     Remedy("SK802", "Give a tensor.", lambda: dynamic().step(3, target=T), lambda: right(dynamic())),
-    Remedy("SK802", "See Pipeline.needs.", lambda: made().step(None, target=T), lambda: made().needs == {"x"}),
+    Remedy(
+        "SK802",
+        "See Pipeline.needs.",
+        lambda: made().step(None, target=T),
+        lambda: "x" in made().needs and right(made()),
+    ),
     Remedy(
         "SK802",
         "Give a multiple of {...}.",
