@@ -15,7 +15,17 @@ import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
-from splitkit.runtime import PipelineModule, open_stages, pipeline, planned_once, save_stages
+from splitkit.runtime import (
+    PipelineModule,
+    joint_pipeline,
+    open_checkpoints,
+    open_stages,
+    pipeline,
+    planned_once,
+    save_pretrained,
+    save_safetensors,
+    save_stages,
+)
 from splitkit.runtime.ranks import torch_stages
 from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.order_runner import order_of, placed_order
@@ -24,6 +34,8 @@ from splitkit.runtime.ranks.replicas import require_ranks, require_replicable
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.testing.pipeline_check import UnsplitModel
+from splitkit.training.flow import FORWARD, save_all_plan
+from splitkit.training.stage_plan import stage_plan
 
 SEVERAL = "Interleaved1F1B"  # any number of stages on a rank
 X, T = torch.linspace(-1, 1, 16).view(4, 4), torch.linspace(1, 2, 16).view(4, 4)
@@ -605,3 +617,88 @@ def test_what_ranks_agree_on():
     """Of one rank, which agrees with itself; several ranks in test_ranks_that_disagree."""
     gm = sk.capture(net(), X[:2])
     assert right(made(split=sk.split(gm, planned_once(gm, lambda: sk.plan(gm, sk.policies.Stages(2))))))
+
+
+def test_sizes_that_the_graph_does_not_take():
+    """Sizes of one microbatch: those that do not fit, and those with which the model is captured anew."""
+
+    class Joined(Two):
+        def forward(self, x, more):
+            return self.b(self.a(x).tanh()) + torch.cat([more, more], 1)
+
+    def joined(rows):
+        gm = sk.capture(Joined(), x=X[:rows], more=X[:rows, :2], dynamic=True)
+        return made(split=sk.split(gm, sk.policies.Stages(2)))
+
+    with refusal("SK802", "Give {...}{...}, which fits the other inputs.") as caught:
+        joined(2).step(X[:3].repeat(2, 1), torch.cat([X, X[:1]])[:, :2], target=T)
+    rows = int(re.search(r"\[(\d+)", caught.value.remedy)[1])
+    x, t = X[:3].repeat(2, 1), T[:3].repeat(2, 1)
+    with torch.no_grad():
+        want = square(Joined()(x, x[:rows, :2]), t)
+    assert close(joined(2).step(x, x[:rows, :2], target=t).loss, want)
+
+
+def test_parameters_in_the_parent():
+    shared = nn.Sequential(tied := nn.Linear(4, 4), nn.Tanh(), tied)
+    gm = sk.capture(shared, X[:2])
+    with refusal("SK801", 'Split with parameters="own", and put all nodes that read a buffer that is written into one'):
+        chain_of(sk.split(gm, sk.policies.Stages(2), parameters="hoist"))
+    assert runs(sk.split(gm, sk.policies.Stages(2), parameters="own"), shared)
+
+
+def test_an_optimizer_and_files(tmp_path):
+    pipe = made()
+    with refusal("SK802", "Give it pipe.parameters(), after pipe.shard() if the stages are sharded."):
+        open_checkpoints(tmp_path / "a", pipe, torch.optim.SGD(net().parameters(), lr=0.1)).save()
+    checkpoints = open_checkpoints(tmp_path / "b", pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    assert checkpoints.save().exists()
+    with refusal("SK802", "Use splitkit.runtime.save_safetensors(pipe, path)."):
+        save_pretrained(pipe, net(), tmp_path / "c")
+    save_safetensors(pipe, tmp_path / "c.safetensors")
+    assert all(torch.equal(t, net().state_dict()[name]) for name, t in read(tmp_path / "c.safetensors").items())
+
+
+def read(file):
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def test_another_model_is_saved(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    pipe = made(split=split_of(model, input_ids=torch.ones(1, 4, dtype=torch.long)), loss=None)
+    with refusal("SK802", "Pass the model that was captured, not a part of it or a module around it."):
+        save_pretrained(pipe, model.transformer, tmp_path)
+    save_pretrained(pipe, model, tmp_path)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in again.state_dict().items())
+
+
+def joint_of(model, at=2):
+    """A joint graph and its stages, of which the second begins at a node of forward."""
+    joint = sk.capture_joint(model, X[:2], loss=torch.sum)
+    forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
+    return joint, joint.split(stage_plan(joint.flow, {n: int(i >= at) for i, n in enumerate(forward)}))
+
+
+def test_joint_stages():
+    pipe = joint_pipeline(*joint_of(net()), SEVERAL, 2)
+    with refusal("SK802", "Give {...}, or capture again with the inputs of one microbatch.") as caught:
+        pipe.step(X[:3])
+    rows = int(re.search(r"\[(\d+)", caught.value.remedy)[1])
+    model = net()
+    want = torch.stack([model(x).sum() for x in X[:rows].split(2)]).mean()
+    assert close(pipe.step(X[:rows]).loss, want)
+    with refusal("SK802", "Give a whole number."):
+        joint_pipeline(*joint_of(net()), SEVERAL, 2, seed=0.5)
+    managed = net()
+    managed.drop = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    joint, stages = joint_of(net())
+    joint.model.drop = managed.drop
+    with refusal("SK801", "Use the plain model; for sharded stages, use splitkit.runtime.pipeline with a split."):
+        joint_pipeline(joint, stages, SEVERAL, 2)
+    assert close(joint_pipeline(*joint_of(net()), SEVERAL, 2).step(X).loss, want) and right(made())

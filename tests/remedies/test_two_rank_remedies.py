@@ -1,4 +1,4 @@
-"""Remedies of errors that two ranks have together (SK801, SK804, SK805, SK807): one launch, one case after the other."""
+"""Remedies of errors that two ranks have together (SK801 to SK807): one launch, one case after the other."""
 
 from __future__ import annotations
 
