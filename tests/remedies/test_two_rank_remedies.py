@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import tempfile
 from datetime import timedelta
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import splitkit as sk
-from splitkit.runtime import pipeline, planned_once, to_devices
+from splitkit.runtime import joint_pipeline, open_checkpoints, pipeline, planned_once, to_devices
 
 COUNT = 2
 X, T = torch.linspace(-1, 1, 16).view(4, 4), torch.linspace(1, 2, 16).view(4, 4)
@@ -187,6 +188,57 @@ def graphs(rank):
     assert right(made(sk.split(gm, plan)), Branches())
 
 
+def loaded_later(rank):
+    pipe, state = made(split_of(Net(tied=True))), Net(tied=True).state_dict()
+    pipe.step(X, target=T)
+    with refusal("SK804", "Load the same weights on every rank: Pipeline.load_state_dict with one state dict."):
+        pipe.load_state_dict({name: tensor + rank for name, tensor in state.items()})
+        pipe.step(X, target=T)
+    pipe.load_state_dict(state)
+    pipe.step(X, target=T)
+
+
+def optimizers(rank):
+    folder, pipe = tempfile.gettempdir() + f"/{os.environ['SPLITKIT_STORE'].rsplit('/', 2)[1]}", made()
+    with refusal("SK804", "Create the same one on every rank."):
+        kind = torch.optim.SGD if rank else torch.optim.Adam
+        open_checkpoints(folder + "a", pipe, kind(pipe.parameters(), lr=0.1)).save()
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    open_checkpoints(folder + "b", pipe, optimizer).save()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    checkpoints = open_checkpoints(folder + "c", pipe, optimizer, scheduler=scheduler)
+    with refusal(
+        "SK804", "Step all schedulers in the same way; one that reads the loss needs the same loss on every rank."
+    ):
+        scheduler.step(float(rank))
+        checkpoints.save()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    scheduler.step(pipe.step(X, target=T, loss_everywhere=True).loss)
+    open_checkpoints(folder + "d", pipe, optimizer, scheduler=scheduler).save()
+
+
+def joint(rank):
+    from test_rank_remedies import joint_of
+
+    with refusal("SK804", "Start every rank with the same files and arguments, and seed the model in the same way."):
+        joint_pipeline(*joint_of(Net(seed=rank)), "1f1b", COUNT)
+    model = Net(seed=3)
+    found = joint_pipeline(*joint_of(Net(seed=3)), "1f1b", COUNT).step(X)
+    want = torch.stack([model(x).sum() for x in X.split(2)]).mean()
+    assert rank == 0 or torch.allclose(found.loss.float(), want)
+
+
+def serves(rank):
+    """The processes that the refusal of one rank asks for."""
+    from decoders import captured, decoder
+
+    with refusal("SK801", "Generation runs one stage on each rank: split into {...}, or start {...} processes."):
+        sk.serve(sk.split(captured("llama"), sk.policies.Stages(1)))
+    results = sk.serve(sk.split(captured("llama"), sk.policies.Stages(2))).generate([{"input_ids": [5, 6, 7]}])
+    want = decoder("llama").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20, do_sample=False)
+    assert rank or list(results[0].tokens[0]) == want[0, 3:].tolist()
+
+
 def replicas_of_devices(rank):
     with refusal("SK807", "Run it with splitkit.runtime.pipeline, or plan without replicas."):
         to_devices(split_of(stages=1, replicas=2), "cpu")
@@ -206,7 +258,20 @@ def a_failure(rank):
             Looks()(wrong[:2])
 
 
-CASES = (what_trains, shards, shards_over_other_ranks, weights, calls, graphs, replicas_of_devices, a_failure)
+CASES = (
+    what_trains,
+    shards,
+    shards_over_other_ranks,
+    weights,
+    calls,
+    graphs,
+    loaded_later,
+    optimizers,
+    joint,
+    serves,
+    replicas_of_devices,
+    a_failure,
+)
 
 
 def main():
