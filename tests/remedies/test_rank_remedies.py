@@ -745,3 +745,35 @@ def test_joint_stages():
     with refusal("SK801", "Use the plain model; for sharded stages, use splitkit.runtime.pipeline with a split."):
         joint_pipeline(joint, stages, SEVERAL, 2)
     assert close(joint_pipeline(*joint_of(net()), SEVERAL, 2).step(X).loss, want) and right(made())
+
+
+class WritesInput(Net):
+    def __init__(self, copies):
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, x):
+        x = x.clone() if self.copies else x
+        return self.b(self.a(x.mul_(2)).tanh())
+
+
+def stepped(pipe, model, loss):
+    want = torch.stack([loss(model(x.clone())) for x in X.split(2)]).mean()
+    return close(pipe.step(X.clone()).loss, want)
+
+
+JOINT = [
+    Remedy(
+        "SK801",
+        "Capture a model that copies it.",
+        lambda: joint_pipeline(*joint_of(WritesInput(copies=False)), SEVERAL, 2),
+        lambda: stepped(
+            joint_pipeline(*joint_of(WritesInput(copies=True)), SEVERAL, 2), WritesInput(copies=True), torch.sum
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("remedy", JOINT, ids=lambda remedy: remedy.told[:40])
+def test_joint(remedy):
+    remedy.carry_out()
