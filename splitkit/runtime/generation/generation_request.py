@@ -103,7 +103,10 @@ class Request:
         known = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name in _REFUSED and value not in (None, 1):
-                raise _bad(f"{name} is {value!r}: {_REFUSED[name]}", "Generate in one process: splitkit.generator.")
+                remedy = "Leave it out, or generate with the unsplit model."
+                if name == "num_beams":
+                    remedy = "Generate in one process: splitkit.generator."
+                raise _bad(f"{name} is {shown(value)}: {_REFUSED[name]}", remedy)
             if name not in known and name not in _REFUSED and not is_array(value):
                 raise _bad(f"a request has no field {name!r}", nearest(name, known, f"Fields: {', '.join(known)}."))
         further = {name: value for name, value in given.items() if name not in known and name not in _REFUSED}
@@ -181,10 +184,13 @@ class RequestLimits:
                     "Use the tokenizer of this model.",
                 )
         if self.positions is not None and request.positions > self.positions:
+            remedy, room = "Shorten the prompt.", self.positions - request.longest
+            if room > 0:
+                remedy = f"Shorten the prompt, or ask for at most {room} new tokens."
             raise _bad(
                 f"{request.longest} tokens and {request.max_new_tokens} new ones are {request.positions} positions, "
                 f"and the model has {self.positions}",
-                f"Shorten the prompt, or ask for at most {max(0, self.positions - request.longest)} new tokens.",
+                remedy,
             )
         wanted = request.cache_tokens + encoded * len(request.decoded)
         if self.cache_tokens is not None and wanted > self.cache_tokens:
@@ -209,8 +215,8 @@ def _require_values(request: Request) -> None:
     }.items():
         value = getattr(request, name)
         if not is_number(value) or not above < value <= most or math.isinf(value):
-            to = "" if math.isinf(most) else f" and at most {most:g}"
-            raise _bad(f"{name} is {shown(value)}", f"Give a number above {above:g}{to}.")
+            finite, to = ("finite ", "") if math.isinf(most) else ("", f" and at most {most:g}")
+            raise _bad(f"{name} is {shown(value)}", f"Give a {finite}number above {above:g}{to}.")
     if not is_number(request.min_p) or not 0 <= request.min_p <= 1:
         raise _bad(f"min_p is {shown(request.min_p)}", "Give a number from 0 to 1.")
     if not isinstance(request.do_sample, bool):

@@ -61,7 +61,7 @@ class FixedAtCapture:
                     "SK802",
                     f"{called}() was called on a part, which has no effect: dropout and BatchNorm stay as captured",
                     "Capture the model in the other mode, and run that with the same weights: "
-                    "pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch)). Undo it with "
+                    f"pipe.evaluation(sk.capture(model.{called}(), **inputs_of_one_microbatch)). Undo it with "
                     f"{'eval' if part.training else 'train'}().",
                 )
 
