@@ -113,9 +113,9 @@ class Comparison:
         if not self.parts:
             return []
         wrong = self.wrong_part
-        first = f"the first part that departs from the reference, given the same inputs: {wrong}"
-        none = f"no part departs from the reference, given the same inputs (tolerance {self.tolerance:.3g})"
-        return [first if wrong else none, *few(map(str, self.parts), "parts")]
+        first = f": {wrong}" if wrong else ": none"
+        head = f"first part that departs from the reference, given its inputs (tolerance {self.tolerance:.3g}){first}"
+        return [head, *few(map(str, self.parts), "parts")]
 
 
 _CODES = {"model": "SK703", "capture": "SK702"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,13 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.engine.codegen.emit import Emitted, emit
+from splitkit.engine.codegen.emit import emit
 from splitkit.engine.module_names import Style
 from splitkit.engine.split import Split
 from splitkit.engine.subgraphs import extract_subgraphs
 from splitkit.plans.parts import PartKey
 from splitkit.testing.differences import NOISE, Difference, difference, is_rounding
 from splitkit.testing.trial import Trial, TrialInputs, flattened_output, names_in, snapshot, trial, untouched
-
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class PartComparison:
             the same up to rounding, a gradient that is not.
         ok: whether everything is the same up to rounding.
         node: if the part departs and still is the graph that was planned, up to single nodes that were edited,
-            inserted or erased: the first node whose value differs from the value of the node of that name in the reference.
+            inserted or erased: the first node whose value is not the value of the node of its name in the reference.
     """
 
     part: PartKey
@@ -42,13 +41,8 @@ class PartComparison:
 
     @property
     def error(self) -> float:
-        """The largest absolute difference."""
+        """The largest absolute difference; ``worst.relative`` is relative to the largest entry of the reference."""
         return self.worst.largest
-
-    @property
-    def relative(self) -> float:
-        """The largest difference relative to the largest entry of the reference."""
-        return self.worst.relative
 
     def __str__(self) -> str:
         """Return a line."""
@@ -63,37 +57,27 @@ def _amount(d: Difference) -> str:
 
 
 def compare_parts(
-    split: Split,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    seed: int,
-    tolerance: float,
-    renamed: Mapping[str, str],
+    split: Split, args: Any, kwargs: Any, seed: int, tolerance: float, renamed: Mapping[str, str]
 ) -> tuple[PartComparison, ...]:
-    """Run the graph that was split part by part; before each part runs, compare it with the part in its place now.
+    """Run the graph that was split part by part; before a part runs, compare it with the module in its place now.
 
-    Args:
-        split: the split; its parts may have been replaced or edited.
-        args: inputs.
-        kwargs: keyword inputs.
-        seed: random seed of the reference, and of each run of a part.
-        tolerance: largest difference that counts as rounding, relative to the largest entry.
-        renamed: name of a parameter or buffer of the split -> its name in the reference.
+    ``renamed`` maps names of parameters and buffers of the split to names in the reference; see `compare` for the rest.
     """
-    reference = _as_planned(split)
+    # called plainly: a checkpoint would compare the parts with hooks on saved tensors
+    plan = replace(split.plan, parts={key: replace(part, call="plain") for key, part in split.plan.parts.items()})
+    reference = emit(split.flow, plan, extract_subgraphs(split.flow, plan), Style())
     rows: list[PartComparison] = []
 
-    def compared(key: PartKey, part: nn.Module, given: tuple[Any, ...]) -> None:
-        name = split.names[key]
-        own = {n.removeprefix(f"{name}."): to for n, to in renamed.items() if n.startswith(f"{name}.")}
-        modules = (part, split.module.get_submodule(name))
+    def compared(key: PartKey, _: nn.Module, given: tuple[Any, ...]) -> None:
+        hooks[key].remove()
+        prefix = f"{split.names[key]}."
+        own = {name.removeprefix(prefix): to for name, to in renamed.items() if name.startswith(prefix)}
+        modules = (reference.parts[key], split.module.get_submodule(split.names[key]))
         runs = [trial(m, given, {}, seed, None, names_in(split.flow.root, m, own)) for m in modules]
-        values = [v.name for v in split.subgraphs[key].outputs]
-        worst, ok = _compared_runs(runs[0], runs[1], values, tolerance)
+        worst, ok = _compared_runs(runs[0], runs[1], [v.name for v in split.subgraphs[key].outputs], tolerance)
         rows.append(PartComparison(key, worst, ok, None if ok else _first_node(*modules, given, seed, tolerance)))
 
-    for key, part in reference.parts.items():
-        _before_its_call(part, lambda given, key=key, part=part: compared(key, part, given))
+    hooks = {key: part.register_forward_pre_hook(partial(compared, key)) for key, part in reference.parts.items()}
     inputs = TrialInputs((args, kwargs))
     with untouched(reference.module), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -101,90 +85,58 @@ def compare_parts(
     return tuple(rows)
 
 
-def _as_planned(split: Split) -> Emitted:
-    """Return the split anew. Its parts are called plainly: a checkpoint would run them with hooks on saved tensors."""
-    plain = {key: replace(part, call="plain") for key, part in split.plan.parts.items()}
-    plan = replace(split.plan, parts=plain)
-    return emit(split.flow, plan, extract_subgraphs(split.flow, plan), Style())
-
-
-def _before_its_call(part: nn.Module, act: Any) -> None:
-    """Call ``act`` with the inputs of a part before its first call; it may call the part itself."""
-
-    def once(_: nn.Module, given: tuple[Any, ...]) -> None:
-        handle.remove()
-        act(given)
-
-    handle = part.register_forward_pre_hook(once)
-
-
 def _compared_runs(first: Trial, second: Trial, values: list[str], tolerance: float) -> tuple[Difference, bool]:
     """Return the worst difference of two runs of a part with outputs of these names, and whether it is rounding."""
-    names = values if len(values) == len(first.outputs) else [f"output{path}" for path in first.outputs]
-    titles = dict(zip(first.outputs, names, strict=True))
-    written = sorted(first.changed.keys() | second.changed.keys())
-    wrote, writes = ({name: run.state[name] for name in written if name in run.state} for run in (first, second))
-    forward = [
-        *_pairs(first.outputs, second.outputs, lambda path: titles.get(path, f"output{path}")),
-        *_pairs(wrote, writes),
-        *_pairs(first.ambient, second.ambient, "{} afterwards".format),
-    ]
-    worst, ok = _worst([_measured(name, a, b, tolerance) for name, a, b in forward])
-    if not ok or first.no_backward:
-        return worst, ok
+    runs, written = (first, second), sorted(first.changed.keys() | second.changed.keys())
+    sides = [dict[str, Any](zip(values, run.outputs.values(), strict=False)) for run in runs]
+    if any(len(run.outputs) != len(values) for run in runs):
+        sides = [{f"output{path}": value for path, value in run.outputs.items()} for run in runs]
+    for side, run in zip(sides, runs, strict=True):
+        side |= {name: run.state[name] for name in written if name in run.state}
+        side |= {f"{name} afterwards": value for name, value in run.ambient.items()}
+    forward = _worst(sides[0], sides[1], tolerance)
+    if not forward[1] or first.no_backward:
+        return forward
     # a replaced part may hold other parameters: only gradients of tensors that both hold can be compared
-    held = [{name.removeprefix("value of ") for name in run.state} for run in (first, second)]
-    mine, theirs = ({n: g for n, g in run.gradients.items() if n in held[0] & held[1]} for run in (first, second))
-    gradients = list(_pairs(mine, theirs, "gradient of {}".format))
-    noise = NOISE * max((difference(n, a, b).scale for n, a, b in gradients), default=0.0)
-    back = _worst([_measured(name, a, b, tolerance, noise) for name, a, b in gradients])
-    return (worst, True) if back[1] else back
+    held = first.state.keys() & second.state.keys()
+    both = [{n: g for n, g in run.gradients.items() if held & {n, f"value of {n}"}} for run in runs]
+    one, other = ({f"gradient of {name}": gradient for name, gradient in side.items()} for side in both)
+    noise = NOISE * max((difference("", g, g).scale for g in one.values()), default=0.0)
+    back = _worst(one, other, tolerance, noise)
+    return forward if back[1] else back
 
 
-def _pairs(first: Mapping[str, Any], second: Mapping[str, Any], title: Any = str) -> Iterable[tuple[str, Any, Any]]:
-    for name in dict.fromkeys([*first, *second]):
-        yield title(name), first.get(name, _MISSING), second.get(name, _MISSING)
-
-
-def _worst(found: list[tuple[Difference, bool]]) -> tuple[Difference, bool]:
+def _worst(
+    first: Mapping[str, Any], second: Mapping[str, Any], tolerance: float, noise: float = 0.0
+) -> tuple[Difference, bool]:
+    found = [_measured(n, first.get(n), second.get(n), tolerance, noise) for n in dict.fromkeys([*first, *second])]
     return max(found, key=lambda d: (not d[1], d[0].relative), default=(Difference("", 0.0, 0.0, True), True))
 
 
-def _measured(name: str, a: Any, b: Any, tolerance: float, noise: float = 0.0) -> tuple[Difference, bool]:
+def _measured(name: str, a: Any, b: Any, tolerance: float, noise: float) -> tuple[Difference, bool]:
     """Return a difference, and whether it is rounding. Entries of other dtypes or devices are measured all the same."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         found = difference(name, a, b)
         return found, found.bitwise
-    pairs = zip(_kind(a), _kind(b), strict=True)
-    other = ", ".join(f"{y} instead of {x}" for x, y in pairs if x != y)
-    if other and a.shape == b.shape:
-        a, b = a.detach(), b.detach().to(a)
-    found = difference(f"{name} ({other})" if other else name, a, b)
+    kinds = [(str(t.dtype), str(t.device), f"requires_grad={t.requires_grad}") for t in (a, b)]
+    other = ", ".join(f"{is_now} instead of {was}" for was, is_now in zip(*kinds, strict=True) if was != is_now)
     if other:
+        found = difference(f"{name} ({other})", a.detach(), b.detach().to(a))
         return replace(found, bitwise=False), False
     rounds = a.is_floating_point() or a.is_complex()
+    found = difference(name, a, b)
     return found, is_rounding(found, tolerance if rounds else 0.0, noise)
 
 
-def _kind(tensor: Tensor) -> tuple[str, ...]:
-    shape = "x".join(map(str, tensor.shape)) or "a scalar"
-    return shape, str(tensor.dtype), str(tensor.device), f"requires_grad={tensor.requires_grad}"
-
-
 def _first_node(
-    reference: nn.Module, actual: nn.Module, given: tuple[Any, ...], seed: int, tolerance: float
+    reference: fx.GraphModule, actual: nn.Module, given: tuple[Any, ...], seed: int, tolerance: float
 ) -> Difference | None:
     """Return the first node whose value is not the one of the reference, if both modules are the same graph."""
-    if not isinstance(actual, fx.GraphModule) or not isinstance(reference, fx.GraphModule):
-        return None
-    if not _is_edited(reference.graph, actual.graph):
+    if not isinstance(actual, fx.GraphModule) or not _is_edited(reference.graph, actual.graph):
         return None
     first, second = (_values(module, given, seed) for module in (reference, actual))
-    for name in (n for n in second if n in first):
-        worst, ok = _worst([_measured(name, a, b, tolerance) for _, a, b in _pairs(first[name], second[name])])
-        if not ok:
-            return worst
-    return None
+    compared = (_worst(first[name], second[name], tolerance) for name in second if name in first)
+    return next((worst for worst, ok in compared if not ok), None)
 
 
 def _is_edited(reference: fx.Graph, actual: fx.Graph) -> bool:
@@ -221,5 +173,7 @@ class _RecordedRun(fx.Interpreter):
             if isinstance(value, Tensor) and "empty" in _torch.target_name(n):
                 value.detach().zero_()  # whatever is in its memory is no difference
             leaves = flattened_output(value)[0].items()
-            self.values[n.name] = {path: snapshot(v) for path, v in leaves if isinstance(v, (Tensor, int, float))}
+            self.values[n.name] = {
+                n.name + path: snapshot(v) for path, v in leaves if isinstance(v, (Tensor, int, float))
+            }
         return value
