@@ -13,7 +13,14 @@ from splitkit.engine.split import Split
 from splitkit.errors import CheckError
 from splitkit.short_repr import few
 from splitkit.testing.compare_parts import PartComparison, compare_parts
-from splitkit.testing.differences import GRADIENT_TOLERANCE, NOISE, Difference, difference, differences, is_rounding
+from splitkit.testing.differences import (
+    GRADIENT_TOLERANCE,
+    NOISE,
+    Difference,
+    differences,
+    is_rounding,
+    measure_difference,
+)
 from splitkit.testing.trial import Trial, casting_anew, names_in, trial
 
 CASTS = 2.0**-5
@@ -231,7 +238,7 @@ def _compare_trials(first: Trial, second: Trial, tolerance: float) -> Comparison
 
 def _difference_of_gradients(first: Trial, second: Trial) -> tuple[Difference, ...]:
     if first.no_backward or second.no_backward:
-        runs = difference("whether backward runs", not first.no_backward, not second.no_backward)
+        runs = measure_difference("whether backward runs", not first.no_backward, not second.no_backward)
         return () if runs.bitwise else (runs,)
     return differences(first.gradients, second.gradients, "gradient of {}")
 
@@ -252,7 +259,7 @@ def _other_shapes(first: Trial, second: Trial, both: AbstractSet[str]) -> tuple[
     known = both | {f"output{name}" for name in first.outputs.keys() & second.outputs.keys()}
     one, other = ({name: held & known for name, held in run.shared.items()} for run in (first, second))
     found = (
-        difference("structure of the output", first.structure, second.structure),
+        measure_difference("structure of the output", first.structure, second.structure),
         *differences(one, other, "memory that output{} shares"),
     )
     return tuple(d for d in found if not d.bitwise)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from splitkit.engine.module_names import Style
 from splitkit.engine.split import Split
 from splitkit.engine.subgraphs import extract_subgraphs
 from splitkit.plans.parts import PartKey
-from splitkit.testing.differences import NOISE, Difference, difference, is_rounding
+from splitkit.testing.differences import NOISE, Difference, is_rounding, measure_difference
 from splitkit.testing.trial import Trial, TrialInputs, flattened_output, names_in, snapshot, trial, untouched
 
 
@@ -93,22 +93,18 @@ def _compared_runs(first: Trial, second: Trial, values: list[str], tolerance: fl
         sides = [{f"output{path}": value for path, value in run.outputs.items()} for run in runs]
     for side, run in zip(sides, runs, strict=True):
         side |= {name: run.state[name] for name in written if name in run.state}
-        side |= {f"{name} afterwards": value for name, value in run.ambient.items()}
-    forward = _worst(sides[0], sides[1], tolerance)
-    if not forward[1] or first.no_backward:
-        return forward
     # a replaced part may hold other parameters: only gradients of tensors that both hold can be compared
-    held = first.state.keys() & second.state.keys()
+    held = set() if first.no_backward else first.state.keys() & second.state.keys()
     both = [{n: g for n, g in run.gradients.items() if held & {n, f"value of {n}"}} for run in runs]
-    one, other = ({f"gradient of {name}": gradient for name, gradient in side.items()} for side in both)
-    noise = NOISE * max((difference("", g, g).scale for g in one.values()), default=0.0)
-    back = _worst(one, other, tolerance, noise)
-    return forward if back[1] else back
+    noise = NOISE * max((measure_difference("", g, g).scale for g in both[0].values()), default=0.0)
+    ambient = [{f"{name} afterwards": value for name, value in run.ambient.items()} for run in runs]
+    gradients = [{f"gradient of {name}": value for name, value in side.items()} for side in both]
+    found = (_worst(sides, tolerance), _worst(ambient, 0.0), _worst(gradients, tolerance, noise))
+    return next((worst for worst in found if not worst[1]), found[0])
 
 
-def _worst(
-    first: Mapping[str, Any], second: Mapping[str, Any], tolerance: float, noise: float = 0.0
-) -> tuple[Difference, bool]:
+def _worst(sides: Iterable[Mapping[str, Any]], tolerance: float, noise: float = 0.0) -> tuple[Difference, bool]:
+    first, second = sides
     found = [_measured(n, first.get(n), second.get(n), tolerance, noise) for n in dict.fromkeys([*first, *second])]
     return max(found, key=lambda d: (not d[1], d[0].relative), default=(Difference("", 0.0, 0.0, True), True))
 
@@ -116,15 +112,15 @@ def _worst(
 def _measured(name: str, a: Any, b: Any, tolerance: float, noise: float) -> tuple[Difference, bool]:
     """Return a difference, and whether it is rounding. Entries of other dtypes or devices are measured all the same."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        found = difference(name, a, b)
+        found = measure_difference(name, a, b)
         return found, found.bitwise
     kinds = [(str(t.dtype), str(t.device), f"requires_grad={t.requires_grad}") for t in (a, b)]
     other = ", ".join(f"{is_now} instead of {was}" for was, is_now in zip(*kinds, strict=True) if was != is_now)
     if other:
-        found = difference(f"{name} ({other})", a.detach(), b.detach().to(a))
+        found = measure_difference(f"{name} ({other})", a.detach(), b.detach().to(a))
         return replace(found, bitwise=False), False
     rounds = a.is_floating_point() or a.is_complex()
-    found = difference(name, a, b)
+    found = measure_difference(name, a, b)
     return found, is_rounding(found, tolerance if rounds else 0.0, noise)
 
 
@@ -135,7 +131,7 @@ def _first_node(
     if not isinstance(actual, fx.GraphModule) or not _is_edited(reference.graph, actual.graph):
         return None
     first, second = (_values(module, given, seed) for module in (reference, actual))
-    compared = (_worst(first[name], second[name], tolerance) for name in second if name in first)
+    compared = (_worst((first[name], second[name]), tolerance) for name in second if name in first)
     return next((worst for worst, ok in compared if not ok), None)
 
 

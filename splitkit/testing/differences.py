@@ -56,10 +56,10 @@ def is_rounding(d: Difference, tolerance: float, noise: float) -> bool:
 def differences(first: Mapping[str, Any], second: Mapping[str, Any], title: str) -> tuple[Difference, ...]:
     """Return the differences of tensors or objects of the same names; ``title`` makes their names of these."""
     names = dict.fromkeys([*first, *second])
-    return tuple(difference(title.format(n), first.get(n, _MISSING), second.get(n, _MISSING)) for n in names)
+    return tuple(measure_difference(title.format(n), first.get(n, _MISSING), second.get(n, _MISSING)) for n in names)
 
 
-def difference(name: str, a: Any, b: Any) -> Difference:
+def measure_difference(name: str, a: Any, b: Any) -> Difference:
     """Return the difference of two tensors or objects; it is infinite if they are of different kinds."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         equal = _equal(a, b)
