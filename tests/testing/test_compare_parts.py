@@ -104,12 +104,15 @@ def test_a_quantised_part_is_named_with_its_error(captured):
     assert allowed.wrong_part is None and not allowed.same and "part 2: rounding: add differs" in str(allowed)
 
 
-def test_another_dtype_is_measured_all_the_same(captured):
+def test_another_dtype_is_measured_all_the_same_and_another_shape_is_named(captured):
     model, gm, x = captured
     split = divided(gm)
     split.replace(3, InBfloat16(split.parts[3], cast_back=False))
     wrong = sk.compare(model, split, x, parts=True).wrong_part
     assert wrong.worst.name == "linear_2 (torch.bfloat16 instead of torch.float32)" and 0 < wrong.error < 0.1
+    split.replace(3, Changed(divided(gm).parts[3], lambda part, *x: part(*x)[:2]))
+    wrong = sk.compare(model, split, x, parts=True).wrong_part
+    assert wrong.worst.name == "linear_2 ((2, 3) instead of (5, 3))" and wrong.error == float("inf")
 
 
 @pytest.mark.parametrize(
