@@ -114,7 +114,10 @@ def _measured(name: str, a: Any, b: Any, tolerance: float, noise: float) -> tupl
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         found = measure_difference(name, a, b)
         return found, found.bitwise
-    kinds = [(str(tuple(t.shape)), str(t.dtype), str(t.device), f"requires_grad={t.requires_grad}") for t in (a, b)]
+    kinds = [
+        ("" if t.is_nested else str(tuple(t.shape)), str(t.dtype), str(t.device), f"requires_grad={t.requires_grad}")
+        for t in (a, b)
+    ]
     other = ", ".join(f"{is_now} instead of {was}" for was, is_now in zip(*kinds, strict=True) if was != is_now)
     if other:
         found = measure_difference(f"{name} ({other})", a.detach(), b.detach().to(a))
