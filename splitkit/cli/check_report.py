@@ -9,7 +9,8 @@ from splitkit.view.console.tables import facts
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.testing.compare import Comparison, Difference
+    from splitkit.testing.compare import Comparison
+    from splitkit.testing.differences import Difference
 
 DIFFERENT = 4
 """The exit code if the split differs from the unsplit model."""

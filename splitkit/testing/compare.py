@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
+from splitkit.engine.split import Split
 from splitkit.errors import CheckError
-from splitkit.testing.trial import Trial, bitwise, casting_anew, layout_and_entries, named_tensors, trial
-
-GRADIENT_TOLERANCE = 1e-4
-"""Largest difference of a gradient, relative to its own largest entry, that counts as rounding, since summing the same
-terms in another order rounds differently."""
-
-NOISE = 3e-7
-"""Allowed difference of a gradient that would be zero without rounding (the key bias of attention, a bias before batch
-norm), relative to the largest gradient of the model. Such a gradient has no scale of its own. Measured in float32 on
-small batches: it is up to 6e-7 and differs by up to 2e-7. The allowance holds for gradients up to ten times this."""
+from splitkit.short_repr import few
+from splitkit.testing.compare_parts import PartComparison, compare_parts
+from splitkit.testing.differences import (
+    GRADIENT_TOLERANCE,
+    NOISE,
+    Difference,
+    differences,
+    is_rounding,
+    measure_difference,
+)
+from splitkit.testing.trial import Trial, casting_anew, names_in, trial
 
 CASTS = 2.0**-5
 """Largest relative difference of a gradient that autocast's cache may explain. Autocast caches casts of weights, and
 sums the gradients of its uses in bfloat16 (eight bits); parts cast separately, and their gradients are summed in
 float32."""
-
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One tensor of the reference compared with the same tensor of the candidate.
-
-    Attributes:
-        name: ``output[0]``, ``gradient of transformer.wte.weight``, ``buffer running_mean`` ...
-        largest: largest absolute difference; ``inf`` if one tensor is missing, has another shape, dtype or
-            ``requires_grad``, or is infinite or NaN in other places.
-        scale: largest finite absolute entry of the reference.
-        bitwise: whether every bit is equal.
-    """
-
-    name: str
-    largest: float
-    scale: float
-    bitwise: bool
-
-    @property
-    def relative(self) -> float:
-        """``largest`` divided by ``scale``."""
-        return self.largest / self.scale if self.scale else self.largest
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,6 +45,7 @@ class Comparison:
         no_backward: why gradients were not compared, if backward from the weighted sum of the outputs fails.
         recast: whether the gradients differed by the rounding of autocast's cache, and those shown are from a second
             run of both modules without the cache.
+        parts: with ``parts=True``, each part of the split compared with the reference, in the order of execution.
     """
 
     outputs: tuple[Difference, ...]
@@ -82,6 +57,7 @@ class Comparison:
     steps: Mapping[str, Comparison] = field(default_factory=dict)
     no_backward: str = ""
     recast: bool = False
+    parts: tuple[PartComparison, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -93,10 +69,7 @@ class Comparison:
         """The tensors that differ."""
         exact = [d for d in (*self.outputs, *self.state) if not d.bitwise]
         noise = NOISE * max((d.scale for d in self.gradients), default=0.0)
-        return (*exact, *(d for d in self.gradients if not self._is_rounding(d, noise)))
-
-    def _is_rounding(self, d: Difference, noise: float) -> bool:
-        return d.bitwise or d.largest <= max(self.tolerance * d.scale, noise if d.scale <= 10 * noise else 0.0)
+        return (*exact, *(d for d in self.gradients if not is_rounding(d, self.tolerance, noise)))
 
     def worst(self, which: str) -> Difference | None:
         """Return the entry of ``outputs``, ``gradients`` or ``state`` with the largest relative difference."""
@@ -108,6 +81,11 @@ class Comparison:
         """The first step that differs: ``"model"``, ``"capture"`` or ``"split"``; empty if that is not known."""
         return next((name for name, step in self.steps.items() if not step.same), "")
 
+    @property
+    def wrong_part(self) -> PartComparison | None:
+        """The first part that departs from the reference by more than rounding, if the parts were compared."""
+        return next((part for part in self.parts if not part.ok), None)
+
     def raise_if_different(self) -> None:
         """Raise a CheckError that names the tensors that differ, if there are any.
 
@@ -115,7 +93,8 @@ class Comparison:
         already differs from the model, and SK703 if two runs of the model differ.
         """
         if self.failures:
-            raise CheckError(_CODES.get(self.wrong_step, "SK701"), "\n".join(self._lines()), _REMEDIES[self.wrong_step])
+            remedy = "" if self.wrong_part and self.wrong_step == "split" else _REMEDIES[self.wrong_step]
+            raise CheckError(_CODES.get(self.wrong_step, "SK701"), "\n".join(self._lines()), remedy)
 
     def __str__(self) -> str:
         """List the differences, or count the tensors that are the same."""
@@ -126,14 +105,24 @@ class Comparison:
         rounding = f"; gradients to {worst.relative:.1g} of {worst.name}" if worst and not worst.bitwise else ""
         without = f"; no gradients, since backward from all outputs fails: {self.no_backward}"
         casts = "; gradients compared without autocast's cache of casts" if self.recast else ""
-        return f"same: {', '.join(counts)}{rounding}{casts}{without if self.no_backward else ''}"
+        head = f"same: {', '.join(counts)}{rounding}{casts}{without if self.no_backward else ''}"
+        return "\n".join([head, *self._part_lines()])
 
     __repr__ = __str__
 
     def _lines(self) -> list[str]:
         lines = [_TITLES[self.wrong_step]]
         lines += [f"    {d.name}: differs by {d.largest:.3g} (scale {d.scale:.3g})" for d in self.failures[:8]]
-        return lines + ([f"    and {len(self.failures) - 8} more"] if len(self.failures) > 8 else [])
+        lines += [f"    and {len(self.failures) - 8} more"] if len(self.failures) > 8 else []
+        return [*lines, *self._part_lines()]
+
+    def _part_lines(self) -> list[str]:
+        if not self.parts:
+            return []
+        wrong = self.wrong_part
+        first = f": {wrong}" if wrong else ": none"
+        head = f"first part that departs from the reference, given its inputs (tolerance {self.tolerance:.3g}){first}"
+        return [head, *few(map(str, self.parts), "parts")]
 
 
 _CODES = {"model": "SK703", "capture": "SK702"}
@@ -149,7 +138,8 @@ _REMEDIES = {
     "random numbers that do not depend on torch's seed.",
     "capture": "Compare the model with the graph alone, splitkit.compare(model, gm, *inputs). torch.export fixes "
     "decisions of Python code, and an ExportedProgram that was made elsewhere has lost custom backwards and hooks.",
-    "split": "This is a bug of splitkit: please report the plan.",
+    "split": "If a part was replaced or edited, compare(model, split, *inputs, parts=True) names the first one that "
+    "departs. If none was, this is a bug of splitkit: please report the plan.",
 }
 
 
@@ -161,6 +151,7 @@ def compare(
     loss: Callable[[Any], Tensor] | None = None,
     names: Mapping[str, str] | None = None,
     tolerance: float = GRADIENT_TOLERANCE,
+    parts: bool = False,
     **kwargs: Any,
 ) -> Comparison:
     """Run two modules on the same inputs from the same RNG state, forward and backward, and compare all results.
@@ -178,7 +169,14 @@ def compare(
         names: name of a parameter or buffer of the candidate -> its name in the reference, if these are not the same
             objects; not needed for a `Split`.
         tolerance: largest difference of a gradient that counts as rounding, relative to its largest entry.
+        parts: also compare each part of a `Split`, as it is now (replaced, compiled, quantised, edited), with the part
+            as planned: `Comparison.parts`. This runs the graph that was split once more, and gives each part the inputs
+            that it has in that run, so that no part is blamed for the error of an earlier one. ``tolerance`` then also
+            holds for the outputs of parts, since compilers and quantisation round.
         kwargs: keyword inputs.
+
+    Raises:
+        TypeError: something is neither a module nor a split, or ``parts`` is set and ``candidate`` is no `Split`.
 
     If only gradients differ, by no more than the rounding of autocast's cache of casts, both modules run again without
     the cache, and the gradients of these runs are compared.
@@ -188,9 +186,14 @@ def compare(
     """
     original, other = _module(reference), _module(candidate)
     renamed = names if names is not None else getattr(candidate, "qualified_names", {})
+    if parts:
+        if not isinstance(candidate, Split):
+            raise TypeError(f"parts=True takes a Split, which knows its parts, not {type(candidate).__name__}")
+        whole = compare(reference, candidate, *args, seed=seed, loss=loss, names=names, tolerance=tolerance, **kwargs)
+        return replace(whole, parts=compare_parts(candidate, args, kwargs, seed, tolerance, renamed))
 
     def run(module: nn.Module, renamed: Mapping[str, str]) -> Trial:
-        return trial(module, args, kwargs, seed, loss, _names(original, module, renamed))
+        return trial(module, args, kwargs, seed, loss, names_in(original, module, renamed))
 
     first, second = run(original, {}), run(other, renamed)
     found = _compare_trials(first, second, tolerance)
@@ -220,11 +223,11 @@ def _compare_trials(first: Trial, second: Trial, tolerance: float) -> Comparison
     both = first.state.keys() & second.state.keys()
     state = sorted(both | first.changed.keys() | second.changed.keys())
     return Comparison(
-        (*_differences(first.outputs, second.outputs, "output{}"), *_other_shapes(first, second, both)),
+        (*differences(first.outputs, second.outputs, "output{}"), *_other_shapes(first, second, both)),
         _difference_of_gradients(first, second),
         (
-            *_differences(_only(first.state, state), _only(second.state, state), "{}"),
-            *_differences(first.ambient, second.ambient, "{} afterwards"),
+            *differences(_only(first.state, state), _only(second.state, state), "{}"),
+            *differences(first.ambient, second.ambient, "{} afterwards"),
         ),
         (first.loss, second.loss),
         first.loss_is_models,
@@ -235,9 +238,9 @@ def _compare_trials(first: Trial, second: Trial, tolerance: float) -> Comparison
 
 def _difference_of_gradients(first: Trial, second: Trial) -> tuple[Difference, ...]:
     if first.no_backward or second.no_backward:
-        runs = _difference("whether backward runs", not first.no_backward, not second.no_backward)
+        runs = measure_difference("whether backward runs", not first.no_backward, not second.no_backward)
         return () if runs.bitwise else (runs,)
-    return _differences(first.gradients, second.gradients, "gradient of {}")
+    return differences(first.gradients, second.gradients, "gradient of {}")
 
 
 def _module(model: Any) -> nn.Module:
@@ -245,18 +248,6 @@ def _module(model: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"compare takes modules and splits, not {type(model).__name__}")
     return module
-
-
-def _names(original: nn.Module, other: nn.Module, renamed: Mapping[str, str]) -> dict[str, str]:
-    """Return name in ``other`` -> name in ``original`` of the same tensor, else the renamed or the same name.
-
-    A tensor with several names (tied weights) goes by its first name.
-    """
-    first: dict[Tensor, str] = {}
-    canonical: dict[str, str] = {}
-    for name, tensor in named_tensors(original):
-        canonical[name] = first.setdefault(tensor, name)
-    return {n: first.get(t) or canonical.get(renamed.get(n, n), renamed.get(n, n)) for n, t in named_tensors(other)}
 
 
 def _only(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -268,47 +259,7 @@ def _other_shapes(first: Trial, second: Trial, both: AbstractSet[str]) -> tuple[
     known = both | {f"output{name}" for name in first.outputs.keys() & second.outputs.keys()}
     one, other = ({name: held & known for name, held in run.shared.items()} for run in (first, second))
     found = (
-        _difference("structure of the output", first.structure, second.structure),
-        *_differences(one, other, "memory that output{} shares"),
+        measure_difference("structure of the output", first.structure, second.structure),
+        *differences(one, other, "memory that output{} shares"),
     )
     return tuple(d for d in found if not d.bitwise)
-
-
-def _differences(first: Mapping[str, Any], second: Mapping[str, Any], title: str) -> tuple[Difference, ...]:
-    names = dict.fromkeys([*first, *second])
-    return tuple(_difference(title.format(n), first.get(n, _MISSING), second.get(n, _MISSING)) for n in names)
-
-
-def _difference(name: str, a: Any, b: Any) -> Difference:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        equal = _equal(a, b)
-        return Difference(name, 0.0 if equal else math.inf, 0.0, equal)
-    (where, x), (elsewhere, y) = layout_and_entries(a.detach()), layout_and_entries(b.detach())
-    kinds = [(t.layout, t.dtype, t.device, t.requires_grad) for t in (a, b)]
-    if kinds[0] != kinds[1] or where != elsewhere:
-        return Difference(name, math.inf, 0.0, False)
-    wide = torch.complex128 if x.is_complex() else torch.float64
-    x, y = x.to(wide), y.to(wide)
-    equal = bitwise(a, b)
-    # infinities of equal sign and NaNs at the same place count as no difference
-    same = (x == y) | (x.isnan() & y.isnan())
-    apart = (x - y).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0.0)
-    scale = x.abs().masked_fill(~x.isfinite(), 0.0)
-    return Difference(name, _largest(apart) if not equal else 0.0, _largest(scale), equal)
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.max()) if x.numel() else 0.0
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two objects are equal. NaN equals NaN; objects that cannot be compared differ."""
-    if a is b or type(a) is not type(b):
-        return a is b
-    try:
-        if isinstance(a, np.ndarray):
-            same = np.array_equal(a, b) if a.dtype.hasobject else a.tobytes() == b.tobytes()
-            return bool(same and a.dtype == b.dtype and a.shape == b.shape)
-        return bool(a == b or (a != a and b != b))
-    except Exception:
-        return False

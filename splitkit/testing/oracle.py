@@ -19,7 +19,8 @@ from splitkit.graph.scope import is_state_op
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
-from splitkit.testing.compare import GRADIENT_TOLERANCE, compare
+from splitkit.testing.compare import compare
+from splitkit.testing.differences import GRADIENT_TOLERANCE
 
 
 def assert_same(

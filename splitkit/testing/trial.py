@@ -67,7 +67,7 @@ def trial(
 ) -> Trial:
     """Run ``module`` on copies of the inputs; ``names`` maps its parameters and buffers to names in the results."""
     require_made(parameters_and_buffers(module))
-    inputs = _Inputs((args, kwargs))
+    inputs = TrialInputs((args, kwargs))
     with untouched(module) as saved, torch.random.fork_rng():
         torch.manual_seed(seed)
         ambient = _ambient()
@@ -76,7 +76,7 @@ def trial(
         left = _ambient()
         _set_ambient(ambient)
         leaves, structure = flattened_output(output)
-        outputs = {name: _snapshot(leaf) for name, leaf in leaves.items()}
+        outputs = {name: snapshot(leaf) for name, leaf in leaves.items()}
         titles = {n: f"value of {names.get(n, n)}" for n in saved}
         shared = _shared(leaves, {titles[n]: t for n, (t, _) in saved.items()} | inputs.passed)
         own = loss_of(output) if loss is None else None
@@ -121,6 +121,18 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{path}.{name}" if path else name, value) for name, value in plain)
 
 
+def names_in(original: nn.Module, other: nn.Module, renamed: Mapping[str, str]) -> dict[str, str]:
+    """Return name in ``other`` -> name in ``original`` of the same tensor, else the renamed or the same name.
+
+    A tensor with several names (tied weights) goes by its first name.
+    """
+    first: dict[Tensor, str] = {}
+    canonical: dict[str, str] = {}
+    for name, tensor in named_tensors(original):
+        canonical[name] = first.setdefault(tensor, name)
+    return {n: first.get(t) or canonical.get(renamed.get(n, n), renamed.get(n, n)) for n, t in named_tensors(other)}
+
+
 def layout_and_entries(tensor: Tensor) -> tuple[object, Tensor]:
     """Return the positions of the entries of a tensor of any layout, and the entries as a strided tensor."""
     if tensor.is_nested:
@@ -147,7 +159,7 @@ def bitwise(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*flat)
 
 
-class _Inputs:
+class TrialInputs:
     """Copies of the inputs, which overlap in memory as the inputs do.
 
     A copy that requires grad is passed on as a non-leaf, so that models which write to their inputs still run.
@@ -266,7 +278,7 @@ def flattened_output(output: Any, path: str = "") -> tuple[dict[str, Any], list[
     return leaves, structure
 
 
-def _snapshot(leaf: Any) -> Any:
+def snapshot(leaf: Any) -> Any:
     """Return a copy of a tensor or array, whose memory may be restored after the run; other leaves as they are."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)

@@ -9,7 +9,8 @@ import pytest
 from splitkit.cli.check_report import check_data, check_text
 from splitkit.cli.placement import _microbatches
 from splitkit.cli.source import Source, next_command
-from splitkit.testing.compare import Comparison, Difference
+from splitkit.testing.compare import Comparison
+from splitkit.testing.differences import Difference
 from splitkit.view.console.console import to_text
 
 

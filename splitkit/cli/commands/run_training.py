@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from splitkit.frontends.joint.step_module import DividedStep
     from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
-    from splitkit.testing.compare import Comparison, Difference
+    from splitkit.testing.compare import Comparison
+    from splitkit.testing.differences import Difference
 
 
 def run(args: Namespace, file: dict[str, Any]) -> Outcome:
