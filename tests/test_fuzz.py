@@ -109,7 +109,7 @@ BUGS = [
     Bug("tied names are two storages", MEMORY, "_alias_classes", "storage_key(held)", "object()", 10),
     Bug(
         "a storage cannot be compared with other kinds of memory",
-        "splitkit.graph.storages", "storage_key", '"storage", StorageWeakRef', "StorageWeakRef", 112,
+        "splitkit.graph.storages", "storage_key", '(_STORAGE, StorageWeakRef(storage))', "StorageWeakRef(storage)", 112,
     ),
     Bug(
         "an effect waits for the home alone",

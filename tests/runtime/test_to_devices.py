@@ -287,7 +287,7 @@ def fuzzed(seed):
 HOME = inspect.getsource(writes_across_devices._require_one_home)
 PLANTED = {
     "a value that is written is sent when it is made": (
-        64, lambda m: m.setattr(device_graphs.DeviceGraphs, "is_late", lambda *a: False),
+        93, lambda m: m.setattr(device_graphs.DeviceGraphs, "is_late", lambda *a: False),
     ),
     "memory comes in by two ways": (
         2,

@@ -211,9 +211,20 @@ class CutScoring:
             scored = self._run(ends, *found)
             if self.fits(scored):
                 return scored
-            # Messages come on top of what ranks hold: leave room for those that were in the way.
-            reserves = [reserve + more for reserve, more in zip(reserves, self._over(scored), strict=True)]
+            over = self._over(scored)
+            reserves = [self._reserve(rank, reserves[rank], more, scored) for rank, more in enumerate(over)]
         return None
+
+    def _reserve(self, rank: int, reserve: int, over: int, scored: ScoredCuts) -> int:
+        """Return what a rank must leave free so that it chooses points that need less by what is too much.
+
+        Messages come on top of what ranks hold, and a reserve as large as they are may allow the same points again.
+        """
+        limit, stages = self.choices.limits[rank], self.choices.loads[rank].stages
+        if not over or limit is None or any(scored.moved):
+            return reserve + over
+        spans = [scored.spans[stage] for stage in stages]
+        return limit - self.choices.needed(rank, spans, tuple(scored.points[stage] for stage in stages)) + over
 
     def _costs(self, spans: Sequence[Span], points: Points, moved: Moved) -> list[StageCosts]:
         return [self.choices.frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True)]

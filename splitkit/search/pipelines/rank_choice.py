@@ -86,6 +86,10 @@ class RankChoice:
             self._combined[key] = sorted(found, key=lambda each: sum(p.seconds for p in each[1]))
         return self._combined[key]
 
+    def needed(self, rank: int, spans: Sequence[Span], points: Points) -> int:
+        """Return the bytes that a rank needs without messages."""
+        return self._held(rank, spans, 0).excess(points)
+
     def lean(self, rank: int, spans: Sequence[Span]) -> tuple[int, Points]:
         """Return the least bytes that a rank needs without messages, and the points of its stages."""
         key = rank, tuple(spans)
