@@ -22,7 +22,8 @@ def _begins(remedy, told):
     return remedy.startswith(told) if told else not remedy
 
 
-NOT_YET = 1006
+NOT_YET = 175
+"""Remedies that no test carries out yet; the number may only go down."""
 
 
 def test_each_remedy_is_carried_out_or_listed():

@@ -389,17 +389,6 @@ SCHEDULES = [
             lambda: exports(decoder(), "torch", "torchtitan", schedule="eager-1f1b", microbatches=4),
         ),
     ),
-    Remedy(
-        "SK523",
-        "Use --schedule 1f1b, gpipe or interleaved-1f1b, or export to torch or torchtitan.",
-        lambda: exports(decoder(), "nnscaler", schedule="eager-1f1b", microbatches=4),
-        (
-            lambda: exports(decoder(), "nnscaler", schedule="1f1b", microbatches=4),
-            lambda: exports(decoder(), "nnscaler", schedule="gpipe", microbatches=4),
-            lambda: exports(interleaved(), "nnscaler", schedule="interleaved-1f1b", microbatches=4),
-            lambda: exports(decoder(), "torch", "torchtitan", schedule="eager-1f1b", microbatches=4),
-        ),
-    ),
 ]
 
 

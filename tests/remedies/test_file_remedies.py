@@ -30,6 +30,7 @@ from splitkit.plans.plan_file import fingerprint, read_json
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.runtime import open_stages, save_stages
+from splitkit.runtime.folder.file_digests import digest_of_file
 from splitkit.runtime.folder.state_data import encode_state, require_storable
 from splitkit.runtime.folder.tensorfiles import DTYPES, stored_tensors, write_tensors
 from splitkit.testing.config_files import read_config
@@ -643,6 +644,9 @@ def test_ops_and_classes_of_other_processes():
         spec = {"kind": "class", "class": "nowhere:Out", "context": None, "children": ["leaf"]}
         manifest["parent"]["signature"]["out_spec"] = spec
         Path("parts/manifest.json").write_text(json.dumps(manifest))
+        digests = json.loads(Path("parts/digests.json").read_text())
+        digests["manifest.json"] = digest_of_file(Path("parts/manifest.json"))
+        Path("parts/digests.json").write_text(json.dumps(digests))
         runs("parts")
 
 

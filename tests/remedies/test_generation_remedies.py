@@ -395,12 +395,6 @@ DECODERS = [
         lambda: sk.serve(split_of("t5"), model=one_layer("t5").to("meta")),
         lambda: answer(sk.serve(split_of("t5"), model=one_layer("t5")), asked()) == expected(family="t5"),
     ),
-    Remedy(
-        "SK807",
-        "Make the model with its weights, for example by from_pretrained; splitkit.load reads those of parts.",
-        lambda: local("t5", one_layer("t5").to("meta")),
-        lambda: local("t5", one_layer("t5")),
-    ),
 ]
 
 

@@ -524,6 +524,15 @@ def two(**options):
     return made(split=sk.split(gm, sk.policies.Stages(2)))
 
 
+def shared():
+    """Whether every microbatch gets an input as it is."""
+    gm = sk.capture(Two(), x=X[:2], more=X[:2])
+    pipe = made(split=sk.split(gm, sk.policies.Stages(2)), batch_dims={"more": None})
+    with torch.no_grad():
+        want = torch.stack([square(Two()(x, X[:2]), t) for x, t in zip(X.split(2), T.split(2), strict=True)]).mean()
+    return close(pipe.step(X, X[:2], target=T).loss, want)
+
+
 def right_of_two(x=X, more=X, target=T, pipe=None):
     with torch.no_grad():
         want = square(Two()(x, more), target)
@@ -572,9 +581,10 @@ MICROBATCHES = [
     ),
     Remedy(
         "SK802",
-        "Give all inputs the same number of rows, or pass each microbatch: step(microbatches=[...]).",
+        "Give all inputs the same number of rows; make the pipeline with batch_dims={name: None} for an input that "
+        "every microbatch gets as it is; {...}.",
         lambda: two(dynamic=True).step(X, torch.cat([X, X]), target=T),
-        (lambda: right_of_two(pipe=two(dynamic=True)), each),
+        (lambda: right_of_two(pipe=two(dynamic=True)), each, shared),
     ),
     Remedy(
         "SK802",
@@ -597,7 +607,7 @@ def test_microbatches(remedy):
 
 
 def test_batches_of_the_size_that_the_remedy_names():
-    with refusal("SK802", "Give {...}{...}: {...} microbatches of {...}, as captured.") as caught:
+    with refusal("SK802", "Give {...}{...}: {...}; {...}.{...}") as caught:
         made().step(X[:3], target=T[:3])
     rows = int(re.search(r"float32\[(\d+), 4\]", caught.value.remedy)[1])
     assert made().step(X[:rows], target=T[:rows]) and right(made()) and right(dynamic())
@@ -621,7 +631,7 @@ def test_what_ranks_agree_on():
 
 def test_sizes_that_the_graph_does_not_take():
     x, t = X[:3].repeat(2, 1), T[:3].repeat(2, 1)
-    with refusal("SK802", "Give {...}{...}, which fits the other inputs.") as caught:
+    with refusal("SK802", "Give {...}{...}: {...}; {...}.{...}") as caught:
         two(dynamic=True).step(x, x[:, :3], target=t)
     rows, columns = map(int, re.findall(r"\[(\d+), (\d+)\]", caught.value.remedy)[0])
     assert right_of_two(x, x[:rows, :columns], t, two(dynamic=True))
@@ -651,7 +661,9 @@ def of_size(model, rows, columns, captured=(2, 4)):
     """Whether a step of two microbatches of any size has the loss of the model."""
     gm = sk.capture(model, torch.ones(captured), dynamic=True)
     x = torch.linspace(-1, 1, rows * columns).view(rows, columns)
-    found = made(split=sk.split(gm, sk.policies.Stages(2)), loss=lambda output, target: output.square().mean()).step(x)
+    split = sk.split(gm, sk.policies.Stages(2))
+    loss = lambda output, target: output.square().mean()  # noqa: E731
+    found = made(split=split, loss=loss, batch_dims={"x": 0}).step(x)
     return close(found.loss, model(x).square().mean())
 
 
@@ -730,7 +742,7 @@ def joint_of(model, at=2):
 
 def test_joint_stages():
     pipe = joint_pipeline(*joint_of(net()), SEVERAL, 2)
-    with refusal("SK802", "Give {...}, or capture again with the inputs of one microbatch.") as caught:
+    with refusal("SK802", "Give {...}{...}: {...}; {...}.{...}") as caught:
         pipe.step(X[:3])
     rows = int(re.search(r"\[(\d+)", caught.value.remedy)[1])
     model = net()

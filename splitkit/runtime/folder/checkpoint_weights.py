@@ -60,7 +60,8 @@ class Weights:
         path = Path(place)
         folder = path if path.is_dir() else path.parent
         digests = stored_digests(folder, _AGAIN)
-        if path.is_dir() and (path / METADATA).is_file() and not any((path / name).exists() for name in (INDEX, SINGLE)):
+        written = [name for name in (INDEX, SINGLE, METADATA) if (path / name).is_file()]
+        if written == [METADATA]:
             _require_intact(path, digests, [METADATA])
             return cls(path, {}, stored_looks(path), digests)
         _require_intact(folder, digests, [INDEX] if path.is_dir() else [])
