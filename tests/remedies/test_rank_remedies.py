@@ -789,3 +789,137 @@ JOINT = [
 @pytest.mark.parametrize("remedy", JOINT, ids=lambda remedy: remedy.told[:40])
 def test_joint(remedy):
     remedy.carry_out()
+
+
+# ---------------------------------------------------------------- how a batch is divided, and what losses are
+
+
+class Columns(nn.Module):
+    """Its batch is in dimension 1, as in ``nn.TransformerEncoderLayer``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x).tanh().cumsum(0))
+
+
+LONG = torch.linspace(-1, 1, 48).view(3, 4, 4)  # three positions, four rows
+
+
+def in_columns(captured=LONG[:, :2], dynamic=False, reduction="mean", **options):
+    gm = sk.capture(Columns(), captured.contiguous(), dynamic=dynamic)
+    split = sk.split(gm, sk.policies.Stages(2))
+    return made(
+        split=split, loss=lambda output, target: (output - target).square().mean(), reduction=reduction, **options
+    )
+
+
+def right_in_columns(pipe, **batch):
+    found = pipe.step(**(batch or {"x": LONG, "target": LONG})).loss
+    return close(found, (Columns()(LONG) - LONG).square().mean().detach())
+
+
+def test_a_batch_as_large_as_one_microbatch():
+    whole = made(split=split_of())
+    with refusal(
+        "SK802", "Capture with the inputs of one microbatch{...}; or give {...} as {...}{...}; {...}."
+    ) as caught:
+        whole.step(X[:2], target=T[:2])
+    rows = int(re.search(r"float32\[(\d+), 4\]", caught.value.remedy.split(" as ")[1])[1])
+    assert rows == 4 and right(whole)
+    halves = [{"x": x} for x in X[:2].repeat(2, 1).split(2)]
+    assert whole.step(microbatches=halves, target=list(T.split(2))).loss is not None
+
+
+def test_a_batch_in_another_dimension():
+    with refusal("SK802", "If so, name it where you make the pipeline: batch_dims={{...}: {...}}; {...}.") as caught:
+        in_columns().step(x=LONG, target=LONG)
+    dims = eval(re.search(r"batch_dims=(\{.*?\})", caught.value.remedy)[1])
+    assert dims == {"x": 1} and right_in_columns(in_columns(batch_dims={**dims, "target": 1}))
+    with refusal("SK802", "Name the dimension where you make the pipeline: batch_dims={..., 'target': 1}."):
+        in_columns(batch_dims=dims).step(x=LONG, target=LONG)
+    each = {"microbatches": [{"x": x} for x in LONG.split(2, 1)], "target": list(LONG.split(2, 1))}
+    assert right_in_columns(in_columns(), **each)
+    with refusal("SK802", "Name a dimension, from 0 on, of one of {...}, or of the target."):
+        in_columns(batch_dims={"y": 1})
+    with refusal("SK802", "Name the right one where you make the pipeline: {...}; {...}.") as caught:
+        in_columns(dynamic=True).step(x=LONG.repeat(1, 2, 1), target=LONG.repeat(1, 2, 1))
+    named = {**eval(re.findall(r"batch_dims=(\{.*?\})", caught.value.remedy)[1]), "target": 1}
+    twice = LONG.repeat(1, 2, 1)
+    found = in_columns(dynamic=True, batch_dims=named).step(x=twice, target=twice).loss
+    assert close(found, (Columns()(LONG) - LONG).square().mean().detach())
+
+
+def test_microbatches_whose_rows_are_unclear():
+    def uneven(pipe):
+        parts = [x.contiguous() for x in (LONG[:2, :2], LONG)]
+        loss = pipe.step(microbatches=[{"x": x} for x in parts], target=parts).loss
+        with torch.no_grad():
+            each = [(Columns()(x) - x).square() for x in parts]
+        return loss, each
+
+    with refusal(
+        "SK802",
+        "Name the right one where you make the pipeline, such as batch_dims={{...}: 1}; or give it another reduction "
+        'than "mean".',
+    ):
+        uneven(in_columns(dynamic=True))
+    loss, each = uneven(in_columns(dynamic=True, batch_dims={"x": 1, "target": 1}))
+    assert close(loss, (2 * each[0].mean() + 4 * each[1].mean()) / 6)  # two rows, and four
+    loss, each = uneven(in_columns(dynamic=True, reduction="sum"))
+    assert close(loss, each[0].mean() + each[1].mean())
+
+
+class Counted(Net):
+    """Divides a sum by the number of labels of the whole batch."""
+
+    def forward(self, x, num_items_in_batch, target=None):
+        return self.b(self.a(x).tanh()).square().sum() / num_items_in_batch
+
+
+def test_what_losses_are():
+    with refusal("SK802", 'Give "mean", "sum", or a function of the inputs of a microbatch that returns its weight.'):
+        made(reduction="max")
+    assert right(made(reduction="mean"))
+    with torch.no_grad():
+        whole = (net()(X) - T).square()
+    summed = made(reduction="sum", loss=lambda output, target: (output - target).square().sum())
+    assert close(summed.step(X, target=T).loss, whole.sum())
+    with refusal(
+        "SK802", "Let the reduction return how many terms the mean of a microbatch has, such as its kept labels."
+    ):
+        made(reduction=lambda batch: -1.0).step(X, target=T)
+    kept = torch.tensor([1, 1, 1, 0])
+
+    def of_kept(output, target):
+        labels = target[:, 0] != 0
+        return (output - target).square().mean(1)[labels].mean()
+
+    target = T * kept[:, None]
+    weighed = made(reduction=lambda batch: (batch["target"][:, 0] != 0).sum(), loss=of_kept)
+    assert close(weighed.step(X, target=target).loss, whole[:3].mean())
+    gm = sk.capture(Counted(), x=X[:2], num_items_in_batch=torch.tensor(16.0))
+    split = sk.split(gm, sk.policies.Stages(2))
+    with refusal("SK802", 'Give reduction="sum", or weights of your own.'):
+        made(split=split, loss=lambda output, target: output)
+    pipe = made(split=split, loss=lambda output, target: output, reduction="sum")
+    number = torch.tensor(8.0)
+    assert close(pipe.step(x=X, num_items_in_batch=number).loss, Counted()(X, number).detach())
+
+
+def test_a_number_that_was_captured():
+    class Scaled(Net):
+        def forward(self, x, scale):
+            return self.b(self.a(x).tanh()) * scale
+
+    def scaled(captured, given):
+        gm = sk.capture(Scaled(), x=X[:2], scale=captured)
+        pipe = made(split=sk.split(gm, sk.policies.Stages(2)))
+        return close(pipe.step(x=X, scale=given, target=T).loss, square(Scaled()(X, given), T).detach())
+
+    with refusal("SK802", "Capture with a tensor in its place, such as torch.tensor(2), or with this value."):
+        scaled(2, 3)
+    assert scaled(torch.tensor(2), torch.tensor(3)) and scaled(3, 3)

@@ -1,0 +1,168 @@
+"""Remedies of errors about models named on the command line, and functions that make them (SK402, SK403, SK602)."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from carried import refusal
+from torch import nn
+
+import splitkit as sk
+from splitkit import cli
+from splitkit.errors import UsageError
+from splitkit.testing import models
+
+FACTORY = """
+import torch
+from torch import nn
+
+def net(width=4):
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh()), torch.ones(2, width)
+
+def needs(width):
+    return nn.Linear(width, 2), torch.randn(2, width)
+
+def alone():
+    return nn.Linear(2, 2)
+
+model = nn.Linear(2, 2)
+"""
+TINY = "--size layers=1,width=32,heads=2 --size vocab=64,seq=8"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(FACTORY)
+
+
+def captured(words):
+    """Capture a model of the command line; raises the error that the command prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = cli.main(["capture", *shlex.split(words), "--json"])
+    found = json.loads(out.getvalue() or err.getvalue())
+    if code:
+        raise UsageError(found["error"]["code"], found["error"]["reason"], found["error"]["remedy"])
+    return found
+
+
+def told(error):
+    """The model that a remedy names, as ``my.py:net``."""
+    return next(name for name in re.findall(r"[\w./]+\.py:\w+", error.value.remedy) if "FUNCTION" not in name)
+
+
+def test_names_that_are_near():
+    with refusal("SK402", "Did you mean {...}? {...}") as error:
+        captured(f"gtp2 {TINY}")
+    near = re.search(r"Did you mean (\w+)\?", error.value.remedy)[1]
+    assert captured(f"{near} {TINY}") and captured("my.py:net")
+    with refusal("SK402", "{...}") as error:
+        models.build("gtp2")
+    assert "gpt2" in error.value.remedy
+    with refusal("SK403", "Its sizes are {...}.") as error:
+        models.build("gpt2", layerz=1)
+    assert {"layers", "width", "heads"} <= set(re.findall(r"\w+", error.value.remedy))
+    with refusal("SK403", "Choose heads that divide the width."):
+        models.build("gpt2", layers=1, width=32, heads=3)
+    assert models.build("gpt2", layers=1, width=32, heads=2, vocab=64, seq=8)
+    with refusal("SK403", "Did you mean {...}:{...}? "):
+        captured("my.py:nett")
+    assert captured("my.py:net")
+
+
+@pytest.mark.parametrize("words", ["my.py", "my.py:", ":net"])
+def test_half_a_name(words):
+    with refusal("SK602", "{...}") as error:
+        captured(words)
+    if words != ":net":  # of which no file is known
+        assert captured(told(error))
+    else:
+        assert "my_model.py:net" in error.value.remedy
+
+
+def test_files_that_are_not_there():
+    with refusal("SK403", "{...}") as error:
+        captured("mi.py:net")
+    assert captured(told(error))
+    with refusal("SK403", "Give the path of a Python file."):
+        models.load("nowhere.py:net")
+    Path("text.txt").write_text("x")
+    with refusal("SK602", "Name a file that ends in .py: {...}."):
+        captured("text.txt:net")
+    with refusal("SK403", "Name a file of torch.export.save."):
+        captured("nothing.pt2")
+    Path("broken.pt2").write_text("x")
+    with refusal("SK403", "Write the file with torch.export.save(program, path)."):
+        captured("broken.pt2")
+    model = nn.Linear(2, 2)
+    torch.export.save(torch.export.export(model, (torch.ones(2, 2),)), "program.pt2")
+    assert captured("program.pt2")
+    with refusal("SK403", "Leave the sizes out, or export it with other inputs."):
+        captured("program.pt2 --size width=8")
+    torch.export.save(torch.export.export(model, (torch.ones(5, 2),)), "program.pt2")
+    assert captured("program.pt2")
+
+
+def test_functions_that_are_not_there():
+    Path("empty.py").write_text("x = 3\n")
+    with refusal("SK403", "Define a function of that name there; "):
+        captured("empty.py:other")
+    Path("empty.py").write_text(FACTORY.replace("def net", "def other"))
+    assert captured("empty.py:other")
+
+
+def test_functions_that_return_something_else():
+    returned = "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.testing.models.Example."
+    for name in ("alone", "model"):
+        with refusal(
+            "SK403",
+            "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.testing.models.Example.",
+        ) as error:
+            captured(f"my.py:{name}")
+        assert error.value.remedy == returned
+    Path("four.py").write_text(
+        "import torch\nfrom torch import nn\nfrom splitkit.testing.models import Example\nX = torch.ones(2, 2)\n"
+        "def a(): return nn.Linear(2, 2), (X,)\ndef b(): return nn.Linear(2, 2), (), {'input': X}\n"
+        "def c(): return nn.Linear(2, 2), {'input': X}\ndef d(): return Example(nn.Linear(2, 2), (X,), {})\n"
+    )
+    for name in "abcd":
+        assert captured(f"four.py:{name}")
+
+
+def test_sizes_that_a_function_needs():
+    with refusal("SK403", "Its signature is {...}{...}: give sizes that it takes ({...}) or defaults.") as error:
+        captured("my.py:needs")
+    assert captured(f"my.py:needs {re.search(r'--size [^)]*', error.value.remedy)[0]}")
+    assert captured("my.py:net")  # has a default
+
+
+def test_modules_that_cannot_be_imported():
+    with refusal(
+        "SK402", "Run from a directory where it can be imported, install it, or give a file: path/file.py:make."
+    ):
+        models.load("nowhere_at_all:net")
+    assert captured("my.py:net")
+    Path("lacks.py").write_text("import nowhere_at_all\n" + FACTORY)
+    with refusal("SK402", "Install the package that provides it."):
+        captured("lacks.py:net")
+    Path("nowhere_at_all.py").write_text("")
+    assert captured("lacks.py:net")
+
+
+def test_a_program_in_the_place_of_its_module():
+    program = torch.export.export(nn.Linear(2, 2), (torch.ones(2, 2),))
+    with refusal("SK101", "Give its module: program.module()."):
+        sk.split(program, sk.policies.Stages(1))
+    x = torch.ones(2, 2)
+    assert torch.equal(sk.split(program.module(), sk.policies.Stages(1))(x), program.module()(x))
+    with refusal("SK401", "Give its module: program.module()."):
+        sk.capture_joint(program, x, loss=torch.sum)
+    assert sk.capture_joint(program.module(), x, loss=torch.sum).run(x).loss is not None
