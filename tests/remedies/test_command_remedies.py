@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -326,3 +328,115 @@ def test_defaults_of_the_settings_file(monkeypatch):
     plan("[plan]\ntraining = true\n")
     Path("splitkit.toml").unlink()
     command(f"{PLAN} --stages 2")
+
+
+def test_plans_that_a_command_cannot_use():
+    with refusal("SK601", "Add --stages N or --policy EXPR, or give a plan."):
+        command("run my.py:net")
+    command("run my.py:net --stages 2")
+    command('run my.py:net --policy "Stages(2)"')
+    command(f"{PLAN} --stages 2 -o plan.json")
+    command("run plan.json")
+    with refusal("SK601", "Name just the model, or a plan whose name ends in .json."):
+        printed("run my.py:net --stages 2 --model my.py:net")
+    with refusal("SK601", "Plan again with it."):
+        command("run plan.json --policy Stages(3)")
+    command(f"{PLAN} --policy Stages(3) -o plan.json")
+    data = json.loads(Path("plan.json").read_text())
+    Path("bare.json").write_text(json.dumps({key: value for key, value in data.items() if key != "model"}))
+    with refusal("SK601", "Pass --model MODEL."):
+        printed("run bare.json")
+    printed("run bare.json --model my.py:net")
+    command(f"{PLAN} --what fwd-bwd --memory 50% -o halves.json")
+    with refusal(
+        "SK601",
+        "`splitkit run {...}` runs it. In Python: joint.split(splitkit.Plan.load(path, joint.graph_module.graph)).",
+    ):
+        command("profile halves.json --model my.py:net")
+    command("run halves.json")
+    with refusal("SK601", "Run it with: splitkit run {...}; or plan with --stages N."):
+        command("train halves.json --model my.py:net --nproc 2")
+    command(f'{PLAN} --what fwd-bwd --policy "Pipeline(2)" -o staged.json')
+    with refusal(
+        "SK601",
+        "`splitkit train {...} --nproc N --schedule S` trains with it, `splitkit run {...}` runs it in one process, "
+        "and `splitkit view {...} -o page.html` draws it.",
+    ):
+        command("profile staged.json --model my.py:net")
+    command("run staged.json")
+    command("view staged.json -o page.html")
+
+
+def test_options_of_training():
+    command(f"{PLAN} --stages 2 -o plan.json")
+    train = "train plan.json --model my.py:net"
+    with refusal("SK601", "Add --checkpoint FOLDER."):
+        command(f"{train} --nproc 2 --resume")
+    with refusal(
+        "SK601", "Add --nproc N, or give it to torchrun: torchrun --max-restarts N ... -m splitkit train ... --resume"
+    ):
+        command(f"{train} --checkpoint saved --max-restarts 1")
+    with refusal("SK601", "Give --steps 2 or more."):
+        command(f"{train} --nproc 2 --steps 1 --trace trace.json")
+    with refusal("SK601", "Add --nproc N, or start it with: torchrun --nproc-per-node N -m splitkit train ..."):
+        command(f"{train} --steps 2")
+
+
+@pytest.mark.campaign
+def test_options_of_training_carried_out():
+    command(f"{PLAN} --stages 2 -o plan.json")
+    train = [sys.executable, "-m", "splitkit", "train", "plan.json", "--model", "my.py:net", "--nproc", "2"]
+    for words in (
+        "--steps 2 --trace trace.json --checkpoint saved",
+        "--steps 3 --checkpoint saved --resume --max-restarts 1",
+    ):
+        done = subprocess.run([*train, *words.split()], capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+    assert Path("trace.json").exists()
+
+
+def test_words_on_the_command_line():
+    with refusal("SK601", "Use --how export."):
+        command("capture my.py:net --dynamic --how symbolic_trace")
+    command("capture my.py:net --dynamic --how export")
+    with refusal("SK601", "{...}") as error:
+        command("capture my.py:net --dynamc")
+    assert "--dynamic" in error.value.remedy
+    with refusal("SK601", "{...}") as error:
+        command(f"{PLAN} --stages 2 --costs rofline:h100")
+    assert "roofline" in error.value.remedy
+    command(f"{PLAN} --stages 2 --costs roofline:h100")
+    with refusal("SK601", "Write {...} {...}. {...}"):
+        command(f"{PLAN} --stages two")
+    with refusal("SK601", "Write {...}={...}. {...}"):
+        command(f"{PLAN} --stages")
+    with refusal("SK601", "See `{...} --help`."):
+        command(f"{PLAN} --stages 2 another")
+    with refusal("SK601", "Name at most {...}.") as error:
+        command(f"{PLAN} --devices 99999xh200")
+    assert "999" not in error.value.remedy
+    command(f"{PLAN} --devices 4xh200")
+    with refusal("SK601", "Use ByName({...}), or Python: splitkit.plan(gm, policies.{...}(...)).save('plan.json')."):
+        command(f'{PLAN} --policy "ByDevice(3)"')
+    command(f"{PLAN} --policy \"ByName({{'layers.*': 1}})\" -o plan.json")
+    with refusal("SK603", "Give {...} a file."):
+        command(f"{PLAN} --stages 2 -o -")
+    command(f"{PLAN} --stages 2 -o plan.json")
+    Path("splitkit.toml").write_text("[plan]\nlinks = 1979-05-27\n")
+    with refusal("SK604", "Write a text, a number, true, false, or a list of texts."):
+        command(f"{PLAN} --stages 2")
+    Path("splitkit.toml").write_text("[plan]\nlinks = 'nvlink4'\n")
+    command(f"{PLAN} --stages 2")
+
+
+def test_files_of_devices():
+    Path("mine.toml").write_text("[mine]\npeak = { float32 = 1e12 }\nbandwidth = 1e12\nmemory = 1000000000\n")
+    with refusal("SK601", "It describes {...}.") as error:
+        command(f"{PLAN} --stages 2 --costs roofline:mine.toml:other")
+    name = error.value.remedy.removeprefix("It describes ").rstrip(".")
+    command(f"{PLAN} --stages 2 --costs roofline:mine.toml:{name}")
+    Path("two.toml").write_text(Path("mine.toml").read_text().replace("[mine]", "[mine]\ncount = 0"))
+    with refusal("SK320", "Give a whole number >= 1."):
+        command(f"{PLAN} --devices two.toml")
+    Path("two.toml").write_text(Path("mine.toml").read_text().replace("[mine]", "[mine]\ncount = 2"))
+    command(f"{PLAN} --devices two.toml")
