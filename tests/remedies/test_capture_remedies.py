@@ -484,3 +484,83 @@ def test_inputs_that_share_memory():
 
 def test_checkpoints_are_no_hooks_of_the_user():
     assert captured(Net(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)))
+
+
+class WritesWeight(nn.Module):
+    """Writes a weight between two uses inside an autocast, which keeps the cast of the old one."""
+
+    def __init__(self, leaves=False, cached=True):
+        super().__init__()
+        self.layer, self.leaves, self.cached = nn.Linear(4, 4), leaves, cached
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cached):
+            y = self.layer(x)
+            if not self.leaves:
+                self.update()
+                y = self.layer(y)
+        if self.leaves:
+            self.update()
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.cached):
+                y = self.layer(y)
+        return y.float()
+
+    def update(self):
+        with torch.no_grad():
+            self.layer.weight.mul_(3)
+
+
+def test_a_weight_that_is_written_while_its_cast_is_kept():
+    with refusal("SK401", "Leave the autocast before the weight is written, and enter it again."):
+        sk.capture(WritesWeight(), X)
+    model = WritesWeight(leaves=True)
+    plain = copy.deepcopy(model)
+    gm = sk.capture(model, X)
+    with torch.no_grad():
+        assert torch.equal(gm(X), plain(X))
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).chunk(2, 1)
+
+
+class WithHalves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.halves, self.last = Halves(), nn.Linear(2, 2)
+
+    def forward(self, x):
+        one, two = self.halves(x)
+        return self.last(one) + two
+
+
+def test_a_hook_on_a_module_with_several_outputs():
+    split, seen = sk.split(sk.capture(WithHalves(), X), Stages(2)), []
+    with refusal("SK221", "Put the hook on a module in it, or around it, that has one output."):
+        split.register_forward_hook("halves", seen.append)
+    split.register_forward_hook("halves.linear", seen.append)
+    split(X)
+    assert seen[0].shape == (4, 4)
+
+
+def test_a_weight_that_is_computed_at_each_read():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    called = graph.call_module("0", (x,))
+    graph.output(graph.call_function(torch.mm, (called, graph.get_attr("0.weight"))))
+    gm, where = torch.fx.GraphModule(model, graph), {"_0": 0, "mm": 1}
+    with refusal(
+        "SK104", "Capture the model again, which puts the computation into the graph: splitkit.capture(gm, *inputs)."
+    ):
+        sk.split(gm, where)
+    again = sk.capture(gm, X)
+    assert torch.allclose(sk.split(again, Stages(2))(X), gm(X))
+    want = gm(X)
+    nn.utils.parametrize.remove_parametrizations(gm.get_submodule("0"), "weight")
+    assert torch.allclose(sk.split(gm, where)(X), want)
