@@ -244,6 +244,24 @@ def test_attention_tells_which_dimension_is_the_sequence():
     assert [m["x"].shape[1] for m in cut(named, [], sequences(8, 7))] == [3, 3, 2]
 
 
+class Causal(nn.Module):
+    """Attention without a mask of its own: no value of the graph has the length twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.heads = nn.Embedding(9, 8), 2
+
+    def forward(self, ids):
+        x = self.table(ids).unflatten(-1, (self.heads, 4)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+
+def test_the_scores_inside_an_attention_op_tell_it_too():
+    made = splitter(Causal(), 3, True, ids=torch.ones(2, 5, dtype=torch.int64))
+    found = cut(made, [], {"ids": torch.ones(8, 7, dtype=torch.int64)})
+    assert [tuple(m["ids"].shape) for m in found] == [(3, 7), (3, 7), (2, 7)]
+
+
 class Constant(nn.Module):
     def forward(self, x, factor, mask=None):
         return x.sin() * factor if mask is None else x * mask

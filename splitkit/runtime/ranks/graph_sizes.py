@@ -15,6 +15,8 @@ from splitkit.errors import PipelineError
 from splitkit.graph.size_expressions import Expression, evaluated, expression_of, is_known, symbols_in, text_of
 from splitkit.graph.symbols import value_of
 
+_ATTENTION = "scaled_dot_product"
+
 Sizes = Mapping[str, int]
 """Name of a symbol -> its size in a microbatch."""
 
@@ -137,13 +139,22 @@ def shape_of(value: torch.Tensor) -> tuple[Expression, ...]:
 
 
 def _squares(graph: fx.Graph) -> frozenset[str]:
-    """Return the symbols that are in two dimensions of one value of a graph."""
+    """Return the symbols that are in two dimensions of one value of a graph, or of the scores inside an attention."""
     found = set[str]()
-    for value in _torch.pytree.tree_leaves([value_of(node) for node in graph.nodes]):
-        shape = shape_of(value) if isinstance(value, torch.Tensor) else ()
+    values = (leaf for node in graph.nodes for leaf in _torch.pytree.tree_leaves(value_of(node)))
+    shapes = [shape_of(value) for value in values if isinstance(value, torch.Tensor)]
+    for shape in (*shapes, *map(_scores, graph.nodes)):
         each = [symbol for size in shape for symbol in dict.fromkeys(symbols_in(size))]
         found.update(symbol for symbol in each if each.count(symbol) > 1)
     return frozenset(found)
+
+
+def _scores(node: fx.Node) -> tuple[Expression, ...]:
+    """Return the positions of query and key whose products an attention op computes; empty for other nodes."""
+    if _ATTENTION not in str(node.target):
+        return ()
+    read = [value_of(n) for n in node.all_input_nodes[:2]]
+    return tuple(shape_of(value)[-2] for value in read if isinstance(value, torch.Tensor) and value.dim() > 1)
 
 
 def _environment(value: object) -> Any:
