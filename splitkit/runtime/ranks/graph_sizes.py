@@ -153,7 +153,8 @@ def _scores(node: fx.Node) -> tuple[Expression, ...]:
     """Return the positions of query and key whose products an attention op computes; empty for other nodes."""
     if _ATTENTION not in str(node.target):
         return ()
-    read = [value_of(n) for n in node.all_input_nodes[:2]]
+    given = [*node.args, *node.kwargs.values()][:2]  # query and key, which may be one node
+    read = [value_of(n) for n in given if isinstance(n, fx.Node)]
     return tuple(shape_of(value)[-2] for value in read if isinstance(value, torch.Tensor) and value.dim() > 1)
 
 
