@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import pytest
 import torch
 from carried import refusal
+from stackednet import Net, X, forward, joint
 from torch import nn
 
 import splitkit as sk
@@ -23,31 +23,6 @@ from splitkit.policies import (
     Stages,
 )
 from splitkit.studies.frontier import Frontier
-
-X = torch.ones(4, 16)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().sum()
-
-
-@cache
-def forward():
-    gm = sk.capture(Net(), X)
-    return gm, sk.costs.roofline(gm, "h100")
-
-
-@cache
-def joint():
-    made = sk.capture_joint(Net(), X)
-    return made, sk.costs.roofline(made.graph_module, "h100")
 
 
 def planned(policy):

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from carried import Remedy, refusal
+from stackednet import Net, X, forward, joint
 from torch import fx, nn
 from torch.fx.passes.operator_support import create_op_support
 
@@ -36,19 +37,6 @@ from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.studies.explanation.explain import explain
 from splitkit.studies.frontier import Frontier
 
-X = torch.ones(4, 16)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().sum()
-
 
 class Attention(nn.Module):
     def __init__(self):
@@ -61,20 +49,8 @@ class Attention(nn.Module):
 
 
 @cache
-def forward():
-    gm = sk.capture(Net(), X)
-    return gm, sk.costs.roofline(gm, "h100")
-
-
-@cache
 def attention():
     return sk.capture(nn.Sequential(Attention(), Attention()), X)
-
-
-@cache
-def joint():
-    made = sk.capture_joint(Net(), X)
-    return made, sk.costs.roofline(made.graph_module, "h100")
 
 
 def split(policy):
