@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from carried import carried_out
 from listed import LISTED
 from sites import sites
 
-SITES = sites()
-CARRIED = carried_out()
+every_site = cache(sites)  # when a test runs: each process that collects this file would read the whole source
+every_remedy_carried_out = cache(carried_out)
 
 
 def _open():
-    known = CARRIED | set(LISTED)
+    known = every_remedy_carried_out() | set(LISTED)
     return sorted(
-        site for site in SITES if not any(site.code == code and _begins(site.remedy, told) for code, told in known)
+        site
+        for site in every_site()
+        if not any(site.code == code and _begins(site.remedy, told) for code, told in known)
     )
 
 
@@ -34,14 +38,14 @@ def test_each_remedy_is_carried_out_or_listed():
 def test_what_is_carried_out_or_listed_still_stands_in_the_source():
     stale = [
         (code, told)
-        for code, told in CARRIED | set(LISTED)
-        if not any(s.code == code and _begins(s.remedy, told) for s in SITES)
+        for code, told in every_remedy_carried_out() | set(LISTED)
+        if not any(s.code == code and _begins(s.remedy, told) for s in every_site())
     ]
     assert not stale
 
 
 def test_nothing_is_both_carried_out_and_listed():
-    assert not CARRIED & set(LISTED)
+    assert not every_remedy_carried_out() & set(LISTED)
 
 
 if __name__ == "__main__":
