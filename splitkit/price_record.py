@@ -54,9 +54,6 @@ class PriceRecord:
         training: whether `splitkit.costs.training` adds the backward to these prices.
         table: name of a node -> its price.
         backward: name of a node -> its backward as a multiple of its forward, if the prices of the table include it.
-        links: the preset of the links between the devices, if the policy was given one.
-        schedule: the schedule that stages of a training step were planned for.
-        microbatches: the microbatches of a step of that schedule.
         live: the root of the graph and the costs themselves, in the process that made the plan: they need not be made
             again. They are not copied to files or other processes.
     """
@@ -69,9 +66,6 @@ class PriceRecord:
     training: bool = False
     table: Mapping[str, float] | None = field(default=None, repr=False)
     backward: Mapping[str, float] | None = field(default=None, repr=False)
-    links: str | None = None
-    schedule: str | None = None
-    microbatches: int | None = None
     live: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
 
     __repr__ = brief

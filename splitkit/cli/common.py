@@ -313,8 +313,8 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
             f"`splitkit run {args.target}` runs it. In Python: "
             "joint.split(splitkit.Plan.load(path, joint.graph_module.graph)).",
         )
-    from splitkit.costs.recorded import costs_of
     from splitkit.costs.training import with_backward
+    from splitkit.pipeline.placed_prices import costs_of_plan
 
     check_costs(args.costs)
     work = prepare(source.from_plan(args.target, data, args))
@@ -322,7 +322,7 @@ def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Pl
         plan = decoded(work.gm.graph, args.target, data)
         if args.costs is not None:
             return work, plan, prices(work, args.costs, args.training)
-        costs = costs_of(plan.prices, work.gm)
+        costs = costs_of_plan(plan, work.gm)
         return work, plan, with_backward(costs, sk.analyze(work.gm)) if args.training else costs
 
 

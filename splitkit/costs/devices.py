@@ -66,6 +66,14 @@ class Device:
         _check(self)
         object.__setattr__(self, "peak", dict(self.peak))
 
+    @property
+    def expression(self) -> str:
+        """The text that stands for this device in the expression of a policy: its name if that is known, or a call."""
+        if _known().get(self.name) == self:
+            return repr(self.name)
+        given = ", ".join(f"{one.name}={getattr(self, one.name)!r}" for one in fields(self))
+        return f"Device({given})"
+
     def rate(self, dtype: torch.dtype | str) -> float:
         """Return the FLOP/s of products of this dtype; ``"tf32"`` is float32 that torch may round."""
         name = str(dtype).removeprefix("torch.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,11 @@ class Link:
             )
         for name in ("bandwidth", "latency"):
             object.__setattr__(self, name, float(getattr(self, name)))
+
+    @property
+    def expression(self) -> str:
+        """The call that makes this link again, in the expression of a policy."""
+        return f"Link({self.bandwidth!r}, {self.latency!r}, {self.source!r})"
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds that one message takes."""
@@ -127,6 +132,17 @@ class Links:
             if not isinstance(link, Link) or not isinstance(pair, tuple) or len(pair) != 2:
                 text = f"pairs has {shown(pair)}: {shown(link)}"
                 raise CostError("SK322", text, "Give {(source, target): Link(bandwidth)}.")
+
+    @property
+    def expression(self) -> str | None:
+        """The call that makes these links again, in the expression of a policy; ``None`` for ends without a text."""
+        pairs = []
+        for (source, target), link in self.pairs.items():
+            if not isinstance(source, str | int) or not isinstance(target, str | int):
+                return None
+            pairs.append(f"({source!r}, {target!r}): {link.expression}")
+        ends = [None if link is None else link.expression for link in (self.between, self.inside)]
+        return f"Links({ends[0]}, {ends[1]}, {self.size}, {{{', '.join(pairs)}}})"
 
     @classmethod
     def preset(cls, name: str) -> Links:
@@ -368,3 +384,25 @@ def as_links(links: object) -> Links | None:
     if links is None or isinstance(links, Links):
         return links
     return Links(_link(links))
+
+
+def links_data(links: str | Links | None) -> str | Mapping[str, Any] | None:
+    """Return links as data, which `links_of` reads: the name of a preset, the fields of `Links`, or ``None``."""
+    if links is None or isinstance(links, str):
+        return links
+    between, inside = (None if link is None else asdict(link) for link in (links.between, links.inside))
+    pairs = [(source, target, asdict(link)) for (source, target), link in links.pairs.items()]
+    return {"between": between, "inside": inside, "size": links.size, "pairs": pairs}
+
+
+def links_of(data: str | Mapping[str, Any] | None) -> Links | None:
+    """Return the links that `links_data` described.
+
+    Raises:
+        CostError: SK322 for impossible figures, or the name of no preset.
+    """
+    if data is None or isinstance(data, str):
+        return as_links(data)
+    between, inside = (None if data[name] is None else Link(**data[name]) for name in ("between", "inside"))
+    pairs = {(source, target): Link(**link) for source, target, link in data["pairs"]}
+    return Links(between, inside, data["size"], pairs)

@@ -26,8 +26,8 @@ _KINDS: dict[type, Kind] = {Flops: "flops", Unit: "unit", Roofline: "roofline", 
 _WITHOUT_PRICE = ("placeholder", "get_attr", "output")
 
 
-def record_of(costs: Costs, graph: fx.GraphModule | Dataflow, links: object = None) -> PriceRecord:
-    """Return the record of costs of a graph; ``links`` is kept if it is the name of a preset.
+def record_of(costs: Costs, graph: fx.GraphModule | Dataflow) -> PriceRecord:
+    """Return the record of costs of a graph.
 
     A table is filled when it is first read, so a plan that nobody saves asks for no price.
     """
@@ -46,7 +46,6 @@ def record_of(costs: Costs, graph: fx.GraphModule | Dataflow, links: object = No
         training=adds_backward,
         table=LazyPrices(lambda: _prices(root, asked.seconds)) if has_table else None,
         backward=LazyPrices(lambda: _prices(root, lambda node: _ratio(base, node))) if has_ratios else None,
-        links=links if isinstance(links, str) else None,
         live=(root, costs),
     )
 

@@ -27,17 +27,18 @@ from splitkit.engine.replace_part import replace_child, require_replaceable
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.errors import CycleError, PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.storages import Lookup
-from splitkit.pipeline.defaults import planned_step
+from splitkit.pipeline.purpose import request_of
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.plan_display import ShownPlan
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
 from splitkit.plans.policy_text import policy_text
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, refine
 from splitkit.short_repr import brief, few
-from splitkit.training.stage_parts import is_staged
 
 if TYPE_CHECKING:
     from networkx import DiGraph
@@ -278,15 +279,19 @@ def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: On
 
 
 def with_origin(plan: Plan, policy: object, flow: Dataflow, costs: Costs) -> Plan:
-    """Return the plan with a record of the policy and of the prices that it used; a plan that has them keeps them."""
+    """Return the plan with a record of the policy, its request and its prices; a plan that has them keeps them."""
     if not plan.policy and (text := policy_text(policy)):
         plan = replace(plan, policy=text)
+    if plan.request == PlanRequest() and isinstance(policy, Policy):
+        request = request_of(policy, costs, joint=is_joint(flow.graph))
+        if plan.claim is not None and plan.claim.objective == "tokens":
+            request = replace(request, tokens=int(plan.claim.value))
+        plan = replace(plan, request=request)
     if plan.prices is not None:
         return plan
     price = getattr(policy, "price", None)
     used = priced(flow, costs, price if is_word(price, "fused") else None)
-    prices = record_of(used, flow, getattr(policy, "links", None))
-    return replace(plan, prices=replace(prices, **planned_step(policy)) if is_staged(plan.parts) else prices)
+    return replace(plan, prices=record_of(used, flow))
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -11,7 +11,6 @@ from torch import fx
 
 from splitkit.checks import nbytes, shown
 from splitkit.costs import Costs
-from splitkit.costs.recorded import costs_of
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair
 from splitkit.engine.split import Split
@@ -29,6 +28,7 @@ from splitkit.graph.symbols import value_of
 from splitkit.pipeline.defaults import microbatches_of
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_file import order_to_csv
+from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.schedules import pipeline_order, schedule_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
 from splitkit.plans.parts import PARENT, Part, PartKey
@@ -37,6 +37,8 @@ from splitkit.prices import Optimizer, require_costs
 from splitkit.short_repr import brief
 from splitkit.training.stage_parts import is_staged
 
+_NUMBERED = ("accelerate", "transformers")
+"""The formats that give modules the numbers of devices; all others have ranks, one for each stage."""
 _TOOLS_OWN = "Leave the schedule out."
 
 
@@ -116,7 +118,7 @@ def export(
     if is_joint(flow.graph):
         reason = "it divides a training step into forward and backward, and has no stages"
         raise cannot_carry(form.tool, reason, "Export a plan with stages: splitkit plan MODEL --stages N.")
-    used = costs_of(plan.prices, flow) if costs is None else costs
+    used = costs_of_plan(plan, flow) if costs is None else costs
     keys = tuple(run_order(flow, plan))
     order = _order(form, schedule, microbatches, len(keys))
     pricing = pricing_of(flow, plan, used, order, memory, links, optimizer)
@@ -133,7 +135,7 @@ def export(
         order=order,
         recompute=_recompute(sequence, rounded, own, cuts),
         by_stage=True,
-        devices=tuple(str(rounded.parts[key].device or "") for key in own),
+        devices=tuple(_device(plan, rounded.parts[key]) for key in own),
         training=training,
         microbatch=_batch(flow.root),
     )
@@ -143,7 +145,33 @@ def export(
     _require_ties(form, sequence, rounded, own, training)
     before = pricing.price(plan)
     rounding = Rounding(before, pricing.price(rounded) if moved else before, moved)
-    return Export(form.name, text, form.where, rounded, rounding, _csv(form, order))
+    return Export(
+        form.name, text, f"{form.where}{_devices_said(form, plan, rounded, own)}", rounded, rounding, _csv(form, order)
+    )
+
+
+def _device(plan: Plan, part: Part) -> str:
+    """Return the torch device of a part: its own, or the one whose number the device has among those planned for."""
+    if part.device is not None or part.planned_on is None:
+        return str(part.device or "")
+    kind = "cpu" if plan.request.devices[part.planned_on]["name"] == "cpu" else "cuda"
+    gpus = [key for key, device in plan.request.devices.items() if device["name"] != "cpu"]
+    return kind if kind == "cpu" else f"cuda:{gpus.index(part.planned_on)}"
+
+
+def _devices_said(form: ExportFormat, plan: Plan, rounded: Plan, keys: Sequence[PartKey]) -> str:
+    """Return which device must be which, if they differ: a text names their numbers only."""
+    if plan.request.kinds < 2:
+        return ""
+    on = {i: rounded.parts[key] for i, key in enumerate(keys)}
+    names = {
+        i: str(plan.request.devices[part.planned_on]["name"]) for i, part in on.items() if part.planned_on is not None
+    }
+    if form.name in _NUMBERED:
+        said = (f"{_device(plan, on[i])} is the {name}" for i, name in names.items())
+    else:
+        said = (f"stage {i} runs on the {name}" for i, name in names.items())
+    return f"; {', '.join(said)}"
 
 
 def graph_of(plan: Plan) -> fx.GraphModule:
@@ -168,16 +196,13 @@ def pricing_of(
     optimizer: Optimizer = None,
 ) -> PlanPricing:
     """Return the way in which a plan and its rounding are priced alike."""
-    recorded = plan.prices.links if plan.prices is not None else None
     check_stage_optimizer(optimizer)
     if links is not None and not isinstance(links, str):
         raise CostError(
             "SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: exports assume equal links."
         )
     limit = None if memory is None else nbytes("export", "memory", memory, 1)
-    return PlanPricing.of(
-        flow, require_costs(costs), order=order, memory=limit, links=links or recorded, optimizer=optimizer
-    )
+    return PlanPricing.of(flow, plan, require_costs(costs), order=order, memory=limit, links=links, optimizer=optimizer)
 
 
 def _of_placed_nodes(flow: Dataflow, plan: Plan) -> Plan:
@@ -237,7 +262,7 @@ def _rounded(
     made = sequence.plan(cuts, f"{plan.note}; rounded to whole modules for {form.tool}".lstrip("; "))
     parts: dict[PartKey, Part] = {i: replace(plan.parts[key], key=i) for i, key in enumerate(keys)}
     moved = sum(made.home(node) != keys.index(plan.home(node)) for node in sequence.number)
-    return replace(made, parts=parts, prices=plan.prices), moved
+    return replace(made, parts=parts, prices=plan.prices, request=plan.request, policy=plan.policy), moved
 
 
 def _recompute(sequence: LayerSequence, plan: Plan, keys: Sequence[PartKey], cuts: Sequence[int]) -> tuple[bool, ...]:

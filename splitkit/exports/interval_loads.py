@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
+from torch.fx import Node
 
 from splitkit.exports.layer_sequence import LayerSequence
+from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.request import StageRequest
 
 Floats = npt.NDArray[np.float64]
 
 
-def interval_loads(sequence: LayerSequence, request: StageRequest) -> Floats:
+def interval_loads(sequence: LayerSequence, request: StageRequest, seconds: Mapping[Node, float]) -> Floats:
     """Return (n + 1, n + 1) seconds of the layers from i to j, exclusive, as one stage; infinite unless i < j.
 
-    A load is what `splitkit.search.scoring.Scoring` calls one: the work of the nodes, the work of the shared nodes that
-    the stage needs, and each value that crosses the stage's borders once. All links must be alike.
+    A load is the work of the nodes, the work of the shared nodes that the stage needs, and each value that crosses the
+    stage's borders once. Links that are not alike count as the one between the first two devices.
+
+    Args:
+        sequence: the layers.
+        request: the links, and whether gradients come back.
+        seconds: the price of each node on the stage's device.
     """
     count = len(sequence.layers)
-    seconds = request.seconds
     work = np.concatenate([[0.0], np.cumsum([sum(seconds[n] for n in layer.nodes) for layer in sequence.layers])])
     total = np.array(work[None, :] - work[:, None])
     for node, layers in sequence.readers.items():
         _add(total, layers, seconds[node], whole=True)
-    travel = request.travel(range(2))
+    ends = list(request.keys) if isinstance(request, DeviceRequest) else list(range(2))
+    travel = request.travel(ends[:2])
     if travel is not None:
-        model = PlacementModel(sequence.flow, request.prices, [request.seconds])
+        model = PlacementModel(sequence.flow, request.costs, [seconds])
         prices = travel.seconds(model.value_bytes)
         for (_, pins), price in zip(model.values, prices.tolist(), strict=True):
             maker = model.units[pins[0]]

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from splitkit.costs import Costs, unit_of
-from splitkit.costs.links import as_links
+from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PlanError
 from splitkit.exports.interval_loads import Floats, interval_loads
 from splitkit.exports.layer_sequence import LayerSequence
@@ -23,11 +22,13 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.schedules import schedule_of
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stage_prices import peaks_of_visits
+from splitkit.pipeline.stage_prices import run_order
+from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
+from splitkit.search.devices.device_request import DeviceRequest
+from splitkit.search.plan_figures import StagePricing
 from splitkit.search.request import StageRequest
-from splitkit.search.scoring import Scoring
 from splitkit.units import duration, size
 
 _SLACK = 1e-9  # relative: two sums of the same prices in another order
@@ -100,17 +101,25 @@ class PlanPricing:
     """Prices plans of one graph alike.
 
     Attributes:
-        request: the graph, its prices, the schedule, the memory and the links.
+        pricing: the graph, its prices, the schedule, the memory, the links and the devices.
         order: the order of actions; ``None`` without a schedule.
+        parts: the plan's parts in the order in which they run, which are the stages.
     """
 
-    request: StageRequest
+    pricing: StagePricing
     order: PipelineOrder | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def request(self) -> StageRequest:
+        """The graph, its prices, the schedule, the memory and the links."""
+        return self.pricing.request
 
     @classmethod
     def of(
         cls,
         flow: Dataflow,
+        plan: Plan,
         costs: Costs,
         *,
         order: PipelineOrder | None,
@@ -118,33 +127,45 @@ class PlanPricing:
         links: str | None,
         optimizer: Optimizer,
     ) -> PlanPricing:
-        """Return the pricing; as everywhere, a schedule or prices of backward mean training."""
-        known = schedule_of(order) if order is not None else None
-        held = counted_optimizer(optimizer, None if order is None else order.name, costs)
-        name = known.name if known is not None else None
-        count = order.microbatches if order is not None and known is not None else None
+        """Return the pricing for what a plan was made for, as far as it is not said here.
+
+        As everywhere, a schedule or prices of backward mean training.
+        """
+        asked, known = plan.request, schedule_of(order) if order is not None else None
+        given = counted_optimizer(optimizer, None if order is None else order.name, costs)
+        held = given or asked.optimizer
+        asked = replace(
+            asked,
+            purpose="training" if held else "inference",
+            optimizer=held,
+            schedule=known.name if known is not None else None,
+            microbatches=order.microbatches if order is not None and known is not None else None,
+            links=links or asked.links,
+            memory=memory,
+        )
+        made = StagePricing.of(flow, plan, costs, request=asked)
         back = order is not None or held is not None
-        chosen = as_links(links)
-        return cls(StageRequest(None, flow, costs, name, count, memory, chosen, held, backward=back), order)
+        parts = tuple(plan.parts[key] for key in run_order(flow, plan))
+        return cls(replace(made, request=replace(made.request, backward=back)), order, parts)
 
     def price(self, plan: Plan) -> PlanPrice:
         """Return the price of a plan."""
         return self.priced(plan)[0]
 
     def priced(self, plan: Plan) -> tuple[PlanPrice, tuple[int, ...]]:
-        """Return the price of a plan, and the peak of each rank."""
-        request = self.request
-        score = Scoring(replace(request, memory=None)).of(plan)
-        stages = request.stage_prices.of(plan)
-        step = 0.0
-        if self.order is None:
-            peaks = tuple(peaks_of_visits(stages, range(len(stages))).values())
-        else:
+        """Return the price of a plan, and the peak of each rank; its stages have the devices of the plan's own."""
+        request, keys = self.request, run_order(self.request.flow, plan)
+        on = {key: part.planned_on for key, part in zip(keys, self.parts, strict=False) if part.planned_on is not None}
+        figures = replace(self.pricing, on=on).figures(plan)
+        step, peaks = 0.0, figures.peaks
+        if self.order is not None:
+            stages = replace(request, memory=None).stage_prices.of(plan)
             run = simulate_schedule(stages, self.order, self.order.microbatches, links=request.links)
             step, peaks = run.seconds, run.peaks
         limit = request.memory
         fits = not isinstance(limit, int) or max(peaks) <= limit
-        return PlanPrice(score.load, max(peaks), step, score.traffic, unit_of(request.costs), fits), peaks
+        unit = self.pricing.unit
+        return PlanPrice(figures.value, max(peaks), step, figures.traffic, unit, fits), peaks
 
     @property
     def has_stage_per_rank(self) -> bool:
@@ -179,10 +200,10 @@ def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tup
             f"the plan has {stages} stages, and the model can be cut into {len(sequence.borders) + 1} between modules",
             f"Plan with at most {len(sequence.borders) + 1} stages, or export to a format that cuts inside layers.",
         )
-    loads = interval_loads(sequence, pricing.request)
-    refused = np.zeros((stages, *loads.shape), np.bool_)
+    loads = stage_loads(sequence, pricing, stages)
+    refused = np.zeros(loads.shape, np.bool_)
     while True:
-        cuts = cheapest_cuts(loads, sequence.borders, stages, refused)
+        cuts = cheapest_cuts(loads, sequence.borders, refused)
         if cuts is None:
             raise NoPlanError(
                 "SK303",
@@ -195,6 +216,16 @@ def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tup
         ends = [0, *cuts, len(sequence.layers)]
         for stage in too_large:
             refused[stage, ends[stage], ends[stage + 1]] = True
+
+
+def stage_loads(sequence: LayerSequence, pricing: PlanPricing, stages: int) -> Floats:
+    """Return (stages, n + 1, n + 1) seconds of each stage from layer i to layer j, on that stage's device."""
+    request = pricing.request
+    if not isinstance(request, DeviceRequest):
+        return np.stack([interval_loads(sequence, request, request.seconds)] * stages)
+    known = [interval_loads(sequence, request, seconds) for seconds in request.kind_seconds]
+    kinds = dict(zip(request.keys, request.kinds, strict=True))
+    return np.stack([known[kinds[part.planned_on]] for part in pricing.parts])
 
 
 def _limit(pricing: PlanPricing) -> int:
@@ -222,20 +253,16 @@ def _too_large(pricing: PlanPricing, sequence: LayerSequence, cuts: Sequence[int
     return [rank for rank, peak in enumerate(peaks) if peak > limit]
 
 
-def cheapest_cuts(
-    loads: Floats, borders: Sequence[int], stages: int, refused: Bools | None = None
-) -> tuple[int, ...] | None:
+def cheapest_cuts(loads: Floats, borders: Sequence[int], refused: Bools | None = None) -> tuple[int, ...] | None:
     """Return the cuts with the least greatest load, and among these with the least sum of squares; None if none exist.
 
     Args:
-        loads: (n + 1, n + 1) seconds of a stage from layer i to layer j.
+        loads: (stages, n + 1, n + 1) seconds of each stage from layer i to layer j; none is empty.
         borders: where cuts may fall, increasing.
-        stages: how many stages there are; none is empty.
         refused: (stages, n + 1, n + 1) stages that must not be at their place.
     """
-    ends = np.array([0, *borders, len(loads) - 1])
-    table = loads[np.ix_(ends, ends)]
-    limits = np.stack([table] * stages)
+    ends = np.array([0, *borders, loads.shape[1] - 1])
+    limits = loads[:, ends][:, :, ends]
     if refused is not None:
         limits = np.where(refused[:, ends][:, :, ends], np.inf, limits)
     worst = _program(limits, np.maximum)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -78,17 +77,3 @@ def by_rank(loads: Floats, rank_of: Sequence[int]) -> tuple[Floats, int]:
     total: Floats = np.bincount(rank_of, loads).astype(np.float64)
     here = np.array(rank_of, np.int64) == total.argmax()
     return total, int(np.where(here, loads, -1.0).argmax())
-
-
-def planned_step(policy: object) -> dict[str, Any]:
-    """Return the schedule, microbatches and links that a policy, or the one inside it, plans for; empty without any.
-
-    They are fields of `splitkit.price_record.PriceRecord`.
-    """
-    while getattr(policy, "schedule", None) is None and getattr(policy, "policy", None) is not None:
-        policy = policy.policy  # type: ignore[attr-defined]
-    schedule, links = getattr(policy, "schedule", None), getattr(policy, "links", None)
-    if not isinstance(schedule, str):
-        return {}
-    count = microbatches_of(getattr(policy, "microbatches", None), getattr(policy, "n", 1))
-    return {"schedule": schedule, "microbatches": count, "links": links if isinstance(links, str) else None}

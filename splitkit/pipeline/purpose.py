@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from splitkit.checks import memory_of
+from splitkit.costs.devices import find_device
+from splitkit.costs.links import Links, links_data
+from splitkit.pipeline.defaults import microbatches_of
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.prices import Costs, Optimizer, as_given, includes_backward
 
 
@@ -19,3 +28,54 @@ def counted_optimizer(optimizer: Optimizer, schedule: str | None, costs: Costs |
 def purpose(optimizer: Optimizer) -> str:
     """Return what a plan is for, in words: ``inference``, ``training with adam``."""
     return f"training with {optimizer}" if optimizer else "inference"
+
+
+def request_of(policy: object, costs: Costs, *, joint: bool = False) -> PlanRequest:
+    """Return what a policy, or the one inside it, plans for, by the names of its attributes.
+
+    A policy of devices, and one that counts memory or a cache, plans for inference unless it has an optimizer, a
+    schedule or prices with backward. A plan that does not depend on its purpose does not name one.
+
+    Args:
+        policy: the policy.
+        costs: the prices of the plan.
+        joint: whether the graph has forward and backward, so that no plan of it is for inference.
+    """
+    while getattr(policy, "schedule", None) is None and getattr(policy, "policy", None) is not None:
+        policy = policy.policy  # type: ignore[attr-defined]
+    given: Any = policy
+    schedule = given.schedule if isinstance(getattr(given, "schedule", None), str) else None
+    optimizer = counted_optimizer(getattr(given, "optimizer", None), schedule, None if joint else costs)
+    devices = getattr(given, "given", None)
+    devices = {key: find_device(one) for key, one in devices.items()} if isinstance(devices, Mapping) else {}
+    memory, tokens = _memory(given, list(devices.values())), getattr(given, "tokens", 0)
+    matters = bool(devices or tokens or memory is not None or getattr(given, "objective", None) == "tokens")
+    return PlanRequest(
+        "training" if optimizer else "inference" if matters and not joint else "",
+        optimizer,
+        schedule,
+        _microbatches(given) if schedule else None,
+        links_data(links if isinstance(links := getattr(given, "links", None), str | Links) else None),
+        memory,
+        tokens,
+        {str(node): nbytes for node, nbytes in (getattr(given, "cache", None) or {}).items()} or None,
+        {key: asdict(device) for key, device in devices.items()},
+    )
+
+
+def _microbatches(policy: Any) -> int | None:
+    count, stages = getattr(policy, "microbatches", None), getattr(policy, "n", None)
+    return count if stages is None else microbatches_of(count, stages)
+
+
+def _memory(policy: Any, devices: Sequence[Any]) -> int | tuple[int | None, ...] | None:
+    """Return the bytes of all devices or of each, by default what they have; a CPU among others has no limit."""
+    given = getattr(policy, "memory", None)
+    if given is None and devices:
+        beside = {device.name for device in devices} != {"cpu"}
+        return tuple(None if device.name == "cpu" and beside else device.memory for device in devices)
+    if given is None or given == "least":
+        return None
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return memory_of(policy, given, 1)[0]
+    return memory_of(policy, given, len(given))

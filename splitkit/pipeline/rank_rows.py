@@ -26,6 +26,7 @@ class RankRow:
         limit: its memory limit in bytes.
         unit: the measure of ``busy``: ``"s"``, or that of nominal prices.
         replicas: the number of devices of which each does and holds this.
+        load: seconds of work and transfers per sample; ``None`` with a schedule, or if it is not known.
     """
 
     device: str
@@ -37,6 +38,7 @@ class RankRow:
     limit: int | None = None
     unit: str = "s"
     replicas: int = 1
+    load: float | None = None
 
     @property
     def used(self) -> float:
@@ -51,6 +53,7 @@ class RankRow:
             "device": self.device or None,
             "stages": list(self.stages),
             "busy": self.busy,
+            **({} if self.load is None else {"load": self.load}),
             "unit": self.unit,
             "bubble": self.bubble,
             "in_flight": self.in_flight,
@@ -66,6 +69,7 @@ class RankRow:
             "stages": ",".join(map(str, self.stages)) or "none",
             "replicas": f"x{self.replicas}" if self.replicas > 1 else "",
             "busy": duration(self.busy, self.unit) if self.busy else "0",
+            "load": "" if self.load is None else duration(self.load, self.unit) if self.load else "0",
             "bubble": "" if self.bubble is None else f"{self.bubble:.1%}",
             "in flight": "" if self.in_flight is None else str(self.in_flight),
             **dict(zip(_KINDS, map(size, self.nbytes), strict=True)),
@@ -82,7 +86,10 @@ def number_of(part: Any) -> int:
 
 
 def rows_of_parts(
-    devices: Sequence[str], limits: Sequence[int | None], parts: Mapping[Any, StageCosts]
+    devices: Sequence[str],
+    limits: Sequence[int | None],
+    parts: Mapping[Any, StageCosts],
+    loads: Sequence[float | None] | None = None,
 ) -> Iterator[RankRow]:
     """Yield a row for each device of a plan without a schedule, which runs one sample after the other.
 
@@ -91,6 +98,7 @@ def rows_of_parts(
         limits: the memory limit of each device.
         parts: part -> its costs on its device. Part ``0`` or ``(0, 1)`` is on device 0; a device may have several parts
             or none.
+        loads: seconds of work and transfers of each device, if links are priced.
     """
     for number, (device, limit) in enumerate(zip(devices, limits, strict=True)):
         own = {key: part for key, part in parts.items() if number_of(key) == number}
@@ -107,4 +115,5 @@ def rows_of_parts(
             limit=limit,
             unit=next((part.unit for part in costs), "s"),
             replicas=max((part.replicas for part in costs), default=1),
+            load=None if loads is None else loads[number],
         )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 from torch import nn
 from torch.fx import Node
 
 from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
-from splitkit.costs.recorded import costs_of
 from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
@@ -21,12 +21,14 @@ from splitkit.graph.joint_marks import is_joint
 from splitkit.memory.autograd.saved_storages import Activations
 from splitkit.memory.segments.graph_memory import GraphMemory, graph_memory
 from splitkit.memory.segments.segment import OrderMemory
+from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.pipeline.replication_costs import replica_of, trained_bytes, undivided
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.weight_gradients import WeightPart, checked_weight_part, deferred_bytes, is_product
 from splitkit.plans.checkpointed import check_checkpoints
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, Part, PartKey
+from splitkit.plans.plan_request import PlannedOptimizer
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import Optimizer, as_given, require_costs
 
@@ -39,7 +41,7 @@ def stage_costs(
     plan: Plan | Sequence[Collection[Node]],
     costs: Costs | None = None,
     *,
-    optimizer: Optimizer = "adam",
+    optimizer: PlannedOptimizer = "planned",
     activations: Activations | None = None,
     weight_part: WeightPart = "torch",
 ) -> tuple[StageCosts, ...]:
@@ -81,7 +83,7 @@ def stage_costs(
         costs: prices of its nodes, with or without their backward (`splitkit.costs.training`); by default those that
             the plan was made with. If it does not know them, FLOPs.
         optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None`` for
-            inference.
+            inference; by default what the plan was made for, and Adam if it does not say.
         activations: the result of `splitkit.memory.autograd.saved_storages.activations` for the graph, if it is
             known.
         weight_part: who divides backward: ``"torch"``; ``"own"`` for graphs of your own, in which the input part
@@ -97,9 +99,10 @@ def stage_costs(
     """
     in_order = isinstance(plan, Sequence) and not isinstance(plan, str)
     parts, facts = plan if in_order else plan_of(plan), facts_of(flow)
-    known = parts.prices if isinstance(parts, Plan) else None
-    used = costs_of(known, facts) if costs is None else require_costs(costs)
-    return StagePrices(facts, used, optimizer, activations, weight_part).of(parts)
+    plan_of_them = parts if isinstance(parts, Plan) else Plan({})
+    used = costs_of_plan(plan_of_them, facts) if costs is None else require_costs(costs)
+    held = plan_of_them.request.counted if optimizer == "planned" else optimizer
+    return StagePrices(facts, used, held, activations, weight_part).of(parts)
 
 
 @dataclass
@@ -122,7 +125,8 @@ class StagePrices:
     weight_part: WeightPart = "torch"
     divided: bool = True
     memory: GraphMemory = field(init=False)
-    _times: _Times = field(init=False)
+    _times: dict[Any, _Times] = field(init=False, default_factory=dict)
+    _costs: Costs = field(init=False)
 
     def __post_init__(self) -> None:
         check_stage_optimizer(self.optimizer)
@@ -131,7 +135,7 @@ class StagePrices:
         if given is not None and not isinstance(given, Activations):
             remedy = "Give splitkit.memory.autograd.saved_storages.activations of the graph, or none."
             raise PolicyError("SK302", f"activations are {shown(given)}", remedy)
-        self._times = _Times(_both(self.costs, self.flow), self.flow, self.optimizer is not None)
+        self._costs = _both(self.costs, self.flow)
         training = self.optimizer is not None
         known = self.activations
         self.memory = (
@@ -147,13 +151,17 @@ class StagePrices:
         known = [plan.parts[key] for key in keys] if isinstance(plan, Plan) else [Part(key) for key in keys]
         replicas, again = [part.replicas for part in known], [part.call == "checkpoint" for part in known]
         found = []
-        for whole, nodes, count in zip(self._divided(parts, homes, again), parts, replicas, strict=True):
+        for whole, nodes, count in zip(self._divided(keys, parts, homes, again), parts, replicas, strict=True):
             trained = [trained_bytes(self.flow, node) for node in nodes] if count > 1 and whole.gradient_bytes else []
             found.append(replica_of(whole, count, undivided(trained, whole.gradient_bytes)))
         return tuple(found)
 
     def _divided(
-        self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int], again: Sequence[bool]
+        self,
+        keys: Sequence[PartKey],
+        parts: Sequence[Sequence[Node]],
+        homes: Mapping[Node, int],
+        again: Sequence[bool],
     ) -> list[StageCosts]:
         """Return the costs of parts, and what waits for the weight part of their backward.
 
@@ -161,8 +169,8 @@ class StagePrices:
         """
         line = self.memory.order(parts, homes)
         ends = list(accumulate(map(len, parts)))
-        each = zip(parts, ends, again, strict=True)
-        stages = [self.stage(line, end - len(nodes), end, nodes, recompute) for nodes, end, recompute in each]
+        each = zip(keys, parts, ends, again, strict=True)
+        stages = [self.stage(line, end - len(own), end, own, recompute, key) for key, own, end, recompute in each]
         if self.optimizer is None:
             return stages
         if self.divided:
@@ -177,7 +185,13 @@ class StagePrices:
         return stages
 
     def stage(
-        self, line: OrderMemory, start: int, end: int, nodes: Sequence[Node], recompute: bool = False
+        self,
+        line: OrderMemory,
+        start: int,
+        end: int,
+        nodes: Sequence[Node],
+        recompute: bool = False,
+        key: PartKey = PARENT,
     ) -> StageCosts:
         """Return the costs of a segment of an order, which consists of these nodes.
 
@@ -187,9 +201,10 @@ class StagePrices:
             end: the position behind the last node.
             nodes: the nodes.
             recompute: whether backward runs them again (``Part.call="checkpoint"``).
+            key: the part that they are, if the devices of parts differ.
         """
         held = line.recomputed(start, end) if recompute else line.segment(start, end)
-        forward, backward_input, backward_weight = self._times.of(nodes)
+        forward, backward_input, backward_weight = self.times(nodes, key)
         if recompute and backward_input + backward_weight:
             backward_input, backward_weight = forward + backward_input + backward_weight, 0.0
         back = self.optimizer is not None
@@ -207,9 +222,12 @@ class StagePrices:
             unit=unit_of(self.costs),
         )
 
-    def times(self, nodes: Iterable[Node]) -> tuple[float, float, float]:
-        """Return seconds of forward, and of backward for the input and for weights, of some nodes together."""
-        return self._times.of(nodes)
+    def times(self, nodes: Iterable[Node], key: PartKey = PARENT) -> tuple[float, float, float]:
+        """Return seconds of forward, and of backward for the input and for weights, of some nodes of one part."""
+        own = in_part(self._costs, key)
+        if (known := None if own is self._costs else key) not in self._times:
+            self._times[known] = _Times(own, self.flow, self.optimizer is not None)
+        return self._times[known].of(nodes)
 
     def _parts(
         self, plan: Plan | Sequence[Collection[Node]]

@@ -49,12 +49,15 @@ class Part:
             (`torch.utils.checkpoint`).
         replicas: the number of devices that run it, each with all of its parameters and an equal share of every
             microbatch (data parallel). The engine makes one part; the runtime replicates it.
+        planned_on: the key of the device that the part was planned for, where the policy was given devices
+            (`splitkit.plans.plan_request.PlanRequest.devices`); it stays when the part gets another key.
     """
 
     key: PartKey
     device: torch.device | None = None
     call: Literal["plain", "checkpoint"] = "plain"
     replicas: int = 1
+    planned_on: PartKey = None
 
     def __post_init__(self) -> None:
         call: object = self.call

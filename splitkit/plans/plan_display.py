@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from splitkit.display import Shown, ShownOverTime
 from splitkit.plans.parts import PartKey
-from splitkit.prices import Costs, Optimizer
+from splitkit.plans.plan_request import PlannedOptimizer
+from splitkit.prices import Costs
 
 if TYPE_CHECKING:
     from splitkit.files import PathLike
@@ -48,7 +49,7 @@ class ShownPlan(Shown):
         height: int | None = None,
         live: bool = False,
         costs: Costs | None = None,
-        optimizer: Optimizer = "adam",
+        optimizer: PlannedOptimizer = "planned",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         measured: object = None,
@@ -62,7 +63,8 @@ class ShownPlan(Shown):
             live: return a widget that plans again in Python when the number of stages changes, and whose ``plan``
                 follows the stages as they are dragged. This needs ``pip install anywidget``.
             costs: prices of the nodes; by default those that the plan was made with, or FLOPs if it does not know them.
-            optimizer: as for `splitkit.stage_costs`; ``None`` for inference. A plan of a joint graph ignores it.
+            optimizer: as for `splitkit.stage_costs`: by default what the plan was made for; ``None`` for inference. A
+                plan of a joint graph ignores it.
             memory: the memory of each device in bytes (or ``"80GiB"``); stages that exceed it are red.
             run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below, which
                 needs prices in seconds.
@@ -94,7 +96,7 @@ class ShownPlan(Shown):
         path: PathLike,
         *,
         costs: Costs | None = None,
-        optimizer: Optimizer = "adam",
+        optimizer: PlannedOptimizer = "planned",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         measured: object = None,
@@ -115,7 +117,7 @@ class ShownPlan(Shown):
         path: PathLike,
         *,
         costs: Costs | None = None,
-        optimizer: Optimizer = "adam",
+        optimizer: PlannedOptimizer = "planned",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         measured: object = None,

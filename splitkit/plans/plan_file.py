@@ -12,20 +12,27 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import fx
 from torch.fx import Node
 
 from splitkit import files
 from splitkit._torch import target_name
-from splitkit.checks import is_whole
 from splitkit.errors import FileError, PlanError, PlanWarning
 from splitkit.plans import node_matching
+from splitkit.plans.json_fields import (
+    check_device,
+    check_numbers,
+    check_text,
+    damaged,
+    device_from_json,
+    key_from_json,
+    key_to_json,
+)
 from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
 from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
+from splitkit.plans.plan_request import PlanRequest, request_from_json, request_to_json
 from splitkit.plans.policy_text import MOST_TEXT
-from splitkit.price_record import KINDS, MOST_LETTERS, PriceRecord
-from splitkit.prices import MOST_SECONDS
+from splitkit.price_record import KINDS, PriceRecord
 
 SCHEMA = 1
 _MOST = 1e300  # no number of a claim is larger: this rejects infinity, and ints that no float can hold
@@ -51,14 +58,15 @@ class PlanFields(NamedTuple):
     prices: PriceRecord | None
     offloaded: tuple[Offloaded, ...] = ()
     policy: str = ""
+    request: PlanRequest = PlanRequest()
 
 
 def encode_plan(plan: PlanFields) -> dict[str, Any]:
     """Return a plan as JSON-ready data, which is the same in every process."""
     graph = next(iter(plan.places)).graph if plan.places else None
     keys = list(plan.parts)
-    written = [_key_to_json(k) for k in keys]
-    if len({_key_from_json(k) for k in written}) < len(keys):
+    written = [key_to_json(k) for k in keys]
+    if len({key_from_json(k) for k in written}) < len(keys):
         raise PlanError(
             "SK206", f"two of the parts {keys!r:.200} have the same name in a file", "Name them differently."
         )
@@ -77,6 +85,7 @@ def encode_plan(plan: PlanFields) -> dict[str, Any]:
     }
     data |= {} if plan.prices is None else {"prices": _prices_to_json(plan.prices)}
     data |= {"policy": plan.policy} if plan.policy else {}
+    data |= {"request": request_to_json(plan.request)} if plan.request != PlanRequest() else {}
     return data | ({"offloaded": offloaded_to_json(plan.offloaded)} if plan.offloaded else {})
 
 
@@ -109,8 +118,10 @@ def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
         note, claim = f"{note} (for other sizes: {other})".lstrip(), None
         prices = None if prices is not None and prices.kind == "table" else prices  # a table is of the old sizes
     offloaded = offloaded_from_json(data.get("offloaded"), by_name)
-    policy = _policy(data.get("policy", ""))
-    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim, prices, offloaded, policy)
+    policy, request = _policy(data.get("policy", "")), request_from_json(data.get("request"))
+    if strange := next((p for p in parts if p.planned_on is not None and p.planned_on not in request.devices), None):
+        raise damaged(f"parts[{parts.index(strange)}].planned_on", strange.planned_on, "a device of the request")
+    return PlanFields(places, {p.key: p for p in parts}, note, routing, claim, prices, offloaded, policy, request)
 
 
 def parts_in_data(data: object) -> Mapping[PartKey, Part]:
@@ -127,13 +138,14 @@ def parts_in_data(data: object) -> Mapping[PartKey, Part]:
 def _part_to_json(part: Part, name: Any) -> dict[str, Any]:
     """Return the JSON form of a part. ``replicas`` is left out if it is 1, as in files that predate replicas."""
     known = {"key": name, "device": str(part.device) if part.device else None, "call": part.call}
+    known |= {"planned_on": key_to_json(part.planned_on)} if part.planned_on is not None else {}
     return known | ({"replicas": part.replicas} if part.replicas > 1 else {})
 
 
 def _claim_to_json(claim: Claim | None) -> dict[str, Any] | None:
     if claim is None:
         return None
-    return {f.name: getattr(claim, f.name) for f in fields(claim)} | {"limiting": _key_to_json(claim.limiting)}
+    return {f.name: getattr(claim, f.name) for f in fields(claim)} | {"limiting": key_to_json(claim.limiting)}
 
 
 def _claim(data: object) -> Claim | None:
@@ -142,16 +154,16 @@ def _claim(data: object) -> Claim | None:
         return None
     wanted = "null or an object with the fields of a claim"
     if not isinstance(data, Mapping) or {f.name for f in fields(Claim)} != {"evenness", *data}:
-        raise _damaged("claim", data, wanted)
+        raise damaged("claim", data, wanted)
     try:
-        made = Claim(**{**data, "limiting": _key_from_json(data["limiting"])})
+        made = Claim(**{**data, "limiting": key_from_json(data["limiting"])})
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise _damaged("claim.limiting", data["limiting"], "the key of a part") from error
+        raise damaged("claim.limiting", data["limiting"], "the key of a part") from error
     texts = (made.objective, made.solver)
     numbers = (made.value, made.bound, made.tolerance, made.evenness or 0.0)
     sane = all(type(n) in (int, float) and 0 <= n <= _MOST for n in numbers)
     if not all(isinstance(text, str) for text in texts) or not sane or made.range[0] > made.range[1]:
-        raise _damaged("claim", data, wanted)
+        raise damaged("claim", data, wanted)
     return made
 
 
@@ -163,8 +175,7 @@ def _prices_to_json(prices: PriceRecord) -> dict[str, Any]:
     return found | {name: value for name, value in tables.items() if value not in (None, False)}
 
 
-_OPTIONAL_OF_PRICES = ("device", "tf32", "training", "table", "backward", "links", "schedule", "microbatches")
-_DEVICE_NUMBERS = ("bandwidth", "memory", "launch")
+_OPTIONAL_OF_PRICES = ("device", "tf32", "training", "table", "backward")
 
 
 def _prices(data: object) -> PriceRecord | None:
@@ -173,49 +184,25 @@ def _prices(data: object) -> PriceRecord | None:
         return None
     needed = {"name", "kind", "unit"}
     if not isinstance(data, Mapping) or not needed <= data.keys() <= needed | {*_OPTIONAL_OF_PRICES}:
-        raise _damaged("prices", data, "an object with a name, a kind and a unit")
-    for name in ("name", "unit", "links", "schedule"):
-        value = data.get(name, "")
-        if not isinstance(value, str) or not value.isprintable() or len(value) > MOST_LETTERS:
-            raise _damaged(f"prices.{name}", value, "a short text")
+        raise damaged("prices", data, "an object with a name, a kind and a unit")
+    for name in ("name", "unit"):
+        check_text(f"prices.{name}", data[name])
     for name in ("tf32", "training"):
         if not isinstance(data.get(name, False), bool):
-            raise _damaged(f"prices.{name}", data[name], "true or false")
-    if "microbatches" in data and not is_whole(data["microbatches"], 1):
-        raise _damaged("prices.microbatches", data["microbatches"], "a whole number, 1 or more")
+            raise damaged(f"prices.{name}", data[name], "true or false")
     kind = data["kind"]
     if kind not in KINDS:
-        raise _damaged("prices.kind", kind, f"one of {', '.join(KINDS)}")
+        raise damaged("prices.kind", kind, f"one of {', '.join(KINDS)}")
     if (kind in ("roofline", "fused")) != ("device" in data) or (kind == "table") != ("table" in data):
-        raise _damaged("prices", data, "a roofline with its device, a table, or another kind without them")
+        raise damaged("prices", data, "a roofline with its device, a table, or another kind without them")
     if "backward" in data and (kind != "table" or data.get("training")):
-        raise _damaged("prices.backward", data["backward"], "absent: the prices are not a table that includes it")
+        raise damaged("prices.backward", data["backward"], "absent: the prices are not a table that includes it")
     if "device" in data:
-        _check_device(data["device"])
+        check_device("prices.device", data["device"])
     for name in ("table", "backward"):
         if name in data:
-            _check_numbers(f"prices.{name}", data[name])
+            check_numbers(f"prices.{name}", data[name])
     return PriceRecord(**data)
-
-
-def _check_device(data: object) -> None:
-    """Refuse data that does not describe a device; `splitkit.costs.Device` checks the figures."""
-    known = {"name", "peak", "source", *_DEVICE_NUMBERS}
-    if not isinstance(data, Mapping) or data.keys() != known:
-        raise _damaged("prices.device", data, f"an object with {', '.join(sorted(known))}")
-    for name in ("name", "source"):
-        if not isinstance(data[name], str) or not data[name].isprintable():
-            raise _damaged(f"prices.device.{name}", data[name], "a text")
-    _check_numbers("prices.device.peak", data["peak"])
-    _check_numbers("prices.device", {name: data[name] for name in _DEVICE_NUMBERS})
-
-
-def _check_numbers(field: str, data: object) -> None:
-    if not isinstance(data, Mapping):
-        raise _damaged(field, data, "an object of numbers")
-    for name, value in data.items():
-        if type(value) not in (int, float) or not 0 <= value <= MOST_SECONDS:
-            raise _damaged(f"{field}[{name!r:.100}]", value, f"a number from 0 to {MOST_SECONDS:.0e}")
 
 
 def _renamed(prices: PriceRecord | None, nodes: Mapping[str, Node]) -> PriceRecord | None:
@@ -225,7 +212,7 @@ def _renamed(prices: PriceRecord | None, nodes: Mapping[str, Node]) -> PriceReco
 
     def renamed(field: str, table: Mapping[str, float] | None) -> dict[str, float] | None:
         if strange := next((name for name in table or () if name not in nodes), None):
-            raise _damaged(f"prices.{field}", strange, "the name of a node of the plan's graph")
+            raise damaged(f"prices.{field}", strange, "the name of a node of the plan's graph")
         return None if table is None else {nodes[name].name: float(value) for name, value in table.items()}
 
     return replace(prices, table=renamed("table", prices.table), backward=renamed("backward", prices.backward))
@@ -234,28 +221,28 @@ def _renamed(prices: PriceRecord | None, nodes: Mapping[str, Node]) -> PriceReco
 def _routing(data: object) -> Literal["direct", "relay"]:
     """Return how values are routed; files that predate the choice have no such field."""
     if data != "direct" and data != "relay":
-        raise _damaged("routing", data, "'direct' or 'relay'")
+        raise damaged("routing", data, "'direct' or 'relay'")
     return "direct" if data == "direct" else "relay"
 
 
 def _policy(data: object) -> str:
     """Return the expression of the policy; files that predate it, and plans of functions, have none."""
     if not isinstance(data, str) or not data.isprintable() or len(data) > MOST_TEXT:
-        raise _damaged("policy", data, "the text of a policy")
+        raise damaged("policy", data, "the text of a policy")
     return data
 
 
 def _parts(data: object) -> list[Part]:
     """Return the parts of a plan file."""
     if not isinstance(data, list):
-        raise _damaged("parts", data, "a list")
+        raise damaged("parts", data, "a list")
     parts: dict[PartKey, Part] = {}
     for i, entry in enumerate(data):
         if not isinstance(entry, Mapping) or not {"key", "device", "call"} <= entry.keys():
-            raise _damaged(f"parts[{i}]", entry, "an object with a key, a device and a call")
+            raise damaged(f"parts[{i}]", entry, "an object with a key, a device and a call")
         part = _part(f"parts[{i}]", entry)
         if part.key in parts:  # 1, 1.0 and true are equal, hence the same key
-            raise _damaged(f"parts[{i}].key", entry["key"], "a name that differs from those before")
+            raise damaged(f"parts[{i}].key", entry["key"], "a name that differs from those before")
         parts[part.key] = part
     return list(parts.values())
 
@@ -263,30 +250,27 @@ def _parts(data: object) -> list[Part]:
 def _part(place: str, entry: Mapping[str, Any]) -> Part:
     key, device, call, replicas = entry["key"], entry["device"], entry["call"], entry.get("replicas", 1)
     if not isinstance(call, str) or call not in CALLS:
-        raise _damaged(f"{place}.call", call, "'plain' or 'checkpoint'")
+        raise damaged(f"{place}.call", call, "'plain' or 'checkpoint'")
     if flaw_of_replicas(replicas):
-        raise _damaged(f"{place}.replicas", replicas, "a whole number, 1 or more")
+        raise damaged(f"{place}.replicas", replicas, "a whole number, 1 or more")
     try:
-        name = _key_from_json(key)
+        name = key_from_json(key)
+        on = None if entry.get("planned_on") is None else key_from_json(entry["planned_on"])
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise _damaged(f"{place}.key", key, "an int, a string, a device or a list of these") from error
+        raise damaged(f"{place}.key", key, "an int, a string, a device or a list of these") from error
     try:
-        where = None if device is None else _device(device)
-        return Part(name, where, "plain" if call == "plain" else "checkpoint", replicas)
+        where = None if device is None else device_from_json(device)
+        return Part(name, where, "plain" if call == "plain" else "checkpoint", replicas, on)
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise _damaged(f"{place}.device", device, "null or the name of a device") from error
+        raise damaged(f"{place}.device", device, "null or the name of a device") from error
 
 
 def _check_places(data: object, count: int) -> None:
     if not isinstance(data, Mapping):
-        raise _damaged("places", data, "an object of node names")
+        raise damaged("places", data, "an object of node names")
     for name, where in data.items():
         if not isinstance(where, list) or not all(i is None or (type(i) is int and 0 <= i < count) for i in where):
-            raise _damaged(f"places[{name!r}]", where, f"a list of nulls and numbers below {count}")
-
-
-def _damaged(field: str, value: object, wanted: str) -> FileError:
-    return FileError("SK501", f"the plan is damaged: {field} is {reprlib.repr(value)}, not {wanted}", "Plan again.")
+            raise damaged(f"places[{name!r}]", where, f"a list of nulls and numbers below {count}")
 
 
 def _check_header(data: object) -> None:
@@ -301,38 +285,6 @@ def _check_header(data: object) -> None:
     absent = [field for field in ("graph", "parts", "places") if field not in data]
     if absent:
         raise FileError("SK501", f"the plan has no field {absent[0]!r}", "Plan again.", absent)
-
-
-def _key_to_json(key: PartKey) -> Any:
-    if isinstance(key, str):
-        return str.__str__(key)  # a plain str, also for an instance of a subclass
-    if isinstance(key, int | float | bool):
-        return key
-    if isinstance(key, torch.device):
-        return {"device": str(key)}
-    if isinstance(key, tuple):
-        return [_key_to_json(k) for k in key]
-    raise PlanError(
-        "SK206",
-        f"a part called {key!r} ({type(key).__name__}) cannot be written to a file",
-        "Name parts with ints, strings, devices or tuples of these.",
-    )
-
-
-def _key_from_json(key: Any) -> PartKey:
-    if isinstance(key, list):
-        return tuple(_key_from_json(k) for k in key)
-    if isinstance(key, Mapping) and key.keys() == {"device"}:
-        return _device(key["device"])
-    if not isinstance(key, str | int | float | bool):
-        raise TypeError(type(key).__name__)
-    return key
-
-
-def _device(name: object) -> torch.device:
-    if not isinstance(name, str):  # torch.device(0) would be a GPU
-        raise TypeError(type(name).__name__)
-    return torch.device(name)
 
 
 def write_json(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ def _is_default(field: Field[Any], value: object) -> bool:
 
 
 def _literal(value: object) -> str | None:
-    """Return the text of a literal, or of a policy that is a parameter."""
+    """Return the text of a literal, or of a policy, device or link that is a parameter."""
     if type(value) in _PLAIN:
         return repr(value)
     if type(value) in (list, tuple):
@@ -60,4 +60,5 @@ def _literal(value: object) -> str | None:
         if any(None in pair for pair in pairs):
             return None
         return f"{{{', '.join(f'{key}: {item}' for key, item in pairs)}}}"
-    return _call(value)
+    own = getattr(value, "expression", None)
+    return own if isinstance(own, str) else _call(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from splitkit.plans import plan_file
 from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.parts import NAMING, PARENT, Claim, Part, PartKey, flaw_of_key
 from splitkit.plans.plan_display import ShownPlan
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.price_record import PriceRecord
 from splitkit.short_repr import brief, few
 
@@ -98,6 +99,8 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
             `splitkit.stage_costs` use them unless you pass others. Plans that differ only in their prices are equal.
         offloaded: saved values of a training step that wait for backward in host memory. They are values that forward
             computes and backward takes.
+        request: what the plan was made for: purpose, schedule, links, memory and devices. Whatever is read from a plan
+            (reports, pictures, explanations, exports) is priced for it. Plans that differ only in it are equal.
         policy: the policy that made the plan, as an expression (``"Stages(4, schedule='1f1b')"``), so that an
             explanation knows its limits; empty if the policy cannot be written this way. Plans that differ only in
             their policy are equal.
@@ -111,6 +114,7 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
     prices: PriceRecord | None = field(default=None, compare=False)
     offloaded: tuple[Offloaded, ...] = ()
     policy: str = field(default="", compare=False)
+    request: PlanRequest = field(default_factory=PlanRequest, compare=False)
 
     __repr__ = brief
 
@@ -193,9 +197,7 @@ class Plan(ShownPlan, Mapping[Node, tuple[PartKey, ...]]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data, by node name; see `splitkit.plans.plan_file`."""
-        own = (self.places, self.parts, self.note, self.routing, self.claim, self.prices, self.offloaded, self.policy)
-        known = plan_file.PlanFields(*own)
-        return plan_file.encode_plan(known)
+        return plan_file.encode_plan(plan_file.PlanFields(**{f.name: getattr(self, f.name) for f in fields(self)}))
 
     @staticmethod
     def from_dict(graph: fx.Graph, data: Mapping[str, Any]) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Literal
@@ -14,7 +14,7 @@ from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
 from splitkit.costs.host_room import Offload
 from splitkit.costs.links import as_links
-from splitkit.costs.recorded import record_of
+from splitkit.engine.split import with_origin
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.frontends.joint.joint_capture import Joint
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
@@ -24,7 +24,6 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, check_stage_optimizer
 from splitkit.plans.checkpointed import checkpointed
-from splitkit.plans.policy_text import policy_text
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
@@ -243,7 +242,7 @@ class Sweeper:
     def _plan(self, stages: int, schedule: str, microbatches: int, memory: int | None) -> Plan:
         policy = Stages(stages, schedule, microbatches, memory, self.links, self.optimizer)
         found = policy.assign(self._flow, self.costs)
-        return replace(found, prices=record_of(self.costs, self._flow, self.links), policy=policy_text(policy))
+        return with_origin(found, policy, self._flow, self.costs)
 
     def _run(self, costs: Sequence[StageCosts], schedule: str, microbatches: int) -> ScheduleRun:
         return simulate_schedule(costs, schedule, microbatches, links=as_links(self.links))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from splitkit.checks import count, items_of, nbytes, shown
 from splitkit.costs import Costs, Links
 from splitkit.costs.host_room import Offload, require_offload, require_seconds
 from splitkit.costs.links import as_links
-from splitkit.costs.recorded import record_of
+from splitkit.engine.split import with_origin
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.frontends.joint.joint_capture import Joint
 from splitkit.pipeline.schedules import schedule_named
@@ -102,7 +102,7 @@ class TrainingSweeper:
             needs = None if not excess or self._limit is None else self._limit + excess
             why, fits = f"{error.reason}. {error.remedy}", None if needs is None else False
             return SweepRow(stages, microbatches, schedule, None, None, fits, why, chunks, needs=needs)
-        plan = replace(found.plan, prices=record_of(self.costs, self.joint.flow, self.links))
+        plan = with_origin(found.plan, policy, self.joint.flow, self.costs)
         fits = None if self._limit is None else True
         return SweepRow(stages, microbatches, schedule, plan, found.run, fits, "", chunks, policy, _decides(found))
 

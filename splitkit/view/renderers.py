@@ -15,7 +15,6 @@ from torch import fx
 
 from splitkit.checks import items_of, nbytes
 from splitkit.costs import Costs
-from splitkit.costs.recorded import costs_of
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair, divide
 from splitkit.engine.split import Split
@@ -23,9 +22,11 @@ from splitkit.errors import SplitError, ViewError
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
+from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.run import ScheduleRun
+from splitkit.plans.plan_request import PlannedOptimizer
 from splitkit.plans.record import Plan, module_of_plan, plan_of
-from splitkit.prices import Optimizer, require_times
+from splitkit.prices import require_times
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.saved_values import SavedValue
 from splitkit.training.stage_parts import is_staged, stage_part
@@ -133,7 +134,7 @@ def _halves(
     title: str = "",
 ) -> Picture:
     """Draw a plan of forward and backward as the pair of graphs that it gives."""
-    prices = costs_of(plan.prices, gm) if costs is None else costs
+    prices = costs_of_plan(plan, gm) if costs is None else costs
 
     @cache
     def pair_picture() -> Picture:
@@ -167,7 +168,7 @@ def _stages(
     made: StagedStep | None = None,
     *,
     costs: Costs | None = None,
-    optimizer: Optimizer = "adam",
+    optimizer: PlannedOptimizer = "planned",
     memory: float | str | None = None,
     run: object = None,
     title: str = "",
@@ -176,8 +177,8 @@ def _stages(
     from splitkit.engine.joint_stages.divide_stages import divide_stages
     from splitkit.frontends.aot import joint_flow
 
-    limit = limit_of(memory)
-    prices = costs_of(plan.prices, gm) if costs is None else costs
+    limit, held = limit_of(memory), plan.request.counted if optimizer == "planned" else optimizer
+    prices = costs_of_plan(plan, gm) if costs is None else costs
     stages = 1 + max((part.stage for key in plan.parts if (part := stage_part(key)) is not None), default=0)
     given = checked_run(run, stages, "stages")
     if given is not None:
@@ -187,7 +188,7 @@ def _stages(
     def ladder() -> StagedView:
         flow = joint_flow(gm, forward_outputs(gm.graph))
         step = divide_stages(flow, plan) if made is None else made
-        drawn = StagedView(flow, step, prices, title, optimizer, limit)
+        drawn = StagedView(flow, step, prices, title, held, limit)
         return replace(drawn, run=planned_run(plan, drawn.stages) if given is None else given)
 
     def tables() -> list[Table]:
@@ -222,7 +223,7 @@ def _ladder(
     plan: Plan,
     *,
     costs: Costs | None = None,
-    optimizer: Optimizer = "adam",
+    optimizer: PlannedOptimizer = "planned",
     memory: float | str | None = None,
     run: object = None,
     measured: object = None,
@@ -230,7 +231,7 @@ def _ladder(
     title: str = "",
 ) -> Picture:
     run = checked_run(run, len(plan.parts), "parts")
-    prices = costs_of(plan.prices, flow) if costs is None else costs
+    prices = costs_of_plan(plan, flow) if costs is None else costs
     if run is not None:
         require_times(run, prices)
     ran = None if measured is None else checked_measurement(measured, run)
@@ -239,7 +240,8 @@ def _ladder(
     others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))
     if any(node not in flow.index for other in others for node in other):
         raise ViewError("SK901", "the plan passed as beside is for another graph", "Compare plans of one graph module.")
-    ladder = LadderView(flow, plan, prices, title, optimizer, limit, run, ran, others)
+    held = plan.request.counted if optimizer == "planned" else optimizer
+    ladder = LadderView(flow, plan, prices, title, held, limit, run, ran, others)
 
     def svg() -> str:
         return ladder_svg(ladder)
@@ -342,7 +344,7 @@ def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None 
     @cache
     def ladder() -> HalvesView:
         flow = analyze(_module_of(plan))
-        prices = costs_of(plan.prices, flow) if costs is None else costs
+        prices = costs_of_plan(plan, flow) if costs is None else costs
         return HalvesView(flow, [pair], prices, title, memory=limit)
 
     return Picture(title, lambda: halves_svg(ladder()), tables, ladder, fallback=bars)

@@ -83,13 +83,13 @@ def _train_command(made: Source, file: str | None, step: StagedStep) -> str | No
     A plan that was made for no schedule trains under 1F1B, or under ZBV if its backward is divided and ZBV takes its
     stages. There is no command for one stage.
     """
-    count, record = len(step.stages), step.plan.prices
+    count, asked = len(step.stages), step.plan.request
     if count < 2:
         return None
-    schedule, microbatches = (record.schedule, record.microbatches) if record is not None else (None, None)
+    schedule, microbatches = asked.schedule, asked.microbatches or 2 * count
     if schedule is None:
         divided = all(stage.weight is not None for stage in step.stages)
-        schedule, microbatches = "zbv" if divided and count % 2 == 0 else "1f1b", 2 * count
+        schedule = "zbv" if divided and count % 2 == 0 else "1f1b"
     ranks = max(ranks_of(schedule, microbatches, count)) + 1
     return next_command(made, file, ranks, schedule, microbatches)
 

@@ -16,19 +16,21 @@ from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
-from splitkit.costs import Costs, roofline
+from splitkit.costs import Costs
 from splitkit.costs.links import as_links
 from splitkit.errors import ScheduleError
 from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.order_messages import OrderedMessages
-from splitkit.pipeline.rank_rows import RankRow, number_of, rows_of_parts
+from splitkit.pipeline.placed_prices import costs_of_plan
+from splitkit.pipeline.rank_rows import RankRow, rows_of_parts
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.stage_prices import StagePrices, run_order
+from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
+from splitkit.search.plan_figures import StagePricing
 from splitkit.search.request import StageRequest
 from splitkit.units import duration, size
 from splitkit.view.console.tables import facts
@@ -49,7 +51,10 @@ def plan_for_devices(args: Namespace) -> Outcome:
     with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}", policy):
         costs = _prices(work, args, wanted)
         found = sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error")
-        made = with_recompute(found, args, work.gm)
+        purpose: Any = "training" if wanted.optimizer else "inference"
+        asked = replace(found.request, purpose=purpose, optimizer=wanted.optimizer)
+        made = with_recompute(replace(found, request=asked), args, work.gm)
+        costs = costs_of_plan(made, work.gm)
     with work.clock.step("simulate", "simulating the step"):
         ranks, run = _ranks(work, made, costs, wanted)
         ordered = _ordered(run) if args.order and run else None
@@ -74,9 +79,7 @@ def plan_for_devices(args: Namespace) -> Outcome:
         limits = {wanted.limit(rank) for rank in range(len(ranks))}
         memory = limits.pop() if len(limits) == 1 else None
         optimizer, title = wanted.optimizer, work.source.spec
-        written[args.view] = page = plan_page(
-            made, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title
-        )
+        written[args.view] = page = plan_page(made, optimizer=optimizer, memory=memory, run=run, title=title)
         written_lines.append(wrote(args.view, page))
     if args.output:
         written_lines.append(f"next: {data['next']}")
@@ -122,29 +125,18 @@ def _ranks(
 ) -> tuple[Sequence[RankRow], ScheduleRun | None]:
     """Return what each rank does and holds, and the simulated step if there is a schedule."""
     flow = sk.analyze(work.gm)
-    keys = run_order(flow, made)
-    if wanted.stages is None:
-        assert wanted.devices is not None
-        kinds = {device.name: device for device in wanted.devices.devices}
-        by_kind = {
-            name: StagePrices(flow, costs if len(kinds) == 1 else roofline(flow, kind), wanted.optimizer)
-            for name, kind in kinds.items()
-        }
-        stages = {name: dict(zip(keys, known.of(made), strict=True)) for name, known in by_kind.items()}
-        names = [device.name for device in wanted.devices.devices]
-        own = _with_cache(flow, made, [stages[names[number_of(key)]][key] for key in keys], wanted)
-        parts = dict(zip(keys, own, strict=True))
-        return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts)), None
-    links = as_links(wanted.links)
-    demand = StageRequest(
-        None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=wanted.optimizer
-    )
-    costs_of = demand.stage_prices.of(made)
-    names = [device.name for device in wanted.devices.devices][: len(costs_of)] if wanted.devices else []
+    names = [device.name for device in wanted.devices.devices] if wanted.devices else []
     if wanted.schedule is None:
-        costs_of = _with_cache(flow, made, costs_of, wanted)
-        limits = [*map(wanted.limit, range(len(costs_of)))]
-        return list(rows_of_parts(names or [""] * len(costs_of), limits, dict(zip(keys, costs_of, strict=True)))), None
+        pricing = StagePricing.of(flow, made, costs)
+        own = _with_cache(flow, made, pricing.request.stage_prices.of(made), wanted)
+        parts = dict(zip(run_order(flow, made), own, strict=True))
+        names = names if wanted.stages is None else (names or [""] * len(parts))[: len(parts)]
+        loads = list(pricing.figures(made).loads.values()) if wanted.links and wanted.objective != "latency" else None
+        return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts, loads)), None
+    links, optimizer = as_links(wanted.links), wanted.optimizer
+    demand = StageRequest(None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=optimizer)
+    costs_of = demand.stage_prices.of(made)
+    names = names[: len(costs_of)]
     run = demand.run(costs_of)
     return run.rows(names, [*map(wanted.limit, range(run.ranks))]), run
 

@@ -28,16 +28,17 @@ from splitkit.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from splitkit.cli.commands.plan_training import CapturedStep
-    from splitkit.prices import Optimizer
+    from splitkit.plans.plan_request import PlannedOptimizer
 
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit view``."""
+    from splitkit.costs.links import links_of
     from splitkit.pipeline.measured_step import MeasuredStep
     from splitkit.prices import require_times
     from splitkit.view.renderers import html
 
-    optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
+    optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
     file = plan_file(args, takes=("costs", "training"))
     if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
@@ -62,7 +63,7 @@ def run(args: Namespace) -> Outcome:
             require_times(costs)
             stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
             count = args.microbatches or (2 * len(stages) if args.schedule else None)  # a trace says itself
-            usual = plan.prices.links if plan.prices else None  # then the step is the one that the plan was made for
+            usual = links_of(plan.request.links)  # then the step is the one that the plan was made for
             links = {None: usual, "none": None}.get(args.links, args.links)
             step = sk.simulate_schedule(stages, schedule, count, links=links)
         title = work.source.spec
@@ -98,8 +99,9 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
 
     The plan's own prices are used if no others are given.
     """
-    from splitkit.costs.recorded import costs_of
+    from splitkit.costs.links import links_of
     from splitkit.engine.joint_stages.staged_step import StagedStep
+    from splitkit.pipeline.placed_prices import costs_of_plan
     from splitkit.prices import require_times
     from splitkit.view.renderers import html
 
@@ -109,16 +111,16 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
             raise UsageError("SK601", reason, "Leave it out; such a page takes --costs, --schedule and --memory.")
     wanted = source.from_plan(args.target, file, args)
     work, given = plan_training.priced_step(args, wanted) if args.costs else (plan_training.prepare_step(wanted), None)
-    optimizer: Optimizer = None if args.optimizer == "none" else args.optimizer or "adam"
+    optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
     with work.clock.step("view", "dividing the step"):
         plan = decoded(work.joint.graph_module.graph, args.target, file)
         step = work.joint.split(plan)
         assert isinstance(step, StagedStep)
-        costs = given or costs_of(plan.prices, work.joint.graph_module)
+        costs = given or costs_of_plan(plan, work.joint.graph_module)
         run = None
         if args.schedule is not None:
             require_times(costs)
-            links = {None: plan.prices.links if plan.prices else None, "none": None}.get(args.links, args.links)
+            links = {None: links_of(plan.request.links), "none": None}.get(args.links, args.links)
             count = args.microbatches or 2 * len(step.stages)
             run = sk.simulate_schedule(step.stage_costs(costs, optimizer=optimizer), args.schedule, count, links=links)
         text = html(step, costs=costs, optimizer=optimizer, memory=memory, run=run, title=work.source.spec)

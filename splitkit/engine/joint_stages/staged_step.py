@@ -19,6 +19,7 @@ from splitkit.graph.storages import storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
+from splitkit.plans.plan_request import PlannedOptimizer
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer, checked
 from splitkit.short_repr import brief, few
@@ -202,7 +203,7 @@ class StagedStep(Shown):
         *,
         height: int | None = None,
         costs: Costs | None = None,
-        optimizer: Optimizer = "adam",
+        optimizer: PlannedOptimizer = "planned",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         title: str = "",
@@ -229,7 +230,7 @@ class StagedStep(Shown):
         path: PathLike,
         *,
         costs: Costs | None = None,
-        optimizer: Optimizer = "adam",
+        optimizer: PlannedOptimizer = "planned",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         title: str = "",
@@ -247,7 +248,7 @@ class StagedStep(Shown):
         path: PathLike,
         *,
         costs: Costs | None = None,
-        optimizer: Optimizer = "adam",
+        optimizer: PlannedOptimizer = "planned",
         memory: float | str | None = None,
         run: ShownOverTime | None = None,
         title: str = "",
@@ -255,7 +256,7 @@ class StagedStep(Shown):
         """Write a static picture; the options are those of `view`, the errors those of `to_html`."""
         self._write_svg(path, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title)
 
-    def stage_costs(self, costs: Costs, *, optimizer: Optimizer = "adam") -> tuple[StageCosts, ...]:
+    def stage_costs(self, costs: Costs, *, optimizer: PlannedOptimizer = "planned") -> tuple[StageCosts, ...]:
         """Return the costs of each stage for one microbatch, for `splitkit.simulate_schedule`.
 
         Until its backward, a stage holds its saved values and, as in torch's runtime, its received and sent values. The
@@ -265,19 +266,20 @@ class StagedStep(Shown):
         Args:
             costs: prices of the nodes of the joint graph.
             optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients are its
-                state; ``None``: there is none.
+                state; ``None``: there is none; by default what the plan was made for, and Adam if it does not say.
 
         Raises:
             PolicyError: SK302 for an unknown optimizer.
             GraphError: SK108 for a data-dependent size.
         """
-        check_stage_optimizer(optimizer)
+        held = self.plan.request.counted if optimizer == "planned" else optimizer
+        check_stage_optimizer(held)
         prices = checked(costs)
         seconds: dict[tuple[str, int], float] = {}
         for node, keys in self.plan.items():
             for key in map(known_part, keys) if node.op not in ("placeholder", "get_attr") else ():
                 seconds[key] = seconds.get(key, 0.0) + prices.seconds(node)
-        return tuple(self._costs_of(number, seconds, unit_of(costs), optimizer) for number in range(len(self.stages)))
+        return tuple(self._costs_of(number, seconds, unit_of(costs), held) for number in range(len(self.stages)))
 
     def _costs_of(
         self, number: int, seconds: Mapping[tuple[str, int], float], unit: str, optimizer: Optimizer

@@ -227,7 +227,8 @@ class DeviceSearch:
             names = _numbered([(key, _root(key, self._keys)) for key in run_order(self.demand.flow, pieces)])
             plan = Plan.of({n: [names[key] for key in keys] for n, keys in pieces.items()})
             device_of = {name: _root(key, self._keys) for key, name in names.items()}
-        return replace(plan, parts={key: Part(key, self._torch_device(device_of[key])) for key in plan.parts})
+        on = {key: (self._torch_device(device), device) for key, device in device_of.items()}
+        return replace(plan, parts={key: Part(key, on[key][0], planned_on=on[key][1]) for key in plan.parts})
 
     def _pieces(self, found: Solution, labels: Mapping[Node, PartKey | list[PartKey]]) -> Plan:
         """Return the pieces as the makespan counts them; on a CPU each run of consecutive units is a part."""

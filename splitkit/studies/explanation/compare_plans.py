@@ -9,22 +9,24 @@ from typing import Any
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.costs.recorded import costs_of
 from splitkit.errors import PlanError
 from splitkit.frontends.aot import joint_flow
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.joint_marks import forward_outputs, is_joint
+from splitkit.pipeline.placed_prices import costs_of_plan
+from splitkit.pipeline.purpose import request_of
 from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import price_name, require_costs, unit_of
+from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.paired_parts import name_of_part, paired
 from splitkit.studies.explanation.plan_graph import graph_of_plan
 from splitkit.studies.explanation.recompute_explanation import choices_of
 from splitkit.studies.explanation.recorded_policy import recorded_policy
-from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.units import duration, size
 from splitkit.view.console.tables import table
@@ -185,13 +187,14 @@ def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Cost
     flow, other = graph_of_plan(first), graph_of_plan(second)
     if other.graph is not flow.graph:
         second = Plan.from_dict(flow.graph, second.to_dict())
-    costs = costs_of(first.prices, flow) if costs is None else require_costs(costs)
+    costs = costs_of_plan(first, flow) if costs is None else require_costs(costs)
+    request = first.request if policy is None else request_of(policy, costs)
     policy = recorded_policy(first) if policy is None else policy
     renamed = _matched(flow, first, second)
     if is_joint(flow.graph):
         figures, places = _of_steps(flow, first, second, policy, costs)
     else:
-        figures = _of_stages(flow, first, second, policy, costs, renamed)
+        figures = _of_stages(flow, first, second, policy, costs, request, renamed)
         places = (first.places, second.places)
     moved = _moved(flow, *places, renamed)
     note = _note(first, second, costs)
@@ -261,10 +264,16 @@ def _places(names: Any) -> str:
 
 
 def _of_stages(
-    flow: Dataflow, first: Plan, second: Plan, policy: object, costs: Costs, renamed: Mapping[PartKey, PartKey]
+    flow: Dataflow,
+    first: Plan,
+    second: Plan,
+    policy: object,
+    costs: Costs,
+    request: PlanRequest,
+    renamed: Mapping[PartKey, PartKey],
 ) -> Sequence[ComparedFigure]:
     """Return the figures of two plans of a forward graph."""
-    pricings = [StagePricing.of(flow, plan, costs, policy) for plan in (first, second)]
+    pricings = [StagePricing.of(flow, plan, costs, policy, request) for plan in (first, second)]
     one, two = (pricing.figures(plan) for pricing, plan in zip(pricings, (first, second), strict=True))
     unit = pricings[0].unit
     found = [

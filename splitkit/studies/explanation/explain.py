@@ -7,16 +7,18 @@ from typing import Any, cast
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.costs.recorded import costs_of
 from splitkit.errors import PlanError, PolicyError, SplitError, nearest
 from splitkit.frontends.aot import joint_flow
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.joint_marks import forward_outputs, is_joint
+from splitkit.pipeline.placed_prices import costs_of_plan
+from splitkit.pipeline.purpose import request_of
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan, plan_of
 from splitkit.policies import Stages
 from splitkit.prices import require_costs
+from splitkit.search.plan_figures import StagePricing
 from splitkit.studies.explanation.node_explanation import explain_node
 from splitkit.studies.explanation.paired_parts import paired
 from splitkit.studies.explanation.part_explanation import explain_part
@@ -24,7 +26,6 @@ from splitkit.studies.explanation.plan_graph import graph_of_plan
 from splitkit.studies.explanation.recompute_explanation import explain_recompute
 from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.studies.explanation.stage_explanation import explain_stages, moves_of
-from splitkit.studies.explanation.stage_figures import StagePricing
 from splitkit.studies.explanation.told import Told
 from splitkit.studies.explanation.value_explanation import explain_value
 from splitkit.training.flow import JointFlow
@@ -66,12 +67,13 @@ def explain(
         raise PolicyError(
             "SK301", f"{policy!r:.200} is not a policy", "Pass a policy such as Stages(4, memory='80GiB')."
         )
-    costs = costs_of(plan.prices, flow) if costs is None else require_costs(costs)
+    costs = costs_of_plan(plan, flow) if costs is None else require_costs(costs)
+    request = plan.request if policy is None else request_of(policy, costs)
     policy = recorded_policy(plan) if policy is None else policy
     if is_joint(flow.graph):
         joint = joint_flow(flow.root, forward_outputs(flow.graph))
         return _of_step(joint, plan, where, policy, costs, again)
-    pricing = StagePricing.of(flow, plan, costs, policy)
+    pricing = StagePricing.of(flow, plan, costs, policy, request)
     if where is None:
         other = _beside_stages(pricing, plan, costs) if again and not _is_optimised(plan) else ""
         return explain_stages(pricing, plan, policy, costs, again=again, other=other)

@@ -8,7 +8,7 @@ from typing import Any
 
 from splitkit.graph.dataflow import module_path
 from splitkit.search.placement_model import PlacementModel
-from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
+from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.training.saved_values import op_of
 
 _ROUNDING = 1e-9

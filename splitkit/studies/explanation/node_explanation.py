@@ -12,9 +12,9 @@ from torch.fx import Node
 from splitkit.errors import listed
 from splitkit.graph.dataflow import Dataflow, module_path, waits_for
 from splitkit.plans.parts import PARENT, PartKey
+from splitkit.search.plan_figures import StagePricing
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.move_text import moved_nodes, price_text
-from splitkit.studies.explanation.stage_figures import StagePricing
 from splitkit.studies.explanation.stage_moves import StageMove, StageMoves
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.training.saved_values import op_of

@@ -13,10 +13,10 @@ from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs
+from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.move_text import move_text
 from splitkit.studies.explanation.paired_parts import name_of_part
-from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.stage_moves import StageMove, StageMoves
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.units import duration, size

@@ -12,7 +12,7 @@ from splitkit.pipeline.defaults import ranks_of
 from splitkit.plans.record import Plan
 from splitkit.policies import Acyclic, Devices, MemoryBudget, Stages
 from splitkit.prices import Costs
-from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
+from splitkit.search.plan_figures import StageFigures, StagePricing
 
 MORE = 1.1
 """How many times the memory is asked about."""

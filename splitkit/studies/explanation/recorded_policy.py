@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from splitkit import policies
+from splitkit.costs import Device, Link, Links
 from splitkit.errors import SplitError
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan
+
+_MADE: Mapping[str, Callable[..., Any]] = {name: getattr(policies, name) for name in policies.__all__} | {
+    made.__name__: made for made in (Device, Link, Links)
+}
+"""What may be called in the expression of a policy."""
 
 
 def recorded_policy(plan: Plan) -> Policy | None:
@@ -16,7 +23,7 @@ def recorded_policy(plan: Plan) -> Policy | None:
     try:
         call = ast.parse(plan.policy.strip(), mode="eval").body
         made: Any = _made(call)
-    except (SyntaxError, ValueError, TypeError, SplitError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, TypeError, LookupError, SplitError, RecursionError, MemoryError):
         return None
     return made if isinstance(made, Policy) else None
 
@@ -28,9 +35,11 @@ def _made(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         items = map(_made, node.elts)
         return list(items) if isinstance(node, ast.List) else tuple(items)
+    if isinstance(node, ast.Dict):
+        return {_made(key): _made(value) for key, value in zip(node.keys, node.values, strict=True) if key is not None}
     if not isinstance(node, ast.Call):
         return ast.literal_eval(node)
-    if not isinstance(node.func, ast.Name) or node.func.id not in policies.__all__:
+    if not isinstance(node.func, ast.Name):
         raise ValueError("no policy of splitkit")
     words = {word.arg: _made(word.value) for word in node.keywords if word.arg is not None}
-    return getattr(policies, node.func.id)(*map(_made, node.args), **words)
+    return _MADE[node.func.id](*map(_made, node.args), **words)

@@ -11,12 +11,12 @@ from splitkit.pipeline.purpose import purpose
 from splitkit.plans.parts import PARENT, Claim
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs
+from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.longest_op import LongestOp, longest_op
 from splitkit.studies.explanation.move_text import move_text
 from splitkit.studies.explanation.plan_variants import PlanVariant, plan_variants
-from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.stage_moves import StageMove, StageMoves
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.units import duration, size
@@ -220,17 +220,19 @@ class StageExplanation(Told):
     def _table(self) -> Section:
         figures = self.figures
         held = dict(zip(self.devices, figures.held, strict=True)) if len(figures.held) == len(self.devices) else {}
-        titles = ("stage", "modules", "time", "of slowest", "in", "out", *(("memory", "most of it") if held else ()))
+        titles = ("stage", "modules", "work", "load", "of slowest", "in", "out")
+        titles = (*titles, *(("memory", "most of it") if held else ()))
         loads = {part_title(key): load for key, load in figures.loads.items()}
+        works = {part_title(key): work for key, work in figures.work.items()}
         rows = []
         for row in self.parts:
             load = loads.get(row.part)
             share = "" if load is None or not figures.value else f"{load / figures.value:.0%}"
-            time = "" if load is None else self._time(load)
+            times = ["" if load is None else self._time(one) for one in (works.get(row.part, 0.0), load or 0.0)]
             name = row.part if row.replicas == 1 else f"{row.part} x{row.replicas}"
-            cells = [name, row.modules, time, share, size(row.bytes_in), size(row.bytes_out)]
+            cells = [name, row.modules, *times, share, size(row.bytes_in), size(row.bytes_out)]
             rows.append([*cells, *_held_cells(held.get(row.part))] if held else cells)
-        numbers = ("time", "of slowest", "in", "out", "memory")
+        numbers = ("work", "load", "of slowest", "in", "out", "memory")
         more = len(rows) - _MOST_ROWS
         title = f"the first {_MOST_ROWS} of {len(rows)} parts" if more > 0 else ""
         shown = rows[:_MOST_ROWS]

@@ -22,8 +22,8 @@ from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
+from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.folded_names import folded_modules
-from splitkit.studies.explanation.stage_figures import StageFigures, StagePricing
 
 _PRICED = 24
 """How many of the moves are priced exactly: those that look best by the work of both stages and what crosses."""
@@ -280,7 +280,7 @@ class StageMoves:
         work = dict(zip(pricing.model.units, pricing.model.seconds[0].tolist(), strict=True))
         line = [node for key in self.keys for node in self.members[key]]
         crossing = crossing_values(pricing.flow, pricing.request.costs, line)[1].tolist()
-        loads = [self.figures.loads.get(pricing.device_of(key), 0.0) for key in self.keys]
+        loads = [self.figures.loads.get(pricing.row_of(pricing.device_of(key)), 0.0) for key in self.keys]
         high = sorted(range(len(loads)), key=loads.__getitem__)[-3:]
         start = 0
         for at, key in enumerate(self.keys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from splitkit.costs.links import links_of
 from splitkit.errors import SplitError
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
@@ -17,10 +18,10 @@ def planned_run(plan: Plan, stages: Sequence[StageCosts]) -> ScheduleRun | None:
     It is ``None`` if the plan does not know a schedule, if the stages are priced by something other than time, or if
     the schedule does not go with them.
     """
-    record = plan.prices
-    if record is None or record.schedule is None or stages[0].unit != "s":
+    asked = plan.request
+    if asked.schedule is None or stages[0].unit != "s":
         return None
     try:
-        return simulate_schedule(stages, record.schedule, record.microbatches, links=record.links)
+        return simulate_schedule(stages, asked.schedule, asked.microbatches, links=links_of(asked.links))
     except SplitError:  # a plan file of another hand may name what does not go together
         return None

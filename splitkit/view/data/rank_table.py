@@ -19,6 +19,7 @@ _TITLES = (
     "stages",
     "replicas",
     "busy",
+    "load",
     "bubble",
     "in flight",
     "fixed",

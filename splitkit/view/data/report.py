@@ -11,7 +11,6 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.costs.recorded import costs_of
 from splitkit.display import Shown
 from splitkit.engine.complete import complete_plan
 from splitkit.engine.split import Split
@@ -19,6 +18,7 @@ from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.frontends.capture.unfold_regions import note_hidden_nodes
 from splitkit.graph.byte_sizes import tensor_bytes
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
+from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import checked, require_costs, unit_of
@@ -119,13 +119,13 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     """
     flow = facts_of(gm)
     plan = plan_of(gm if plan is None else plan)
-    costs = checked(costs_of(plan.prices, flow) if costs is None else require_costs(costs))
+    costs = checked(costs_of_plan(plan, flow) if costs is None else require_costs(costs))
     whole = complete_plan(flow, plan)
     subgraphs = [step for step in extract_subgraphs(flow, whole) if isinstance(step, Subgraph)]
     parent = tuple(n for n, keys in whole.items() if PARENT in keys)
     paths = {n: module_path(n) for n in flow.nodes}
-    seconds = {n: costs.seconds(n) for n in flow.nodes}
-    work = sum(seconds[n] * len(whole[n]) for n in flow.nodes)
+    seconds = {key: checked(in_part(costs, key)).seconds for key in plan.parts}
+    work = sum(seconds.get(key, costs.seconds)(n) for n in flow.nodes for key in whole[n])
 
     def row(
         title: str, nodes: Iterable[Node], taken: Iterable[Node], given: Iterable[Node], key: PartKey
@@ -143,7 +143,7 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
             sum(map(tensor_bytes, tensors)),
             sum(costs.nbytes(n) for n in taken),
             sum(costs.nbytes(n) for n in given),
-            sum(seconds[n] for n in own) / work if work else 0.0,
+            sum(map(seconds.get(key, costs.seconds), own)) / work if work else 0.0,
             str(device) if device else None,
             plan.parts[key].replicas if key in plan.parts else 1,
         )

@@ -10,7 +10,7 @@ from explainedgraphs import Costs, towers
 import splitkit as sk
 from splitkit.policies import RecomputeAll, SaveAll, Stages
 from splitkit.studies.explanation.recorded_policy import recorded_policy
-from splitkit.studies.explanation.stage_figures import StagePricing
+from splitkit.search.plan_figures import StagePricing
 
 
 @pytest.fixture(scope="module")

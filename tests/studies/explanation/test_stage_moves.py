@@ -16,7 +16,7 @@ from splitkit.studies.explanation.node_explanation import explain_node
 from splitkit.studies.explanation.plan_variants import _others
 from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.studies.explanation.stage_explanation import moves_of
-from splitkit.studies.explanation.stage_figures import StagePricing
+from splitkit.search.plan_figures import StagePricing
 
 
 class Case:

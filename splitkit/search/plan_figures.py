@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch.fx import Node
 
-from splitkit.costs import Costs
-from splitkit.costs.links import as_links
+from splitkit.costs import Costs, Device
+from splitkit.costs.links import links_of
 from splitkit.errors import GraphError, PlanError, SplitError
 from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.defaults import by_rank, microbatches_of
-from splitkit.pipeline.purpose import counted_optimizer
+from splitkit.pipeline.purpose import request_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.plans.record import Plan
-from splitkit.policies.devices import Devices
 from splitkit.prices import unit_of
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
@@ -80,38 +80,45 @@ class StagePricing:
         replicated: whether some part runs on several devices, so that loads are those of one of them.
         visits: whether parts ``(key, 0), (key, 3) ...`` are visits of one device, as `splitkit.extend.refine` makes
             them.
+        on: part -> the device that it was planned for.
     """
 
     request: StageRequest
     replicated: bool = False
     visits: bool = False
+    on: Mapping[PartKey, PartKey] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, flow: Dataflow, plan: Plan, costs: Costs, policy: object) -> StagePricing:
-        """Return the pricing of a plan that a policy made; without a policy, only the plan's links are known."""
+    def of(
+        cls, flow: Dataflow, plan: Plan, costs: Costs, policy: object = None, request: PlanRequest | None = None
+    ) -> StagePricing:
+        """Return the pricing of a plan.
+
+        Args:
+            flow: facts about its graph.
+            plan: the plan.
+            costs: the prices, as `splitkit.pipeline.placed_prices.costs_of_plan` returns them. Where the devices of
+                the plan differ, each has those of its roofline.
+            policy: the policy that made the plan, if it is known.
+            request: what the plan is priced for; by default what the policy asks for, or the plan's own request.
+        """
+        asked = (plan.request if policy is None else request_of(policy, costs)) if request is None else request
         replicated = any(part.replicas > 1 for part in plan.parts.values())
-        if isinstance(policy, Devices):
-            return cls(policy.request(flow, costs))
-        links = getattr(policy, "links", None)
-        if links is None and plan.prices is not None and policy is None:
-            links = plan.prices.links
-        schedule, memory = getattr(policy, "schedule", None), getattr(policy, "memory", None)
-        microbatches = getattr(policy, "microbatches", None) if schedule else None
-        if schedule and replicated:  # of so many devices, however many stages they make
-            microbatches = microbatches_of(microbatches, getattr(policy, "n", len(plan.parts)))
-        optimizer = counted_optimizer(getattr(policy, "optimizer", None), schedule, costs)
-        request = StageRequest(
-            policy,
-            flow,
-            costs,
-            schedule,
-            microbatches,
-            None if memory == "least" else memory,
-            as_links(links),
-            optimizer,
-            cache=_cache(flow, plan, policy),
-        )
-        return cls(request, replicated, _are_visits(plan) and schedule is None)
+        common: dict[str, Any] = {
+            "memory": asked.memory,
+            "links": links_of(asked.links),
+            "optimizer": asked.counted,
+            "cache": _cache(flow, asked),
+        }
+        if asked.devices:
+            devices = {key: Device(**fields) for key, fields in asked.devices.items()}
+            together, only = getattr(policy, "together", ()), getattr(policy, "only", {})
+            trains = asked.purpose == "training"
+            on = {key: part.planned_on for key, part in plan.parts.items() if part.planned_on in devices}
+            options: dict[str, Any] = {"backward": trains, "devices": devices, "together": together, "only": only}
+            return cls(DeviceRequest(policy, flow, costs, **common, **options), on=on)
+        staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, **common)
+        return cls(staged, replicated, _are_visits(plan) and asked.schedule is None)
 
     @property
     def flow(self) -> Dataflow:
@@ -133,11 +140,18 @@ class StagePricing:
         return PlacementModel(request.flow, request.prices, [request.seconds])
 
     def device_of(self, key: PartKey) -> PartKey:
-        """Return the device of a part: ``("cuda:0", 1)`` is a visit of ``"cuda:0"``."""
+        """Return the device of a part: the one that it was planned for; of ``("cuda:0", 1)``, a visit, ``"cuda:0"``."""
+        if key in self.on:
+            return self.on[key]
         if isinstance(self.request, DeviceRequest):
             while key not in self.request.keys and isinstance(key, tuple):
                 key = key[0]
         return key[0] if self.visits and isinstance(key, tuple) else key
+
+    def row_of(self, device: PartKey) -> PartKey:
+        """Return the name of a device in figures: the part that it runs if that is one, else the device."""
+        parts = [key for key, on in self.on.items() if on == device]
+        return parts[0] if len(parts) == 1 else device
 
     def parts_of(self, plan: Plan) -> list[PartKey]:
         """Return the parts in the order in which they run."""
@@ -173,13 +187,13 @@ class StagePricing:
         ranks = self._ranks(len(devices))
         work, loads = self._loads(joined, devices, ranks, stages)
         of_rank, busiest = by_rank(loads, ranks) if len(loads) else (loads, 0)
-        run = self.run(stages)
+        run, names = self.run(stages), list(map(self.row_of, devices))
         return StageFigures(
-            dict(zip(devices, loads.tolist(), strict=True)),
-            dict(zip(devices, work.tolist(), strict=True)),
+            dict(zip(names, loads.tolist(), strict=True)),
+            dict(zip(names, work.tolist(), strict=True)),
             tuple(of_rank.tolist()),
             float(of_rank.max(initial=0.0)),
-            devices[busiest] if devices else PARENT,
+            names[busiest] if names else PARENT,
             None if run is None else run.seconds,
             self.request.traffic(joined.place({n: (PARENT,) for n in self.flow.nodes if n not in joined.places})),
             self._held(plan, stages, run),
@@ -257,17 +271,13 @@ def _are_visits(plan: Plan) -> bool:
     return len(pairs) == len(plan.parts) and len({key[0] for key in pairs}) < len(pairs)
 
 
-def _cache(flow: Dataflow, plan: Plan, policy: object) -> Mapping[Node, int]:
+def _cache(flow: Dataflow, request: PlanRequest) -> Mapping[Node, int]:
     """Return the bytes of cache for which a plan for inference leaves room."""
-    objective, tokens = getattr(policy, "objective", None), getattr(policy, "tokens", 0)
-    if objective == "tokens" and plan.claim is not None:
-        tokens = int(plan.claim.value)
-    if objective not in ("tokens", "throughput") or not tokens:
+    if not request.tokens:
         return {}
-    given: Any = getattr(policy, "cache", None)
-    by_name = {node.name: node for node in flow.nodes}
+    by_name, given = {node.name: node for node in flow.nodes}, request.cache
     try:
-        known = cache_bytes(flow) if given is None else {by_name.get(str(n), n): nbytes for n, nbytes in given.items()}
+        known = {by_name[n]: nbytes for n, nbytes in given.items()} if given is not None else cache_bytes(flow)
     except SplitError:
         return {}
-    return {node: tokens * nbytes for node, nbytes in known.items()}
+    return {node: request.tokens * nbytes for node, nbytes in known.items()}

@@ -1,0 +1,95 @@
+"""The prices that a plan was made with, each part on the device that it was planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+from torch.fx import Node
+
+from splitkit.costs import Costs, Device, roofline
+from splitkit.costs.base import WrappedCosts
+from splitkit.costs.recorded import costs_of
+from splitkit.costs.training import FromFormula, with_backward
+from splitkit.errors import CostError, FileError
+from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.joint_marks import is_joint
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.record import Plan
+from splitkit.prices import as_given, includes_backward, unit_of
+from splitkit.short_repr import brief
+
+
+def costs_of_plan(plan: Plan, graph: fx.GraphModule | Dataflow) -> Costs:
+    """Return the prices that a plan was made with, and the default costs of a plan that does not know them.
+
+    They include backward if the plan is for training. If its devices differ, a node costs what it takes on the device
+    of its home, and `in_part` gives what a copy costs.
+
+    Raises:
+        FileError: SK501 if the plan's file describes no device.
+    """
+    made, trains = costs_of(plan.prices, graph), plan.request.purpose == "training"
+    if plan.request.kinds > 1 and any(part.planned_on is not None for part in plan.parts.values()):
+        flow, given = facts_of(graph), as_given(made)
+        trains |= includes_backward(given)
+        known = {key: _priced(flow, key, fields) for key, fields in plan.request.devices.items()}
+        of_part = {key: known[part.planned_on] for key, part in plan.parts.items() if part.planned_on is not None}
+        made = PlacedCosts(given.costs if isinstance(given, FromFormula) else given, plan, of_part)
+    return with_backward(made, facts_of(graph)) if trains and not is_joint(graph.graph) else made
+
+
+def _priced(flow: Dataflow, key: PartKey, fields: Mapping[str, object]) -> Costs:
+    try:
+        return roofline(flow, Device(**fields))  # type: ignore[arg-type]
+    except (CostError, TypeError) as error:
+        reason = f"the plan is damaged: request.devices, {key}: {error}"
+        raise FileError("SK501", reason, "Plan again.") from error
+
+
+@dataclass(frozen=True)
+class PlacedCosts(WrappedCosts):
+    """Prices of a plan whose parts are on different devices.
+
+    Attributes:
+        costs: the prices of nodes of parts without a device.
+        plan: the plan.
+        of_part: the prices of the device of each part.
+    """
+
+    costs: Costs
+    plan: Plan = field(repr=False)
+    of_part: Mapping[PartKey, Costs] = field(repr=False)
+
+    __repr__ = brief
+
+    @property
+    def note(self) -> str:
+        """What the prices are, for reports."""
+        names = dict.fromkeys(str(getattr(costs, "note", "")) for costs in self.of_part.values())
+        return "; ".join(names)
+
+    @property
+    def unit(self) -> str:
+        """The unit of the prices."""
+        return unit_of(next(iter(self.of_part.values())))
+
+    def seconds(self, node: Node) -> float:
+        """Return what a node costs on the device of its home."""
+        keys = self.plan.places.get(node) or (PARENT,)
+        return self.of_part.get(keys[0], self.costs).seconds(node)
+
+    def flops(self, node: Node) -> float:
+        """Return the FLOPs of a node, which are the same on all devices."""
+        return self.costs.flops(node)
+
+
+def in_part(costs: Costs, key: PartKey) -> Costs:
+    """Return the prices of nodes in one part of the plan of `PlacedCosts`; other costs as they are."""
+    given = as_given(costs)
+    inner = given.costs if isinstance(given, FromFormula) else given
+    if not isinstance(inner, PlacedCosts):
+        return costs
+    own = inner.of_part.get(key, inner.costs)
+    return replace(given, costs=own) if isinstance(given, FromFormula) else own
