@@ -200,7 +200,7 @@ def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tup
             f"the plan has {stages} stages, and the model can be cut into {len(sequence.borders) + 1} between modules",
             f"Plan with at most {len(sequence.borders) + 1} stages, or export to a format that cuts inside layers.",
         )
-    loads = stage_loads(sequence, pricing, stages)
+    loads = loads_on_devices(sequence, pricing, stages)
     refused = np.zeros(loads.shape, np.bool_)
     while True:
         cuts = cheapest_cuts(loads, sequence.borders, refused)
@@ -218,7 +218,7 @@ def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tup
             refused[stage, ends[stage], ends[stage + 1]] = True
 
 
-def stage_loads(sequence: LayerSequence, pricing: PlanPricing, stages: int) -> Floats:
+def loads_on_devices(sequence: LayerSequence, pricing: PlanPricing, stages: int) -> Floats:
     """Return (stages, n + 1, n + 1) seconds of each stage from layer i to layer j, on that stage's device."""
     request = pricing.request
     if not isinstance(request, DeviceRequest):

@@ -48,7 +48,7 @@ def request_of(policy: object, costs: Costs, *, joint: bool = False) -> PlanRequ
     optimizer = counted_optimizer(getattr(given, "optimizer", None), schedule, None if joint else costs)
     devices = getattr(given, "given", None)
     devices = {key: find_device(one) for key, one in devices.items()} if isinstance(devices, Mapping) else {}
-    memory, tokens = _memory(given, list(devices.values())), getattr(given, "tokens", 0)
+    memory, tokens = _memory(given), getattr(given, "tokens", 0)
     matters = bool(devices or tokens or memory is not None or getattr(given, "objective", None) == "tokens")
     return PlanRequest(
         "training" if optimizer else "inference" if matters and not joint else "",
@@ -68,12 +68,9 @@ def _microbatches(policy: Any) -> int | None:
     return count if stages is None else microbatches_of(count, stages)
 
 
-def _memory(policy: Any, devices: Sequence[Any]) -> int | tuple[int | None, ...] | None:
-    """Return the bytes of all devices or of each, by default what they have; a CPU among others has no limit."""
+def _memory(policy: Any) -> int | tuple[int | None, ...] | None:
+    """Return the bytes of all ranks or devices, or of each."""
     given = getattr(policy, "memory", None)
-    if given is None and devices:
-        beside = {device.name for device in devices} != {"cpu"}
-        return tuple(None if device.name == "cpu" and beside else device.memory for device in devices)
     if given is None or given == "least":
         return None
     if isinstance(given, str) or not isinstance(given, Sequence):

@@ -50,7 +50,7 @@ class Part:
         replicas: the number of devices that run it, each with all of its parameters and an equal share of every
             microbatch (data parallel). The engine makes one part; the runtime replicates it.
         planned_on: the key of the device that the part was planned for, where the policy was given devices
-            (`splitkit.plans.plan_request.PlanRequest.devices`); it stays when the part gets another key.
+            (``devices`` of the plan's request); it stays when the part gets another key.
     """
 
     key: PartKey

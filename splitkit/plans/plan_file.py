@@ -19,17 +19,17 @@ from splitkit import files
 from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError, PlanWarning
 from splitkit.plans import node_matching
-from splitkit.plans.json_fields import (
+from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
+from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
+from splitkit.plans.plan_json import (
     check_device,
     check_numbers,
-    check_text,
+    check_short_text,
     damaged,
     device_from_json,
     key_from_json,
     key_to_json,
 )
-from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
-from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
 from splitkit.plans.plan_request import PlanRequest, request_from_json, request_to_json
 from splitkit.plans.policy_text import MOST_TEXT
 from splitkit.price_record import KINDS, PriceRecord
@@ -186,7 +186,7 @@ def _prices(data: object) -> PriceRecord | None:
     if not isinstance(data, Mapping) or not needed <= data.keys() <= needed | {*_OPTIONAL_OF_PRICES}:
         raise damaged("prices", data, "an object with a name, a kind and a unit")
     for name in ("name", "unit"):
-        check_text(f"prices.{name}", data[name])
+        check_short_text(f"prices.{name}", data[name])
     for name in ("tf32", "training"):
         if not isinstance(data.get(name, False), bool):
             raise damaged(f"prices.{name}", data[name], "true or false")

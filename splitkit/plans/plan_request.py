@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from splitkit.checks import MOST, is_whole
-from splitkit.plans.json_fields import check_device, check_numbers, check_text, damaged, key_from_json, key_to_json
 from splitkit.plans.parts import PartKey
+from splitkit.plans.plan_json import check_device, check_numbers, check_short_text, damaged, key_from_json, key_to_json
 from splitkit.prices import MOST_BYTES, Optimizer
 from splitkit.short_repr import brief
 
@@ -31,7 +31,7 @@ class PlanRequest:
         microbatches: the microbatches of its step; ``None`` for two per stage.
         links: the links between the devices: the name of a preset, or the fields of a `splitkit.costs.Links`
             (`splitkit.costs.links.links_data`); ``None`` for transfers that are free.
-        memory: the bytes of every rank or device, or of each of them; ``None`` for no limit.
+        memory: the bytes of every rank or device, or of each of them; ``None``: what the devices have, else no limit.
         tokens: for inference, the tokens of cache for which there is room.
         cache: name of a node -> bytes of cache per token, if the policy was told.
         devices: key of each device that the policy was given, in its order -> the fields of its
@@ -89,7 +89,7 @@ def request_from_json(data: object) -> PlanRequest:
     if not isinstance(data, Mapping) or not data.keys() <= {one.name for one in fields(PlanRequest)}:
         raise damaged("request", data, "an object with the fields of a request")
     for name in ("purpose", "optimizer", "schedule"):
-        check_text(f"request.{name}", data.get(name, ""))
+        check_short_text(f"request.{name}", data.get(name, ""))
     if (purpose := data.get("purpose", "")) not in get_args(Purpose):
         raise damaged("request.purpose", purpose, "'inference' or 'training'")
     if (optimizer := data.get("optimizer")) not in (None, *OPTIMIZERS) or (purpose == "training") != bool(optimizer):
@@ -128,7 +128,7 @@ def _memory(data: object) -> int | tuple[int | None, ...] | None:
 
 def _links(data: object) -> str | Mapping[str, Any] | None:
     if data is None or isinstance(data, str):
-        check_text("request.links", data or "")
+        check_short_text("request.links", data or "")
         return data
     if not isinstance(data, Mapping) or data.keys() != {"between", "inside", "size", "pairs"}:
         raise damaged("request.links", data, "the name of a preset, or an object with between, inside, size and pairs")
@@ -146,7 +146,7 @@ def _links(data: object) -> str | Mapping[str, Any] | None:
 def _link(data: object) -> Mapping[str, Any]:
     if not isinstance(data, Mapping) or data.keys() != {"bandwidth", "latency", "source"}:
         raise damaged("request.links", data, "links with bandwidth, latency and source")
-    check_text("request.links", data["source"])
+    check_short_text("request.links", data["source"])
     check_numbers("request.links", {name: data[name] for name in ("bandwidth", "latency")})
     return data
 

@@ -21,12 +21,13 @@ from splitkit.pipeline.purpose import request_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
-from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.plan_request import PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.prices import unit_of
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
+from splitkit.search.replicas.replica_scoring import ReplicaScoring
 from splitkit.search.request import StageRequest
 
 
@@ -212,13 +213,21 @@ class StagePricing:
         request, model = self.request, self.model
         if self.replicated:  # each device has its share of the microbatch
             own = np.array([stage.forward + stage.backward for stage in stages or ()], np.float64)
-            return own, own
+            return own, self._shared_loads(plan, devices, [stage.replicas for stage in stages or ()])
         if isinstance(request, DeviceRequest):
             kinds, travel, cpus = request.kinds, request.travel(request.keys), request.cpus
             return model.loads(plan, devices, kinds, None), model.loads(plan, devices, kinds, travel, cpus)
         travel = request.travel(ranks)
         alone = model.loads(plan, devices, [0] * len(devices), None)
         return alone, alone if travel is None else model.loads(plan, devices, [0] * len(devices), travel)
+
+    def _shared_loads(self, plan: Plan, devices: Sequence[PartKey], replicas: Sequence[int]) -> Any:
+        """Return (d,) seconds of each device of each part, with its transfers and its share of the all-reduce."""
+        number = {key: i for i, key in enumerate(devices)}
+        places = {node: tuple(number[key] for key in keys) for node, keys in plan.items()}
+        parts: dict[PartKey, Part] = {i: Part(i, replicas=count) for i, count in enumerate(replicas)}
+        scoring = ReplicaScoring(self.request, sum(replicas), tuple(sorted(set(replicas))), 0.0, ())
+        return scoring.loads(Plan(places, parts))
 
     def stages(self, plan: Plan) -> tuple[StageCosts, ...] | None:
         """Return the costs of the parts as stages, in run order.

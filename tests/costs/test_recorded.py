@@ -18,11 +18,13 @@ from zoographs import specimens
 
 import splitkit as sk
 from splitkit import costs
+from splitkit.costs.links import links_of
 from splitkit.costs.recorded import PriceTable, costs_of, record_of
 from splitkit.errors import CostError, FileError, PlanWarning
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.policies import Budget, ByName, MinCut, Stages
 from splitkit.prices import includes_backward, unit_of
+from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.testing import models
 from splitkit.testing.small_nets import loss_or_sum
 
@@ -163,6 +165,7 @@ def test_another_process_prices_alike(tmp_path):
 import sys; sys.path[:0] = {sys.path!r}
 import torch
 import splitkit as sk
+from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.testing import models
 from torch import nn
 {inspect.getsource(plain)}
@@ -232,12 +235,17 @@ def test_edits_of_a_plan_and_its_split_keep_the_prices(gpt2):
     assert sk.sweep(gm, priced, stages=[2], microbatches=[2]).rows[0].plan.prices == plan.prices
 
 
-def test_the_links_of_a_policy_are_recorded_by_name(gpt2):
+def test_the_links_of_a_policy_are_recorded(gpt2):
     gm, _ = gpt2
     plan = sk.plan(gm, Stages(2, links="nvlink4"), costs.roofline(gm, "h100"))
-    assert through_a_file(plan, gm.graph).prices.links == "nvlink4"
-    own = sk.plan(gm, Stages(2, links=costs.Links.uniform(1e9)), costs.roofline(gm, "h100"))
-    assert own.prices.links is None
+    assert through_a_file(plan, gm.graph).request.links == "nvlink4"
+    for links in (
+        costs.Links.uniform(1e9),
+        costs.Links.nodes(2, "nvlink4", "ethernet100"),
+        costs.Links.matrix([[0, 1e9], [2e9, 0]]),
+    ):
+        own = through_a_file(sk.plan(gm, Stages(2, links=links), costs.roofline(gm, "h100")), gm.graph)
+        assert links_of(own.request.links) == links and recorded_policy(own).links == links
 
 
 def test_joint_plans_know_their_prices():

@@ -30,27 +30,29 @@ def decoder():
 
 
 def loads_of(loads, cuts):
-    return [loads[i, j] for i, j in pairwise([0, *cuts, len(loads) - 1])]
+    return [table[i, j] for table, (i, j) in zip(loads, pairwise([0, *cuts, loads.shape[1] - 1]), strict=True)]
 
 
 @st.composite
 def tables(draw):
     count = draw(st.integers(2, 7))
     values = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0, 7.0])
-    loads = np.array([[draw(values) for _ in range(count + 1)] for _ in range(count + 1)])
-    loads[np.tril_indices(count + 1)] = np.inf
+    stages, alike = draw(st.integers(1, count)), draw(st.booleans())
+    shape = (1 if alike else stages, count + 1, count + 1)
+    loads = np.array([draw(values) for _ in range(int(np.prod(shape)))]).reshape(shape)
+    loads[:, *np.tril_indices(count + 1)] = np.inf
     borders = [b for b in range(1, count) if draw(st.booleans())]
-    return loads, borders, draw(st.integers(1, count)), draw(st.integers(0, 2**16))
+    return np.concatenate([loads] * stages) if alike else loads, borders, stages, draw(st.integers(0, 2**16))
 
 
 def is_cheapest(case):
     loads, borders, stages, seed = case
-    refused = np.random.default_rng(seed).random((stages, *loads.shape)) < 0.15
-    found = cheapest_cuts(loads, borders, stages, refused)
+    refused = np.random.default_rng(seed).random(loads.shape) < 0.15
+    found = cheapest_cuts(loads, borders, refused)
     allowed = [
         cuts
         for cuts in combinations(borders, stages - 1)
-        if not any(refused[s, i, j] for s, (i, j) in enumerate(pairwise([0, *cuts, len(loads) - 1])))
+        if not any(refused[s, i, j] for s, (i, j) in enumerate(pairwise([0, *cuts, loads.shape[1] - 1])))
     ]
     if not allowed:
         assert found is None
@@ -71,11 +73,13 @@ def test_loads_of_runs_are_those_of_plans(decoder, level, links):
     _, flow, costs = decoder
     pricing = pricing_of(flow, stages(decoder[0], "layers.2"), costs, links=links)
     sequence = layer_sequence(flow, costs, level)
-    loads = interval_loads(sequence, pricing.request)
+    loads = interval_loads(sequence, pricing.request, pricing.request.seconds)
     for seed in range(4):
         count = np.random.default_rng(seed).integers(1, min(4, len(sequence.borders)) + 1)
         cuts = sorted(np.random.default_rng(seed).choice(sequence.borders, count, replace=False).tolist())
-        assert max(loads_of(loads, cuts)) == pytest.approx(pricing.price(sequence.plan(cuts, "")).load, rel=1e-9)
+        assert max(loads_of(np.stack([loads] * (len(cuts) + 1)), cuts)) == pytest.approx(
+            pricing.price(sequence.plan(cuts, "")).load, rel=1e-9
+        )
 
 
 class Late(Decoder):
@@ -96,7 +100,8 @@ def test_a_stage_with_all_readers_of_a_shared_node_computes_it_too():
     sequence = layer_sequence(flow, costs, "layers")
     assert sequence.shared
     pricing = pricing_of(flow, sequence.plan((3,), ""), costs)
-    before, behind = loads_of(interval_loads(sequence, pricing.request), (3,))
+    loads = interval_loads(sequence, pricing.request, pricing.request.seconds)
+    before, behind = loads_of(np.stack([loads] * 2), (3,))
     assert behind > before and behind == pricing.price(sequence.plan((3,), "")).load
 
 
@@ -142,7 +147,7 @@ def test_a_stage_that_does_not_fit_is_excluded_at_its_place_alone(decoder, monke
         loads[i, j] = 2.0
     for i, j in pairwise([0, *fastest, count]):
         loads[i, j] = 1.0
-    monkeypatch.setattr(rounding, "interval_loads", lambda sequence, request: loads)
+    monkeypatch.setattr(rounding, "interval_loads", lambda sequence, request, seconds: loads)
     monkeypatch.setattr(rounding, "_too_large", lambda pricing, sequence, cuts: [1] if cuts == fastest else [])
     assert best_cuts(pricing_of(flow, sequence.plan((1,), ""), costs), sequence, 4) == following
 

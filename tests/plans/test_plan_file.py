@@ -293,7 +293,6 @@ PRICED = {
         },
         "tf32": True,
         "training": True,
-        "links": "nvlink4",
     },
     "table": {
         "name": "own",
@@ -354,7 +353,6 @@ def damaged(kind, path, value=...):
         (damaged("flops", "table", {}), "prices"),
         (damaged("flops", "tf32", 1), "prices.tf32"),
         (damaged("flops", "training", "yes"), "prices.training"),
-        (damaged("flops", "links", 4), "prices.links"),
         (damaged("roofline", "device", "h100"), "prices.device"),
         (damaged("roofline", "device.bandwidth"), "prices.device"),
         (damaged("roofline", "device.more", 1), "prices.device"),

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from splitkit.checks import nbytes
+from splitkit.costs import roofline
+from splitkit.costs.devices import find_device
 from splitkit.errors import SplitError
 from splitkit.pipeline.defaults import ranks_of
 from splitkit.plans.record import Plan
 from splitkit.policies import Acyclic, Devices, MemoryBudget, Stages
 from splitkit.prices import Costs
+from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.plan_figures import StageFigures, StagePricing
 
 MORE = 1.1
@@ -52,6 +55,14 @@ def _planned(change: str, pricing: StagePricing, policy: Any, costs: Costs) -> P
     flow = pricing.flow
     try:
         made = policy() if callable(policy) else policy
+        if (
+            isinstance(made, Devices)
+            and isinstance(pricing.request, DeviceRequest)
+            and len(set(pricing.request.kinds)) > 1
+        ):
+            costs = roofline(
+                flow, find_device(next(iter(made.given.values())))
+            )  # of the devices, if they are alike now
         plan = made.assign(flow, costs)
         own = StagePricing.of(flow, plan, costs, made)
         figures = own.figures(plan)

@@ -20,6 +20,7 @@ from splitkit.graph.caches import given_caches
 from splitkit.graph.dataflow import Dataflow
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.measured_step import MeasuredStep
+from splitkit.pipeline.placed_prices import in_part
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, run_order
@@ -120,8 +121,17 @@ class LadderView(LadderModel):
 
     @cached_property
     def _alone(self) -> list[StageCosts]:
-        """The costs of each row as a stage of its own that is not run again."""
+        """The costs of each row as a stage of its own that is not run again, on the device of its part."""
         return [self._stage_of_rows(row, row + 1) for row in range(len(self.rows))]
+
+    @cached_property
+    def _elsewhere(self) -> dict[str, Any]:
+        """Where devices differ, the times of each row on the device of each part; else nothing."""
+        if all(in_part(self.costs, key) is self.costs for key in self._keys):
+            return {}
+        found = [[self._prices.times(nodes, key) for nodes in self.nodes_of_rows] for key in self._keys]
+        forward = [[times[0] for times in part] for part in found]
+        return {"on": {"forward": forward, "backward": [[sum(times[1:]) for times in part] for part in found]}}
 
     @cached_property
     def _rerun(self) -> list[bool]:
@@ -139,7 +149,8 @@ class LadderView(LadderModel):
         if self._alternating[end - 1] > self._alternating[start]:
             nodes.sort(key=self.flow.index.__getitem__)
             order = self._prices.memory.order([*self.nodes_of_rows[:start], nodes, *self.nodes_of_rows[end:]])
-        return self._prices.stage(order, self._ends[start], self._ends[end], nodes, again)
+        key = self._keys[self.part_of_row(start)]
+        return self._prices.stage(order, self._ends[start], self._ends[end], nodes, again, key)
 
     @cached_property
     def _alternating(self) -> list[int]:
@@ -168,14 +179,21 @@ class LadderView(LadderModel):
             "note": self.plan.note,
             "trains": self.trains,
             "parts": _part_names(self._keys),
-            "devices": [str(p.device) if (p := self.plan.parts.get(k)) and p.device else "" for k in self._keys],
-            "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")},
+            "devices": [self._device(key) for key in self._keys],
+            "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")} | self._elsewhere,
             "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
             "saved": kept_between(self._saved, self._taken, self.rows.of.__getitem__, self.part_of_row, self._rerun),
             "rerun": self._rerun,
         }
+
+    def _device(self, key: Any) -> str:
+        """Return the torch device of a part, or the kind of device that it was planned for; empty for neither."""
+        part = self.plan.parts.get(key)
+        if part is None or part.device is not None or part.planned_on is None:
+            return str(part.device) if part is not None and part.device is not None else ""
+        return str(self.plan.request.devices[part.planned_on]["name"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page shows, as plain data."""

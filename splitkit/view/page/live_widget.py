@@ -90,7 +90,8 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         if not same and self._is_rerun:
             parts = {stage: Part(stage, call="checkpoint") for stage in range(len(borders) - 1)}
         note, prices = f"{len(borders) - 1} stages, moved by hand", record_of(ladder.costs, ladder.flow)
-        made = Plan(places, parts, note=note, prices=prices)
+        asked = ladder.plan.request if same else replace(ladder.plan.request, devices={})
+        made = Plan(places, parts, note=note, prices=prices, request=asked)
         return checked_plan(ladder.flow.root, made)
 
     @traitlets.validate("borders")  # type: ignore[untyped-decorator]

@@ -9,6 +9,7 @@ from explainedgraphs import Costs, runs, stage_plans, towers
 
 import splitkit as sk
 from splitkit.policies import Devices, MemoryBudget, Stages
+from splitkit.search.plan_figures import StagePricing
 from splitkit.search.scoring import Scoring
 from splitkit.studies.explanation.explain import explain
 from splitkit.studies.explanation.longest_op import longest_op
@@ -16,7 +17,6 @@ from splitkit.studies.explanation.node_explanation import explain_node
 from splitkit.studies.explanation.plan_variants import _others
 from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.studies.explanation.stage_explanation import moves_of
-from splitkit.search.plan_figures import StagePricing
 
 
 class Case:

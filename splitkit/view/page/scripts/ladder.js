@@ -101,6 +101,7 @@ export class Ladder extends Picture {
   makeSlider() {
     const {marks, rows} = this.data, most = Math.min(marks.length - 1, Math.max(16, bordersOf(rows).length - 1));
     const slider = el("input", undefined, {type: "range", min: 1, max: most, "aria-label": "stages", oninput: () => this.setCount(Number(slider.value))});
+    slider.disabled = this.prices.differ;
     return slider;
   }
   asPlanned() { this.setBorders(this.shipped); }
@@ -165,7 +166,7 @@ export class Ladder extends Picture {
    * The bytes of weights and state of an item.
    * @param {Item} item
    */
-  weightsOf(item) { return this.prices.of(item.start, item.end, this.isAgain(this.stageOf(item.start))).fixed; }
+  weightsOf(item) { return this.prices.of(item.start, item.end, this.isAgain(this.stageOf(item.start)), this.stageOf(item.start)).fixed; }
   /**
    * More facts about an op.
    * @param {number} op
@@ -203,7 +204,7 @@ export class Ladder extends Picture {
    * @param {number} end
    */
   priceOf(start, end) {
-    const stage = this.stageOf(start), price = this.prices.of(start, end, this.isAgain(stage));
+    const stage = this.stageOf(start), price = this.prices.of(start, end, this.isAgain(stage), stage);
     // in a stage that runs again, so does a row without a backward of its own
     return this.runsAgain[stage] && !price.backward ? {...price, backward: price.forward} : price;
   }

@@ -22,15 +22,24 @@ export class Prices {
    * @param {number} start
    * @param {number} end
    * @param {boolean} again whether backward runs the stage again
+   * @param {number} k the stage, if devices differ
    */
-  of(start, end, again) {
+  of(start, end, again, k) {
     const {data} = this, a = this.place.get(start), b = this.place.get(end);
     const at = a !== undefined && b !== undefined ? a * this.count - a * (a - 1) / 2 + b - a - 1 : -1;
     const from = at >= 0 ? again ? data.again : data.stretches : end === start + 1 ? data.alone : null, i = at >= 0 ? at : start;
-    const bytes = (/** @type {keyof ByteColumns} */ c) => from ? from[c][i] : NaN, {forward, backward} = data.times, over = (/** @type {number[]} */ column) => sum(column.slice(start, end));
+    const bytes = (/** @type {keyof ByteColumns} */ c) => from ? from[c][i] : NaN, {forward, backward} = this.timesOn(k), over = (/** @type {number[]} */ column) => sum(column.slice(start, end));
     const back = over(backward);
     return this.whole(over(forward), again && back ? back + over(forward) : back, bytes("saved"), bytes("temporary"), bytes("fixed"));
   }
+  /** Whether the devices of stages differ: then their number is that of the plan. */
+  get differ() { return Boolean(this.data.times.on); }
+  /**
+   * The times of all rows on the device of a stage.
+   * @param {number} k
+   * @returns {{forward: number[]; backward: number[]}}
+   */
+  timesOn(k) { const {times} = this.data; return times.on ? {forward: times.on.forward[k], backward: times.on.backward[k]} : times; }
   /**
    * @param {StageColumns} s
    * @param {number} k
@@ -53,7 +62,7 @@ export class Prices {
    */
   stages(borders, shipped) {
     const {data} = this;
-    return borders.slice(1).map((end, k) => ({...(shipped ? this.at(data.stages, k) : this.of(borders[k], end, this.isAgain(k, borders.length - 1))), start: borders[k], end, down: data.down[end], up: data.up[borders[k]]}));
+    return borders.slice(1).map((end, k) => ({...(shipped ? this.at(data.stages, k) : this.of(borders[k], end, this.isAgain(k, borders.length - 1), k)), start: borders[k], end, down: data.down[end], up: data.up[borders[k]]}));
   }
   /**
    * Borders of `count` stages that minimize the longest stage and, among those, the sum of squares.

@@ -32,7 +32,7 @@ interface OpColumns {
 }
 
 interface ByteColumns { saved: number[]; temporary: number[]; fixed: number[] }
-interface TimeColumns { forward: number[]; backward: number[] }
+interface TimeColumns { forward: number[]; backward: number[]; on?: {forward: number[][]; backward: number[][]} }
 type StageColumns = ByteColumns & TimeColumns;
 
 /** What a step is resimulated with after a border has moved. */

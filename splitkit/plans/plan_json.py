@@ -16,7 +16,7 @@ from splitkit.prices import MOST_SECONDS
 _DEVICE_NUMBERS = ("bandwidth", "memory", "launch")
 
 
-def check_text(field: str, data: object) -> None:
+def check_short_text(field: str, data: object) -> None:
     """Refuse what is no short text for people."""
     if not isinstance(data, str) or not data.isprintable() or len(data) > MOST_LETTERS:
         raise damaged(field, data, "a short text")

@@ -1,0 +1,126 @@
+"""Whoever reads a plan says the same: report, stages, explanation, comparison, export, page, file and command line."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+
+import pytest
+
+import splitkit as sk
+from splitkit.pipeline.placed_prices import costs_of_plan
+from splitkit.policies import ByName, Devices, RoundRobin, Stages
+from splitkit.search.plan_figures import StagePricing
+from splitkit.testing.models import build
+from splitkit.view.renderers import pictured
+
+
+@functools.cache
+def graph():
+    example = build("llama", layers=3, batch=2, seq=32)
+    return sk.capture(example.model, **example.kwargs)
+
+
+UNEQUAL = ["h100", "l4"]
+PLANS = {
+    "unequal devices": Devices(UNEQUAL, links="pcie4"),
+    "unequal devices, training": Devices(UNEQUAL, links="pcie4", optimizer="adam"),
+    "a CPU among GPUs": Devices(["l4", "cpu"], links="pcie4"),
+    "devices by name": Devices({"cuda:0": "h100", "cuda:1": "l4"}, links="pcie4"),
+    "devices of one kind": Devices(["l4", "l4"], memory=["20GiB", "16GiB"], links="pcie4"),
+    "a matrix of links": Devices(UNEQUAL, links=sk.costs.Links.matrix([[0, 1e9], [2e9, 0]], 1e-5)),
+    "pieces of a device": Devices(UNEQUAL, links="nvlink4", pieces=None),
+    "stages": Stages(3),
+    "inference": Stages(3, memory="20GiB", links="pcie4"),
+    "a cache": Stages(2, objective="tokens", memory="2GiB"),
+    "training": Stages(3, "1f1b", 6, links="nvlink4"),
+    "two stages a rank": Stages(4, "interleaved-1f1b", 4, links="nvlink4"),
+    "replicas": Stages(4, "1f1b", 8, replicas=(1, 2), links="nvlink4"),
+    "a policy without a purpose": RoundRobin(3),
+    "patterns": ByName({"model.layers.0*": 0, "*": 1}),
+}
+
+
+@functools.cache
+def planned(name):
+    gm = graph()
+    return sk.plan(gm, PLANS[name], sk.costs.roofline(gm, "l4"), on_cycle="refine")
+
+
+def renumbered(plan):
+    """The plan with other keys of parts."""
+    new = {key: f"part {i}" for i, key in enumerate(plan.parts)}
+    places = {node: tuple(new.get(key) for key in keys) for node, keys in plan.items()}
+    parts = {new[key]: replace(part, key=new[key]) for key, part in plan.parts.items()}
+    return replace(plan, places=places, parts=parts)
+
+
+def truth(plan):
+    flow = sk.analyze(graph())
+    return StagePricing.of(flow, plan, costs_of_plan(plan, flow))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_readers_agree(name, tmp_path):
+    gm, plan = graph(), planned(name)
+    pricing = truth(plan)
+    figures, flow = pricing.figures(plan), pricing.flow
+    keys = pricing.parts_of(plan)
+    work = [stage.forward + stage.backward for stage in sk.stage_costs(gm, plan)]
+    by_device = dict.fromkeys(figures.work, 0.0)
+    for key, seconds in zip(keys, work, strict=True):
+        by_device[pricing.row_of(pricing.device_of(key))] += seconds
+    trains = plan.request.purpose != "inference"
+    if pricing.request.training or not trains:  # without a schedule and a purpose, a load is forward alone
+        assert by_device == pytest.approx(dict(figures.work), rel=1e-12)
+    if plan.claim is not None and plan.claim.objective == "bottleneck" and len(figures.rank_loads) == len(keys):
+        assert figures.value == pytest.approx(plan.claim.value, rel=1e-9)
+    # the report: shares are those of the work
+    shares = {row.part: row.share for row in sk.report(gm, plan).parts}
+    if plan.request.purpose:
+        total = sum(work)
+        assert [shares[" ".join(map(str, k)) if isinstance(k, tuple) else str(k)] for k in keys] == pytest.approx(
+            [seconds / total for seconds in work], rel=1e-9
+        )
+    # the explanation, and the same of the file
+    again = sk.Plan.from_dict(gm.graph, json.loads(json.dumps(plan.to_dict())))
+    assert again == plan and again.request == plan.request and again.policy == plan.policy
+    for one in (plan, again):
+        assert one.explain(again=False).to_dict()["figures"] == figures.to_dict()
+    # the page
+    page = pictured(plan).ladder().to_dict()
+    stages = sk.stage_costs(gm, plan)
+    assert page["stages"]["forward"] == [stage.forward for stage in stages]
+    assert page["stages"]["backward"] == [stage.backward for stage in stages]
+    assert page["stages"]["fixed"] == [stage.fixed_bytes for stage in stages]
+    for column in ("forward", "backward"):
+        rows = [0.0] * len(keys)
+        for row, seconds in zip(page["rows"], page["times"][column], strict=True):
+            rows[row["part"]] += seconds
+        if all(len(places) == 1 for places in plan.places.values()):
+            assert rows == pytest.approx(page["stages"][column], rel=1e-9)
+    # an export that can name any cut
+    if name not in ("replicas", "pieces of a device", "patterns", "a policy without a purpose") and len(keys) > 1:
+        before = sk.export(plan, to="torch", **({"schedule": plan.request.schedule} if plan.request.schedule else {}))
+        price = before.rounding.before
+        assert price.traffic == figures.traffic
+        assert price.load == pytest.approx(figures.value, rel=1e-12)
+    # a comparison with itself
+    same = sk.compare_plans(plan, plan).to_dict() if hasattr(sk, "compare_plans") else None
+    assert same is None or not same.get("moved")
+
+
+@pytest.mark.parametrize("name", ["unequal devices", "devices by name", "unequal devices, training"])
+def test_other_keys_keep_the_devices(name):
+    plan = planned(name)
+    other = renumbered(plan)
+    one, two = truth(plan).figures(plan), truth(other).figures(other)
+    assert sorted(one.loads.values()) == sorted(two.loads.values()) and one.value == two.value
+    assert sorted(one.peaks) == sorted(two.peaks)
+    assert [s.forward for s in sk.stage_costs(graph(), other)] != []
+    told = other.explain(again=False)
+    assert told.to_dict()["figures"]["limiting"].startswith("part ")
+    assert sorted(row.share for row in sk.report(graph(), other).parts) == pytest.approx(
+        sorted(row.share for row in sk.report(graph(), plan).parts)
+    )
