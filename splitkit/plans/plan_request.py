@@ -35,7 +35,7 @@ class PlanRequest:
         tokens: for inference, the tokens of cache for which there is room.
         cache: name of a node -> bytes of cache per token, if the policy was told.
         devices: key of each device that the policy was given, in its order -> the fields of its
-            `splitkit.costs.Device`; `splitkit.Part.planned_on` says which part runs on which.
+            `splitkit.costs.Device`; ``planned_on`` of a part says on which it runs.
     """
 
     purpose: Purpose = ""

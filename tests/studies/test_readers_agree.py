@@ -65,7 +65,7 @@ def truth(plan):
 def test_readers_agree(name, tmp_path):
     gm, plan = graph(), planned(name)
     pricing = truth(plan)
-    figures, flow = pricing.figures(plan), pricing.flow
+    figures = pricing.figures(plan)
     keys = pricing.parts_of(plan)
     work = [stage.forward + stage.backward for stage in sk.stage_costs(gm, plan)]
     by_device = dict.fromkeys(figures.work, 0.0)
@@ -98,7 +98,7 @@ def test_readers_agree(name, tmp_path):
         rows = [0.0] * len(keys)
         for row, seconds in zip(page["rows"], page["times"][column], strict=True):
             rows[row["part"]] += seconds
-        if all(len(places) == 1 for places in plan.places.values()):
+        if all(len(places) == 1 for places in plan.places.values()) and name != "replicas":
             assert rows == pytest.approx(page["stages"][column], rel=1e-9)
     # an export that can name any cut
     if name not in ("replicas", "pieces of a device", "patterns", "a policy without a purpose") and len(keys) > 1:

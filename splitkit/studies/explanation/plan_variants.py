@@ -55,14 +55,9 @@ def _planned(change: str, pricing: StagePricing, policy: Any, costs: Costs) -> P
     flow = pricing.flow
     try:
         made = policy() if callable(policy) else policy
-        if (
-            isinstance(made, Devices)
-            and isinstance(pricing.request, DeviceRequest)
-            and len(set(pricing.request.kinds)) > 1
-        ):
-            costs = roofline(
-                flow, find_device(next(iter(made.given.values())))
-            )  # of the devices, if they are alike now
+        asked = pricing.request
+        if isinstance(made, Devices) and isinstance(asked, DeviceRequest) and len(set(asked.kinds)) > 1:
+            costs = roofline(flow, find_device(next(iter(made.given.values()))))  # theirs, if they are alike now
         plan = made.assign(flow, costs)
         own = StagePricing.of(flow, plan, costs, made)
         figures = own.figures(plan)

@@ -92,7 +92,7 @@ def test_devices_that_differ_are_told_in_seconds(gm):
     told = plan.explain()
     assert told.unit == "s" and not told.moves
     fewer = next(variant for variant in told.variants if variant.change == "one device fewer")
-    alone = sk.plan(gm, Devices(["h200"], objective="latency"), costs.roofline(gm, "h200"))
+    alone = sk.plan(gm, Devices(["h200"], objective="latency"), sk.costs.roofline(gm, "h200"))
     assert fewer.unit == "s" and fewer.value == pytest.approx(alone.claim.value)
     assert "a sample takes" in str(told)
 
