@@ -51,7 +51,7 @@ def record_of(costs: Costs, graph: fx.GraphModule | Dataflow, links: object = No
     )
 
 
-def _prices(root: fx.GraphModule, price: Callable[[Node], float]) -> dict[str, float]:
+def _prices(root: fx.GraphModule, price: Callable[[Node], float | None]) -> dict[str, float]:
     """Return name -> price of the nodes that have one; inputs and attributes cost nothing, if no price says so."""
     found = {}
     for node in root.graph.nodes:
@@ -59,19 +59,18 @@ def _prices(root: fx.GraphModule, price: Callable[[Node], float]) -> dict[str, f
             seconds = price(node)
         except SplitError:  # a node that no policy may ask for, such as one of a later edit
             continue
-        if seconds or node.op not in _WITHOUT_PRICE:
+        if seconds or (seconds is not None and node.op not in _WITHOUT_PRICE):
             found[node.name] = seconds
     return found
 
 
-def _ratio(costs: Any, node: Node) -> float:
+def _ratio(costs: Any, node: Node) -> float | None:
+    """Return the price of a node's backward, or ``None`` if the costs have none."""
     try:
         ratio = costs.backward(node)
-    except Exception as error:
-        raise CostError("SK323", f"backward({node.name}) fails") from error
-    if not is_number(ratio) or float(ratio) > MOST_SECONDS:
-        raise CostError("SK323", f"backward({node.name}) is not a number")
-    return float(ratio)
+    except Exception:
+        return None
+    return float(ratio) if is_number(ratio) and float(ratio) <= MOST_SECONDS else None
 
 
 def costs_of(record: PriceRecord | None, graph: fx.GraphModule | Dataflow) -> Costs:

@@ -181,7 +181,7 @@ def test_more_parts_than_there_are():
     with refusal("SK303", "Capture a model that computes something."):
         sk.plan(sk.capture(nn.Identity(), X), Stages(2))
     assert planned(Stages(2))
-    with refusal("SK303", "Use {...} stages or fewer.") as error:
+    with refusal("SK303", "Ask for at most {...}.") as error:
         divided(Pipeline(40, "1f1b", 40))
     divided(Pipeline(int(re.search(r"\d+", error.value.remedy)[0]), "1f1b", 40))
 
