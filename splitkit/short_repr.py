@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 SHOWN = 8
+_LONG = 60  # characters of a value that is not written out among others
 
 
 class _Brief(reprlib.Repr):
@@ -44,12 +45,13 @@ def brief(self: object) -> str:
 
 
 def options(policy: Any, *without: str) -> list[str]:
-    """Return the arguments of a dataclass that are not defaults, such as ``links='nvlink4'``; long ones are cut."""
+    """Return the arguments of a dataclass that are not defaults, such as ``links='nvlink4'``, or ``links=...`` if long."""
     given = []
     for field in fields(policy):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name not in without and (value := getattr(policy, field.name)) != default:
-            given.append(f"{field.name}={value!r:.60}")
+            shown = repr(value)
+            given.append(f"{field.name}={shown if len(shown) <= _LONG else '...'}")
     return given
 
 

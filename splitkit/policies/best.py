@@ -237,5 +237,6 @@ def _name(policy: object) -> str:
         return "a plan" if isinstance(policy, Plan) else "a mapping"
     if not is_dataclass(policy) or isinstance(policy, type):
         return str(getattr(policy, "__name__", type(policy).__name__))
-    given, first = ", ".join(options(policy)), fields(policy)[:1]
-    return f"{type(policy).__name__}({given.removeprefix(f'{first[0].name}=') if first else given})"
+    given = ", ".join(options(policy))
+    first = next((field.name for field in fields(policy)), "")
+    return f"{type(policy).__name__}({given.removeprefix(f'{first}=')})"

@@ -75,9 +75,9 @@ def _cards(item: str | int | Device) -> tuple[Card, ...]:
     if isinstance(item, Device):
         return (Card(item.name, item.memory),)
     match = _ITEM.fullmatch(str(item).strip())
-    if match is None:
+    count = int(match[1] or 1) if match else 0
+    if match is None or not count:
         raise PolicyError("SK302", f"fit: {shown(item)} names no device", "Write 2x24GiB, or rtx-3090,rtx-4090.")
-    count = int(match[1] or 1)
     _require_few(count)
     nbytes = read_size(match[2])
     if nbytes is not None and not 0 < nbytes <= _MOST_BYTES:
