@@ -45,7 +45,7 @@ def brief(self: object) -> str:
 
 
 def options(policy: Any, *without: str) -> list[str]:
-    """Return the arguments of a dataclass that are not defaults: ``links='nvlink4'``, or ``links=...`` if it is long."""
+    """Return the arguments of a dataclass that are not defaults: ``links='nvlink4'``, or ``links=...`` if long."""
     given = []
     for field in fields(policy):
         default = field.default if field.default_factory is MISSING else field.default_factory()

@@ -209,18 +209,19 @@ def test_a_pipeline_that_names_what_fits():
     net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
     made, small = (sk.capture_joint(net, x, loss=torch.sum) for x in (X, X[:1]))
     costs = sk.costs.roofline(made.graph_module, "h100")
-    for options in ({}, {"optimizer": "sgd", "links": "nvlink4"}):
-        policy = Pipeline(2, "1f1b", 4, memory=1, **options)
+    for options in ({"schedule": "1f1b"}, {"schedule": "gpipe", "optimizer": "sgd", "links": "nvlink4"}):
+        given = {"microbatches": 4, **options}
         with refusal("SK303", "{...}: {...} for each rank. Or: use more stages, a smaller microbatch, or an") as error:
-            made.split(policy, costs)
-        fits = eval(error.value.remedy.split(" fits")[0])
-        assert fits == Pipeline(2, "1f1b", 4, memory=fits.memory, **options)  # what it was given, and more memory
-        made.split(fits, costs)
-        less = {**options, "memory": fits.memory - 1}
-        made.split(Pipeline(3, "1f1b", 4, **less), costs)
-        small.split(Pipeline(2, "1f1b", 4, **less), sk.costs.roofline(small.graph_module, "h100"))
-        if "optimizer" not in options:
-            made.split(Pipeline(2, "1f1b", 4, **less, optimizer="sgd"), costs)
+            made.split(Pipeline(2, memory=1, **given), costs)
+        fits = eval(error.value.remedy.split(" fits: ")[0])
+        assert fits == Pipeline(2, memory=fits.memory, **given)  # what it was given, and more memory
+        for nbytes in (fits.memory, fits.memory + 1, 2 * fits.memory):
+            made.split(Pipeline(2, memory=nbytes, **given), costs)
+        less = {**given, "memory": fits.memory - 1}
+        made.split(Pipeline(3, **less), costs)
+        small.split(Pipeline(2, **less), sk.costs.roofline(small.graph_module, "h100"))
+        if "optimizer" not in given:
+            made.split(Pipeline(2, **less, optimizer="sgd"), costs)
 
 
 def test_a_pipeline_of_more_stages_than_there_are():
