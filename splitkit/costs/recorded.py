@@ -12,14 +12,13 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
-from splitkit.checks import is_number
 from splitkit.costs import Costs, Device, Fused, Roofline, Unit, default, flops, fused, roofline, training, unit
 from splitkit.costs.formulas.flop_count import CountedCosts, Flops, counter_of
 from splitkit.costs.training import FromFormula, FromJoint
 from splitkit.errors import CostError, FileError, SplitError
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.price_record import Kind, LazyPrices, PriceRecord, printable
-from splitkit.prices import MOST_SECONDS, as_given, checked, includes_backward, price_name, unit_of
+from splitkit.prices import Checked, as_given, checked, includes_backward, price_name, unit_of
 from splitkit.short_repr import brief
 
 _KINDS: dict[type, Kind] = {Flops: "flops", Unit: "unit", Roofline: "roofline", Fused: "fused"}
@@ -45,13 +44,13 @@ def record_of(costs: Costs, graph: fx.GraphModule | Dataflow, links: object = No
         tf32=kind in ("roofline", "fused") and bool(base.tf32),
         training=adds_backward,
         table=LazyPrices(lambda: _prices(root, asked.seconds)) if has_table else None,
-        backward=LazyPrices(lambda: _prices(root, lambda node: _ratio(base, node))) if has_ratios else None,
+        backward=LazyPrices(lambda: _prices(root, Checked(base).backward_ratio)) if has_ratios else None,
         links=links if isinstance(links, str) else None,
         live=(root, costs),
     )
 
 
-def _prices(root: fx.GraphModule, price: Callable[[Node], float | None]) -> dict[str, float]:
+def _prices(root: fx.GraphModule, price: Callable[[Node], float]) -> dict[str, float]:
     """Return name -> price of the nodes that have one; inputs and attributes cost nothing, if no price says so."""
     found = {}
     for node in root.graph.nodes:
@@ -59,18 +58,9 @@ def _prices(root: fx.GraphModule, price: Callable[[Node], float | None]) -> dict
             seconds = price(node)
         except SplitError:  # a node that no policy may ask for, such as one of a later edit
             continue
-        if seconds or (seconds is not None and node.op not in _WITHOUT_PRICE):
+        if seconds or node.op not in _WITHOUT_PRICE:
             found[node.name] = seconds
     return found
-
-
-def _ratio(costs: Any, node: Node) -> float | None:
-    """Return the price of a node's backward, or ``None`` if the costs have none."""
-    try:
-        ratio = costs.backward(node)
-    except Exception:
-        return None
-    return float(ratio) if is_number(ratio) and float(ratio) <= MOST_SECONDS else None
 
 
 def costs_of(record: PriceRecord | None, graph: fx.GraphModule | Dataflow) -> Costs:

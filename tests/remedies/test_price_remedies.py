@@ -104,7 +104,7 @@ SIMPLE = [
     ),
     Remedy(
         "SK323",
-        "Say how many times as long as its forward the backward of a node takes.",
+        "Give every node {...}.",
         lambda: scheduled(Prices("twice")),
         lambda: scheduled(Prices(2.0)),
     ),
@@ -130,6 +130,15 @@ def acting():
     for node in graph.nodes:
         node.meta["val"] = X.sum() if node.target is torch.sum else X
     return fx.GraphModule(nn.Module(), graph)
+
+
+def test_a_backward_that_has_no_price():
+    prices = Prices(2.0)
+    prices.backward = {}.__getitem__
+    with refusal("SK323", "Costs must price every node of their graph."):
+        scheduled(prices)
+    prices.backward = dict.fromkeys(graph().graph.nodes, 2.0).__getitem__
+    assert scheduled(prices)
 
 
 def test_an_op_that_may_run_only_once():
