@@ -161,6 +161,11 @@ class Checked:
         """Return the bytes of the parameters of a node; SK323 if they are not a number in range."""
         return self._bytes("param_bytes", node, self._asked("param_bytes", node))
 
+    def backward_ratio(self, node: Node) -> float:
+        """Return the backward of a node as a multiple of its forward; SK323 if it is not a number in range."""
+        must = "a backward as a multiple of its forward"
+        return self._number("backward", node, self._asked("backward", node), MOST_SECONDS, must)
+
     def _asked(self, what: str, node: Node) -> object:
         try:
             return getattr(self.costs, what)(node)
@@ -170,9 +175,9 @@ class Checked:
             reason = f"{self._name}.{what}({node.name}) fails: {type(error).__name__}: {error}"
             raise CostError("SK323", reason, "Costs must price every node of their graph.", [node]) from error
 
-    def _number(self, what: str, node: Node, value: object, most: float) -> float:
+    def _number(self, what: str, node: Node, value: object, most: float, must: str = "a number") -> float:
         if not is_number(value) or float(value) > most:
-            raise self._wrong(what, node, value, f"a number, 0 or more and {most:.0e} at most")
+            raise self._wrong(what, node, value, f"{must}, 0 or more and {most:.0e} at most")
         return float(value)
 
     def _bytes(self, what: str, node: Node, value: object) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 SHOWN = 8
+_LONG = 60  # characters of a value that is not written out among others
 
 
 class _Brief(reprlib.Repr):
@@ -41,6 +42,17 @@ def brief(self: object) -> str:
     """Return a short ``repr`` of a dataclass whose fields may be long."""
     short = _Brief()
     return short.of_fields(self, short.maxlevel)
+
+
+def options(policy: Any, *without: str) -> list[str]:
+    """Return the arguments of a dataclass that are not defaults: ``links='nvlink4'``, or ``links=...`` if long."""
+    given = []
+    for field in fields(policy):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.name not in without and (value := getattr(policy, field.name)) != default:
+            shown = repr(value)
+            given.append(f"{field.name}={shown if len(shown) <= _LONG else '...'}")
+    return given
 
 
 def few(lines: Iterable[str], what: str) -> Iterator[str]:

@@ -12,14 +12,13 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
-from splitkit.checks import is_number
 from splitkit.costs import Costs, Device, Fused, Roofline, Unit, default, flops, fused, roofline, training, unit
 from splitkit.costs.formulas.flop_count import CountedCosts, Flops, counter_of
 from splitkit.costs.training import FromFormula, FromJoint
 from splitkit.errors import CostError, FileError, SplitError
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.price_record import Kind, LazyPrices, PriceRecord, printable
-from splitkit.prices import MOST_SECONDS, as_given, checked, includes_backward, price_name, unit_of
+from splitkit.prices import Checked, as_given, checked, includes_backward, price_name, unit_of
 from splitkit.short_repr import brief
 
 _KINDS: dict[type, Kind] = {Flops: "flops", Unit: "unit", Roofline: "roofline", Fused: "fused"}
@@ -45,7 +44,7 @@ def record_of(costs: Costs, graph: fx.GraphModule | Dataflow) -> PriceRecord:
         tf32=kind in ("roofline", "fused") and bool(base.tf32),
         training=adds_backward,
         table=LazyPrices(lambda: _prices(root, asked.seconds)) if has_table else None,
-        backward=LazyPrices(lambda: _prices(root, lambda node: _ratio(base, node))) if has_ratios else None,
+        backward=LazyPrices(lambda: _prices(root, Checked(base).backward_ratio)) if has_ratios else None,
         live=(root, costs),
     )
 
@@ -61,16 +60,6 @@ def _prices(root: fx.GraphModule, price: Callable[[Node], float]) -> dict[str, f
         if seconds or node.op not in _WITHOUT_PRICE:
             found[node.name] = seconds
     return found
-
-
-def _ratio(costs: Any, node: Node) -> float:
-    try:
-        ratio = costs.backward(node)
-    except Exception as error:
-        raise CostError("SK323", f"backward({node.name}) fails") from error
-    if not is_number(ratio) or float(ratio) > MOST_SECONDS:
-        raise CostError("SK323", f"backward({node.name}) is not a number")
-    return float(ratio)
 
 
 def costs_of(record: PriceRecord | None, graph: fx.GraphModule | Dataflow) -> Costs:

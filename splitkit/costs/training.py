@@ -15,7 +15,6 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._torch import pytree
-from splitkit.checks import is_number, shown
 from splitkit.costs.base import WrappedCosts
 from splitkit.costs.formulas.flop_count import Flops, counter_of
 from splitkit.errors import CostError
@@ -25,7 +24,7 @@ from splitkit.graph.fake_calls import op_name, target_of
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint_marks import forward_owners, is_joint
 from splitkit.graph.symbols import value_of
-from splitkit.prices import Costs, as_given, checked, includes_backward, unit_of
+from splitkit.prices import Checked, Costs, as_given, checked, includes_backward, unit_of
 from splitkit.short_repr import brief
 
 # Ops that add their first argument to the product of the next two.
@@ -83,17 +82,12 @@ def forward_and_backward(costs: Costs, node: Node) -> tuple[float, float]:
         CostError: SK323 if the costs do not give a valid ratio of the two.
     """
     given = as_given(costs)
-    ratio = given.backward(node)
+    ratio = Checked(given).backward_ratio(node)
     if isinstance(given, FromFormula):
         forward = given.costs.seconds(node)
         return forward, forward * ratio
-    if not is_number(ratio):
-        reason = f"{type(given).__name__}.backward({node.name}) is {shown(ratio)}"
-        raise CostError(
-            "SK323", reason, "Say how many times as long as its forward the backward of a node takes.", [node]
-        )
     both = costs.seconds(node)
-    forward = both / (1 + float(ratio))
+    forward = both / (1 + ratio)
     return forward, both - forward
 
 

@@ -51,5 +51,5 @@ def message_seconds(links: LinkTimes, here: Hashable, there: Hashable, nbytes: f
     found: object = links.seconds(here, there, nbytes)
     if not is_number(found) or float(found) == math.inf:
         reason = f"{nbytes} bytes from {here} to {there} take {shown(found)} seconds"
-        raise CostError("SK322", reason, "Give links whose times are numbers of at least 0.")
+        raise CostError("SK322", reason, "Give links whose times are finite numbers, 0 or more.")
     return float(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 from splitkit.checks import Memory, count, is_whole, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
@@ -23,6 +23,7 @@ from splitkit.policies.stages import Stages
 from splitkit.prices import Optimizer
 from splitkit.search.request import StageRequest
 from splitkit.search.scoring import Score, Scoring
+from splitkit.short_repr import options
 from splitkit.units import size
 
 _NEAR = 1e-9  # relative: loads that are equal but for rounding
@@ -236,9 +237,6 @@ def _name(policy: object) -> str:
         return "a plan" if isinstance(policy, Plan) else "a mapping"
     if not is_dataclass(policy) or isinstance(policy, type):
         return str(getattr(policy, "__name__", type(policy).__name__))
-    told = []
-    for i, field in enumerate(fields(policy)):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if (value := getattr(policy, field.name)) != default:
-            told.append(f"{value!r:.60}" if i == 0 else f"{field.name}={value!r:.60}")
-    return f"{type(policy).__name__}({', '.join(told)})"
+    given = ", ".join(options(policy))
+    first = next((field.name for field in fields(policy)), "")
+    return f"{type(policy).__name__}({given.removeprefix(f'{first}=')})"

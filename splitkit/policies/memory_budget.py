@@ -18,6 +18,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
 from splitkit.search.memory.memory_search import MemoryParts, MemorySearch
 from splitkit.search.request import StageRequest
+from splitkit.short_repr import options
 from splitkit.units import size
 
 
@@ -141,7 +142,11 @@ class MemoryBudget:
                 f"no plan of {parts_of(count, upto=self.parts is None)} was found that fits {self._limits()}",
                 [],
             )
-        ways = [f"MemoryBudget({need}) would do for {parts_of(count)} ({size(need)})" for count, need in search.needs()]
+        others = "".join(f", {option}" for option in options(self, "memory", "parts"))
+        ways = [
+            f"MemoryBudget({need}{others}) would do for {parts_of(count)} ({size(need)})"
+            for count, need in search.needs()
+        ]
         ways += self._others(search, costs)
         remedy = "; ".join(ways) + "." if ways else "Give more memory."
         return NoPlanError("SK303", f"{reason}, for {purpose(search.optimizer)}", remedy, nodes)

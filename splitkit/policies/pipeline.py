@@ -31,6 +31,7 @@ from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.pipelines.stage_transfers import StageTransfers
 from splitkit.search.pipelines.staged_plan import staged_plan
+from splitkit.short_repr import options
 from splitkit.training.choices import Choice
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
@@ -140,8 +141,10 @@ class Pipeline:
         enough_nodes(problems.flow, self.n)
         frontiers = StageFrontiers(problems)
         search = self._search(frontiers, self._limits)
-        if len(search.cuts) - 1 < self.n:
-            raise _too_few(self.n, len(search.cuts) - 1)
+        most = len(search.cuts) - 1
+        if most < self.n:
+            reason = f"{self.n} stages were asked for, and the graph can be cut into {most} at most"
+            raise NoPlanError("SK303", reason, f"Ask for at most {most}.")
         found = search.run()
         if found.best is None:
             raise self._infeasible(frontiers, found, search.smallest())
@@ -194,27 +197,23 @@ class Pipeline:
             f"simulated, {found.classes} frontiers"
         )
 
-    def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts, enough: ScoredCuts | None) -> NoPlanError:
+    def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts, enough: ScoredCuts) -> NoPlanError:
         """Return the refusal; the memory that it names is the peak of a plan, which is found with it."""
         limits = self._limits
         least = min(limit for limit in limits if limit is not None)
-        remedy = "Use more stages, a smaller microbatch, or an optimizer with less state."
-        nearest = None
-        if enough is not None:
-            peak = max(enough.run.peaks)
-            nearest = self._plan(frontiers, replace(found, bound=0.0), enough)
-            count = "" if self.microbatches is None else f", {self.microbatches}"
-            fits = f"Pipeline({self.n}, {self.schedule!r}{count}, memory={peak}) fits: {size(peak)} for each rank"
-            remedy = f"{fits}. Or: {remedy[0].lower()}{remedy[1:]}"
+        peak = max(enough.run.peaks)
+        count = "" if self.microbatches is None else f", {self.microbatches}"
+        others = options(self, "n", "schedule", "microbatches", "memory")
+        fits = f"Pipeline({', '.join([f'{self.n}, {self.schedule!r}{count}, memory={peak}', *others])}) fits"
         proven = ": no cuts can fit" if found.bound == float("inf") else ""
         error = NoPlanError(
             "SK303",
             f"no {self.n} stages under {schedule_named(self.schedule).name} were found that fit {size(least)} for each "
             f"rank{proven}",
-            remedy,
+            f"{fits}: {size(peak)} for each rank. Or: use more stages, a smaller microbatch, or an optimizer with less "
+            "state.",
         )
-        if nearest is not None and enough is not None:
-            error.nearest, error.excess = nearest, max(enough.run.peaks) - least
+        error.nearest, error.excess = self._plan(frontiers, replace(found, bound=0.0), enough), peak - least
         return error
 
 
@@ -235,11 +234,3 @@ def _on_host(best: ScoredCuts) -> str:
     moved = (0 if stage.copies is None else stage.copies.nbytes for stage in best.run.stages)
     most = max(best.run.host_peaks)
     return f"on the host by stage and microbatch: {', '.join(map(size, moved))}, at most {size(most)} of a rank; "
-
-
-def _too_few(wanted: int, most: int) -> NoPlanError:
-    return NoPlanError(
-        "SK303",
-        f"{wanted} stages were asked for, and the graph can be cut into {most} at most",
-        f"Use {most} stages or fewer." if most else "Use a larger model.",
-    )

@@ -276,7 +276,7 @@ def test_a_node_that_fits_nowhere_is_named_and_what_would_do(gpt2):
     (node,) = raised.value.nodes
     assert f"{node} in " in str(raised.value)
     text = str(raised.value)
-    needs = [int(word.split(")")[0]) for word in text.split("MemoryBudget(")[1:]]
+    needs = [int(word.split(",")[0]) for word in text.split("MemoryBudget(")[1:]]
     assert len(needs) == 4  # for 1, 2, 4 and 8 parts
     for count, need in zip((1, 2, 4, 8), needs, strict=True):
         assert len(sk.plan(gm, trained(need, parts=count), costs).parts) == count
@@ -289,7 +289,7 @@ def test_too_few_devices_say_what_would_do(gpt2):
     with pytest.raises(sk.SplitError, match="SK303: no plan of up to 2 parts was found that fits 2 devices") as raised:
         sk.plan(gm, trained([memory, memory]), costs)
     assert "3 parts of" in str(raised.value)
-    need = int(str(raised.value).split("MemoryBudget(")[1].split(")")[0])
+    need = int(str(raised.value).split("MemoryBudget(")[1].split(",")[0])
     assert len(sk.plan(gm, trained([need, need]), costs).parts) == 2
     with pytest.raises(sk.SplitError, match="SK303"):
         sk.plan(gm, trained([int(0.98 * need)] * 2), costs)

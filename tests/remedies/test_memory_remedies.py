@@ -154,18 +154,6 @@ def test_a_card_that_the_optimizer_alone_overfills():
     divided(Budget(card=named(error), optimizer="adamw", reserve="1KiB"))
 
 
-def test_a_pipeline_in_too_little_memory():
-    for schedule in ("1f1b", "gpipe"):
-        with refusal("SK303", "{...}. Or: {...}{...}") as error:
-            divided(Pipeline(2, schedule, 4, memory=1))
-        told = error.value.remedy.split(" fits")[0]
-        assert told.startswith(f"Pipeline(2, {schedule!r}, 4, memory=")
-        fits = eval(told, {"Pipeline": Pipeline})
-        for nbytes in (fits.memory, fits.memory + 1, 2 * fits.memory):
-            divided(Pipeline(2, schedule, 4, memory=nbytes))
-        divided(Pipeline(3, schedule, 4, memory=fits.memory - 1))  # more stages
-
-
 def test_more_parts_than_there_are():
     gm, _ = forward()
     with refusal("SK303", "Ask for at most {...}.") as error:
@@ -181,7 +169,7 @@ def test_more_parts_than_there_are():
     with refusal("SK303", "Capture a model that computes something."):
         sk.plan(sk.capture(nn.Identity(), X), Stages(2))
     assert planned(Stages(2))
-    with refusal("SK303", "Use {...} stages or fewer.") as error:
+    with refusal("SK303", "Ask for at most {...}.") as error:
         divided(Pipeline(40, "1f1b", 40))
     divided(Pipeline(int(re.search(r"\d+", error.value.remedy)[0]), "1f1b", 40))
 

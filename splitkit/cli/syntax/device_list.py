@@ -48,8 +48,8 @@ _LINK_OF = {
     "rtx-5090": "pcie5",
 }
 _OTHER_LINK = "pcie4"
-_ITEM = re.compile(r"(?:(\d{1,6})x)?(.+)", re.ASCII)
-_TURNED = re.compile(r"(.+)[x*:](\d{1,4})", re.ASCII)
+_ITEM = re.compile(r"(?:(\d{1,99})x)?(.+)", re.ASCII)
+_TURNED = re.compile(r"(.+)[x*:](\d{1,99})", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def device_counts(text: str) -> list[tuple[str, int]]:
 
 
 def _may_be_kind(text: str) -> bool:
-    """Return whether ``text`` may name a kind of device: it is not a number, a file, or a kind followed by a number."""
-    return not (text.isdigit() or text.endswith(".toml") or _turned_around(text))
+    """Return whether ``text`` may name a kind of device: it is not a number, file or call, nor ``h200x4``."""
+    return not (text.isdigit() or text.endswith(".toml") or "(" in text or _turned_around(text))
 
 
 def _turned_around(item: str) -> re.Match[str] | None:
@@ -119,6 +119,8 @@ def _instead(item: str) -> str:
         return f"Say which devices, such as --devices {item}xh200; or use --stages {item} for unspecified devices."
     if turned := _turned_around(item):
         return f"Write {turned[2]}x{turned[1]}."
+    if "(" in item:
+        return "Give a policy to --policy in place of --devices."
     return "Write 4xh200, h200,h200,a100 or FILE.toml."
 
 

@@ -78,7 +78,7 @@ class CutSearch:
         order: the actions of the schedule.
         links: the links between ranks.
         limits: the bytes of each rank.
-        cuts: the positions that are looked at, with 0 and the end.
+        cuts: the positions that are looked at, with 0 and the end; there must be enough of them for the stages.
     """
 
     def __init__(
@@ -100,8 +100,6 @@ class CutSearch:
 
     def run(self) -> FoundCuts:
         """Search, and prove a bound."""
-        if len(self.cuts) <= self.stages:
-            return FoundCuts(None, np.inf, self.looked_at, 0, 0, False)
         seeds = dict.fromkeys(self.seeds())
         known = self._fitting(seeds)
         if self.single:
@@ -122,7 +120,7 @@ class CutSearch:
     def _lean_ones(self) -> list[ScoredCuts]:
         """Return the cuts with the lowest peak if they fit: what a refusal names is found with more memory, too."""
         found = self.smallest()
-        return [] if found is None or not self.scoring.fits(found) else [self.scoring.relaxed(found)]
+        return [self.scoring.relaxed(found)] if self.scoring.fits(found) else []
 
     def _fitting(self, candidates: Iterable[tuple[int, ...]]) -> list[ScoredCuts]:
         return [scored for scored in map(self.scored, candidates) if scored is not None]
@@ -159,14 +157,12 @@ class CutSearch:
         """Return the same search with other limits."""
         return CutSearch(self.frontiers, self.order, self.links, limits)
 
-    def smallest(self) -> ScoredCuts | None:
+    def smallest(self) -> ScoredCuts:
         """Return the lowest peak that was found; what is looked at does not depend on the limits."""
         return self._smallest
 
     @cached_property
-    def _smallest(self) -> ScoredCuts | None:
-        if len(self.cuts) <= self.stages:
-            return None
+    def _smallest(self) -> ScoredCuts:
         if self.few and len(self.problems.whole.ops) <= _TINY:
             last = len(self.cuts) - 1
             every = [(*inner, last) for inner in combinations(range(1, last), self.stages - 1)]

@@ -116,7 +116,7 @@ class OffloadCutSearch(CutSearch):
         """Search, and prove a bound."""
         plain = CutSearch(self.frontiers, self.order, self.links, self.limits)
         alone = plain.run()
-        if len(self.cuts) <= self.stages or all(limit is None for limit in self.limits):
+        if all(limit is None for limit in self.limits):
             return alone
         pace = float(self.problems.seconds[-1]) * self.order.microbatches / len(self.order.ranks)
         place = {int(cut): number for number, cut in enumerate(self.cuts)}
@@ -135,11 +135,9 @@ class OffloadCutSearch(CutSearch):
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
 
     @cached_property
-    def _smallest(self) -> ScoredCuts | None:
+    def _smallest(self) -> ScoredCuts:
         """The lowest peak with offload: some cuts are planned for ever less memory than is enough without."""
         best = CutSearch(self.frontiers, self.order, self.links, self.limits).smallest()
-        if best is None:
-            return None
         ends = dict.fromkeys([best.ends, *(tuple(int(self.cuts[e]) for e in each) for each in self._tight())])
         for each in ends:
             low, high = 0, max(best.run.peaks)

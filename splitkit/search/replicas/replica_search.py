@@ -37,7 +37,7 @@ _FEWEST = 24  # borders along an order
 _SLOWER = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)  # than the fastest the slowest stage may be, where a step is shorter
 _ROUNDS = 8
 _WAITING = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 2), (4, 4))  # messages on and back that may wait for a device
-_GROWTH, _GROWN = 1.5, 64  # of a memory that would do, as it is looked for
+_GROWTH = 1.5  # of a memory that would do, as it is looked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,18 +283,15 @@ class ReplicaSearch:
         given = ", ".join("no limit" if limit is None else size(limit) for limit in dict.fromkeys(self.worth.limits))
         reason = f"{policy}: what {devices} devices with replicas hold does not fit {given}"
         enough = self._enough()
-        if enough is None:
-            return NoPlanError("SK303", reason, "Give more memory, or allow other numbers of replicas.")
         remedy = f"Give {enough} bytes ({size(enough)}) to each of {devices} devices: for that there is a plan."
         return NoPlanError("SK303", reason, remedy)
 
-    def _enough(self) -> int | None:
-        """Return a memory limit near the smallest feasible one, or None if none was found."""
-        nbytes = max(limit for limit in self.worth.limits if limit is not None) or 1
-        for _ in range(_GROWN):
+    def _enough(self) -> int:
+        """Return a memory limit near the smallest feasible one; one stage with the fewest replicas fits at last."""
+        nbytes = max(limit for limit in self.worth.limits if limit is not None)
+        plans: list[Plan] = []
+        while not plans:
             nbytes = int(nbytes * _GROWTH) + 1
             limited = replace(self, worth=replace(self.worth, limits=(nbytes,) * self.worth.devices))
             plans = [plan for lane in self.lanes for plan in limited._thrifty(lane)]
-            if plans:
-                return min(max(self.worth.peaks(plan)) for plan in plans)
-        return None
+        return min(max(self.worth.peaks(plan)) for plan in plans)

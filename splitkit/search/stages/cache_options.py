@@ -14,7 +14,6 @@ from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.prices import Costs, as_given, includes_backward
 
-_OBJECTIVE = 'Stages needs objective="tokens" or "throughput".'
 OBJECTIVES = ("tokens", "throughput")
 
 
@@ -49,11 +48,11 @@ def check_cache(options: CacheOptions, memory: Memory, training: Mapping[str, ob
     name, objective = options.policy, options.objective
     check_tokens(name, options.tokens)
     if objective is None:
-        if options.tokens or options.cache is not None:
-            field, remedy = (
-                ("tokens", _OBJECTIVE) if options.tokens else ("cache", f"{_OBJECTIVE} Devices needs tokens.")
-            )
-            raise _wrong(f"{name}: {field} is given without an objective", remedy)
+        if options.tokens:
+            raise _wrong(f"{name}: tokens is given without an objective", 'Add objective="throughput".')
+        if options.cache is not None:
+            remedy = 'Stages needs objective="tokens" or "throughput", and Devices needs tokens.'
+            raise _wrong(f"{name}: cache is given without an objective", remedy)
         return
     if not is_word(objective, *OBJECTIVES):
         raise _wrong(f"{name}: objective is {shown(objective)}", "Use 'tokens' or 'throughput', or leave it out.")

@@ -131,14 +131,14 @@ class MemoryFit:
         return replace(problem, devices=tuple(devices))
 
     def _refused(self, error: InfeasibleError) -> NoPlanError:
-        """Return the error for a problem that no amount of memory would solve, or for which none was found."""
+        """Return the error for a problem that no amount of memory would solve."""
         nodes = [self.units[unit] for unit in error.units]
-        if error.cause not in ("support", "devices"):
-            reason = f"{error}{nodes_listed(nodes)}"
-            remedy = "Give more memory, or more `seconds`: no sufficient memory was found."
-            return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, nodes)
-        reason = "no device supports all nodes that must be together" if error.cause == "support" else str(error)
-        remedy = "Let more devices support these nodes, put fewer together, or ask for fewer parts."
+        reason, remedy = str(error), "Let `only` name more devices, or allow more `pieces`."
+        if error.cause == "support":
+            reason = "no device supports all nodes that must be together"
+            remedy = "Let `only` name more devices, or put fewer nodes `together`."
+        elif error.cause != "devices":
+            reason += "; more `seconds` may find a plan"
         return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}{nodes_listed(nodes)}", remedy, nodes)
 
     def _lacking(self, problem: Problem, plan: Plan) -> NoPlanError:
@@ -184,8 +184,6 @@ def bad_problems(policy: object, placing: PlacementModel) -> Iterator[None]:
         nodes = [placing.units[unit] for unit in error.units]
         who = f" (devices {', '.join(map(str, error.devices))})" if error.devices else ""
         reason = f"{type(policy).__name__}: {error}{nodes_listed(nodes) or who}"
-        if error.field == "fill":
-            raise NoPlanError("SK303", reason, "Ask for fewer parts.") from error
         code, remedy = _BAD.get(error.field, _BAD["seconds"])
         raise CostError(code, reason, remedy, nodes) from error
 

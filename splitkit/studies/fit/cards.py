@@ -19,7 +19,7 @@ MOST_CARDS = 1024
 _MOST_BYTES = 2**60
 _KEPT_FREE = 20
 """One part in so many of a device stays free: for the context of the driver, workspaces and fragmentation."""
-_ITEM = re.compile(r"(?:(\d{1,6})x)?(.+)", re.ASCII)
+_ITEM = re.compile(r"(?:(\d{1,99})x)?(.+)", re.ASCII)
 
 CardList = str | Sequence[str | int | Device] | None
 """Devices as a text (``"2x24GiB"``), as sizes, names and `splitkit.costs.Device`; ``None`` for those present."""
@@ -54,9 +54,13 @@ def cards_of(devices: CardList) -> tuple[Card, ...]:
         return present()
     items = devices.split(",") if isinstance(devices, str) else list(devices)
     found = tuple(card for item in items for card in _cards(item))
-    if not 1 <= len(found) <= MOST_CARDS:
-        raise PolicyError("SK302", f"fit: these are {len(found)} devices", f"Name 1 to {MOST_CARDS} devices.")
+    _require_few(len(found))
     return found
+
+
+def _require_few(number: int) -> None:
+    if not 1 <= number <= MOST_CARDS:
+        raise PolicyError("SK302", f"fit: these are {number} devices", f"Name 1 to {MOST_CARDS} devices.")
 
 
 def present() -> tuple[Card, ...]:
@@ -72,8 +76,9 @@ def _cards(item: str | int | Device) -> tuple[Card, ...]:
         return (Card(item.name, item.memory),)
     match = _ITEM.fullmatch(str(item).strip())
     count = int(match[1] or 1) if match else 0
-    if match is None or not 1 <= count <= MOST_CARDS:
+    if match is None or not count:
         raise PolicyError("SK302", f"fit: {shown(item)} names no device", "Write 2x24GiB, or rtx-3090,rtx-4090.")
+    _require_few(count)
     nbytes = read_size(match[2])
     if nbytes is not None and not 0 < nbytes <= _MOST_BYTES:
         raise PolicyError("SK302", f"fit: {shown(match[2])} is not a memory size", "Write 2x24GiB.")

@@ -1,0 +1,353 @@
+"""Remedies of prices that were measured, traced or recorded (SK32x), and of plans that run eagerly or in Inductor."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from carried import Remedy, refusal
+from test_command_remedies import FACTORY, command
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch.profiler import ProfilerActivity, profile, schedule
+from torch.utils.checkpoint import checkpoint
+
+import splitkit as sk
+from splitkit import costs
+from splitkit.cli.commands.profile_ranks import _orders
+from splitkit.costs.recorded import costs_of
+from splitkit.costs.timing.step_prices import require_steps
+from splitkit.errors import SplitError
+from splitkit.graph.ops import declared as declarations
+from splitkit.pipeline.order_file import load_order
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.policies import MinCut, Remat, Stages
+
+X = torch.linspace(-1, 1, 64).reshape(4, 16)
+STEP = [StageCosts(1.0, 2.0)] * 2
+
+
+def net(layers=2):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(layers)])
+
+
+@cache
+def graph():
+    return sk.capture(net(), X)
+
+
+@cache
+def joint():
+    return sk.capture_joint(net(), X, loss=torch.sum)
+
+
+class Prices:
+    """Costs of the user's own, whose backward may be anything."""
+
+    def __init__(self, backward):
+        self.backward = lambda node: backward
+
+    def seconds(self, node):
+        return 1.0
+
+    def flops(self, node):
+        return 0.0
+
+    def nbytes(self, node):
+        return 4
+
+    def param_bytes(self, node):
+        return 0
+
+
+class Times:
+    """Links of the user's own."""
+
+    def __init__(self, found):
+        self.seconds = lambda source, target, nbytes: found
+
+
+def scheduled(prices):
+    plan = sk.plan(graph(), Stages(2, schedule="1f1b", microbatches=4), prices)
+    stages = sk.stage_costs(graph(), plan, prices)
+    forward, backward = sum(s.forward for s in stages), sum(s.backward for s in stages)
+    return backward == pytest.approx(2.0 * forward)
+
+
+def step(links):
+    return sk.simulate_schedule(STEP, "1f1b", 4, links=links).seconds > 0
+
+
+def exported(links):
+    return "SplitPoint" in sk.export(sk.plan(graph(), Stages(2)), to="torch", links=links).text
+
+
+SIMPLE = [
+    Remedy(
+        "SK322",
+        "Give links whose times are finite numbers, 0 or more.",
+        lambda: step(Times(float("inf"))),
+        (lambda: step(Times(0)), lambda: step(Times(1e-6)), lambda: step(costs.Links.preset("nvlink4"))),
+    ),
+    Remedy(
+        "SK322",
+        "Name a preset, such as nvlink4: exports assume equal links.",
+        lambda: exported(costs.Links.preset("pcie5")),
+        lambda: exported("nvlink4"),
+    ),
+    Remedy(
+        "SK323",
+        "Give every node {...}.",
+        lambda: scheduled(Prices("twice")),
+        lambda: scheduled(Prices(2.0)),
+    ),
+]
+
+
+@pytest.mark.parametrize("remedy", SIMPLE, ids=lambda r: f"{r.code} {r.told[:40]}")
+def test_remedy(remedy):
+    remedy.carry_out()
+
+
+# ------------------------------------------------------------ SK324: measured training steps
+
+
+def acts(x):
+    return x + 1
+
+
+def acting():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.sum, (graph.call_function(acts, (x,)),)))
+    for node in graph.nodes:
+        node.meta["val"] = X.sum() if node.target is torch.sum else X
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_a_backward_that_has_no_price():
+    prices = Prices(2.0)
+    prices.backward = {}.__getitem__
+    with refusal("SK323", "Costs must price every node of their graph."):
+        scheduled(prices)
+    prices.backward = dict.fromkeys(graph().graph.nodes, 2.0).__getitem__
+    assert scheduled(prices)
+
+
+def test_an_op_that_may_run_only_once():
+    def ask(**options):
+        return costs.measured(acting(), (X,), cache=False, min_run_time=1e-6, **options)
+
+    with refusal("SK324", "Declare it with splitkit.extend.declare, or estimate backward: training(measured(gm, "):
+        ask(backward=True)
+    estimated = costs.training(ask())
+    assert all(estimated.seconds(n) >= 0 for n in estimated.gm.graph.nodes)
+    sk.extend.declare(acts)
+    try:
+        found = ask(backward=True)
+    finally:
+        declarations._DECLARED.pop(acts)
+    assert sum(found.seconds(n) for n in found.gm.graph.nodes) > 0
+
+
+def test_backward_where_there_are_no_hooks_of_its_clock():
+    with refusal("SK324", "Estimate it there: splitkit.costs.training(splitkit.costs.measured(gm, inputs, device))."):
+        require_steps(sk.analyze(graph()), torch.device("cuda"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    estimated = costs.training(costs.measured(graph(), (X,), device, min_run_time=1e-6, cache=False))
+    assert sk.plan(graph(), Stages(2), estimated).claim.value > 0
+
+
+# ------------------------------------------------------------ SK325, SK326: recorded and traced prices
+
+
+def test_a_plan_without_a_price_of_a_node():
+    gm = graph()
+    last = [n for n in gm.graph.nodes if n.op == "call_function"][-1]
+
+    class Partial(Prices):
+        def seconds(self, node):
+            return {}[node] if node is last else 1.0
+
+    def saved(prices):
+        where = dict.fromkeys(sk.analyze(gm).nodes, 0)
+        plan = sk.Plan.from_dict(gm.graph, sk.plan(gm, where, prices).to_dict())
+        return sum(map(costs_of(plan.prices, gm).seconds, sk.analyze(gm).nodes))
+
+    with refusal("SK325", "Give costs of this graph, or plan again."):
+        saved(Partial(2.0))
+    assert saved(Prices(2.0)) == saved(costs.unit(gm)) == len(sk.analyze(gm).nodes)
+
+
+def traced(model, path, inputs=X):
+    """Write a trace of three steps, as the docstring of `traced` says."""
+    run = schedule(wait=0, warmup=1, active=3, repeat=1)
+    write = lambda p: p.export_chrome_trace(str(path))  # noqa: E731
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=run, on_trace_ready=write) as prof:
+        for _ in range(4):
+            model(inputs).sum().backward()
+            prof.step()
+    return path
+
+
+def test_a_trace_of_another_graph(tmp_path):
+    gm, other = graph(), sk.capture(net(3), X)
+    file, longer = traced(net(), tmp_path / "trace.json"), traced(net(3), tmp_path / "longer.json")
+    with refusal("SK326", "Read the trace for the graph of capture."):
+        costs.traced(joint().graph_module, file)
+    assert sk.plan(gm, Stages(2), costs.traced(gm, file)).claim.value > 0
+    with refusal("SK326", "Trace the captured model in eager mode, with inputs of the captured sizes."):
+        costs.traced(other, file)
+    with refusal("SK326", "Trace the captured model in eager mode, with inputs of the captured sizes."):
+        costs.traced(gm, traced(net(), tmp_path / "sizes.json", X[:2]))
+    with refusal("SK325", "Read the trace for this graph: splitkit.costs.traced(gm, FILE)."):
+        sk.plan(other, Stages(2), costs.traced(gm, file))
+    assert sk.plan(other, Stages(2), costs.traced(other, longer)).claim.value > 0
+
+
+# ------------------------------------------------------------ SK330: orders and numbers of stages
+
+
+def test_an_order_of_stages_that_are_replicated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(FACTORY)
+    words = "plan my.py:net --schedule 1f1b"
+    with refusal("SK330", "Give all stages the same number of replicas, or leave --order out."):
+        command(f"{words} --devices 3xh200 --replicas 1,2 --order order.csv")
+    ranks = command(f"{words} --devices 3xh200 --replicas 1,2")["ranks"]
+    assert [rank["replicas"] for rank in ranks] == [1, 2]
+    ranks = command(f"{words} --devices 4xh200 --replicas 2 --order order.csv")["ranks"]
+    assert [rank["replicas"] for rank in ranks] == [2, 2] and len(load_order(tmp_path / "order.csv").ranks) == 2
+
+
+def test_the_links_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(FACTORY)
+    device = "\n[mine]\ncount = 2\npeak = { float32 = 4e13 }\nbandwidth = 9e11\nmemory = 48_000_000_000\n"
+    (tmp_path / "mine.toml").write_text("links = 3" + device)
+    with refusal("SK322", 'Name what connects the devices: links = "nvlink4".') as error:
+        command("plan my.py:net --devices mine.toml")
+    (tmp_path / "mine.toml").write_text(error.value.remedy.split(": ")[1][:-1] + device)
+    assert command("plan my.py:net --devices mine.toml")["placement"]["links"] == "nvlink4"
+
+
+def test_devices_that_are_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(FACTORY)
+    with refusal("SK601", "Name at most {...}.") as error:
+        command("plan my.py:net --devices 99999999xh200")
+    assert error.value.remedy == "Name at most 1024." and "these are 99999999" in error.value.reason
+    with refusal("SK601", "{...}") as error:
+        command("plan my.py:net --devices Stages(2)")
+    assert error.value.remedy == "Give a policy to --policy in place of --devices."
+    assert command('plan my.py:net --policy "Stages(2)"')["report"]["parts"]
+    with refusal("SK302", "Name 1 to {...} devices."):
+        sk.fit("config.json", "99999999x24GiB")
+
+
+def test_a_profile_of_stages_that_no_schedule_puts_on_the_ranks():
+    args = SimpleNamespace(schedules=None, microbatches=4)
+    for ranks in (2, 3):
+        with refusal("SK330", "Split into {...} or {...} stages.") as error:
+            _orders(args, 2 * ranks + 1, ranks)
+        for stages in map(int, re.findall(r"\d+", error.value.remedy)):
+            for microbatches in (2, 3, 4, 8):
+                found, _ = _orders(SimpleNamespace(schedules=None, microbatches=microbatches), stages, ranks)
+                assert found and all(len(order.ranks) == ranks for order in found)
+
+
+# ------------------------------------------------------------ SK306, SK307: what saves a value
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(self.a(x).exp_()).sin()
+
+
+def gradients(model, run, x=X):
+    """The loss and all gradients of one step."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    loss = run(x).sum()
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+def test_a_value_that_eager_mode_cannot_save():
+    saves = MinCut(size=lambda node: 1.0)  # all values weigh the same, so it saves the cosine that backward needs
+    model = Layer()
+    with refusal("SK307", "Use splitkit.apply, which carries out any plan, or a policy that does not save it."):
+        sk.checkpoint_context(model, saves, X)
+    want = gradients(model, model)
+    context = sk.checkpoint_context(model, MinCut(), X)
+    trained = sk.apply(copy.deepcopy(model), saves, X)
+    for found in (
+        gradients(trained, trained),
+        gradients(model, lambda x: checkpoint(model, x, use_reentrant=False, context_fn=context)),
+    ):
+        torch.testing.assert_close(found, want)
+
+
+class TwoViews(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        left, right = (self.scale * x @ x.T).sin().split(32)
+        return left.sin() * right.cos()
+
+
+KEEP = Remat(keep=["aten.split"])
+WIDE = torch.linspace(-1, 1, 64 * 8).reshape(64, 8)
+
+
+def compiled(backend):
+    torch._dynamo.reset()
+    model = TwoViews()
+    return gradients(model, torch.compile(model, backend=backend), WIDE)
+
+
+def partitioned():
+    return compiled(aot_autograd(fw_compiler=lambda gm, _: gm, partition_fn=sk.inductor_partitioner(KEEP)))
+
+
+def refused(run):
+    """Run, and raise the error that dynamo has wrapped."""
+    try:
+        run()
+    except Exception as error:
+        cause = error
+        while cause is not None and not isinstance(cause, SplitError):
+            cause = cause.__cause__ or getattr(cause, "inner_exception", None)
+        raise cause or error from error
+
+
+def test_saved_values_that_inductor_would_write_over():
+    with refusal("SK306", "Set torch._functorch.config.donated_buffer = False, or use splitkit.backend(policy, inner="):
+        refused(partitioned)
+    with functorch_config.patch(donated_buffer=False):
+        torch.testing.assert_close(partitioned(), gradients(model := TwoViews(), model, WIDE))
+
+
+@pytest.mark.campaign
+def test_saved_values_that_inductor_does_not_write_over():
+    want = compiled("eager")
+    torch.testing.assert_close(compiled(sk.backend(KEEP, inner="inductor")), want)
+    with (
+        functorch_config.patch(donated_buffer=False),
+        inductor_config.patch(custom_partitioner_fn=sk.inductor_partitioner(KEEP)),
+    ):
+        torch.testing.assert_close(compiled("inductor"), want)
