@@ -74,6 +74,16 @@ def is_folder(target: str) -> bool:
     return (Path(target) / _MANIFEST).is_file()
 
 
+def require_no_weights(args: Namespace) -> None:
+    """Refuse ``--weights`` for a target that is no folder of stages.
+
+    Raises:
+        UsageError: SK601.
+    """
+    if args.weights is not None:
+        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+
+
 def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
     """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``.
 

@@ -64,7 +64,7 @@ def _stages(args: Namespace) -> int:
         if args.weights is None:
             _require_no_checkpoint(_spec(held.manifest.value.get("model")), "")
         return len(held.names)
-    _require_no_weights(args)
+    stage_folders.require_no_weights(args)
     file = plan_file(args)
     if file is None:
         require_policy_option(args)
@@ -81,11 +81,6 @@ def _stages(args: Namespace) -> int:
         reason = f"{args.target} is a plan for another graph of the model than one step of generation"
         raise UsageError("SK601", reason, "Plan with: splitkit plan MODEL --how decoder --stages N -o FILE.")
     return len(file["parts"])
-
-
-def _require_no_weights(args: Namespace) -> None:
-    if args.weights is not None:
-        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
 
 
 def _spec(model: Any) -> str:
@@ -160,7 +155,7 @@ def _generate(args: Namespace) -> dict[str, Any]:
 def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]:
     """Return the split of this rank or the folder of stages, a record of the model, and what else generation needs."""
     if not stage_folders.is_folder(args.target):
-        _require_no_weights(args)
+        stage_folders.require_no_weights(args)
         work, plan = planned_together(args)
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
     from splitkit.runtime import open_stages

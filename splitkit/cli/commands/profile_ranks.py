@@ -71,9 +71,8 @@ def _profile(args: Namespace) -> dict[str, Any]:
     work, plan = train.planned_together(args)
     split = sk.split(work.gm, with_recompute(plan, args))
     if max(part.replicas for part in plan.parts.values()) > 1:
-        raise PipelineError(
-            "SK801", "parts have replicas, but each stage is profiled on one rank", "Plan without replicas=."
-        )
+        remedy = "Plan without --replicas; in Python, without replicas=."
+        raise PipelineError("SK801", "parts have replicas, but each stage is profiled on one rank", remedy)
     orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
     costs = sk.costs.flops(split.flow.root)  # only the bytes of these stages are used: times are measured
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")

@@ -154,8 +154,7 @@ def _split(args: Namespace) -> tuple[CapturedModel, Any]:
     """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
     if stage_folders.is_folder(args.target):
         return stage_folders.opened(args)
-    if args.weights is not None:
-        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+    stage_folders.require_no_weights(args)
     work, plan = planned_together(args)
     return work, sk.split(work.gm, with_part_flags(plan, args))
 
@@ -248,8 +247,8 @@ def _require_numbers(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> 
     if bad:
         raise PipelineError(
             "SK805",
-            f"the loss of microbatch {bad[0]} in step {step} is nan",
-            f"Run that step from seed {pipe.seed_of(step, bad[0])}, or lower --lr.",
+            f"the loss of microbatch {bad[0]} in step {step}, of seed {pipe.seed_of(step, bad[0])}, is nan",
+            "Lower --lr." if step else "Correct the model or its inputs: no optimizer step has been made yet.",
         )
     return losses
 
