@@ -209,7 +209,7 @@ def _steps(
             times.append(time.perf_counter() - start)
             if args.trace and recorder is None:
                 recorder = StepRecorder(pipe)
-            each = _require_numbers(pipe, losses_of, step)
+            each = _require_numbers(losses_of, step)
             losses.append(float(each.mean()))
             if beside is None:
                 optimizer.step()
@@ -236,7 +236,7 @@ def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...
     return rank_process.rolled_batch(work.example, count, step, work.source.seed)
 
 
-def _require_numbers(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Tensor:
+def _require_numbers(losses: torch.Tensor | None, step: int) -> torch.Tensor:
     """Return the losses of a step, ``[microbatches]``.
 
     Raises:
@@ -247,7 +247,7 @@ def _require_numbers(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> 
     if bad:
         raise PipelineError(
             "SK805",
-            f"the loss of microbatch {bad[0]} in step {step}, of seed {pipe.seed_of(step, bad[0])}, is nan",
+            f"the loss of microbatch {bad[0]} in step {step} is nan",
             "Lower --lr." if step else "Correct the model or its inputs: no optimizer step has been made yet.",
         )
     return losses
