@@ -29,6 +29,7 @@ from splitkit import cli
 from splitkit.cli.commands.train import require_trace_file
 from splitkit.cli.outputs import STDOUT
 from splitkit.cli.part_flags import require_compiler
+from splitkit.errors import UsageError
 from splitkit.testing import models
 
 SIZES = {"layers": 1, "width": 16, "heads": 2, "vocab": 64}
@@ -164,6 +165,41 @@ def test_a_compiler_carried_out():
         words = [sys.executable, "-m", "splitkit", *TRAIN.split(), option, "--json"]
         done = subprocess.run(words, env=os.environ | {"CXX": compiler}, capture_output=True, text=True, check=True)
         assert same(json.loads(done.stdout)["losses"], usual)
+
+
+DIES = """
+def ends(event, arguments):
+    if event == "open" and "step-2" in str(arguments[0]):
+        os._exit(1)
+
+
+if os.environ.get("RANK") == "1" and "DIES" in os.environ:
+    sys.addaudithook(ends)
+"""
+"""Rank 1 ends while it saves step 2."""
+
+
+@pytest.mark.campaign
+def test_a_rank_that_is_gone_while_a_checkpoint_is_saved():
+    Path("my.py").write_text(f"{FACTORY}\nimport os, sys\n{DIES}")
+    command(f"{PLAN} --stages 2 -o plan.json")
+    train = f"{TRAIN.replace('--nproc 1', '--nproc 2').replace('--steps 2', '--steps 3')} --checkpoint saved --every 1"
+
+    def ran(more="", **environment):
+        words = [sys.executable, "-m", "splitkit", *train.split(), *more.split(), "--json"]
+        done = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True)
+        found = json.loads(done.stdout)
+        if "error" in found:
+            raise UsageError(found["error"]["code"], found["error"]["reason"], found["error"]["remedy"])
+        return found
+
+    with refusal(
+        "SK805", "Look at the messages of the other ranks. {...}; continue with resume=True (--resume). Here: {...}"
+    ) as caught:
+        ran(DIES="1")
+    assert "step-1 is complete" in caught.value.remedy
+    found = ran("--resume")
+    assert found["first_step"] == 1 and same(found["losses"], losses("--steps 3")[1:])
 
 
 def test_options_of_staged_steps():
