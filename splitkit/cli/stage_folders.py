@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.cli import source
 from splitkit.cli.common import CapturedModel, Stopwatch, prepare, versions
+from splitkit.cli.part_flags import with_part_flags
 from splitkit.cli.source import Source
 from splitkit.errors import PipelineError, SplitError, UsageError
 from splitkit.testing.models import Example
@@ -84,21 +85,29 @@ def require_no_weights(args: Namespace) -> None:
         raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
 
 
+def require_undecided(args: Namespace) -> None:
+    """Refuse options that a folder of stages has already decided.
+
+    Raises:
+        UsageError: SK601.
+    """
+    for name in _DECIDED:
+        if getattr(args, name, None) is not None:
+            reason = f"--{name.replace('_', '-')} cannot be combined with a folder of stages"
+            raise UsageError("SK601", reason, "Plan and split again with it.")
+
+
 def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
     """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``.
 
     Raises:
-        UsageError: SK601 for options that the folder has already decided.
+        UsageError: SK601 as `require_undecided`.
     """
     from splitkit.runtime import open_stages
 
-    for name in _DECIDED:
-        if getattr(args, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                "SK601", f"{option} cannot be combined with a folder of stages", "Plan and split again with it."
-            )
+    require_undecided(args)
     held = open_stages(args.target, args.weights)
+    held = replace(held, plan=with_part_flags(held.plan, args))
     inputs, named = held.example()
     example = Example(held.module, inputs, named)
     if not args.check or int(os.environ["RANK"]):

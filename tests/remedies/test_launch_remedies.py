@@ -231,6 +231,7 @@ def test_a_program_that_was_exported():
     assert printed("run plan.json --model net.pt2 --check")["check"]["same"]
 
 
+@pytest.mark.campaign
 def test_what_generates(tmp_path):
     command(f"{PLAN} --stages 1 -o forward.json")
     with refusal("SK601", "Plan with: splitkit plan MODEL --how decoder --stages N -o FILE."):
@@ -245,6 +246,8 @@ def test_what_generates(tmp_path):
     printed("split plan.json -o stages")
     models.build("llama", seed=3, **SIZES).model.save_pretrained("checkpoint")
     assert generated(f"stages {ASKED}") and generated(f"stages --weights checkpoint {ASKED}")
+    with refusal("SK601", "Plan and split again with it."):
+        launched(f"generate stages --size layers=2 {ASKED}")
     with refusal("SK601", "Add --nproc N."):
         launched(f"generate {LLAMA} --policy Stages(1) {ASKED}")
     assert generated(f"{LLAMA} --policy Stages(1) --nproc 1 {ASKED}")
@@ -285,3 +288,15 @@ def test_a_loss_that_is_nan():
     Path("my.py").write_text(FACTORY.replace("x.square()", "(1 + x.square()).log()"))
     command(f"{PLAN} --stages 2 -o plan.json")
     assert all(loss == loss for loss in losses())
+
+
+@pytest.mark.campaign
+def test_a_folder_of_stages_on_replicas():
+    """`--dp` is no option that a folder has decided: each replica takes its share of the microbatches."""
+    command(f"{PLAN} --stages 1 -o plan.json")
+    command("split plan.json -o stages")
+    usual = losses()
+    words = "train stages --model my.py:net --nproc 2 --dp 2 --microbatches 2 --steps 2 --check --json"
+    done = subprocess.run([sys.executable, "-m", "splitkit", *words.split()], capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["check"]["same"] and found["replicas"] == [2] and same(found["losses"], usual)

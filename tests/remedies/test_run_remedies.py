@@ -259,6 +259,7 @@ def test_what_a_call_of_the_model_gives():
         assert torch.allclose(found, model(PROMPT, logits_to_keep=1).logits, atol=1e-4)
 
 
+@pytest.mark.campaign
 def test_an_encoder_without_weights(tmp_path):
     model = decoder("t5")
     model.save_pretrained(tmp_path)

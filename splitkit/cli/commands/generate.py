@@ -161,6 +161,7 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
     from splitkit.runtime import open_stages
     from splitkit.runtime.generation.decoder import DecoderChain
 
+    stage_folders.require_undecided(args)
     held = open_stages(args.target, args.weights)
     known = held.manifest.value.get("generation")
     if known is None:
