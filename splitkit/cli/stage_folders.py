@@ -75,37 +75,25 @@ def is_folder(target: str) -> bool:
     return (Path(target) / _MANIFEST).is_file()
 
 
-def require_no_weights(args: Namespace) -> None:
-    """Refuse ``--weights`` for a target that is no folder of stages.
+def require_fitting_options(args: Namespace) -> None:
+    """Refuse options that a folder of stages has already decided, and ``--weights`` for another target.
 
     Raises:
         UsageError: SK601.
     """
-    if args.weights is not None:
-        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
-
-
-def require_undecided(args: Namespace) -> None:
-    """Refuse options that a folder of stages has already decided.
-
-    Raises:
-        UsageError: SK601.
-    """
-    for name in _DECIDED:
-        if getattr(args, name, None) is not None:
-            reason = f"--{name.replace('_', '-')} cannot be combined with a folder of stages"
-            raise UsageError("SK601", reason, "Plan and split again with it.")
+    if not is_folder(args.target):
+        if args.weights is not None:
+            raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+        return
+    if decided := [name for name in _DECIDED if getattr(args, name, None) is not None]:
+        reason = f"--{decided[0].replace('_', '-')} cannot be combined with a folder of stages"
+        raise UsageError("SK601", reason, "Plan and split again with it.")
 
 
 def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
-    """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``.
-
-    Raises:
-        UsageError: SK601 as `require_undecided`.
-    """
+    """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``."""
     from splitkit.runtime import open_stages
 
-    require_undecided(args)
     held = open_stages(args.target, args.weights)
     held = replace(held, plan=with_part_flags(held.plan, args))
     inputs, named = held.example()

@@ -57,6 +57,7 @@ def _stages(args: Namespace) -> int:
         UsageError: SK601 for a plan of something else than a decoder, or without a number of stages.
         FileError: SK50x for a plan or a folder of stages that cannot be read.
     """
+    stage_folders.require_fitting_options(args)
     if stage_folders.is_folder(args.target):
         from splitkit.runtime import open_stages
 
@@ -64,7 +65,6 @@ def _stages(args: Namespace) -> int:
         if args.weights is None:
             _require_no_checkpoint(_spec(held.manifest.value.get("model")), "")
         return len(held.names)
-    stage_folders.require_no_weights(args)
     file = plan_file(args)
     if file is None:
         require_policy_option(args)
@@ -154,14 +154,13 @@ def _generate(args: Namespace) -> dict[str, Any]:
 
 def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]:
     """Return the split of this rank or the folder of stages, a record of the model, and what else generation needs."""
+    stage_folders.require_fitting_options(args)
     if not stage_folders.is_folder(args.target):
-        stage_folders.require_no_weights(args)
         work, plan = planned_together(args)
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
     from splitkit.runtime import open_stages
     from splitkit.runtime.generation.decoder import DecoderChain
 
-    stage_folders.require_undecided(args)
     held = open_stages(args.target, args.weights)
     known = held.manifest.value.get("generation")
     if known is None:

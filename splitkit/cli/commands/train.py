@@ -152,9 +152,9 @@ def _train(args: Namespace) -> dict[str, Any]:
 
 def _split(args: Namespace) -> tuple[CapturedModel, Any]:
     """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
+    stage_folders.require_fitting_options(args)
     if stage_folders.is_folder(args.target):
         return stage_folders.opened(args)
-    stage_folders.require_no_weights(args)
     work, plan = planned_together(args)
     return work, sk.split(work.gm, with_part_flags(plan, args))
 
