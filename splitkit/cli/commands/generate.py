@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -105,20 +104,7 @@ def _weights(args: Namespace, model: Any) -> str | None:
 
 
 def _rank(args: Namespace) -> Outcome:
-    import torch
-    import torch.distributed as dist
-
-    from splitkit.runtime.ranks.rank_device import backend_of_rank
-
-    # torch's default is all cores in every process, and the ranks share them
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank_process.join(backend_of_rank(int(os.environ.get("LOCAL_RANK", "0"))), args.timeout)
-    try:
-        data = _generate(args)
-    finally:
-        # after an error it would wait for the other ranks
-        if sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    data = rank_process.in_group(lambda: _generate(args), args.timeout)
     return Outcome(data, _text(data), quiet=data["rank"] != 0)
 
 

@@ -46,16 +46,7 @@ def run(args: Namespace) -> Outcome:
 
 
 def _rank(args: Namespace) -> Outcome:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank_process.join("gloo", _PATIENCE)
-    try:
-        data = _profile(args)
-    finally:
-        if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
-            dist.destroy_process_group()
+    data = rank_process.in_group(lambda: _profile(args), _PATIENCE, "gloo")
     traces, is_first = data.pop("traces"), data["rank"] == 0
     return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
 

@@ -81,19 +81,7 @@ def words_for_ranks() -> list[str]:
 
 
 def _rank(args: Namespace) -> Outcome:
-    import torch
-    import torch.distributed as dist
-
-    from splitkit.runtime.ranks.rank_device import backend_of_rank
-
-    # torch's default is all cores in every process, and the ranks share them
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank_process.join(backend_of_rank(int(os.environ.get("LOCAL_RANK", "0"))), args.timeout)
-    try:
-        data = _train(args)
-    finally:
-        if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
-            dist.destroy_process_group()
+    data = rank_process.in_group(lambda: _train(args), args.timeout)
     different = args.check and not data["check"]["same"]
     trace, is_first = data.pop("measured"), data["rank"] == 0
     written = {args.trace: trace.to_chrome_trace()} if trace and is_first else {}

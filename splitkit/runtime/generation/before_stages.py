@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from splitkit.errors import PipelineError, listed, nearest
+from splitkit.errors import listed, nearest
 from splitkit.language_model import given_to_language_model
 from splitkit.runtime.devices.accelerators import current
-from splitkit.runtime.generation.generation_request import Request, is_array, unfit
+from splitkit.runtime.generation.generation_request import Request, is_array, not_on_ranks, unfit
 from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import padded_left
 
@@ -194,7 +194,7 @@ class BehindEmbeddings(BeforeStages):
         """Return the embeddings, ``[sequences, query, hidden]``.
 
         Raises:
-            PipelineError: SK802 if the language model also reads something that stages cannot make.
+            PipelineError: SK801 if the language model also reads something that stages cannot make.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         with current(self._device):
@@ -203,10 +203,10 @@ class BehindEmbeddings(BeforeStages):
         for name, known in {"attention_mask": mask, "position_ids": positions}.items():
             value = given.get(name)
             if value is not None and not (isinstance(value, torch.Tensor) and torch.equal(value, known)):
-                raise _alone(f"{name} of its own")
+                raise not_on_ranks(f"the language model reads {name} of its own", name)
         for name, value in given.items():
             if name not in (*_GIVEN, *_LEFT_OUT) and value is not None and value is not False:
-                raise _alone(name)
+                raise not_on_ranks(f"the language model reads {name}", name)
         found: torch.Tensor = given["inputs_embeds"]
         return found
 
@@ -227,11 +227,3 @@ def _tensor(name: str, value: Any, device: torch.device) -> Any:
         return torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
         raise unfit(f"{name} is no tensor: {error}", "Give a tensor, or nested lists of equal lengths.") from error
-
-
-def _alone(what: str) -> PipelineError:
-    return PipelineError(
-        "SK801",
-        f"the language model reads {what}, which stages on ranks cannot make",
-        "Generate in one process: sk.generator(model, split, devices).",
-    )

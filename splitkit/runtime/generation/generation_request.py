@@ -252,6 +252,12 @@ def _row(tokens: Any) -> tuple[int, ...]:
     return tuple(int(token) for token in tokens)
 
 
+def not_on_ranks(reason: str, *names: str) -> PipelineError:
+    """Return the error of an input that ranks cannot make from a prompt: SK801."""
+    remedy = "Generate in one process: sk.generator(model, split, devices)."
+    return PipelineError("SK801", f"{reason}, which ranks cannot make from a prompt", remedy, names)
+
+
 def unfit(reason: str, remedy: str) -> PipelineError:
     """Return the error of an input of generation that cannot be used: SK802."""
     return PipelineError("SK802", reason, remedy)
