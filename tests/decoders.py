@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,3 +125,14 @@ def empty_cache(gm: fx.GraphModule, sequences: int) -> Any:
         shapes = [(sequences, int(x.shape[1]), 0, int(x.shape[3])) for x in (keys, values)]
         made.update(*(torch.zeros(shape) for shape in shapes), layer)
     return made
+
+
+def tokenizer(folder: Path, tokens: int) -> str:
+    """Write a tokenizer whose words are the ids of its tokens, and return its folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made: Any = Tokenizer(models.WordLevel({f"w{i}": i for i in range(tokens)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0").save_pretrained(folder / "words")
+    return str(folder / "words")

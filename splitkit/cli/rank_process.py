@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from splitkit.testing.models import Example
 
+T = TypeVar("T")
 LAUNCHER = "SPLITKIT_LAUNCHER_PIPE"
 """The environment variable with the file descriptor of a pipe that the launcher holds open for as long as it lives."""
 
@@ -36,7 +38,28 @@ def _wait_for_end(descriptor: int) -> None:
     (os.killpg if is_leader else os.kill)(os.getpid(), signal.SIGKILL)
 
 
-def join(backend: str, seconds: float) -> None:
+def in_group(work: Callable[[], T], seconds: float, backend: str | None = None) -> T:
+    """Join the process group that the environment names, do the work of this rank, and leave the group.
+
+    Args:
+        work: what the rank does.
+        seconds: how long the ranks wait for each other.
+        backend: torch's backend; by default that of the rank's accelerator.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from splitkit.runtime.ranks.rank_device import backend_of_rank
+
+    # torch's default is all cores in every process, and the ranks share them
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _join(backend or backend_of_rank(int(os.environ.get("LOCAL_RANK", "0"))), seconds)
+    found = work()
+    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
+    return found
+
+
+def _join(backend: str, seconds: float) -> None:
     """Join the default process group that the environment names.
 
     Where torchrun restarts its workers (``--max-restarts``), they meet at the same store as those before, and would

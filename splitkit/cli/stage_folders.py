@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.cli import source
 from splitkit.cli.common import CapturedModel, Stopwatch, prepare, versions
+from splitkit.cli.part_flags import with_part_flags
 from splitkit.cli.source import Source
 from splitkit.errors import PipelineError, SplitError, UsageError
 from splitkit.testing.models import Example
@@ -74,21 +75,27 @@ def is_folder(target: str) -> bool:
     return (Path(target) / _MANIFEST).is_file()
 
 
-def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
-    """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``.
+def require_fitting_options(args: Namespace) -> None:
+    """Refuse options that a folder of stages has already decided, and ``--weights`` for another target.
 
     Raises:
-        UsageError: SK601 for options that the folder has already decided.
+        UsageError: SK601.
     """
+    if not is_folder(args.target):
+        if args.weights is not None:
+            raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+        return
+    if decided := [name for name in _DECIDED if getattr(args, name, None) is not None]:
+        reason = f"--{decided[0].replace('_', '-')} cannot be combined with a folder of stages"
+        raise UsageError("SK601", reason, "Plan and split again with it.")
+
+
+def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
+    """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``."""
     from splitkit.runtime import open_stages
 
-    for name in _DECIDED:
-        if getattr(args, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                "SK601", f"{option} cannot be combined with a folder of stages", "Plan and split again with it."
-            )
     held = open_stages(args.target, args.weights)
+    held = replace(held, plan=with_part_flags(held.plan, args))
     inputs, named = held.example()
     example = Example(held.module, inputs, named)
     if not args.check or int(os.environ["RANK"]):

@@ -146,7 +146,7 @@ def _at_modules(form: ExportFormat, sequence: LayerSequence, starts: Sequence[tu
                 "Name a module that runs once, and whose first op is the first of a module.",
             )
         if not 0 < at < len(sequence.layers):
-            raise _misfit(form, f"a cut at {name} leaves a stage empty", "Name a module in the middle.")
+            raise _misfit(form, f"a cut at {name} leaves a stage without layers", "Name a module in the middle.")
         cuts.append(at)
     if len({*cuts}) < len(cuts):
         raise _misfit(form, "two cuts are at the same place", "Name one module for each cut.")

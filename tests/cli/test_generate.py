@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoders import tokenizer
 from launch import command
 
 from splitkit.testing import models
@@ -41,7 +42,7 @@ def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, ca
     assert call("split", plan, "-o", stages)[0] == 0
     words = [
         "--tokenizer",
-        tokenizer(tmp_path),
+        tokenizer(tmp_path, SIZES["vocab"]),
         "--prompt",
         "w5 w6 w7",
         "--prompt-ids",
@@ -68,17 +69,6 @@ def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, ca
         ]
         assert data["weights"] is None
         assert [rank["rank"] for rank in data["ranks"]] == [0, 1] and all(rank["weights"] for rank in data["ranks"])
-
-
-def tokenizer(folder):
-    """Write a tokenizer whose words are the ids of its tokens, and return its folder."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SIZES["vocab"])}, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0").save_pretrained(folder / "words")
-    return str(folder / "words")
 
 
 @pytest.mark.campaign

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from campaigns import these_first
@@ -295,8 +294,6 @@ def test_a_loss_that_is_no_number_is_said_with_its_microbatch():
     from splitkit.cli.commands.train import _require_numbers
     from splitkit.errors import PipelineError
 
-    pipe = SimpleNamespace(seed_of=lambda step, number: 100 * step + number)
-    assert _require_numbers(pipe, torch.tensor([1.0, 2.0, 6.0]), 4).tolist() == [1.0, 2.0, 6.0]
-    with pytest.raises(PipelineError, match="SK805: the loss of microbatch 1 in step 4 is nan") as error:
-        _require_numbers(pipe, torch.tensor([1.0, float("nan"), 6.0]), 4)
-    assert "seed 401" in error.value.remedy
+    assert _require_numbers(torch.tensor([1.0, 2.0, 6.0]), 4).tolist() == [1.0, 2.0, 6.0]
+    with pytest.raises(PipelineError, match="SK805: the loss of microbatch 1 in step 4 is nan"):
+        _require_numbers(torch.tensor([1.0, float("nan"), 6.0]), 4)

@@ -85,7 +85,7 @@ def test_the_form_can_be_named(gm):
         ("x = 3", "torch", "SK524", "no dictionary of split points"),
         ("x = (", "torch", "SK524", "not Python"),
         ("{'layers.7': SplitPoint.BEGINNING}", "torch", "SK525", "runs nowhere"),
-        ("{'lm_head': SplitPoint.END}", "torch", "SK525", "stage empty"),
+        ("{'lm_head': SplitPoint.END}", "torch", "SK525", "without layers"),
         ("{'layers.1': SplitPoint.BEGINNING, 'layers.0': SplitPoint.END}", "torch", "SK525", "same place"),
         ("parts = [0, 5, 3]", "deepspeed", "SK524", "increasing"),
         ("parts = [0, 2, 9]", "deepspeed", "SK525", "9 layers"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import tempfile
 from datetime import timedelta
 
@@ -198,8 +199,12 @@ def loaded_later(rank):
     pipe.step(X, target=T)
 
 
+def folder_of(name):
+    return f"{tempfile.gettempdir()}/{os.environ['SPLITKIT_STORE'].rsplit('/', 2)[1]}{name}"
+
+
 def optimizers(rank):
-    folder, pipe = tempfile.gettempdir() + f"/{os.environ['SPLITKIT_STORE'].rsplit('/', 2)[1]}", made()
+    folder, pipe = folder_of(""), made()
     with refusal("SK804", "Create the same one on every rank."):
         kind = torch.optim.SGD if rank else torch.optim.Adam
         open_checkpoints(folder + "a", pipe, kind(pipe.parameters(), lr=0.1)).save()
@@ -215,6 +220,38 @@ def optimizers(rank):
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     scheduler.step(pipe.step(X, target=T, loss_everywhere=True).loss)
     open_checkpoints(folder + "d", pipe, optimizer, scheduler=scheduler).save()
+
+
+def options_of_optimizers(rank):
+    pipe = made()
+    with refusal(
+        "SK804", "Use the same options on every rank. A parameter group that is to differ needs a name"
+    ) as caught:
+        open_checkpoints(folder_of("e"), pipe, torch.optim.SGD(pipe.parameters(), lr=0.1 + rank))
+    open_checkpoints(folder_of("f"), pipe, torch.optim.SGD(pipe.parameters(), lr=0.1)).save()
+    group = eval(re.search(r"\{.*\}", caught.value.remedy)[0]) if rank else {"params": pipe.parameters()}
+    optimizer = torch.optim.SGD([group], lr=0.1)
+    open_checkpoints(folder_of("g"), pipe, optimizer).save()
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    pipe.step(X, target=T)
+    optimizer.step()
+    for old, new in zip(before, pipe.parameters(), strict=True):
+        assert torch.allclose(new, old - (0.01 if rank else 0.1) * new.grad)
+
+
+def steps_of_optimizers(rank):
+    for each, name in ((1 + rank, "h"), (1, "i")):
+        pipe = made()
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        checkpoints = open_checkpoints(folder_of(name), pipe, optimizer)
+        pipe.step(X, target=T)
+        for _ in range(each):
+            optimizer.step()
+        if name == "i":
+            assert checkpoints.save().exists()
+            continue
+        with refusal("SK804", "Call optimizer.step() on every rank after each step of the pipeline."):
+            checkpoints.save()
 
 
 def joint(rank):
@@ -267,6 +304,8 @@ CASES = (
     graphs,
     loaded_later,
     optimizers,
+    options_of_optimizers,
+    steps_of_optimizers,
     joint,
     serves,
     replicas_of_devices,

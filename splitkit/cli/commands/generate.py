@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -57,6 +56,7 @@ def _stages(args: Namespace) -> int:
         UsageError: SK601 for a plan of something else than a decoder, or without a number of stages.
         FileError: SK50x for a plan or a folder of stages that cannot be read.
     """
+    stage_folders.require_fitting_options(args)
     if stage_folders.is_folder(args.target):
         from splitkit.runtime import open_stages
 
@@ -64,7 +64,6 @@ def _stages(args: Namespace) -> int:
         if args.weights is None:
             _require_no_checkpoint(_spec(held.manifest.value.get("model")), "")
         return len(held.names)
-    _require_no_weights(args)
     file = plan_file(args)
     if file is None:
         require_policy_option(args)
@@ -81,11 +80,6 @@ def _stages(args: Namespace) -> int:
         reason = f"{args.target} is a plan for another graph of the model than one step of generation"
         raise UsageError("SK601", reason, "Plan with: splitkit plan MODEL --how decoder --stages N -o FILE.")
     return len(file["parts"])
-
-
-def _require_no_weights(args: Namespace) -> None:
-    if args.weights is not None:
-        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
 
 
 def _spec(model: Any) -> str:
@@ -110,20 +104,7 @@ def _weights(args: Namespace, model: Any) -> str | None:
 
 
 def _rank(args: Namespace) -> Outcome:
-    import torch
-    import torch.distributed as dist
-
-    from splitkit.runtime.ranks.rank_device import backend_of_rank
-
-    # torch's default is all cores in every process, and the ranks share them
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank_process.join(backend_of_rank(int(os.environ.get("LOCAL_RANK", "0"))), args.timeout)
-    try:
-        data = _generate(args)
-    finally:
-        # after an error it would wait for the other ranks
-        if sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    data = rank_process.in_group(lambda: _generate(args), args.timeout)
     return Outcome(data, _text(data), quiet=data["rank"] != 0)
 
 
@@ -159,8 +140,8 @@ def _generate(args: Namespace) -> dict[str, Any]:
 
 def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]:
     """Return the split of this rank or the folder of stages, a record of the model, and what else generation needs."""
+    stage_folders.require_fitting_options(args)
     if not stage_folders.is_folder(args.target):
-        _require_no_weights(args)
         work, plan = planned_together(args)
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
     from splitkit.runtime import open_stages

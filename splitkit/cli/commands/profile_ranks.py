@@ -46,16 +46,7 @@ def run(args: Namespace) -> Outcome:
 
 
 def _rank(args: Namespace) -> Outcome:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank_process.join("gloo", _PATIENCE)
-    try:
-        data = _profile(args)
-    finally:
-        if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
-            dist.destroy_process_group()
+    data = rank_process.in_group(lambda: _profile(args), _PATIENCE, "gloo")
     traces, is_first = data.pop("traces"), data["rank"] == 0
     return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
 
@@ -71,9 +62,8 @@ def _profile(args: Namespace) -> dict[str, Any]:
     work, plan = train.planned_together(args)
     split = sk.split(work.gm, with_recompute(plan, args))
     if max(part.replicas for part in plan.parts.values()) > 1:
-        raise PipelineError(
-            "SK801", "parts have replicas, but each stage is profiled on one rank", "Plan without replicas=."
-        )
+        remedy = "Plan without --replicas; in Python, without replicas=."
+        raise PipelineError("SK801", "parts have replicas, but each stage is profiled on one rank", remedy)
     orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
     costs = sk.costs.flops(split.flow.root)  # only the bytes of these stages are used: times are measured
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")

@@ -81,19 +81,7 @@ def words_for_ranks() -> list[str]:
 
 
 def _rank(args: Namespace) -> Outcome:
-    import torch
-    import torch.distributed as dist
-
-    from splitkit.runtime.ranks.rank_device import backend_of_rank
-
-    # torch's default is all cores in every process, and the ranks share them
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    rank_process.join(backend_of_rank(int(os.environ.get("LOCAL_RANK", "0"))), args.timeout)
-    try:
-        data = _train(args)
-    finally:
-        if sys.exc_info()[0] is None:  # after an error it would wait for the other ranks
-            dist.destroy_process_group()
+    data = rank_process.in_group(lambda: _train(args), args.timeout)
     different = args.check and not data["check"]["same"]
     trace, is_first = data.pop("measured"), data["rank"] == 0
     written = {args.trace: trace.to_chrome_trace()} if trace and is_first else {}
@@ -152,10 +140,9 @@ def _train(args: Namespace) -> dict[str, Any]:
 
 def _split(args: Namespace) -> tuple[CapturedModel, Any]:
     """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
+    stage_folders.require_fitting_options(args)
     if stage_folders.is_folder(args.target):
         return stage_folders.opened(args)
-    if args.weights is not None:
-        raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
     work, plan = planned_together(args)
     return work, sk.split(work.gm, with_part_flags(plan, args))
 
@@ -210,7 +197,7 @@ def _steps(
             times.append(time.perf_counter() - start)
             if args.trace and recorder is None:
                 recorder = StepRecorder(pipe)
-            each = _require_numbers(pipe, losses_of, step)
+            each = _require_numbers(losses_of, step)
             losses.append(float(each.mean()))
             if beside is None:
                 optimizer.step()
@@ -237,7 +224,7 @@ def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...
     return rank_process.rolled_batch(work.example, count, step, work.source.seed)
 
 
-def _require_numbers(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> torch.Tensor:
+def _require_numbers(losses: torch.Tensor | None, step: int) -> torch.Tensor:
     """Return the losses of a step, ``[microbatches]``.
 
     Raises:
@@ -249,7 +236,7 @@ def _require_numbers(pipe: Pipeline, losses: torch.Tensor | None, step: int) -> 
         raise PipelineError(
             "SK805",
             f"the loss of microbatch {bad[0]} in step {step} is nan",
-            f"Run that step from seed {pipe.seed_of(step, bad[0])}, or lower --lr.",
+            "Lower --lr." if step else "Correct the model or its inputs: no optimizer step has been made yet.",
         )
     return losses
 

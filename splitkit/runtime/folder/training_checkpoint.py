@@ -425,5 +425,6 @@ class CheckpointFolder:
             raise PipelineError(
                 "SK805",
                 f"another rank is gone, or does not answer, while this one {doing}",
-                f"Look at the messages of the other ranks. {left}; continue with --resume. Here: {cause_of(error)}",
+                f"Look at the messages of the other ranks. {left}; continue with resume=True (--resume). "
+                f"Here: {cause_of(error)}",
             ) from error

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from splitkit.errors import PipelineError, listed, nearest
+from splitkit.errors import listed, nearest
 from splitkit.language_model import given_to_language_model
 from splitkit.runtime.devices.accelerators import current
-from splitkit.runtime.generation.generation_request import Request, is_array
+from splitkit.runtime.generation.generation_request import Request, is_array, not_on_ranks, unfit
 from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.generation.sampling import padded_left
 
@@ -58,7 +58,7 @@ class BeforeStages:
         self._require_prompts(request)
         self._require_known(request)
         if request.decoder_input_ids is not None:
-            raise _bad("the model has no encoder, and decoder_input_ids are given", "Give input_ids.")
+            raise unfit("the model has no encoder, and decoder_input_ids are given", "Give input_ids.")
         return request
 
     def encoded_positions(self, request: Request) -> int:
@@ -78,7 +78,7 @@ class BeforeStages:
 
     def _require_prompts(self, request: Request) -> None:
         if not request.prompts:
-            raise _bad("a request has no prompt", "Give input_ids.")
+            raise unfit("a request has no prompt", "Give input_ids.")
 
     def _require_known(self, request: Request) -> None:
         for name in request.inputs:
@@ -86,7 +86,7 @@ class BeforeStages:
                 remedy = f"It reads {listed(sorted(self._names), 8)}." if self._names else "It reads input_ids."
                 if name == "attention_mask":
                     remedy = "Give prompts without padding: input_ids=[[5, 6, 7], [8, 9]]."
-                raise _bad(f"the model reads no further input {name!r}", nearest(name, self._names, remedy))
+                raise unfit(f"the model reads no further input {name!r}", nearest(name, self._names, remedy))
 
     def _given(self, request: Request) -> dict[str, Any]:
         return {name: _tensor(name, value, self._device) for name, value in request.inputs.items()}
@@ -109,17 +109,17 @@ class BehindEncoder(BeforeStages):
             self._require_prompts(request)
             most, longest = getattr(self._config, "max_position_embeddings", None), max(map(len, request.prompts))
             if most is not None and longest > most:
-                raise _bad(f"a prompt has {longest} tokens, and the encoder {most} positions", "Shorten the prompt.")
+                raise unfit(f"a prompt has {longest} tokens, and the encoder {most} positions", "Shorten the prompt.")
             start = self._start(request, len(request.prompts))
             return replace(request, inputs=self._given(request), decoder_input_ids=start)
         if request.prompts:
             remedy = "Leave input_ids out; tokens with which the decoder starts are decoder_input_ids."
-            raise _bad(f"the encoder reads {self._main}, and no tokens", remedy)
+            raise unfit(f"the encoder reads {self._main}, and no tokens", remedy)
         if self._main not in request.inputs:
-            raise _bad(f"the request has no {self._main}", f"Give {self._main}, as the processor makes them.")
+            raise unfit(f"the request has no {self._main}", f"Give {self._main}, as the processor makes them.")
         given = self._given(request)
         if not given[self._main].ndim or not len(given[self._main]):
-            raise _bad(f"{self._main} is {list(given[self._main].shape)}", "Give one for each sequence.")
+            raise unfit(f"{self._main} is {list(given[self._main].shape)}", "Give one for each sequence.")
         start = self._start(request, len(given[self._main]))
         return replace(request, inputs=given, decoder_input_ids=start)
 
@@ -152,12 +152,12 @@ class BehindEncoder(BeforeStages):
         if rows is None:
             if not first:
                 remedy = "Give decoder_input_ids; for Whisper those of the language, the task and text without times."
-                raise _bad("the model does not say with which tokens its decoder starts", remedy)
+                raise unfit("the model does not say with which tokens its decoder starts", remedy)
             return (first,) * sequences
         rows = rows * sequences if len(rows) == 1 else rows
         if len(rows) != sequences or len({*map(len, rows)}) > 1:
             reason = f"decoder_input_ids are {len(rows)} rows of {sorted({*map(len, rows)})} tokens"
-            raise _bad(f"{reason}, for {sequences} sequences", "Give equally many tokens for each sequence.")
+            raise unfit(f"{reason}, for {sequences} sequences", "Give equally many tokens for each sequence.")
         if first and not self._as_given and all(row[0] != first[0] for row in rows):
             return tuple((*first, *row) for row in rows)
         return rows
@@ -176,7 +176,7 @@ class BehindEmbeddings(BeforeStages):
         super().checked(request)
         if not request.inputs and any(self._placeholder in prompt for prompt in request.prompts):
             reason = f"a prompt has the token {self._placeholder}, in whose place an image is read, and there is none"
-            raise _bad(reason, "Give the images, such as pixel_values.")
+            raise unfit(reason, "Give the images, such as pixel_values.")
         return replace(request, inputs=self._given(request))
 
     def first(self, request: Request) -> FirstInputs:
@@ -194,7 +194,7 @@ class BehindEmbeddings(BeforeStages):
         """Return the embeddings, ``[sequences, query, hidden]``.
 
         Raises:
-            PipelineError: SK802 if the language model also reads something that stages cannot make.
+            PipelineError: SK801 if the language model also reads something that stages cannot make.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         with current(self._device):
@@ -203,10 +203,10 @@ class BehindEmbeddings(BeforeStages):
         for name, known in {"attention_mask": mask, "position_ids": positions}.items():
             value = given.get(name)
             if value is not None and not (isinstance(value, torch.Tensor) and torch.equal(value, known)):
-                raise _alone(f"{name} of its own")
+                raise not_on_ranks(f"the language model reads {name} of its own", name)
         for name, value in given.items():
             if name not in (*_GIVEN, *_LEFT_OUT) and value is not None and value is not False:
-                raise _alone(name)
+                raise not_on_ranks(f"the language model reads {name}", name)
         found: torch.Tensor = given["inputs_embeds"]
         return found
 
@@ -226,16 +226,4 @@ def _tensor(name: str, value: Any, device: torch.device) -> Any:
     try:
         return torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _bad(f"{name} is no tensor: {error}", "Give a tensor, or nested lists of equal lengths.") from error
-
-
-def _alone(what: str) -> PipelineError:
-    return PipelineError(
-        "SK801",
-        f"the language model reads {what}, which stages on ranks cannot make",
-        "Generate in one process: sk.generator(model, split, devices).",
-    )
-
-
-def _bad(reason: str, remedy: str) -> PipelineError:
-    return PipelineError("SK802", reason, remedy)
+        raise unfit(f"{name} is no tensor: {error}", "Give a tensor, or nested lists of equal lengths.") from error

@@ -15,7 +15,7 @@ from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ARGUMENTS
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.generation.encoder_caches import StageEncoderCaches
-from splitkit.runtime.generation.generation_request import Request
+from splitkit.runtime.generation.generation_request import Request, not_on_ranks
 from splitkit.runtime.generation.ring import BorderType, RingBorder
 from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain
@@ -122,12 +122,7 @@ class DecoderChain:
                     # masks and positions of ranks are [sequences, positions]
                     name not in known or (name in (inputs.mask, inputs.positions) and like.dim() != 2)
                 ):
-                    raise PipelineError(
-                        "SK801",
-                        f"stage {stage} reads the input {name}, which ranks cannot make from a prompt",
-                        "Generate in one process: sk.generator(model, split, devices).",
-                        [name],
-                    )
+                    raise not_on_ranks(f"stage {stage} reads the input {name}", name)
 
     def _refuse_border(self, name: str, stage: int, other: int) -> None:
         does = "reads" if name in self.constant else "writes"

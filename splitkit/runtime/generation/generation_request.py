@@ -106,14 +106,14 @@ class Request:
                 remedy = "Leave it out, or generate with the unsplit model."
                 if name == "num_beams":
                     remedy = "Generate in one process: splitkit.generator."
-                raise _bad(f"{name} is {shown(value)}: {_REFUSED[name]}", remedy)
+                raise unfit(f"{name} is {shown(value)}: {_REFUSED[name]}", remedy)
             if name not in known and name not in _REFUSED and not is_array(value):
-                raise _bad(f"a request has no field {name!r}", nearest(name, known, f"Fields: {', '.join(known)}."))
+                raise unfit(f"a request has no field {name!r}", nearest(name, known, f"Fields: {', '.join(known)}."))
         further = {name: value for name, value in given.items() if name not in known and name not in _REFUSED}
         given = {name: value for name, value in given.items() if name in known}
         given["inputs"] = {**_mapping(given.get("inputs")), **further}
         if not (given["inputs"] or "prompts" in given or given.get("decoder_input_ids") is not None):
-            raise _bad("a request has no prompt", "Give input_ids, or a prompt and a tokenizer.")
+            raise unfit("a request has no prompt", "Give input_ids, or a prompt and a tokenizer.")
         for name in ("prompts", "decoder_input_ids"):
             if given.get(name) is not None:
                 given[name] = _sequences(given[name])
@@ -178,7 +178,7 @@ class RequestLimits:
         for row, prompt in enumerate((*request.prompts, *(request.decoder_input_ids or ()))):
             wrong = next((token for token in prompt if not 0 <= token < self.vocabulary), None)
             if wrong is not None:
-                raise _bad(
+                raise unfit(
                     f"prompt {row % len(request.decoded)} has the token {wrong}, and the model knows tokens from 0 to "
                     f"{self.vocabulary - 1}",
                     "Use the tokenizer of this model.",
@@ -187,14 +187,14 @@ class RequestLimits:
             remedy, room = "Shorten the prompt.", self.positions - request.longest
             if room > 0:
                 remedy = f"Shorten the prompt, or ask for at most {room} new tokens."
-            raise _bad(
+            raise unfit(
                 f"{request.longest} tokens and {request.max_new_tokens} new ones are {request.positions} positions, "
                 f"and the model has {self.positions}",
                 remedy,
             )
         wanted = request.cache_tokens + encoded * len(request.decoded)
         if self.cache_tokens is not None and wanted > self.cache_tokens:
-            raise _bad(
+            raise unfit(
                 f"the cache would come to {wanted} tokens, and there is memory for {self.cache_tokens}",
                 "Ask for fewer new tokens, or for fewer sequences at once.",
             )
@@ -202,12 +202,12 @@ class RequestLimits:
 
 def _require_values(request: Request) -> None:
     if not all(request.prompts) or not all(request.decoder_input_ids or ()):
-        raise _bad("the prompt is empty", "Give at least one token, for example the one that begins a text.")
+        raise unfit("the prompt is empty", "Give at least one token, for example the one that begins a text.")
     for name, least in {"max_new_tokens": 1, "top_k": 0, "no_repeat_ngram_size": 0, "seed": 0}.items():
         if not is_whole(value := getattr(request, name), least):
-            raise _bad(f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
+            raise unfit(f"{name} is {shown(value)}", f"Give a whole number of at least {least}.")
         if value > _LARGEST:
-            raise _bad(f"{name} is {shown(value)}", f"Give at most {_LARGEST}.")
+            raise unfit(f"{name} is {shown(value)}", f"Give at most {_LARGEST}.")
     for name, (above, most) in {
         "temperature": (0.0, math.inf),
         "top_p": (0.0, 1.0),
@@ -216,11 +216,11 @@ def _require_values(request: Request) -> None:
         value = getattr(request, name)
         if not is_number(value) or not above < value <= most or math.isinf(value):
             finite, to = ("finite ", "") if math.isinf(most) else ("", f" and at most {most:g}")
-            raise _bad(f"{name} is {shown(value)}", f"Give a {finite}number above {above:g}{to}.")
+            raise unfit(f"{name} is {shown(value)}", f"Give a {finite}number above {above:g}{to}.")
     if not is_number(request.min_p) or not 0 <= request.min_p <= 1:
-        raise _bad(f"min_p is {shown(request.min_p)}", "Give a number from 0 to 1.")
+        raise unfit(f"min_p is {shown(request.min_p)}", "Give a number from 0 to 1.")
     if not isinstance(request.do_sample, bool):
-        raise _bad(f"do_sample is {shown(request.do_sample)}", "Give true or false.")
+        raise unfit(f"do_sample is {shown(request.do_sample)}", "Give true or false.")
 
 
 def is_array(value: Any) -> bool:
@@ -230,14 +230,14 @@ def is_array(value: Any) -> bool:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, Mapping):
-        raise _bad(f"inputs is {shown(value)}", 'Give names and tensors: {"pixel_values": ...}.')
+        raise unfit(f"inputs is {shown(value)}", 'Give names and tensors: {"pixel_values": ...}.')
     return value or {}
 
 
 def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise _bad(f"the prompts are {shown(value)}", "Give token ids: [5, 6, 7], or [[5, 6, 7], [8, 9]].")
+        raise unfit(f"the prompts are {shown(value)}", "Give token ids: [5, 6, 7], or [[5, 6, 7], [8, 9]].")
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in value]
     several = rows and all(isinstance(row, Sequence) and not isinstance(row, str | bytes) for row in rows)
     return tuple(_row(row) for row in rows) if several else (_row(rows),)
@@ -245,12 +245,19 @@ def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
 
 def _row(tokens: Any) -> tuple[int, ...]:
     if not isinstance(tokens, Iterable):
-        raise _bad(f"{shown(tokens)} is not a list of token ids", "Give whole numbers: [5, 6, 7].")
+        raise unfit(f"{shown(tokens)} is not a list of token ids", "Give whole numbers: [5, 6, 7].")
     wrong = [token for token in tokens if not is_whole(token, -_LARGEST) or token > _LARGEST]
     if wrong:
-        raise _bad(f"{shown(wrong[0])} is not a token id", "Give whole numbers.")
+        raise unfit(f"{shown(wrong[0])} is not a token id", "Give whole numbers.")
     return tuple(int(token) for token in tokens)
 
 
-def _bad(reason: str, remedy: str) -> PipelineError:
+def not_on_ranks(reason: str, *names: str) -> PipelineError:
+    """Return the error of an input that ranks cannot make from a prompt: SK801."""
+    remedy = "Generate in one process: sk.generator(model, split, devices)."
+    return PipelineError("SK801", f"{reason}, which ranks cannot make from a prompt", remedy, names)
+
+
+def unfit(reason: str, remedy: str) -> PipelineError:
+    """Return the error of an input of generation that cannot be used: SK802."""
     return PipelineError("SK802", reason, remedy)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from splitkit.errors import PipelineError
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
+from splitkit.runtime.generation.generation_request import unfit
 from splitkit.runtime.generation.kept_caches import KeptCache
 
 _OWN = re.compile(
@@ -61,7 +61,7 @@ def require_plain(cache: Any) -> None:
     for inner in _caches_in(cache).values():
         offloads = " that offloads" if getattr(inner, "offloading", False) else ""
         if type(inner).__name__ != "DynamicCache" or offloads:
-            raise _bad(
+            raise unfit(
                 f"the cache is a {type(inner).__name__}{offloads}, which the graph cannot keep on its devices",
                 "Generate without cache_implementation, or give a DynamicCache.",
             )
@@ -169,10 +169,10 @@ def _require_layers(cache: Any, places: Sequence[_Place], sequences: int) -> Non
     wanted += [_class_of(set())] * (len(layers) - len(wanted))
     if [type(layer) for layer in layers] != wanted:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise _bad(f"the cache has {len(layers)} layers of {kinds}", "Give the cache that an earlier call returned.")
+        raise unfit(f"the cache has {len(layers)} layers of {kinds}", "Give the cache that an earlier call returned.")
     count = next(tensor.shape[0] for place in places if (tensor := place.tensor_in(layers[place.layer])) is not None)
     if count != sequences:
-        raise _bad(f"there are {sequences} sequences, and the cache has {count}", "Give as many.")
+        raise unfit(f"there are {sequences} sequences, and the cache has {count}", "Give as many.")
 
 
 def _place(kept: KeptCache) -> _Place:
@@ -181,8 +181,4 @@ def _place(kept: KeptCache) -> _Place:
     # where transformers' own registration of the class came first
     if found := _TRANSFORMERS.search(kept.given):
         return _Place("", int(found[2]), f"{found[1]}s")
-    raise _bad(f"the cache {kept.given} is not keys, values or a state of a layer", "Capture with sk.capture_decoder.")
-
-
-def _bad(reason: str, remedy: str) -> PipelineError:
-    return PipelineError("SK802", reason, remedy)
+    raise unfit(f"the cache {kept.given} is not keys, values or a state of a layer", "Capture with sk.capture_decoder.")

@@ -16,6 +16,7 @@ from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
 from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
 from splitkit.runtime.generation.encoder_caches import EncoderCaches
+from splitkit.runtime.generation.generation_request import unfit
 from splitkit.runtime.generation.model_caches import cached_positions, put_into, require_plain, taken_from
 
 _PASSED_ON = ("past_key_values", "use_cache", "logits_to_keep")
@@ -125,24 +126,24 @@ class ModelStep:
             if not isinstance(found, torch.Tensor) or found.ndim != like.ndim:
                 has = f"is {list(found.shape)}" if isinstance(found, torch.Tensor) else "is missing"
                 reason = f"{name} {has}, and the graph reads {like.ndim} dimensions"
-                raise _bad(reason, "Give what generate gives the model.")
+                raise unfit(reason, "Give what generate gives the model.")
 
     def _require_known(self, given: Mapping[str, Any]) -> None:
         """Refuse arguments that the graph has no input for, and what it does not compute."""
         ids = given.get(self._tokens)
         if not isinstance(ids, torch.Tensor) or ids.ndim != (3 if self._embedded else 2) or not ids.numel():
-            raise _bad(f"there are no {self._tokens}", "Give what the graph was captured with.")
+            raise unfit(f"there are no {self._tokens}", "Give what the graph was captured with.")
         if self._encoder and given.get("encoder_outputs") is None:
-            raise _bad("there are no encoder_outputs", "Give those of model.get_encoder(), as generate does.")
+            raise unfit("there are no encoder_outputs", "Give those of model.get_encoder(), as generate does.")
         for name, value in _leaves({name: x for name, x in given.items() if name not in _READ_HERE}):
             if name not in self._taken and value is not None and value is not False:
-                raise _bad(f"the graph has no input {name}", f"Call it without {name}; it was captured without.")
+                raise unfit(f"the graph has no input {name}", f"Call it without {name}; it was captured without.")
         if given.get("return_dict") is False:
-            raise _bad("return_dict is False", "Read logits and past_key_values by name.")
+            raise unfit("return_dict is False", "Read logits and past_key_values by name.")
         keep = given.get("logits_to_keep", 0)
         if "logits_to_keep" in self.decoder.inputs and ids.shape[1] > 1 and keep != 1:
             wanted = "all" if isinstance(keep, int) and not keep else str(keep)
-            raise _bad(
+            raise unfit(
                 f"the graph computes the logits of the last token, not {wanted}",
                 "Call it with logits_to_keep=1, as generate does; assisted decoding needs more than it has.",
             )
@@ -175,7 +176,7 @@ def _mask(name: str, mask: torch.Tensor | None, ids: torch.Tensor, past: int) ->
         return _ones(ids, sequences, past + query)
     if not isinstance(mask, torch.Tensor) or mask.shape != (sequences, past + query):
         found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-        raise _bad(
+        raise unfit(
             f"{name} is {found}, for {sequences} sequences of {past} cached and {query} new tokens",
             f"Give one of {[sequences, past + query]}.",
         )
@@ -190,7 +191,3 @@ def _no_features(like: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
 
 def _ones(like: torch.Tensor, *sizes: int) -> torch.Tensor:
     return torch.ones(sizes, dtype=torch.long, device=like.device)
-
-
-def _bad(reason: str, remedy: str) -> PipelineError:
-    return PipelineError("SK802", reason, remedy)

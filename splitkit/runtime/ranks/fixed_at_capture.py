@@ -19,6 +19,20 @@ def autocasts_of(parts: Sequence[fx.GraphModule]) -> frozenset[tuple[str, torch.
     return frozenset(entered)
 
 
+def require_gradients() -> None:
+    """Refuse a step where gradients are off.
+
+    Raises:
+        PipelineError: SK802.
+    """
+    if not torch.is_grad_enabled():
+        raise PipelineError(
+            "SK802",
+            "gradients are off, and a step runs backward",
+            "Call step outside torch.no_grad() and torch.inference_mode(); forward alone is Pipeline.infer.",
+        )
+
+
 class FixedAtCapture:
     """The modes of the parts of a rank, and which of its parameters train, when the pipeline was made."""
 

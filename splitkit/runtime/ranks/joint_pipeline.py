@@ -25,6 +25,7 @@ from splitkit.plans.plan_file import fingerprint
 from splitkit.runtime.ranks.batch_dims import BatchDims, division
 from splitkit.runtime.ranks.digests import digest_of_tensors
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
+from splitkit.runtime.ranks.fixed_at_capture import require_gradients
 from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
 from splitkit.runtime.ranks.host_queue import HostQueue
 from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
@@ -249,8 +250,9 @@ class JointPipeline:
         """Return a call for the other ranks to compare; the inputs of each microbatch by placeholder, and the shares.
 
         Raises:
-            PipelineError: SK802 for inputs that do not fit.
+            PipelineError: SK802 for inputs that do not fit, and where gradients are off.
         """
+        require_gradients()
         signature, count = self._joint.signature, self.microbatches
         leaves = signature.leaves(tuple(args), kwargs)
         values = {self._words[name]: leaves[leaf] for name, leaf in signature.inputs.items()}

@@ -21,7 +21,7 @@ from splitkit.runtime.ranks.batch_dims import BatchDims
 from splitkit.runtime.ranks.compared_ranks import ComparedRanks
 from splitkit.runtime.ranks.evaluation import missing_inputs, share_tensors, split_like, summed_without
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture
+from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture, require_gradients
 from splitkit.runtime.ranks.fsdp import shard, sum_shards
 from splitkit.runtime.ranks.gradient_norm import clip_gradients
 from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, loss_without_grad, own_loss
@@ -443,6 +443,8 @@ class Pipeline(ComparedRanks):
             PipelineError: SK802, SK801 for what this rank cannot run; `StepAgreement.begin` tells the others.
         """
         train = kind != "infer"
+        if train:
+            require_gradients()
         made = self._rank_stages.get(train)
         if keep and made is not None and made.last_stage.own is not None:
             raise PipelineError(

@@ -45,7 +45,8 @@ class PipelineModule(nn.Module):
                 self.register_parameter(plain, tensor)
             else:
                 self.register_buffer(plain, tensor)
-        self._is_half = any(dtype == torch.float16 for _, dtype in autocasts_of(pipe.modules))
+        dtypes = {dtype for _, dtype in autocasts_of(pipe.modules)} | {t.dtype for t in pipe.named_tensors().values()}
+        self._is_half = torch.float16 in dtypes
         self._anchor = torch.zeros((), device=pipe.device, requires_grad=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
