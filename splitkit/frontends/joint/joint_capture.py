@@ -186,7 +186,9 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
             side effect that its schema does not show.
     """
     require_module(model)
-    refuse_autocast("the joint graph would have full precision")
+    refuse_autocast(
+        "the joint graph would have full precision", "Leave the block, and enter the autocast in the model's forward."
+    )
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), copy_repeated((args, kwargs))
     try:
