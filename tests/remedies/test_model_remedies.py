@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from campaigns import these_first
 from carried import Remedy, refusal
+from torch import nn
 
 import splitkit as sk
 from splitkit import cli
@@ -269,3 +272,75 @@ def test_files_of_another_model():
             sk.fit("c", HUGE)
     stored()
     assert weights() == sum(map(math.prod, SHAPES.values()))
+
+
+IDS = torch.tensor([[3, 5, 7, 9]])
+
+
+def decoder(**rope):
+    torch.manual_seed(0)
+    fields = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, **rope)).eval()
+
+
+def steps_alike(gm, model):
+    """Whether the second step of a captured decoder has the logits that the model has."""
+    mask, positions, cache = torch.ones_like(IDS), torch.arange(2, 4)[None], transformers.DynamicCache()
+    step = {"input_ids": IDS[:, 2:], "attention_mask": mask, "position_ids": positions, "use_cache": True}
+    with torch.no_grad():
+        model(IDS[:, :2], past_key_values=cache)
+        found = gm(**step, logits_to_keep=1, past_key_values=copy.deepcopy(cache)).logits
+        torch.testing.assert_close(found, model(**step, logits_to_keep=1, past_key_values=cache).logits)
+    return True
+
+
+def test_decoders_that_are_captured():
+    model = decoder()
+    least = {}
+    for name, value in (("batch", 0), ("tokens", 3)):
+        with refusal("SK401", "Give a whole number of at least {...}.") as error:
+            sk.capture_decoder(model, **{name: value})
+        least[name] = int(re.search(r"\d+", error.value.remedy)[0])
+    with refusal("SK401", "Call model.eval()."):
+        sk.capture_decoder(model.train())
+    model.eval()
+    with refusal(
+        "SK401", "Give the class with a head for tokens, such as LlamaForCausalLM in place of LlamaModel."
+    ):
+        sk.capture_decoder(model.model)
+    assert steps_alike(sk.capture_decoder(model, **least), model)
+    linear = nn.Linear(2, 2).eval()
+    with refusal("SK401", "Capture it with splitkit.capture."):
+        sk.capture_decoder(linear)
+    x = torch.ones(3, 2)
+    assert torch.equal(sk.capture(linear, x)(x), linear(x))
+
+
+def dynamic_rope():
+    return decoder(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+
+
+def mpt():
+    return transformers.MptForCausalLM(
+        transformers.MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=32, eos_token_id=2)
+    ).eval()
+
+
+@pytest.mark.parametrize("make", these_first([dynamic_rope], [mpt]))
+def test_a_decoder_that_cannot_be_captured(make):
+    model = make()
+    with refusal(
+        "SK401", 'Generate with model.generate; of a model loaded with device_map="auto", layers are on several devices.'
+    ):
+        sk.capture_decoder(model)
+
+    def generated(one):
+        return one.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False)
+
+    found, want = generated(model), IDS
+    with torch.no_grad():
+        while want.shape[1] < found.shape[1]:
+            want = torch.cat([want, model(want).logits[:, -1:].argmax(-1)], 1)
+    assert found.shape[1] > IDS.shape[1] and torch.equal(found, want)
+    model.save_pretrained("saved")
+    assert torch.equal(generated(type(model).from_pretrained("saved", device_map="auto")), found)  # on any devices here
