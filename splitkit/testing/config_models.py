@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from splitkit.errors import CaptureError
-from splitkit.testing.config_files import read_config
+from splitkit.testing.config_files import read_config, require_transformers
 from splitkit.testing.factory import Example
 
 _SMALL = 2**30
@@ -106,22 +106,15 @@ def config_at(path: str) -> Any:
         FileError: SK504 if it cannot be read.
         CaptureError: SK401 if transformers does not know such a model, SK402 if transformers is missing.
     """
-    data = read_config(path)
+    data, transformers = read_config(path), require_transformers("a configuration needs")
     try:
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise CaptureError(
-            "SK402", "a configuration needs the package transformers", "pip install 'transformers>=5'"
-        ) from error
-    try:
-        return type(AutoConfig.for_model(data["model_type"])).from_dict(data)
-    except (StrictDataclassError, TypeError, AttributeError) as error:
-        raise _refused(f"the configuration of {path}", error) from error
+        return type(transformers.AutoConfig.for_model(data["model_type"])).from_dict(data)
     except ValueError as error:
         # transformers goes on with a list of all that it knows
         reason = f"transformers does not know the model of {path}: {str(error).partition('. Should contain')[0]}"
         raise CaptureError("SK401", reason, _NEWER_OR_FACTORY) from error
+    except Exception as error:  # such as a StrictDataclassError, which is no ValueError
+        raise _refused(f"the configuration of {path}", error) from error
 
 
 def _refused(what: str, error: Exception) -> CaptureError:

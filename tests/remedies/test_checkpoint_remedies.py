@@ -185,9 +185,7 @@ def test_checkpoints_of_another_version(tmp_path):
 def test_a_disk_that_is_full(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     free = {"full": 10}
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda place: usage._replace(free=free.get(Path(place).name, usage.free))
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free.get(Path(place).name, usage.free)))
     with refusal("SK504", "Free some space, or name a folder on another disk."):
         trained(tmp_path / "full")
     weights = trained(tmp_path / "empty")

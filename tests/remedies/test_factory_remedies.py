@@ -186,9 +186,7 @@ def test_plans_whose_names_do_not_end_in_json():
         printed("run plan")
     assert same(re.search(r"mean (.*?)[?]", error.value.remedy)[1])
     Path("plan.json").rename("text")
-    with refusal(
-        "SK402", "The name of a plan file must end in .json: rename it to {...}.json. {...}"
-    ) as error:
+    with refusal("SK402", "The name of a plan file must end in .json: rename it to {...}.json. {...}") as error:
         printed("run text")
     name = re.search(r"rename it to (.*?json)[.] ", error.value.remedy)[1]
     Path("text").rename(name)

@@ -690,7 +690,9 @@ def test_a_file_that_a_disk_does_not_read(monkeypatch):
         lambda: command("split plan.json --model my.py:net -o parts --force"),
     ):
         broken.add(identity("parts/stage-0.json"))
-        with refusal("SK504", "Write the folder again: splitkit split PLAN -o FOLDER, or splitkit.runtime.save_stages."):
+        with refusal(
+            "SK504", "Write the folder again: splitkit split PLAN -o FOLDER, or splitkit.runtime.save_stages."
+        ):
             open_stages("parts").load([0])
         again()
         held = open_stages("parts")

@@ -1,4 +1,4 @@
-"""Remedies of models that are given by a configuration of transformers, or that should fit or generate (SK401, SK507)."""
+"""Remedies of models given by a configuration of transformers, and of models that should fit or generate (SK401)."""
 
 from __future__ import annotations
 
@@ -304,9 +304,7 @@ def test_decoders_that_are_captured():
     with refusal("SK401", "Call model.eval()."):
         sk.capture_decoder(model.train())
     model.eval()
-    with refusal(
-        "SK401", "Give the class with a head for tokens, such as LlamaForCausalLM in place of LlamaModel."
-    ):
+    with refusal("SK401", "Give the class with a head for tokens, such as LlamaForCausalLM in place of LlamaModel."):
         sk.capture_decoder(model.model)
     assert steps_alike(sk.capture_decoder(model, **least), model)
     linear = nn.Linear(2, 2).eval()
@@ -330,7 +328,8 @@ def mpt():
 def test_a_decoder_that_cannot_be_captured(make):
     model = make()
     with refusal(
-        "SK401", 'Generate with model.generate; of a model loaded with device_map="auto", layers are on several devices.'
+        "SK401",
+        'Generate with model.generate; of a model loaded with device_map="auto", layers are on several devices.',
     ):
         sk.capture_decoder(model)
 

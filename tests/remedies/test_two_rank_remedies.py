@@ -8,6 +8,7 @@ import os
 import tempfile
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -261,6 +262,9 @@ def sharded_optimizers(rank):
             "SK506", "Use an optimizer whose state is like the parameters, or train without --fsdp and Pipeline.shard."
         ):
             saved("e" if kind is ByRow else "f", kind, shards=True)
+    assert not [
+        *Path(folder).parent.glob(f"{Path(folder).name}[ef]/step-*")
+    ]  # refused before it is written, not when it is read
     saved("g", torch.optim.AdamW, shards=True)
     saved("h", ByRow, shards=False)
 
