@@ -14,8 +14,7 @@ def require_transformers(who_needs: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        reason = f"{who_needs} the package transformers"
-        raise CaptureError("SK402", reason, "pip install 'transformers>=5'") from error
+        raise CaptureError("SK402", f"{who_needs} the package transformers", "pip install 'transformers>=5'") from error
     return transformers
 
 

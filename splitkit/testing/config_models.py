@@ -104,7 +104,7 @@ def config_at(path: str) -> Any:
 
     Raises:
         FileError: SK504 if it cannot be read.
-        CaptureError: SK401 if transformers does not know such a model, SK402 if transformers is missing.
+        CaptureError: SK401 if transformers does not know the model or refuses a field; SK402 if a package is missing.
     """
     data, transformers = read_config(path), require_transformers("a configuration needs")
     try:
@@ -118,14 +118,17 @@ def config_at(path: str) -> Any:
 
 
 def _refused(what: str, error: Exception) -> CaptureError:
-    return CaptureError("SK401", f"transformers refuses {what}: {' '.join(str(error).split())}", "Correct it.")
+    reason = f"transformers refuses {what}: {' '.join(str(error).split())}"
+    if isinstance(error, ImportError):
+        return CaptureError("SK402", reason, "Install the package that it names.")
+    return CaptureError("SK401", reason, "Correct it.")
 
 
 def config_model(config: Any, dtype: torch.dtype, device: str = "meta") -> nn.Module:
     """Return the model of a configuration, with new weights on a device.
 
     Raises:
-        CaptureError: SK401 if its class is not known, or cannot be made.
+        CaptureError: SK401 if its class is not known, or refuses the configuration; SK402 if it needs another package.
     """
     import transformers
 
@@ -143,7 +146,7 @@ def config_model(config: Any, dtype: torch.dtype, device: str = "meta") -> nn.Mo
     with torch.device(device), _default_dtype(dtype):
         try:
             made: nn.Module = kind(config)
-        except (ValueError, TypeError, AttributeError, LookupError) as error:
+        except (ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
             raise _refused(f"the configuration of a {kind.__name__}", error) from error
     return made.eval()
 

@@ -26,4 +26,5 @@ LISTED |= {
 # models from configurations
 LISTED |= {
     ("SK402", "pip install 'transformers>=5'"): "installs a package",
+    ("SK402", "Install the package that it names."): "installs a package",
 }

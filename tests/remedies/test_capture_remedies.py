@@ -481,7 +481,7 @@ class InAutocast(nn.Module):
 def test_autocast_around_a_training_step(plans):
     with (
         torch.autocast("cpu", torch.bfloat16),
-        refusal("SK401", "Leave the block, and enter the autocast in the model's forward."),
+        refusal("SK401", "Enter it in the model's forward instead."),
     ):
         plans(Net())
     model = InAutocast(Net())
@@ -737,3 +737,57 @@ def test_a_compiled_dry_run_of_tensors_elsewhere():
     with refusal("SK401", "Give the model and the inputs on the CPU."):
         sk.dry_run(Net().to("meta"), X.to("meta"), loss=torch.sum, backend="aot_eager")
     assert dry(Net(), backend="aot_eager")
+
+
+class Scaled(Net):
+    """Reads a factor of an object, or a number."""
+
+    def forward(self, x, by):
+        return self.b(self.a(x)) * getattr(by, "scale", by)
+
+
+class Scale:
+    scale = 2.0
+
+
+class Registered(Scale):
+    pass
+
+
+@pytest.mark.parametrize("of", [captured, joint])
+def test_an_input_that_torch_does_not_know(of):
+    """The hints of `splitkit.frontends.capture.capture_errors`, for both tracers."""
+    given = {"loss": torch.sum} if of is joint else {}
+    with refusal("SK401", "{...}") as error:
+        of(Scaled(), X, Scale(), **given)
+    assert error.value.remedy.startswith(
+        "Pass tensors, numbers, or tuples and dicts of them; register other types with torch.utils._pytree."
+    )
+    torch.utils._pytree.register_pytree_node(
+        Registered, lambda _: ([], None), lambda *_: Registered(), flatten_with_keys_fn=lambda _: ([], None)
+    )
+    try:
+        assert of(Scaled(), X, Registered(), **given) and of(Scaled(), X, 2.0, **given)
+        assert of(Scaled(), X, torch.tensor(2.0), **given)
+    finally:
+        torch.utils._pytree._deregister_pytree_node(Registered)
+
+
+class Reads(Net):
+    """Reads a value while it is traced, in a way that neither tracer can follow."""
+
+    def __init__(self, computed=False):
+        super().__init__()
+        self.computed = computed
+
+    def forward(self, x):
+        y = self.a(x)
+        scale = y.sum().abs() if self.computed else abs(float(y.sum()))
+        return self.b(y) * scale
+
+
+def test_a_value_that_python_reads():
+    with refusal("SK401", "{...}") as error:
+        captured(Reads(), how="symbolic_trace")
+    assert "Compute it with operations of torch, or outside the model and pass it in." in error.value.remedy
+    assert captured(Reads(computed=True), how="symbolic_trace") and captured(Scaled(), X, torch.tensor(2.0))
