@@ -117,7 +117,8 @@ def _example(wanted: Source) -> Example:
         try:
             return models.load(wanted.spec, **wanted.sizes)
         except SystemExit as error:
-            raise CaptureError("SK403", f"{wanted.spec} called sys.exit({error.code})") from error
+            remedy = "Call sys.exit only under `if __name__ == '__main__'`, and return the model and its inputs."
+            raise CaptureError("SK403", f"{wanted.spec} called sys.exit({error.code})", remedy) from error
 
 
 def find_own_code(spec: str) -> None:

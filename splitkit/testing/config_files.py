@@ -1,4 +1,4 @@
-"""Recognises configuration files of transformers; imports no torch."""
+"""Recognises configuration files of transformers; imports neither torch nor, unless asked to, transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from splitkit.errors import FileError
+from splitkit.errors import CaptureError, FileError
+
+
+def require_transformers(who_needs: str) -> Any:
+    """Return the package transformers; raise SK402 if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise CaptureError("SK402", f"{who_needs} the package transformers", "pip install 'transformers>=5'") from error
+    return transformers
 
 
 def is_config(spec: str) -> bool:

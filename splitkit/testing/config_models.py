@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from splitkit.errors import CaptureError
-from splitkit.testing.config_files import read_config
+from splitkit.testing.config_files import read_config, require_transformers
 from splitkit.testing.factory import Example
 
 _SMALL = 2**30
 """The most bytes of weights that a model of a configuration gets; a larger one is made on ``meta``."""
 SIZES = {"batch": 1, "seq": 64}
 """The sizes of the inputs of a model from a configuration."""
+_NEWER_OR_FACTORY = "Install a newer transformers, or give a factory that returns the model and its inputs."
 
 
 def config_example(path: str, seed: int = 0, **sizes: int) -> Example:
@@ -103,43 +104,38 @@ def config_at(path: str) -> Any:
 
     Raises:
         FileError: SK504 if it cannot be read.
-        CaptureError: SK401 if transformers does not know such a model, SK402 if transformers is missing.
+        CaptureError: SK401 if transformers does not know the model or refuses a field; SK402 if a package is missing.
     """
-    data = read_config(path)
+    data, transformers = read_config(path), require_transformers("a configuration needs")
     try:
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig
-    except ImportError as error:
-        raise CaptureError(
-            "SK402", "a configuration needs the package transformers", "pip install 'transformers>=5'"
-        ) from error
-    try:
-        return type(AutoConfig.for_model(data["model_type"])).from_dict(data)
-    except StrictDataclassError as error:
-        raise CaptureError(
-            "SK401", f"transformers refuses the configuration of {path}: {' '.join(str(error).split())}", "Correct it."
-        ) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CaptureError(
-            # transformers goes on with a list of all that it knows
-            "SK401",
-            f"transformers does not know the model of {path}: {str(error).partition('. Should contain')[0]}",
-            "Install a newer transformers.",
-        ) from error
+        return type(transformers.AutoConfig.for_model(data["model_type"])).from_dict(data)
+    except ValueError as error:
+        # transformers goes on with a list of all that it knows
+        reason = f"transformers does not know the model of {path}: {str(error).partition('. Should contain')[0]}"
+        raise CaptureError("SK401", reason, _NEWER_OR_FACTORY) from error
+    except Exception as error:  # such as a StrictDataclassError, which is no ValueError
+        raise _refused(f"the configuration of {path}", error) from error
+
+
+def _refused(what: str, error: Exception) -> CaptureError:
+    reason = f"transformers refuses {what}: {' '.join(str(error).split())}"
+    if isinstance(error, ImportError):
+        return CaptureError("SK402", reason, "Install the package that it names.")
+    return CaptureError("SK401", reason, "Correct it.")
 
 
 def config_model(config: Any, dtype: torch.dtype, device: str = "meta") -> nn.Module:
     """Return the model of a configuration, with new weights on a device.
 
     Raises:
-        CaptureError: SK401 if its class is not known, or cannot be made.
+        CaptureError: SK401 if its class is not known, or refuses the configuration; SK402 if it needs another package.
     """
     import transformers
 
     names = getattr(config, "architectures", None) or ()
     kind = next((found for name in names if (found := getattr(transformers, name, None)) is not None), None)
     if kind is None and names:
-        raise CaptureError("SK401", f"transformers has no model {names[0]}", "Install a newer transformers.")
+        raise CaptureError("SK401", f"transformers has no model {names[0]}", _NEWER_OR_FACTORY)
     if kind is None:
         auto = import_module("transformers.models.auto.modeling_auto")
         known = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING]
@@ -148,7 +144,10 @@ def config_model(config: Any, dtype: torch.dtype, device: str = "meta") -> nn.Mo
     if kind is None:
         raise CaptureError("SK401", "the configuration names no architecture", 'Add "architectures": ["ClassName"].')
     with torch.device(device), _default_dtype(dtype):
-        made: nn.Module = kind(config)
+        try:
+            made: nn.Module = kind(config)
+        except (ValueError, TypeError, AttributeError, LookupError, ImportError) as error:
+            raise _refused(f"the configuration of a {kind.__name__}", error) from error
     return made.eval()
 
 

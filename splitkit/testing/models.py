@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from splitkit.errors import CaptureError, nearest
-from splitkit.testing.config_files import is_config
+from splitkit.testing.config_files import is_config, require_transformers
 from splitkit.testing.factory import Example, is_program, made_by, saved_program
 
 __all__ = ["NAMES", "SIZES", "Example", "build", "load"]
@@ -60,7 +60,7 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
             f"{name}: width {wanted['width']} is not a multiple of heads {wanted['heads']}",
             "Choose heads that divide the width.",
         )
-    transformers = _transformers()
+    transformers = require_transformers("the example models need")
     with _seeded(seed), _quiet():
         model, kwargs = _BUILDERS[name](transformers, wanted)
     return Example(model.train(), (), kwargs)
@@ -86,16 +86,6 @@ def load(spec: str, **sizes: int) -> Example:
     if is_program(spec):
         return saved_program(spec, sizes)
     return made_by(spec, sizes) if ":" in spec else build(spec, **sizes)
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise CaptureError(
-            "SK402", "the example models need the package transformers", "pip install 'transformers>=5'"
-        ) from error
-    return transformers
 
 
 @contextmanager

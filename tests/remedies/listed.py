@@ -22,3 +22,9 @@ LISTED |= {
     ("SK701", "This is a bug of splitkit: please report it with the plan."): "writes to the authors",
     ("SK302", "See the policy's documentation."): "reads a page, for a policy of another package",
 }
+
+# models from configurations
+LISTED |= {
+    ("SK402", "pip install 'transformers>=5'"): "installs a package",
+    ("SK402", "Install the package that it names."): "installs a package",
+}

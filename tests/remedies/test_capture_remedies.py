@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
+from splitkit.graph.ops import declared as declarations
 from splitkit.policies import SaveAll, Stages
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
@@ -454,13 +456,41 @@ def test_autocast_around_a_capture():
         with torch.autocast("cpu", torch.bfloat16):
             return sk.capture(Net(), X, how="symbolic_trace")
 
-    with refusal("SK401", 'Use how="export" of splitkit.capture, which records it, or leave the block.'):
+    with refusal("SK401", 'Use how="export", which records it, or leave the block.'):
         traced()
     with torch.autocast("cpu", torch.bfloat16):
         model = Net()
         gm, want = sk.capture(model, X, how="export"), model(X)
     assert torch.equal(gm(X), want)
     assert captured(Net(), how="symbolic_trace")
+
+
+class InAutocast(nn.Module):
+    """A model in whose forward the autocast is entered."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(x).float().sum()
+
+
+@pytest.mark.parametrize("plans", [joint, lambda model, x=X: sk.checkpoint_context(model, 0.5, x)])
+def test_autocast_around_a_training_step(plans):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        refusal("SK401", "Enter it in the model's forward instead."),
+    ):
+        plans(Net())
+    model = InAutocast(Net())
+    context = plans(model)
+    if context is not True:
+        assert any("bfloat16" in str(op) or "_to_copy" in str(op) for op in context.ops)
+        plain = copy.deepcopy(model)
+        saving = partial(checkpoint, model, X, use_reentrant=False, context_fn=context)
+        assert alike(outcome(saving, model), outcome(lambda: plain(X), plain))
 
 
 def test_a_write_that_symbolic_trace_loses():
@@ -564,3 +594,200 @@ def test_a_weight_that_is_computed_at_each_read():
     want = gm(X)
     nn.utils.parametrize.remove_parametrizations(gm.get_submodule("0"), "weight")
     assert torch.allclose(sk.split(gm, where)(X), want)
+
+
+def test_tensors_of_a_subclass():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def doubled():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+        return model
+
+    def trained(model, run):
+        out = run(X)
+        out.square().sum().backward()
+        return [half for value in (out, model.weight.grad) for half in (value.a, value.b)]
+
+    with refusal("SK401", "Train it with splitkit.apply or splitkit.backend, which put them back together."):
+        sk.capture_joint(doubled(), X, loss=torch.sum)
+    want = trained(plain := doubled(), plain)
+    for run in (lambda m: sk.apply(m, SaveAll(), X), lambda m: torch.compile(m, backend=sk.backend(SaveAll()))):
+        torch._dynamo.reset()
+        torch.testing.assert_close(trained(model := doubled(), run(model)), want)
+
+
+COUNTED = []
+
+
+@torch.library.custom_op("splitkit_remedies::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    COUNTED.append(len(x))
+    return x.clone()
+
+
+@torch.library.custom_op("splitkit_remedies::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def test_an_effect_that_a_schema_hides():
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    counted.register_fake(torch.empty_like)
+    counted.register_autograd(lambda ctx, gradient: gradient)
+    _register_effectful_op(torch.ops.splitkit_remedies.counted.default, _EffectType.ORDERED)
+
+    def step(x):
+        return torch.tanh(counted(x))
+
+    with refusal(
+        "SK410",
+        "Train the model with splitkit.apply or splitkit.backend, or tell splitkit: "
+        "splitkit.extend.declare(torch.ops.{...}, impure=True).",
+    ) as error:
+        joint(Net(step), loss=torch.sum)
+    for run in (lambda m: sk.apply(m, "least", X), lambda m: torch.compile(m, backend=sk.backend("least"))):
+        torch._dynamo.reset()
+        model = Net(step)
+        plain, trained = copy.deepcopy(model), run(model)
+        COUNTED.clear()
+        assert alike(outcome(lambda: trained(X), model), outcome(lambda: plain(X), plain)) and len(COUNTED) == 2
+    eval(error.value.remedy.rpartition("tell splitkit: ")[2].rstrip("."), {"splitkit": sk, "torch": torch})
+    try:
+        COUNTED.clear()
+        assert joint(Net(step), loss=torch.sum) and len(COUNTED) == 2
+    finally:
+        declarations._DECLARED.clear()
+
+
+def dry(model, x=X, **options):
+    """Whether a dry run measures what a real step holds, and a layer that saves as planned trains as eager does."""
+    plain = copy.deepcopy(model)
+    assert sk.dry_run(model, x, loss=torch.sum, **options).peak == stepped(plain, x)
+    context = sk.checkpoint_context(model, 0.5, x)
+    saving = partial(checkpoint, model, x, use_reentrant=False, context_fn=context)
+    return alike(outcome(saving, model), outcome(lambda: plain(x), plain))
+
+
+def stepped(model, x=X):
+    """The peak of a real step."""
+    return sk.measure_memory(lambda m, given: m(given).sum().backward(), model, x).peak
+
+
+class Held:
+    """Calls an op, which no copy can be made of; or of which it is its own copy."""
+
+    def __init__(self, copied=True):
+        self.op = tripled
+        if copied:
+            self.__class__ = OwnCopy
+
+    def __call__(self, x):
+        return self.op(x)
+
+
+class OwnCopy(Held):
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_runs_on_fake_tensors():
+    tripled.register_autograd(lambda ctx, gradient: gradient * 3)
+    for model, x in ((Net(), torch.ones(4, 3)), (Net(Held()), X), (Net(Held(False)), X)):
+        for plans in (sk.dry_run, lambda *given, **_: sk.checkpoint_context(given[0], 0.5, given[1])):
+            with refusal(
+                "SK401",
+                "Give inputs that the model accepts; register fake kernels for custom ops; let copy.deepcopy copy it.",
+            ):
+                plans(model, x, loss=torch.sum)
+    tripled.register_fake(torch.empty_like)
+    assert dry(Net()) and dry(Net(Held()))
+
+
+def test_runs_that_need_values():
+    with refusal("SK401", "{...}") as error:
+        sk.dry_run(Net(branches), X, loss=torch.sum)
+    assert error.value.remedy == "Use splitkit.measure_memory, which runs the step."
+    assert stepped(Net(branches)) == stepped(Net(lambda x: x * 3))
+    with refusal("SK401", "{...}") as error:
+        sk.checkpoint_context(Net(branches), 0.5, X)
+    assert error.value.remedy == "Use splitkit.apply(model, policy, **batch), which looks at real values."
+    assert applied(Net(branches))
+
+
+def test_experts_that_look_at_their_tokens():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(**sizes, vocab_size=32, num_key_value_heads=2, num_local_experts=2)
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with refusal("SK401", "{...}") as error:
+        sk.dry_run(model, input_ids=ids, labels=ids)
+    first, use = error.value.remedy.split(" first. Or ")
+    assert use == "use splitkit.measure_memory, which runs the step."
+    eval(first.removeprefix("Call "), {"model": model})
+    found = sk.dry_run(model, input_ids=ids, labels=ids)
+    assert found.peak == sk.measure_memory(lambda m: m(input_ids=ids, labels=ids).loss.backward(), model).peak
+
+
+def test_a_compiled_dry_run_of_tensors_elsewhere():
+    with refusal("SK401", "Give the model and the inputs on the CPU."):
+        sk.dry_run(Net().to("meta"), X.to("meta"), loss=torch.sum, backend="aot_eager")
+    assert dry(Net(), backend="aot_eager")
+
+
+class Scaled(Net):
+    """Reads a factor of an object, or a number."""
+
+    def forward(self, x, by):
+        return self.b(self.a(x)) * getattr(by, "scale", by)
+
+
+class Scale:
+    scale = 2.0
+
+
+class Registered(Scale):
+    pass
+
+
+@pytest.mark.parametrize("of", [captured, joint])
+def test_an_input_that_torch_does_not_know(of):
+    """The hints of `splitkit.frontends.capture.capture_errors`, for both tracers."""
+    given = {"loss": torch.sum} if of is joint else {}
+    with refusal("SK401", "{...}") as error:
+        of(Scaled(), X, Scale(), **given)
+    assert error.value.remedy.startswith(
+        "Pass tensors, numbers, or tuples and dicts of them; register other types with torch.utils._pytree."
+    )
+    torch.utils._pytree.register_pytree_node(
+        Registered, lambda _: ([], None), lambda *_: Registered(), flatten_with_keys_fn=lambda _: ([], None)
+    )
+    try:
+        assert of(Scaled(), X, Registered(), **given) and of(Scaled(), X, 2.0, **given)
+        assert of(Scaled(), X, torch.tensor(2.0), **given)
+    finally:
+        torch.utils._pytree._deregister_pytree_node(Registered)
+
+
+class Reads(Net):
+    """Reads a value while it is traced, in a way that neither tracer can follow."""
+
+    def __init__(self, computed=False):
+        super().__init__()
+        self.computed = computed
+
+    def forward(self, x):
+        y = self.a(x)
+        scale = y.sum().abs() if self.computed else abs(float(y.sum()))
+        return self.b(y) * scale
+
+
+def test_a_value_that_python_reads():
+    with refusal("SK401", "{...}") as error:
+        captured(Reads(), how="symbolic_trace")
+    assert "Compute it with operations of torch, or outside the model and pass it in." in error.value.remedy
+    assert captured(Reads(computed=True), how="symbolic_trace") and captured(Scaled(), X, torch.tensor(2.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,8 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.runtime import open_checkpoints, pipeline
+from splitkit.runtime.folder.checkpoint_weights import Weights
+from splitkit.runtime.folder.file_digests import digest_of_file
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 
@@ -26,11 +29,25 @@ def group(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def made(width=4):
+def made(width=4, counted=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
+    if counted is not None:
+        model.insert(1, Counts(counted))
     split = sk.split(sk.capture(model, X[:2]), sk.policies.Stages(2))
     return pipeline(split, "Interleaved1F1B", 2, loss=lambda output, target: (output - target).square().mean())
+
+
+class Counts(nn.Module):
+    """Counts calls in a buffer of so many elements."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(elements))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x
 
 
 def adam(pipe, **options):
@@ -151,3 +168,154 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         trained(file / "run")
     trained(tmp_path / "run")
     assert re.search(r"step-\d+", " ".join(map(str, Path(tmp_path / "run").iterdir())))
+
+
+def test_checkpoints_of_another_version(tmp_path):
+    weights = trained(tmp_path / "run")
+    place = tmp_path / "run" / "step-1"
+    for file, fields in (("checkpoint.json", {"schema": 99}), ("digests.json", None)):
+        data = json.loads((place / file).read_text())
+        data |= fields or {"checkpoint.json": digest_of_file(place / "checkpoint.json")}
+        (place / file).write_text(json.dumps(data))
+    with refusal("SK503", "Use the version of splitkit that wrote it, or begin anew in another folder."):
+        resumed(tmp_path / "run")
+    assert alike(trained(tmp_path / "another"), weights)
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    free = {"full": 10}
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=free.get(Path(place).name, usage.free)))
+    with refusal("SK504", "Free some space, or name a folder on another disk."):
+        trained(tmp_path / "full")
+    weights = trained(tmp_path / "empty")
+    free["full"] = 2**20
+    assert alike(trained(tmp_path / "full"), weights)
+
+
+def test_a_folder_that_is_not_left_in_place(tmp_path):
+    pipe = made()
+    checkpoints = open_checkpoints(tmp_path / "run", pipe, adam(pipe))
+    shutil.move(tmp_path / "run", tmp_path / "away")
+    (tmp_path / "run").mkdir()
+    with refusal("SK504", "Name a folder that all ranks share, and leave it in place."):
+        checkpoints.save()
+    weights = trained(tmp_path / "left")
+    assert alike(resumed(tmp_path / "left"), weights)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    pipe = made()
+    checkpoints = open_checkpoints(tmp_path / "run", pipe, adam(pipe))
+    trained(tmp_path / "run", resume=True)
+    with refusal("SK512", "Use one folder for each run."):
+        checkpoints.save()
+    one, other = trained(tmp_path / "one"), trained(tmp_path / "other", steps=2)
+    assert alike(resumed(tmp_path / "one"), one) and alike(resumed(tmp_path / "other"), other)
+
+
+def test_buffers_of_another_model(tmp_path):
+    weights = trained(tmp_path / "run", made(counted=1))
+    trained(tmp_path / "wider", pipe := made(counted=2))
+    with refusal("SK507", "Name a checkpoint of the same model and optimizer."):
+        resumed(tmp_path / "run", made(counted=2))
+    assert alike(resumed(tmp_path / "run", made(counted=1)), weights)
+    again = made(counted=2)
+    resumed(tmp_path / "wider", again)
+    assert alike(again.named_tensors(), pipe.named_tensors())
+
+
+def test_what_is_written_of_a_file_that_is_a_folder(tmp_path):
+    weights = trained(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    data = next((tmp_path / "run" / "step-1").glob("*.distcp"))
+    data.unlink()
+    data.mkdir()
+    with refusal("SK504", "{...}") as error:
+        resumed(tmp_path / "run")
+    assert error.value.remedy == "Copy it again from where it was written, or begin anew in another folder."
+    assert alike(trained(tmp_path / "anew"), weights)
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(tmp_path / "kept", tmp_path / "run")
+    assert alike(resumed(tmp_path / "run"), weights)
+
+
+class Batches:
+    """A loader that tells and takes its position, as torchdata's does."""
+
+    position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("name", ["loader", "scheduler"])
+def test_objects_without_a_state(tmp_path, name):
+    with refusal("SK506", "Leave it out, or use one that has, such as {...}.") as error:
+        trained(tmp_path / "a", **{name: iter([X])})
+    weights = trained(tmp_path / "a")
+    if name == "loader":
+        assert "torchdata" in error.value.remedy
+        found, loader = Batches(), Batches()
+        loader.position = 3
+        assert alike(trained(tmp_path / "b", loader=loader), weights)
+        resumed(tmp_path / "b", loader=found)
+        assert found.position == 3
+        return
+    kinds = error.value.remedy.removesuffix(".").rpartition("one of ")[2]
+    assert kinds == "torch.optim.lr_scheduler"
+    rates = []
+    for resume in (False, True):
+        optimizer = adam(pipe := made())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        (resumed if resume else trained)(tmp_path / "b", pipe, optimizer, scheduler=scheduler)
+        rates.append(scheduler.get_last_lr())
+    assert rates[0] == rates[1] != [0.01]
+
+
+def read(place):
+    """The first weight of a checkpoint."""
+    found = torch.zeros(4, 4)
+    Weights.at(place).read([(["0.weight"], found)])
+    return found
+
+
+def test_a_description_that_is_damaged(tmp_path):
+    """A checkpoint that torch or a user's script wrote has no digests."""
+    for name in ("one", "other"):
+        weight = trained(tmp_path / name)["0.weight"]
+        (tmp_path / name / "step-1" / "digests.json").unlink()
+    (tmp_path / "one" / "step-1" / ".metadata").write_bytes(b"odd")
+    with refusal("SK504", "Name another checkpoint."):
+        read(tmp_path / "one" / "step-1")
+    assert torch.equal(read(tmp_path / "other" / "step-1"), weight)
+
+
+def test_a_checkpoint_whose_copy_is_damaged(tmp_path):
+    weight = trained(tmp_path / "run")["0.weight"]
+    written = tmp_path / "run" / "step-1"
+    data = next(written.glob("*.distcp")).name
+    for damage, code in (("flip", "SK505"), ("folder", "SK504")):
+        shutil.copytree(written, copied := tmp_path / damage)
+        if damage == "flip":
+            content = bytearray((copied / data).read_bytes())
+            content[-1] ^= 1
+            (copied / data).write_bytes(content)
+        else:
+            (copied / data).unlink()
+            (copied / data).mkdir()
+        if code == "SK505":
+            with refusal("SK505", "Copy the folder again from where it was written, or write it again."):
+                read(copied)
+        else:
+            with refusal("SK504", "Copy the folder again from where it was written, or write it again."):
+                read(copied)
+        shutil.rmtree(copied)
+        shutil.copytree(written, copied)
+        assert torch.equal(read(copied), weight)
+        shutil.rmtree(copied)
+        trained(copied)
+        assert torch.equal(read(copied / "step-1"), weight)

@@ -16,6 +16,8 @@ from torch import nn
 
 import splitkit as sk
 from splitkit import cli
+from splitkit.cli import before_ranks
+from splitkit.cli.source import Source
 from splitkit.errors import UsageError
 from splitkit.testing import models
 
@@ -45,9 +47,14 @@ def _here(tmp_path, monkeypatch):
 
 def captured(words):
     """Capture a model of the command line; raises the error that the command prints."""
+    return printed(f"capture {words}")
+
+
+def printed(words):
+    """Return what a command prints; raises the error that it prints."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        code = cli.main(["capture", *shlex.split(words), "--json"])
+        code = cli.main([*shlex.split(words), "--json"])
     found = json.loads(out.getvalue() or err.getvalue())
     if code:
         raise UsageError(found["error"]["code"], found["error"]["reason"], found["error"]["remedy"])
@@ -166,3 +173,46 @@ def test_a_program_in_the_place_of_its_module():
     with refusal("SK401", "Give its module: program.module()."):
         sk.capture_joint(program, x, loss=torch.sum)
     assert sk.capture_joint(program.module(), x, loss=torch.sum).run(x).loss is not None
+
+
+def same(plan):
+    """Whether the parts of a plan compute what the model computes, by the check of the command."""
+    return printed(f"run {plan} --model my.py:net --check")["check"]["same"]
+
+
+def test_plans_whose_names_do_not_end_in_json():
+    printed("plan my.py:net --stages 2 -o plan.json")
+    with refusal("SK402", "Did you mean {...}.json? {...}") as error:
+        printed("run plan")
+    assert same(re.search(r"mean (.*?)[?]", error.value.remedy)[1])
+    Path("plan.json").rename("text")
+    with refusal("SK402", "The name of a plan file must end in .json: rename it to {...}.json. {...}") as error:
+        printed("run text")
+    name = re.search(r"rename it to (.*?json)[.] ", error.value.remedy)[1]
+    Path("text").rename(name)
+    assert same(name)
+
+
+SCRIPT = "import sys\n" + FACTORY + "\n{guard}sys.exit(print('a script'))\n"
+
+
+def test_a_script_that_ends_itself():
+    Path("script.py").write_text(SCRIPT.format(guard=""))
+    with refusal("SK403", "Call sys.exit only under `if __name__ == '__main__'`, and return the model and its inputs."):
+        captured("script.py:net")
+    Path("script.py").write_text(SCRIPT.format(guard="if __name__ == '__main__': "))
+    assert captured("script.py:net")
+    Path("script.py").write_text("import sys\n" + FACTORY.replace("return nn.Seq", "sys.exit(3) or nn.Seq", 1))
+    with refusal("SK403", "Call sys.exit only under `if __name__ == '__main__'`, and return the model and its inputs."):
+        captured("script.py:net")
+    Path("script.py").write_text(FACTORY)
+    assert captured("script.py:net")
+
+
+def test_a_file_that_is_no_python():
+    Path("broken.py").write_text(FACTORY + "def (:\n")
+    with refusal("SK403", "Correct the file."):
+        printed("train broken.py:net --stages 2 --nproc 2")
+    Path("broken.py").write_text(FACTORY)
+    before_ranks._require_factory(Source("broken.py:net", {}))
+    assert captured("broken.py:net")

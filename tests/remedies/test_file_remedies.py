@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from splitkit.plans.plan_file import fingerprint, read_json
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.runtime import open_stages, save_stages
+from splitkit.runtime.folder import file_digests
 from splitkit.runtime.folder.file_digests import digest_of_file
 from splitkit.runtime.folder.state_data import encode_state, require_storable
 from splitkit.runtime.folder.tensorfiles import DTYPES, stored_tensors, write_tensors
@@ -648,6 +650,106 @@ def test_ops_and_classes_of_other_processes():
         digests["manifest.json"] = digest_of_file(Path("parts/manifest.json"))
         Path("parts/digests.json").write_text(json.dumps(digests))
         runs("parts")
+
+
+def test_pickles_of_ops_of_other_processes():
+    def package():
+        library = torch.library.Library("splitkit_remedies_pickled", "DEF")
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        return library
+
+    imported, graph = package(), torch.fx.Graph()
+    graph.output(graph.call_function(torch.ops.splitkit_remedies_pickled.twice.default, (graph.placeholder("x"),)))
+    data = pickle.dumps(sk.split(torch.fx.GraphModule(nn.Module(), graph), lambda node: 0).module)
+    imported._destroy()
+    with refusal("SK508", "Import the package that defines it before the pickle is loaded."):
+        pickle.loads(data)
+    imported = package()
+    assert torch.equal(pickle.loads(data)(X), X * 2)
+    imported._destroy()
+
+
+def test_a_file_that_a_disk_does_not_read(monkeypatch):
+    save_stages(split(), "parts")
+    command("plan my.py:net --stages 2 -o plan.json")
+    broken = set()
+
+    def identity(path):
+        found = Path(path).stat()
+        return found.st_ino, found.st_ctime_ns
+
+    def failing(path):
+        if identity(path) in broken:
+            raise OSError(5, "Input/output error")
+        return digest_of_file(path)
+
+    monkeypatch.setattr(file_digests, "digest_of_file", failing)
+    for again in (
+        lambda: save_stages(split(), "parts"),
+        lambda: command("split plan.json --model my.py:net -o parts --force"),
+    ):
+        broken.add(identity("parts/stage-0.json"))
+        with refusal(
+            "SK504", "Write the folder again: splitkit split PLAN -o FOLDER, or splitkit.runtime.save_stages."
+        ):
+            open_stages("parts").load([0])
+        again()
+        held = open_stages("parts")
+        held.load([0, 1])
+        assert held.module(X).shape == X.shape
+
+
+def test_a_folder_in_the_place_of_a_file():
+    Path("parts/stage-0.json").mkdir(parents=True)
+    for name in ("parts", "my.py"):
+        with refusal("SK504", "Name another folder."):
+            save_stages(split(), name)
+    save_stages(split(), "others")
+    assert runs("others")
+
+
+def test_one_of_several_weights():
+    other = {name: tensor + 1 for name, tensor in net().state_dict().items()}
+    for name, state in (("model.fp16", net().state_dict()), ("model.bf16", other)):
+        write_tensors(Path(f"{name}.safetensors"), dict(state))
+    with refusal("SK504", "Name one: {...}.") as error:
+        loaded(".")
+    changed = net()
+    changed.load_state_dict(other)
+    named = error.value.remedy.removeprefix("Name one: ").removesuffix(".")
+    assert loaded(named, changed(X)) and loaded("model.fp16.safetensors")
+
+
+def test_weights_that_transformers_converts_in_a_way_unknown_here(monkeypatch):
+    """As if the experts of Mixtral were transposed, too."""
+    transformers = pytest.importorskip("transformers")
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        **sizes, vocab_size=32, num_key_value_heads=2, num_local_experts=2, experts_implementation="batched_mm"
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    with torch.device("meta"):
+        empty = transformers.MixtralForCausalLM(config).eval()
+    given = {"input_ids": torch.arange(8)[None], "use_cache": False}
+    made = sk.split(sk.capture(empty, **given), Stages(2))
+    model.save_pretrained("theirs")
+    steps = conversion_mapping.get_checkpoint_conversion_mapping("mixtral")
+    steps[-1].operations.append(Transpose())
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", lambda kind: steps)
+        with refusal(
+            "SK507",
+            "Load it with transformers, and save the model with save_pretrained(folder, save_original_format=False).",
+        ):
+            sk.load(made, "theirs", "cpu")
+    transformers.MixtralForCausalLM.from_pretrained("theirs").save_pretrained("ours", save_original_format=False)
+    monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", lambda kind: steps)
+    with torch.no_grad():
+        torch.testing.assert_close(sk.load(made, "ours", "cpu")(**given).logits, model(**given).logits)
 
 
 TRACE = (

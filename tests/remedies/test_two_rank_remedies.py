@@ -8,6 +8,8 @@ import os
 import re
 import tempfile
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,6 +256,56 @@ def steps_of_optimizers(rank):
             checkpoints.save()
 
 
+class ByRow(torch.optim.Optimizer):
+    """Scales gradients by the mean of each row's squares, as Adafactor does; ``local``: of the rows of this rank."""
+
+    def __init__(self, params, lr, local=False):
+        super().__init__(params, {"lr": lr, "local": local})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                rows = p.grad.square().mean(-1, keepdim=True)
+                rows = rows.to_local() if group["local"] else rows
+                self.state[p]["rows"] = self.state[p].get("rows", 0) + rows
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def sharded_optimizers(rank):
+    folder = tempfile.gettempdir() + f"/{os.environ['SPLITKIT_STORE'].rsplit('/', 2)[1]}"
+
+    def saved(name, kind, shards):
+        """Train a step and save it; then read it in a new run."""
+        found = []
+        for resume in (False, True):
+            pipe = replicated()
+            if shards:
+                pipe.shard()
+            optimizer = kind(pipe.parameters(), lr=0.1)
+            checkpoints = open_checkpoints(folder + name, pipe, optimizer, resume=resume)
+            if not resume:
+                pipe.step(X, target=T)
+                optimizer.step()
+                checkpoints.save()
+            tensors = [getattr(p, "full_tensor", lambda p=p: p)() for p in pipe.parameters()]
+            states = [optimizer.state[p].keys() for p in pipe.parameters()]
+            found.append((tensors, states))
+        (before, state), (after, again) = found
+        assert all(map(torch.equal, before, after)) and state == again and all(state)
+
+    for kind in (ByRow, partial(ByRow, local=True)):
+        with refusal(
+            "SK506", "Use an optimizer whose state is like the parameters, or train without --fsdp and Pipeline.shard."
+        ):
+            saved("e" if kind is ByRow else "f", kind, shards=True)
+    assert not [
+        *Path(folder).parent.glob(f"{Path(folder).name}[ef]/step-*")
+    ]  # refused before it is written, not when it is read
+    saved("g", torch.optim.AdamW, shards=True)
+    saved("h", ByRow, shards=False)
+
+
 def joint(rank):
     from test_rank_remedies import joint_of
 
@@ -306,6 +358,7 @@ CASES = (
     optimizers,
     options_of_optimizers,
     steps_of_optimizers,
+    sharded_optimizers,
     joint,
     serves,
     replicas_of_devices,

@@ -54,15 +54,10 @@ def autocast_recorded(model: nn.Module) -> Iterator[None]:
             del model.__dict__["forward"]
 
 
-def refuse_autocast(why: str) -> None:
+def refuse_autocast(why: str, remedy: str) -> None:
     """Raise SK401 if an autocast is active: what is made here would not contain it."""
-    for device in _devices():
-        if torch.is_autocast_enabled(device):
-            raise CaptureError(
-                "SK401",
-                f"autocast is active around capture, and {why}",
-                'Use how="export" of splitkit.capture, which records it, or leave the block.',
-            )
+    if any(map(torch.is_autocast_enabled, _devices())):
+        raise CaptureError("SK401", f"autocast is active around capture, and {why}", remedy)
 
 
 def refuse_kept_casts(gm: fx.GraphModule) -> None:

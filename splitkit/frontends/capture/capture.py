@@ -121,7 +121,7 @@ def capture(
     if how == "export":
         warn_of_forward_hooks(model)
     else:
-        refuse_autocast("symbolic_trace loses it")
+        refuse_autocast("symbolic_trace loses it", 'Use how="export", which records it, or leave the block.')
     with autocast_recorded(model), capture_conditions(), buffers_on_meta(model) as values:
         try:
             gm = retry_after_call(model, args, kwargs, ways[how])

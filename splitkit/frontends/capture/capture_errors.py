@@ -53,19 +53,19 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "Return tensors, tuples and dicts of them, or objects that copy.copy can copy.",
     ),
     (
-        ("unsupported input type", "not a supported input", "input type", "pytree_register_constant"),
+        ("one of the inputs with type", "not a supported input", "input type", "pytree_register_constant"),
         "an input is not a tensor",
         "Pass tensors, numbers, or tuples and dicts of them; register other types with torch.utils._pytree.",
     ),
     (
-        ("proxy", "symbolically traced"),
+        ("traceerror", "symbolic tracing", "symbolically traced", "proxy object", "proxy' object", "not 'proxy'"),
         "Python code reads a value that symbolic_trace does not know",
-        "symbolic_trace cannot capture this model.",
+        "Compute it with operations of torch, or outside the model and pass it in.",
     ),
     (
         ("constraints violated", "dynamic_shapes", "specialized", "was inferred to be a constant"),
         "a size cannot vary",
-        "Capture with dynamic=False.",
+        "",  # capture(..., dynamic=False) was tried if the caller asked for another
     ),
 )
 _LOGS = "TORCH_LOGS=graph_breaks shows details."

@@ -97,7 +97,7 @@ def no_fake_run(model: nn.Module, error: Exception, instead: str) -> CaptureErro
     """
     reason = f"the model does not run on fake tensors of these inputs: {message_line(error)}"
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        remedy = "Give inputs that the model accepts; register fake kernels for custom ops."
+        remedy = "Give inputs that the model accepts; register fake kernels for custom ops; let copy.deepcopy copy it."
         return CaptureError("SK401", reason, remedy)
     experts = getattr(getattr(model, "config", None), "_experts_implementation", None)  # transformers >= 5
     blind = experts is None or experts in _BLIND_EXPERTS

@@ -66,7 +66,8 @@ def _call_plainly(gm: fx.GraphModule, node: Node) -> None:
         raise CaptureError(
             "SK410",
             f"{op} is registered with an effect that its schema does not show",
-            "Train the model with splitkit.apply or splitkit.backend, or tell splitkit: splitkit.extend.declare.",
+            "Train the model with splitkit.apply or splitkit.backend, or tell splitkit: "
+            f"splitkit.extend.declare(torch.ops.{op}, impure=True).",
             [node.name],
         )
     for user in list(node.users):

@@ -186,7 +186,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
             side effect that its schema does not show.
     """
     require_module(model)
-    refuse_autocast("the joint graph would have full precision")
+    refuse_autocast("the joint graph would have full precision", "Enter it in the model's forward instead.")
     check_model(model, loss)
     step, inputs = TrainingStep(model, loss), copy_repeated((args, kwargs))
     try:

@@ -213,7 +213,7 @@ def read_record(place: Path) -> JsonField:
         raise FileError(
             "SK503",
             f"{place / RECORD} has the schema {data['schema'].value!r:.40}, not {SCHEMA}",
-            "Use the version of splitkit that wrote it.",
+            "Use the version of splitkit that wrote it, or begin anew in another folder.",
         )
     if lost or not digests:
         raise FileError("SK505", f"{place} is damaged: it has no {lost or DIGESTS}", _instead_of(place))

@@ -196,7 +196,8 @@ def _like(name: str, like: torch.Tensor, parameter: nn.Parameter) -> torch.Tenso
 
 
 def _require_alike(name: str, value: Any, parameter: nn.Parameter) -> None:
-    if isinstance(value, DTensor) and value.shape != parameter.shape:
+    sized = isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+    if sized and isinstance(parameter, DTensor) and value.shape != parameter.shape:
         raise _unlike(name, parameter)
 
 

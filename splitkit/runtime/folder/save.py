@@ -109,7 +109,8 @@ def save_stages(
         digests = {file.name: digest_of_file(file) for file in _written(place)}
         files.write_file(place / DIGESTS, json.dumps(digests, indent=1) + "\n")
     except OSError as error:
-        raise files.refusal(folder, error) from error
+        reason = f"cannot write {error.filename or folder}: {error.strerror or error}"
+        raise FileError("SK504", reason, "Name another folder.") from error
 
 
 class _Tensors:

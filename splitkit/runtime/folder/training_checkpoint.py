@@ -220,12 +220,13 @@ class CheckpointFolder:
         """Refuse what can be refused before the first step; return what the other ranks must know."""
         if not is_whole(self._keep, 1):
             raise PipelineError("SK802", f"keep is {shown(self._keep)}", "Give a whole number of at least 1.")
-        for name, thing in (("scheduler", self._scheduler), ("loader", self._loader)):
+        such = "one of torch.optim.lr_scheduler", "torchdata's StatefulDataLoader"
+        for name, thing, known in zip(("scheduler", "loader"), (self._scheduler, self._loader), such, strict=True):
             if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise FileError(
                     "SK506",
                     f"the {name}, a {type(thing).__name__}, has no state_dict and load_state_dict to save it by",
-                    "Leave it out, or use one that has: torchdata's StatefulDataLoader.",
+                    f"Leave it out, or use one that has, such as {known}.",
                 )
         require_known(self._optimizer, self._pipe.named_parameters())
         tensors: dict[str, torch.Tensor] = {}

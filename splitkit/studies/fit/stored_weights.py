@@ -19,6 +19,8 @@ from splitkit.runtime.folder.checkpoint_names import converted, without_ignored
 from splitkit.runtime.folder.checkpoint_weights import Weights
 from splitkit.studies.fit.blocks import blocks_of, memory_key
 
+_OWN_FILES = "Put the model's own files beside its configuration, all of them."
+
 
 def stored_bytes(name: str, model: nn.Module, config: Any, files: str) -> dict[int, int]:
     """Return identity of memory -> bytes of it in a quantized checkpoint; nothing if it is not quantized.
@@ -76,12 +78,12 @@ def _of_files(model: nn.Module, weights: Weights) -> dict[int, int]:
         else:
             lost.append(name)
     if lost := without_ignored(lost, weights.place):
-        raise FileError("SK507", f"{weights.place} has {lost[0]}, and the model has not", "Name the model's own files.")
+        raise FileError("SK507", f"{weights.place} has {lost[0]}, and the model has not", _OWN_FILES)
     for module, nbytes in sorted(others.items(), reverse=True):  # inner modules first
         held = {memory_key(t): t.nbytes for n, t in state.items() if n.startswith(f"{module}." if module else "")}
         _share(nbytes, {key: own for key, own in held.items() if key not in found} or held, found)
     if missing := [[name] for name, tensor in state.items() if memory_key(tensor) not in found]:
-        raise weights.absent(*missing)
+        raise FileError("SK507", weights.absent(*missing).reason, _OWN_FILES, [names[0] for names in missing])
     return found
 
 
