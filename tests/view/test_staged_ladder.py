@@ -93,17 +93,18 @@ def test_the_step_of_stages_is_never_longer_than_the_pipeline_said():
 
 def test_a_plan_remembers_its_schedule_and_its_picture_shows_the_step():
     step, (joint, _) = divided(), captured()
-    assert (step.plan.prices.schedule, step.plan.prices.microbatches, step.plan.prices.links) == ("zbv", 4, "nvlink4")
+    asked = step.plan.request
+    assert (asked.schedule, asked.microbatches, asked.links) == ("zbv", 4, "nvlink4")
     again = sk.Plan.from_dict(joint.graph_module.graph, json.loads(json.dumps(step.plan.to_dict())))
-    assert again.prices == step.plan.prices
+    assert again.prices == step.plan.prices and again.request == asked
     drawn = pictured(again).ladder()
     assert drawn.run.order.name == "ZBVZeroBubble" and drawn.run.order.microbatches == 4
     svg = texts(pictured(again).svg())
     assert any("ZBVZeroBubble of 4 microbatches" in text for text in svg)
     assert {"gradients of inputs ↑ (time)", "gradients of weights (time)"} <= {*svg}
-    plain = replace(step.plan, prices=replace(step.plan.prices, schedule=None, microbatches=None))
+    plain = replace(step.plan, request=replace(asked, schedule=None, microbatches=None))
     assert pictured(plain).ladder().run is None
-    odd = replace(step.plan, prices=replace(step.plan.prices, schedule="zbv of another hand"))
+    odd = replace(step.plan, request=replace(asked, schedule="zbv of another hand"))
     assert pictured(odd).ladder().run is None
 
 

@@ -32,8 +32,6 @@ export class Prices {
     const back = over(backward);
     return this.whole(over(forward), again && back ? back + over(forward) : back, bytes("saved"), bytes("temporary"), bytes("fixed"));
   }
-  /** Whether the devices of stages differ: then their number is that of the plan. */
-  get differ() { return Boolean(this.data.times.on); }
   /**
    * The times of all rows on the device of a stage.
    * @param {number} k
