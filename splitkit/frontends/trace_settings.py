@@ -147,8 +147,8 @@ def without_globals(function: Callable[..., Any]) -> Iterator[None]:
 def scalar_writes_kept(graph: fx.Graph, own: set[str]) -> Iterator[None]:
     """Compile a graph of Dynamo without letting AOTAutograd ask for another one, which would lack writes.
 
-    A 0-dim float64 tensor on the CPU may stand for a Python number. If no node uses that number, AOTAutograd lets Dynamo
-    trace again without it, and Dynamo then drops every node of that value without users: the write of
+    A 0-dim float64 tensor on the CPU may stand for a Python number. If no node uses that number, AOTAutograd lets
+    Dynamo trace again without it, and Dynamo then drops every node of that value without users: the write of
     ``self.total.add_(1)``, with each backend of torch but ``"eager"`` (2.13).
 
     Args:

@@ -247,7 +247,8 @@ def test_compiled_writes_to_numbers_in_tensors_are_kept(door):
     torch.manual_seed(0)
     net, x = Counts(), torch.randn(3, 2)
     eager = copy.deepcopy(net)
-    compiled = sk.apply(net, SaveAll(), x, 1.5) if door == "apply" else torch.compile(net, backend=sk.backend(SaveAll()))
+    plan = SaveAll()
+    compiled = sk.apply(net, plan, x, 1.5) if door == "apply" else torch.compile(net, backend=sk.backend(plan))
     for grad in (True, False):  # compiled anew
         with torch.set_grad_enabled(grad):
             torch.testing.assert_close(compiled(x, 1.5), eager(x, 1.5))
@@ -268,3 +269,60 @@ def test_a_write_that_torch_itself_lost_is_kept():
     before = total.item()
     torch.compile(add, backend=sk.backend(SaveAll()))(torch.ones(2))
     assert total == before + 1
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 3))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def plus_one(net):
+    net.register_forward_hook(lambda module, args, output: output + 1)
+    return net
+
+
+def doubled(net):
+    net.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    return net
+
+
+HOOKED = {
+    "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
+    "spectral_norm": lambda: nn.utils.spectral_norm(Own()).eval(),
+    "output": lambda: plus_one(Own()),
+    "input": lambda: doubled(Own()),
+    "inside": lambda: nn.Sequential(nn.utils.spectral_norm(Own())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:forward hooks of")
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_that_symbolic_trace_does_not_call_are_refused(name):
+    model, x = HOOKED[name](), torch.rand(2, 3)
+    with pytest.raises(sk.SplitError, match=r'(?s)SK401.*the (hook of weight|spectral)_norm.*Use how="export"'):
+        sk.capture(model, x, how="symbolic_trace")
+    gm = sk.capture(model, x)  # the remedy
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    state = copy.deepcopy(model.state_dict())
+    want = model(x)
+    model.load_state_dict(state)
+    torch.testing.assert_close(gm(x), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_hooks_of_modules_inside_are_in_a_symbolic_trace():
+    model, x = nn.Sequential(nn.utils.weight_norm(Own()), nn.utils.spectral_norm(nn.Linear(3, 3))), torch.rand(2, 3)
+    gm = sk.capture(model, x, how="symbolic_trace")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    state = copy.deepcopy(model.state_dict())
+    want = model(x)
+    model.load_state_dict(state)
+    torch.testing.assert_close(gm(x), want)

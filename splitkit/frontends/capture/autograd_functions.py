@@ -379,7 +379,7 @@ def warn_of_forward_hooks(model: nn.Module) -> None:
     hooked = {
         name or "the model": type(module).__name__
         for name, module in model.named_modules()
-        if any(_is_of_user(hook) for table in tables for hook in getattr(module, table, {}).values())
+        if any(is_of_user(hook) for table in tables for hook in getattr(module, table, {}).values())
     }
     if hooked:
         name = next(iter(hooked))
@@ -391,7 +391,8 @@ def warn_of_forward_hooks(model: nn.Module) -> None:
         )
 
 
-def _is_of_user(hook: Any) -> bool:
+def is_of_user(hook: Any) -> bool:
+    """Return whether a forward hook is of none of the libraries whose hooks compute what the model needs."""
     while isinstance(hook, partial):
         hook = hook.func
     known = hook if hasattr(hook, "__qualname__") else type(hook)

@@ -93,7 +93,7 @@ def capture(
         args: example inputs.
         how: ``"export"``, which accepts most models, or ``"symbolic_trace"``, which keeps calls of torch's modules as
             single nodes, loses ``no_grad`` and ``autocast`` blocks, and refuses models that write their own buffers
-            outside of those modules.
+            outside of those modules, or have forward hooks themselves, such as the one of ``weight_norm``.
         dynamic: lets every size of the inputs vary where the model allows it (``how="export"`` only).
         kwargs: example keyword inputs.
 
