@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
 from splitkit._torch import pytree, written_arguments
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture.autograd_functions import functions_as_fx_nodes, is_of_user
+from splitkit.frontends.capture.autograd_functions import functions_as_fx_nodes
 from splitkit.frontends.capture.capture_errors import lost_data_error, user_line
+from splitkit.frontends.capture.forward_hooks import is_of_user
 from splitkit.frontends.capture.grad_flags import DATA_SETTERS
 from splitkit.frontends.capture.seeding import refuse_seeding
 from splitkit.graph.fake_runs import set_values
