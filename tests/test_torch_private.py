@@ -265,6 +265,17 @@ def test_inductors_code_is_loaded_and_allocates_through_these_names():
     assert buffer.shape == (2, 3) and buffer.dtype is torch.float64
 
 
+def test_dynamo_notes_the_numbers_to_fix_by_name():
+    """Without this class, torch has lost its bug, or `scalar_writes_kept` does nothing: see test_lost_writes.py."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    names, before = TensorifyState.force_specializations, set(TensorifyState.force_specializations)
+    TensorifyState.specialize("zf_of_this_test")
+    assert isinstance(names, set) and names == {*before, "zf_of_this_test"}
+    names.discard("zf_of_this_test")
+    assert not TensorifyState.should_specialize("zf_of_this_test")
+
+
 def test_modules_are_compiled_through_one_attribute():
     module = nn.Linear(2, 2)
     assert module._compiled_call_impl is None

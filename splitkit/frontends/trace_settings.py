@@ -12,8 +12,11 @@ from io import StringIO
 from typing import Any, cast
 
 import torch
+from torch import fx
 from torch._C import DispatchKey  # 2.11, 2.13, 2.15
 from torch._decomp import global_decomposition_table  # 2.11, 2.13, 2.15
+from torch._dynamo import symbolic_convert  # TensorifyState: 2.11, 2.13, 2.15
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # 2.11, 2.13, 2.15
 
 from splitkit import _torch
 
@@ -138,6 +141,42 @@ def without_globals(function: Callable[..., Any]) -> Iterator[None]:
     finally:
         for name in names.keys() - before:  # __compiled_fn_..: 2.11, 2.13, 2.15
             del names[name]
+
+
+@contextmanager
+def scalar_writes_kept(graph: fx.Graph, own: set[str]) -> Iterator[None]:
+    """Compile a graph of Dynamo without letting AOTAutograd ask for another one, which would lack writes.
+
+    A 0-dim float64 tensor on the CPU may stand for a Python number. If no node uses that number, AOTAutograd lets
+    Dynamo trace again without it, and Dynamo then drops every node of that value without users: the write of
+    ``self.total.add_(1)``, with each backend of torch but ``"eager"`` (2.13).
+
+    Args:
+        graph: the graph.
+        own: names of the numbers of which earlier tries to compile this graph asked; modified in place. Torch does not
+            forget what was asked for other graphs: if there is more, Dynamo traces again without that.
+    """
+    state = getattr(symbolic_convert, "TensorifyState", None)
+    asked: set[str] = getattr(state, "force_specializations", set())
+    if asked - own:
+        asked.clear()
+        own.clear()
+        raise TensorifyScalarRestartAnalysis
+    values = ((n, getattr(n.meta.get("example_value"), "item_memo", None)) for n in graph.find_nodes(op="placeholder"))
+    names = {
+        str(number.node._expr)
+        for node, number in values
+        if isinstance(number, torch.SymFloat) and any(user.target != "item" for user in node.users)
+    } - asked
+    asked |= names
+    try:
+        yield
+    except BaseException:
+        asked -= names
+        own |= asked
+        raise
+    asked.clear()
+    own.clear()
 
 
 @contextmanager

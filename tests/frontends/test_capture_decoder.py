@@ -186,3 +186,31 @@ def test_a_model_whose_steps_are_given_different_inputs_is_refused():
         sk.CaptureError, match=r"position_ids as torch.int64 of 2 dimensions and then as torch.int64 of 3"
     ):
         sk.capture_decoder(model)
+
+
+class AllTokens(transformers.LlamaForCausalLM):
+    """As CPM-Ant: each step reads all tokens, and leaves out itself what the caches hold."""
+
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length=None, **kwargs)
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=True, **kwargs):
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        return super().forward(input_ids[:, past:], attention_mask, past_key_values=past_key_values)
+
+
+def test_a_model_whose_steps_read_all_tokens_is_refused():
+    with pytest.raises(sk.CaptureError, match="gives it all tokens in each step, also those in the caches"):
+        sk.capture_decoder(AllTokens(transformers.LlamaConfig(**_SIZES)).eval())
+
+
+def test_what_a_model_returns_in_front_of_its_caches_is_left_out():
+    config = transformers.MoshiConfig(**_LAYER, vocab_size=32, ffn_dim=48, num_key_value_heads=2, head_dim=8)
+    model = transformers.MoshiForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    given = {"input_ids": torch.randint(3, 30, (2, 5)), "max_new_tokens": 3, "do_sample": False}
+    want = model.generate(**given)
+    split = sk.split(sk.capture_decoder(model), sk.policies.Stages(1))
+    assert list(model(given["input_ids"]))[:3] == ["logits", "last_hidden_state", "past_key_values"]
+    assert torch.equal(sk.generator(model, split, ["cpu:0"]).generate(**given), want)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 from torch import fx, nn
@@ -219,3 +222,107 @@ def test_a_model_that_draws_is_captured_and_seeding_works_again_afterwards():
     gm = sk.capture(nn.Dropout(), torch.ones(8))
     assert torch.manual_seed is before
     assert torch.equal(torch.manual_seed(5) and gm(torch.ones(8)), torch.manual_seed(5) and nn.Dropout()(torch.ones(8)))
+
+
+class Counts(nn.Module):
+    """Writes to 0-dim buffers in all three ways that a graph of Dynamo holds: by a method, a view and ``out=``."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        for name in ("calls", "total", "scale"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, step):
+        self.calls.add_(1)
+        self.total.view(1).add_(x.detach().sum())
+        y = self.linear(x) * math.floor(step) + self.total.float()  # a number that torch cannot keep variable
+        torch.add(self.scale, step, out=self.scale)
+        return y
+
+
+@pytest.mark.parametrize("door", ["backend", "apply"])
+def test_compiled_writes_to_numbers_in_tensors_are_kept(door):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net, x = Counts(), torch.randn(3, 2)
+    eager = copy.deepcopy(net)
+    plan = SaveAll()
+    compiled = sk.apply(net, plan, x, 1.5) if door == "apply" else torch.compile(net, backend=sk.backend(plan))
+    for grad in (True, False):  # compiled anew
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(compiled(x, 1.5), eager(x, 1.5))
+    torch.testing.assert_close(dict(net.named_buffers()), dict(eager.named_buffers()))
+    assert eager.calls == 2
+
+
+def test_a_write_that_torch_itself_lost_is_kept():
+    """Torch still knows what it fixed when the next backend compiles the function."""
+    torch._dynamo.reset()
+    total = torch.zeros((), dtype=torch.float64)
+
+    def add(x):
+        total.add_(1)
+        return x + 1
+
+    torch.compile(add, backend="aot_eager")(torch.ones(2))
+    before = total.item()
+    torch.compile(add, backend=sk.backend(SaveAll()))(torch.ones(2))
+    assert total == before + 1
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 3))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def plus_one(net):
+    net.register_forward_hook(lambda module, args, output: output + 1)
+    return net
+
+
+def doubled(net):
+    net.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    return net
+
+
+HOOKED = {
+    "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(3, 3)),
+    "spectral_norm": lambda: nn.utils.spectral_norm(Own()).eval(),
+    "output": lambda: plus_one(Own()),
+    "input": lambda: doubled(Own()),
+    "inside": lambda: nn.Sequential(nn.utils.spectral_norm(Own())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:forward hooks of")
+@pytest.mark.parametrize("name", HOOKED)
+def test_hooks_that_symbolic_trace_does_not_call_are_refused(name):
+    model, x = HOOKED[name](), torch.rand(2, 3)
+    with pytest.raises(sk.SplitError, match=r'(?s)SK401.*the (hook of weight|spectral)_norm.*Use how="export"'):
+        sk.capture(model, x, how="symbolic_trace")
+    gm = sk.capture(model, x)  # the remedy
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    state = copy.deepcopy(model.state_dict())
+    want = model(x)
+    model.load_state_dict(state)
+    torch.testing.assert_close(gm(x), want)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_hooks_of_modules_inside_are_in_a_symbolic_trace():
+    model, x = nn.Sequential(nn.utils.weight_norm(Own()), nn.utils.spectral_norm(nn.Linear(3, 3))), torch.rand(2, 3)
+    gm = sk.capture(model, x, how="symbolic_trace")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    state = copy.deepcopy(model.state_dict())
+    want = model(x)
+    model.load_state_dict(state)
+    torch.testing.assert_close(gm(x), want)

@@ -493,6 +493,12 @@ def test_autocast_around_a_training_step(plans):
         assert alike(outcome(saving, model), outcome(lambda: plain(X), plain))
 
 
+def test_hooks_that_symbolic_trace_loses():
+    with refusal("SK401", 'Use how="export".'):
+        sk.capture(nn.utils.spectral_norm(nn.Linear(4, 4)), X, how="symbolic_trace")
+    assert captured(nn.utils.spectral_norm(nn.Linear(4, 4)).eval(), how="export")
+
+
 def test_a_write_that_symbolic_trace_loses():
     with refusal("SK401", 'Use how="export", or make the module that does it a leaf of your own tracer.'):
         sk.capture(Rebinds(), X, how="symbolic_trace")

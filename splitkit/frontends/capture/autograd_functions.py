@@ -19,10 +19,8 @@ All names below are private to torch; checked on 2.11, 2.13 and 2.15.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import EllipsisType, ModuleType, NoneType
 from typing import Any, cast
 from unittest.mock import patch
@@ -40,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from splitkit._torch import pytree
-from splitkit.errors import CaptureError, listed
+from splitkit.errors import CaptureError
 from splitkit.frontends.capture.capture_errors import lost_hook_error, user_line
 from splitkit.frontends.capture.export_blocks import ReentrantCheckpoint
 from splitkit.graph.ops import op_tables
@@ -367,35 +365,6 @@ def refuse_module_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             what = f"{name or 'the model'} ({type(module).__name__}) has a backward hook"
             raise lost_hook_error(what, "splitkit.apply accepts")
-
-
-# Libraries whose forward hooks compute something (weight_norm) or move tensors: that is captured with the model.
-_LIBRARIES = ("torch", "accelerate", "transformers", "peft", "diffusers", "splitkit")
-
-
-def warn_of_forward_hooks(model: nn.Module) -> None:
-    """Warn of a user's forward hooks: export traces them once, on tensors without data, and no graph calls them."""
-    tables = ("_forward_hooks", "_forward_pre_hooks")  # 2.11, 2.13, 2.15
-    hooked = {
-        name or "the model": type(module).__name__
-        for name, module in model.named_modules()
-        if any(_is_of_user(hook) for table in tables for hook in getattr(module, table, {}).values())
-    }
-    if hooked:
-        name = next(iter(hooked))
-        warnings.warn(
-            f"forward hooks of {listed([f'{name} ({kind})' for name, kind in hooked.items()], 4)} run once during the "
-            "capture, on tensors without data, and the graph keeps only the ops that they run. A split calls hooks "
-            f"that are set on it: split.register_forward_hook({name!r}, hook).",
-            stacklevel=3,
-        )
-
-
-def _is_of_user(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    known = hook if hasattr(hook, "__qualname__") else type(hook)
-    return str(getattr(known, "__module__", "")).split(".")[0] not in _LIBRARIES
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from splitkit.frontends.capture.autograd_functions import (
     functions_as_nodes,
     refuse_lost_functions,
     refuse_module_hooks,
-    warn_of_forward_hooks,
 )
 from splitkit.frontends.capture.capture_errors import capture_error, require_module
 from splitkit.frontends.capture.export_blocks import blocks_as_nodes, restore_callers_grad
@@ -37,6 +36,7 @@ from splitkit.frontends.capture.first_call import (
     parameters_and_names,
     retry_after_call,
 )
+from splitkit.frontends.capture.forward_hooks import warn_of_forward_hooks
 from splitkit.frontends.capture.grad_flags import GradFlags
 from splitkit.frontends.capture.input_checks import InputCheck
 from splitkit.frontends.capture.meta_models import buffers_on_meta, inputs_on_meta
@@ -77,8 +77,9 @@ def capture(
     cache instead of changing it. If capture fails because the model hooks submodules or creates buffers in its first
     call, the model is called once and captured again.
 
-    A graph does not call the model's modules: their forward hooks run once, during the capture, and the graph keeps the
-    ops that they run. A warning names modules with hooks; `splitkit.Split.register_forward_hook` sets them on a split.
+    A graph does not call the model's modules. Their forward hooks run once, during the capture: the graph keeps the ops
+    that they run, and what they store in lists, dicts, objects and variables is removed again. A warning names modules
+    with hooks; `splitkit.Split.register_forward_hook` sets them on a split.
 
     If all parameters are on ``meta``, inputs and buffers are captured on ``meta`` as well, on whatever device they are.
     Non-persistent buffers keep their values for `splitkit.load` if they are real, or if it is a transformers model.
@@ -93,7 +94,7 @@ def capture(
         args: example inputs.
         how: ``"export"``, which accepts most models, or ``"symbolic_trace"``, which keeps calls of torch's modules as
             single nodes, loses ``no_grad`` and ``autocast`` blocks, and refuses models that write their own buffers
-            outside of those modules.
+            outside of those modules, or have forward hooks themselves, such as the one of ``weight_norm``.
         dynamic: lets every size of the inputs vary where the model allows it (``how="export"`` only).
         kwargs: example keyword inputs.
 
@@ -118,9 +119,8 @@ def capture(
     register_caches_among(given)
     args, kwargs = inputs_on_meta(model, copy_repeated(given))
     refuse_module_hooks(model)
-    if how == "export":
-        warn_of_forward_hooks(model)
-    else:
+    warn_of_forward_hooks(model, how)
+    if how != "export":
         refuse_autocast("symbolic_trace loses it", 'Use how="export", which records it, or leave the block.')
     with autocast_recorded(model), capture_conditions(), buffers_on_meta(model) as values:
         try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -19,25 +18,26 @@ from torch.nn.parameter import is_lazy
 
 from splitkit._torch import FakeTensor, pytree
 from splitkit.errors import SplitError
+from splitkit.frontends.capture.forward_hooks import CONTAINERS, hook_state_restored, is_same, restorer
 from splitkit.frontends.input_copies import copy_inputs
 from splitkit.frontends.module_state import buffers_kept
 
 Captured = TypeVar("Captured")
 
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
-
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes, hooks and children of all modules afterwards: tracing leaves fake tensors in them."""
-    held = _contents(model)
-    try:
-        yield
-    finally:
-        for now, before in held:
-            if not _same(now, before):
-                now.clear()
-                now.extend(before) if isinstance(now, list) else now.update(before)
+    """Restore the attributes, hooks and children of all modules afterwards: tracing leaves fake tensors in them.
+
+    What forward hooks of the user can reach is restored as well.
+    """
+    restorers = [*map(restorer, _contents(model))]
+    with hook_state_restored(model):
+        try:
+            yield
+        finally:
+            for restore in restorers:
+                restore()
 
 
 def retry_after_call(
@@ -70,7 +70,7 @@ def _is_changed_by_a_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
     if not are_real(model, (args, kwargs)):
         return False
     # Compare identities before and after one call: a new buffer, hook or child is a change, a new value is not.
-    held, modules = _contents(model), list(model.modules())
+    held, modules = [(now, copy.copy(now)) for now in _contents(model)], list(model.modules())
     sizes = _sizes(model)
     with buffers_kept(model, sizes=False):
         try:
@@ -78,7 +78,7 @@ def _is_changed_by_a_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
         except Exception:  # any error: that of the capture says more
             return False
     same = len(list(model.modules())) == len(modules) and sizes == _sizes(model)
-    return not (same and all(_same(now, before) for now, before in held))
+    return not (same and all(is_same(now, before) for now, before in held))
 
 
 def _sizes(model: nn.Module) -> list[tuple[object, ...]]:
@@ -122,16 +122,6 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _contents(model: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the attribute dicts of all modules and the plain containers in them, each with a shallow copy."""
-    owned = [held for m in model.modules() for held in (vars(m), *vars(m).values()) if type(held) in _CONTAINERS]
-    return [(held, copy.copy(held)) for held in owned]
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Return whether two containers hold the same objects in the same order."""
-    if len(now) != len(before):
-        return False
-    if isinstance(now, dict):
-        return all(a == b and now[a] is before[b] for a, b in zip(now, before, strict=True))
-    return all(a is b for a, b in zip(now, before, strict=True))
+def _contents(model: nn.Module) -> list[Any]:
+    """Return the attribute dicts of all modules and the plain containers in them."""
+    return [held for m in model.modules() for held in (vars(m), *vars(m).values()) if type(held) in CONTAINERS]

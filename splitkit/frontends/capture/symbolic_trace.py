@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload  # 2.11, 2.13, 2.15
 from torch.fx import Node
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
@@ -20,6 +21,7 @@ from splitkit._torch import pytree, written_arguments
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.autograd_functions import functions_as_fx_nodes
 from splitkit.frontends.capture.capture_errors import lost_data_error, user_line
+from splitkit.frontends.capture.forward_hooks import is_of_user
 from splitkit.frontends.capture.grad_flags import DATA_SETTERS
 from splitkit.frontends.capture.seeding import refuse_seeding
 from splitkit.graph.fake_runs import set_values
@@ -33,8 +35,10 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     values are refused.
 
     Raises:
-        CaptureError: SK401 if the model writes to its own tensors, which would happen now and never again.
+        CaptureError: SK401 if the model writes to its own tensors, which would happen now and never again, or has hooks
+            that the graph would not have.
     """
+    _refuse_lost_hooks(model)
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
@@ -120,6 +124,26 @@ def _refuse_rebound_buffers(model: nn.Module) -> Iterator[None]:
         for name, buffer in before.items():
             if now.get(name) is not buffer:
                 raise _lost_write(f"rebinds its buffer {name}")
+
+
+def _refuse_lost_hooks(model: nn.Module) -> None:
+    """Refuse hooks that are not in the graph: the whole model's, whose ``forward`` is traced, and power iterations.
+
+    A call of a module of torch stays a node, which runs its hooks. Elsewhere the hook of ``spectral_norm`` is traced,
+    without the ``no_grad`` around its power iteration, which writes to a buffer.
+    """
+    hooks = (*model._forward_hooks.values(), *model._forward_pre_hooks.values())  # 2.11, 2.13, 2.15
+    if any(not isinstance(model, fx.GraphModule) or is_of_user(hook) for hook in hooks):  # others check inputs
+        raise _lost_hooks("does not call the forward hooks of the model itself, such as the hook of weight_norm")
+    for name, module in model.named_modules():
+        iterates = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+        if iterates and module.training and not fx.Tracer().is_leaf_module(module, name):
+            where = f"{name} ({type(module).__name__})"
+            raise _lost_hooks(f"loses the no_grad around the power iteration of the spectral_norm of {where}")
+
+
+def _lost_hooks(what: str) -> CaptureError:
+    return CaptureError("SK401", f"symbolic_trace {what}", 'Use how="export".')
 
 
 def _lost_write(what: str) -> CaptureError:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from splitkit._torch import FakeTensor, FakeTensorMode, fake_mode, pytree
 from splitkit.errors import CaptureError, message_line
+from splitkit.frontends.capture.forward_hooks import hook_state_restored
 
 
 class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,9 +72,10 @@ def is_inexact(tensor: Tensor) -> bool:
 def on_fakes(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Any]]:
     """Yield a copy of a model with fake parameters, and its inputs; inside, only integers are computed.
 
-    The state of the random generators is restored at the end.
+    The state of the random generators, and of the model's forward hooks, is restored at the end.
     """
-    with fake_mode() as mode, RealIntegers(mode), torch.enable_grad(), torch.random.fork_rng():
+    hooks = hook_state_restored(model)
+    with fake_mode() as mode, RealIntegers(mode), torch.enable_grad(), torch.random.fork_rng(), hooks:
         made: dict[int, Tensor] = {}
 
         def fake(tensor: Tensor) -> Tensor:

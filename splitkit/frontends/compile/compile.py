@@ -31,7 +31,7 @@ from splitkit.frontends.compile.later_writes import LaterWrites, WriteWatch, ove
 from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.input_copies import copy_inputs
 from splitkit.frontends.module_state import buffers_kept, is_uninitialised, owned_dicts
-from splitkit.frontends.trace_settings import without_meta_errors
+from splitkit.frontends.trace_settings import scalar_writes_kept, without_meta_errors
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.policy import PolicyLike
 from splitkit.training.checkpoints import eager_plan
@@ -70,6 +70,7 @@ class Backend:
         self._joints: dict[int, tuple[fx.Graph, Pair]] = {}
         self._history = CompileHistory()
         self._sizes: dict[int, SizeWatch] = {}
+        self._fixed: set[str] = set()
         self.__name__ = "splitkit"  # the name of the backend in Dynamo's messages
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -77,7 +78,8 @@ class Backend:
         refuse_kept_casts(gm)
         number = len(self._names)
         self._names.append([str(n.target) for n in gm.graph.find_nodes(op="placeholder")])
-        compiled = self._compiled(gm, example_inputs, partial(self.partition, number=number))
+        with scalar_writes_kept(gm.graph, self._fixed):
+            compiled = self._compiled(gm, example_inputs, partial(self.partition, number=number))
         if number in self._sizes:
             compiled = self._sizes[number].watching(gm, compiled)
         watch = self.watch

@@ -14,6 +14,7 @@ from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend  # 2.11, 2.1
 
 from splitkit._torch import fake_mode, pytree
 from splitkit.errors import CaptureError, PolicyError, SplitError
+from splitkit.frontends.capture.forward_hooks import hook_state_restored
 from splitkit.frontends.compile.compile import Backend, own_code
 from splitkit.frontends.compile.generated_code import without_kernels
 from splitkit.frontends.joint.joint_checks import checked_loss
@@ -93,7 +94,8 @@ def compiled_dry_run(
 
     held = copy.deepcopy(model, {id(tensor): run.fake(tensor) for tensor in state})
     given = pytree.tree_map_only(Tensor, run.fake, (args, kwargs))
-    with without_kernels(), without_logging(), without_meta_errors(), torch.random.fork_rng(), torch.enable_grad():
+    rng, hooks = torch.random.fork_rng(), hook_state_restored(model)
+    with without_kernels(), without_logging(), without_meta_errors(), rng, hooks, torch.enable_grad():
         try:
             step()
         except BackendCompilerFailed as failed:

@@ -21,7 +21,7 @@ from splitkit.frontends.decoder.language_model_step import drop_unread, language
 from splitkit.frontends.decoder.masked_attention import masked_attention
 from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.trace_settings import without_special_sizes
-from splitkit.graph.caches import caches_of
+from splitkit.graph.caches import ARGUMENTS, caches_of
 
 
 def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.GraphModule:
@@ -86,12 +86,21 @@ def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
 
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
     entered = language_model_entered(model, step) if "inputs_embeds" in step else nullcontext()
-    with torch.no_grad(), masked_attention() as not_causal, continued_states(model), without_special_sizes(), entered:
-        try:
+    handle = model.register_forward_hook(_logits_and_caches)
+    try:
+        with (
+            torch.no_grad(),
+            masked_attention() as not_causal,
+            continued_states(model),
+            without_special_sizes(),
+            entered,
+        ):
             gm = capture(model, dynamic=True, **step)
-        except CaptureError as error:
-            # the remedies for training do not help here
-            raise CaptureError("SK401", error.reason, WITHOUT_SPLIT) from error
+    except CaptureError as error:
+        # the remedies for training do not help here
+        raise CaptureError("SK401", error.reason, WITHOUT_SPLIT) from error
+    finally:
+        handle.remove()
     mask = step.get("attention_mask")
     if not_causal and isinstance(mask, torch.Tensor) and mask.ndim == 2:
         which = listed(sorted(not_causal), 2)
@@ -101,3 +110,12 @@ def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
         drop_unread(gm)
     read_first_sizes(gm)
     return gm
+
+
+def _logits_and_caches(model: nn.Module, args: Any, output: Any) -> Any:
+    """Leave out what a model returns in front of its caches besides logits, such as Moshi's last hidden state."""
+    names = list(output) if isinstance(output, dict) else []
+    before = names[: next((i for i, name in enumerate(names) if name in ARGUMENTS), 0)]
+    if before in ([], ["logits"]):
+        return output
+    return type(output)(**{name: x for name, x in output.items() if name == "logits" or name not in before})

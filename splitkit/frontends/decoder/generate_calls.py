@@ -57,6 +57,10 @@ class GenerateCalls:
     encoded: Callable[[int], Any] | None = None
     embedded: bool = False
 
+    @property
+    def _tokens(self) -> str:
+        return "input_ids" if self.encoded is None else "decoder_input_ids"
+
     def prompt(self) -> dict[str, Any]:
         """Return the arguments of ``forward`` for a prompt of `QUERY` tokens, but for caches; tensors are zeros.
 
@@ -156,6 +160,8 @@ class GenerateCalls:
             raise not_a_decoder(self.model, why) from error
         if len(calls) != new:
             raise not_a_decoder(self.model, f"its generate calls its forward {len(calls)} times for {new} tokens")
+        if new > 1 and calls[-1][self._tokens].shape[1] != 1:
+            raise not_a_decoder(self.model, "its generate gives it all tokens in each step, also those in the caches")
         return calls
 
     def _shell(self, calls: list[dict[str, Any]], past: int, cache_of: Callable[[int, int], Any]) -> Any:
@@ -168,7 +174,7 @@ class GenerateCalls:
             given = signature.bind(shell, *args, **kwargs).arguments
             given |= given.pop("kwargs", {})
             del given[next(iter(signature.parameters))]
-            ids = given["input_ids" if self.encoded is None else "decoder_input_ids"]
+            ids = given[self._tokens]
             seen += ids.shape[1]
             calls.append(given)
             return _Output({"logits": torch.zeros(len(ids), 1, 1), self.caches: cache_of(len(ids), seen)})
