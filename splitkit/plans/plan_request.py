@@ -18,6 +18,7 @@ PlannedOptimizer = Optimizer | Literal["planned"]
 """The optimizer that a reader of plans counts; ``"planned"``: that of the plan's request."""
 ASSUMED: Optimizer = "adam"
 """The optimizer that readers assume for a plan that does not say what it is for."""
+UNSAID = "assumed: the plan does not say what it is for"
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,6 @@ class PlanRequest:
     def counted(self) -> Optimizer:
         """The optimizer whose state counts; Adam is assumed where nobody said what the plan is for."""
         return self.optimizer if self.purpose else ASSUMED
-
-    @property
-    def assumption(self) -> str:
-        """What readers of the plan assume, in words; empty if the plan says what it is for."""
-        return "" if self.purpose else f"training with {ASSUMED} is assumed: the plan does not say what it is for"
 
     @property
     def kinds(self) -> int:

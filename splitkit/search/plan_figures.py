@@ -22,7 +22,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import PARENT, Part, PartKey
-from splitkit.plans.plan_request import PlanRequest
+from splitkit.plans.plan_request import UNSAID, PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.prices import unit_of
 from splitkit.search.devices.device_request import DeviceRequest
@@ -82,12 +82,14 @@ class StagePricing:
         visits: whether parts ``(key, 0), (key, 3) ...`` are visits of one device, as `splitkit.extend.refine` makes
             them.
         on: part -> the device that it was planned for.
+        assumed: that the purpose is assumed, in words, if the plan does not say what it is for.
     """
 
     request: StageRequest
     replicated: bool = False
     visits: bool = False
     on: Mapping[PartKey, PartKey] = field(default_factory=dict)
+    assumed: str = ""
 
     @classmethod
     def of(
@@ -119,7 +121,8 @@ class StagePricing:
             options: dict[str, Any] = {"backward": trains, "devices": devices, "together": together, "only": only}
             return cls(DeviceRequest(policy, flow, costs, **common, **options), on=on)
         staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, **common)
-        return cls(staged, replicated, _are_visits(plan) and asked.schedule is None)
+        assumed = "" if asked.purpose else f" ({UNSAID})"
+        return cls(staged, replicated, _are_visits(plan) and asked.schedule is None, assumed=assumed)
 
     @property
     def flow(self) -> Dataflow:

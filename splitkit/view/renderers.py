@@ -23,8 +23,9 @@ from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
 from splitkit.pipeline.placed_prices import costs_of_plan
+from splitkit.pipeline.purpose import purpose
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.plans.plan_request import PlannedOptimizer
+from splitkit.plans.plan_request import UNSAID, PlannedOptimizer
 from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import require_times
 from splitkit.training.flow import BACKWARD, FORWARD
@@ -241,6 +242,8 @@ def _ladder(
     if any(node not in flow.index for other in others for node in other):
         raise ViewError("SK901", "the plan passed as beside is for another graph", "Compare plans of one graph module.")
     held = plan.request.counted if optimizer == "planned" else optimizer
+    if optimizer == "planned" and not plan.request.purpose:
+        title = f"{title or plan.note or 'plan'}; {purpose(held)} ({UNSAID})"
     ladder = LadderView(flow, plan, prices, title, held, limit, run, ran, others)
 
     def svg() -> str:

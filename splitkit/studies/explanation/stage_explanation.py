@@ -334,7 +334,7 @@ def explain_stages(
         tuple(rows[title] for title in [*order, *(title for title in rows if title not in order)] if title in rows),
         tuple(map(part_title, figures.loads)),
         tuple(limits),
-        purpose(pricing.request.optimizer),
+        f"{purpose(pricing.request.optimizer)}{pricing.assumed}",
         longest,
         () if moves is None else tuple(moves.found[:3]),
         plan_variants(pricing, plan, policy, costs) if again else (),
