@@ -1,0 +1,50 @@
+"""One plan file, read by every command: the same seconds, bytes and devices as in the plan and its table."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+
+import pytest
+
+from splitkit import cli
+
+MODEL = ["llama", "--size", "layers=3,width=64,heads=2", "--size", "vocab=512,seq=16,batch=2"]
+PLANS = {
+    "devices that differ": ["--devices", "h100,l4", "--links", "pcie4"],
+    "training on devices that differ": ["--devices", "h100,l4", "--optimizer", "adam"],
+    "inference": ["--devices", "2xh100"],
+    "training": ["--devices", "3xl4", "--schedule", "1f1b", "--microbatches", "6"],
+}
+
+
+def told(*words):
+    with redirect_stdout(io.StringIO()) as out:
+        assert cli.main([*words, "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
+def test_commands_that_read_a_plan_say_what_it_says(options, tmp_path):
+    file = str(tmp_path / "p.json")
+    plan = told("plan", *MODEL, *options, "-o", file, "--view", str(tmp_path / "a.html"))
+    ranks, step = plan["ranks"], plan["step"]
+    figures = told("explain", file)["explanation"]["figures"]
+    exported = told("export", file, "--to", "torch", *(["--schedule", "1f1b", "--microbatches", "6"] if step else []))
+    told("view", file, "-o", str(tmp_path / "b.html"))
+    kept = json.loads((tmp_path / "p.json").read_text())
+    purpose = "training" if plan["placement"]["optimizer"] else "inference"
+    assert kept["policy"] and kept["request"]["purpose"] == purpose
+    assert sorted(figures["peaks"]) == sorted(rank["memory"]["peak"] for rank in ranks)
+    if step is None:
+        assert sorted(figures["loads"].values()) == sorted(rank["load"] for rank in ranks)
+        assert exported["rounding"]["before"]["load"] == pytest.approx(figures["bottleneck"])
+        busy = {str(rank["stages"][0]): rank["busy"] for rank in ranks}
+        shares = {row["part"]: row["share"] for row in plan["report"]["parts"]}
+        assert {key: seconds / sum(busy.values()) for key, seconds in busy.items()} == pytest.approx(shares)
+    else:
+        assert figures["step"] == step["seconds"] == pytest.approx(exported["rounding"]["before"]["step"])
+    pages = [re.findall(r'"stages":\{.*?\}', (tmp_path / name).read_text())[0] for name in ("a.html", "b.html")]
+    assert pages[0] == pages[1]
