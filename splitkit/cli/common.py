@@ -202,13 +202,12 @@ def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
 
 def _device(text: str) -> Any:
     """Return a device by its name, or the device ``NAME`` of ``path.toml:NAME``."""
-    from splitkit import costs
-    from splitkit.costs.devices import find_device
+    from splitkit.device_specs import find_device, load_devices
 
     path, colon, name = text.rpartition(":")
     if not colon:
         return find_device(text)
-    described = costs.load_devices(path)
+    described = load_devices(path)
     if name not in described:
         raise UsageError("SK601", f"{path} describes no device {name!r}", f"It describes {', '.join(described)}.")
     return described[name]

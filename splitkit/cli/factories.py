@@ -5,6 +5,7 @@ Suggestions come from file names and source code: torch is not imported, and no 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError, near, nearest
@@ -13,6 +14,7 @@ from splitkit.testing.factory import functions_in, functions_listed, is_program
 from splitkit.testing.models import NAMES
 
 EXAMPLE = "my_model.py:make"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def check_model_name(spec: str, plans: bool) -> None:
@@ -60,7 +62,15 @@ def _check_word(spec: str, plans: bool) -> None:
         raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))
     if not near(spec, NAMES) and path.is_dir():
         raise UsageError("SK602", f"{spec} is a folder", _of_folder(path))
-    choices = f"Choose one of {', '.join(NAMES)}; or name {EXAMPLE}."
+    if _HUB_NAME.fullmatch(spec) and not path.exists():
+        folder = path.name
+        raise UsageError(
+            "SK402",
+            f"there is no folder {spec}, and splitkit downloads no model",
+            f"If it is one of the Hugging Face Hub: hf download {spec} config.json --local-dir {folder}, "
+            f"then name {folder}.",
+        )
+    choices = f"Choose one of {', '.join(NAMES)}; or name {EXAMPLE}, or a folder with the config.json of transformers."
     remedy = nearest(spec, NAMES, choices)
     if path.with_suffix(".py").is_file():
         remedy = f"Did you mean {_such_as(path.with_suffix('.py'))}? {choices}"

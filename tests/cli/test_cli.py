@@ -282,6 +282,32 @@ def test_devices(call, data):
     assert code == 0 and (t4["memory"], t4["links"], t4["peak"]["float16"]) == (16_000_000_000, "pcie3", 65e12)
 
 
+@pytest.mark.parametrize("columns", [40, 80])
+def test_devices_are_named_on_a_narrow_terminal_without_torch(columns):
+    """What a user sees first: a column of names, whatever else must be left out."""
+    code = """if True:
+        import os, sys
+        from splitkit.cli import main
+        os.environ["COLUMNS"] = sys.argv[1]
+        sys.stdout.isatty = lambda: True
+        main(["devices"])
+        assert not {"torch", "numpy"} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code, str(columns)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert all(name in shown for name in ("rtx-5090", "mi300x", "nvlink4", "pcie4", "59.60 GiB"))
+    assert "(too narrow for: tf32, float16" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("command", [["fit"], ["plan", "--stages", "2"]], ids=["fit", "plan"])
+def test_a_name_of_the_hub_is_told_from_an_example(call, command):
+    code, _, said = call(command[0], "meta-llama/Llama-3-8B", *command[1:])
+    assert code == 2 and "splitkit downloads no model" in said
+    assert "hf download meta-llama/Llama-3-8B config.json --local-dir Llama-3-8B" in said
+
+
 def test_help_of_plan_is_in_groups(call):
     code, out, _ = call("plan", "--help")
     groups = ("parts:", "devices (with", "training step (with", "prices:", "model:", "output:")

@@ -288,7 +288,7 @@ complete -c splitkit -n '_shtab_splitkit_using view' -l policy -x -d 'a policy w
 complete -c splitkit -n '_shtab_splitkit_using view' -l costs -x -d 'how to price nodes (default: flops): flops, unit, measured, measured:DEVICE, roofline:DEVICE, fused:DEVICE (as Inductor fuses), or trace:FILE of torch'"'"'s profiler; `splitkit devices` lists the names for DEVICE, or use FILE.toml:NAME'
 complete -c splitkit -n '_shtab_splitkit_using view' -l training -d 'add the cost of each node'"'"'s backward'
 complete -c splitkit -n '_shtab_splitkit_using view' -l on-cycle -xka "error refine merge" -d 'if parts depend on each other in a cycle: refuse (default), call them several times, or merge them'
-complete -c splitkit -n '_shtab_splitkit_using view' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'the page; it needs nothing but a browser'
+complete -c splitkit -n '_shtab_splitkit_using view' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'the page, which needs nothing but a browser; or FILE.svg for a still picture'
 complete -c splitkit -n '_shtab_splitkit_using view' -l beside -xka "(__fish_complete_path (commandline -ct))" -d 'another plan of the model, to mark what changes stages; may be given several times'
 complete -c splitkit -n '_shtab_splitkit_using view' -l schedule -x -d 'draw the timeline of a step under this schedule, as for plan'
 complete -c splitkit -n '_shtab_splitkit_using view' -l microbatches -x -d 'microbatches in the step (default: 2 per stage)'

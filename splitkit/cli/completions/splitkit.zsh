@@ -451,7 +451,7 @@ _shtab_splitkit_view_options=(
   "--costs[how to price nodes (default\: flops)\: flops, unit, measured, measured\:DEVICE, roofline\:DEVICE, fused\:DEVICE (as Inductor fuses), or trace\:FILE of torch\'s profiler\; \`splitkit devices\` lists the names for DEVICE, or use FILE.toml\:NAME]:KIND:"
   "--training[add the cost of each node\'s backward]"
   "--on-cycle[if parts depend on each other in a cycle\: refuse (default), call them several times, or merge them]:on_cycle:(error refine merge)"
-  {-o,--output}"[the page\; it needs nothing but a browser]:FILE:_files"
+  {-o,--output}"[the page, which needs nothing but a browser\; or FILE.svg for a still picture]:FILE:_files"
   "*--beside[another plan of the model, to mark what changes stages\; may be given several times]:PLAN.json:_files"
   "--schedule[draw the timeline of a step under this schedule, as for plan]:NAME:"
   "--microbatches[microbatches in the step (default\: 2 per stage)]:N:"
