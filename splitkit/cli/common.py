@@ -19,6 +19,7 @@ from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
+from splitkit.testing.example_losses import with_loss
 from splitkit.testing.factory import is_program
 from splitkit.testing.models import Example
 from splitkit.view.console.console import show_spinner
@@ -89,6 +90,9 @@ def prepare(wanted: Source) -> CapturedModel:
 def example_of(wanted: Source) -> Example:
     """Make the model, in training or evaluation mode, and its inputs."""
     example = _example(wanted)
+    if wanted.loss is not None:
+        find_own_code(wanted.loss)
+        example = with_loss(example, wanted.loss)
     return _evaluated(example, wanted.spec) if wanted.mode == "eval" else example
 
 

@@ -1,15 +1,17 @@
-"""Checks the name of a model and suggests what to write instead.
+"""Checks the names of models and losses, and suggests what to write instead.
 
 Suggestions come from file names and source code: torch is not imported, and no code of the model runs.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError, near, nearest
 from splitkit.testing.config_files import is_config
+from splitkit.testing.example_losses import LOSSES
 from splitkit.testing.factory import functions_in, functions_listed, is_program
 from splitkit.testing.models import NAMES
 
@@ -44,6 +46,62 @@ def check_model_name(spec: str, plans: bool) -> None:
         raise UsageError("SK602", f"{spec!r} has two colons", f"Write {place}.")
     elif path.is_file() and path.suffix != ".py":
         raise UsageError("SK602", f"{place} is not a Python file", f"Name a file that ends in .py: {EXAMPLE}.")
+
+
+def check_loss(loss: str) -> None:
+    """Refuse a ``--loss`` that is neither known nor a function that its file may define.
+
+    Raises:
+        UsageError: SK601 for another word.
+        CaptureError: SK403 for a file or function that does not exist.
+    """
+    if loss in LOSSES:
+        return
+    place, _, name = loss.rpartition(":")
+    if not place or not name:
+        choices = f"Use {', '.join(LOSSES)}, or a function of the output: --loss my_model.py:loss."
+        raise UsageError("SK601", f"--loss {loss} is not known", nearest(loss, LOSSES, choices))
+    require_factory(loss, "loss")
+
+
+def require_factory(spec: str, what: str = "factory") -> None:
+    """Refuse a function that its file does not define, without running the file.
+
+    Args:
+        spec: ``path.py:function``; anything else is accepted.
+        what: what the function is for.
+
+    Raises:
+        CaptureError: SK403.
+    """
+    place, colon, name = spec.rpartition(":")
+    path = Path(place)
+    if not colon or path.suffix != ".py":
+        return
+    check_model_name(spec, plans=False)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+        names = (
+            functions_in(path) if what == "factory" else [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+        )
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CaptureError("SK403", f"{place} cannot be read as Python: {error}", "Correct the file.") from error
+    if _may_define(tree, name):
+        return
+    other = near(name, names)
+    remedy = f"Did you mean {place}:{other[0]}? " if other else "Define a function of that name there; "
+    raise CaptureError("SK403", f"the {what} {name!r} in {place} does not exist", remedy + functions_listed(names))
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Return whether a module may have an attribute of this name: it is written somewhere, or made in ways unseen."""
+    for node in ast.walk(tree):
+        written = getattr(node, "id", None), getattr(node, "name", None), getattr(node, "asname", None)
+        if name in written or (isinstance(node, ast.alias) and (node.name == "*" or node.name.split(".")[0] == name)):
+            return True
+        if getattr(node, "id", None) in ("globals", "exec", "setattr", "vars") or written[1] == "__getattr__":
+            return True
+    return False
 
 
 def _check_word(spec: str, plans: bool) -> None:

@@ -51,7 +51,7 @@ function _shtab_splitkit_using
 end
 
 set -g _shtab_splitkit_commands capture plan fit split export run train generate profile view explain compare sweep synthesize devices completion policies doctor
-set -g _shtab_splitkit_opts_with_value --beside --cache-tokens --checkpoint --chunk --chunks --compile --costs --devices --dp --dtype --effort --every --form --from --host --how --in-flight --keep --links --lr --max-new-tokens --max-restarts --measured --memory --microbatches --model --nproc --objective --of --offload --on-cycle --optimizer --order --output --placement --points --policy --prompt --prompt-ids --ranks --repeat --replicas --requests --schedule --schedules --seed --size --stages --steps --temperature --timeout --to --tokenizer --tokens --tolerance --top --top-k --top-p --trace --train --view --weights --what -o
+set -g _shtab_splitkit_opts_with_value --beside --cache-tokens --checkpoint --chunk --chunks --compile --costs --devices --dp --dtype --effort --every --form --from --host --how --in-flight --keep --links --loss --lr --max-new-tokens --max-restarts --measured --memory --microbatches --model --nproc --objective --of --offload --on-cycle --optimizer --order --output --placement --points --policy --prompt --prompt-ids --ranks --repeat --replicas --requests --schedule --schedules --seed --size --stages --steps --temperature --timeout --to --tokenizer --tokens --tolerance --top --top-k --top-p --trace --train --view --weights --what -o
 
 complete -c splitkit -e
 complete -c splitkit -f
@@ -66,6 +66,7 @@ complete -c splitkit -n '_shtab_splitkit_using capture' -l size -x -d 'sizes of 
 complete -c splitkit -n '_shtab_splitkit_using capture' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using capture' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using capture' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using capture' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using capture' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using capture' -l code -d 'also print the code of the graph'
 complete -c splitkit -n '_shtab_splitkit_using capture' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write the nodes as JSON (- for standard output)'
@@ -96,6 +97,7 @@ complete -c splitkit -n '_shtab_splitkit_using plan' -l size -x -d 'sizes of the
 complete -c splitkit -n '_shtab_splitkit_using plan' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using plan' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using plan' -s o -l output -xka "(__fish_complete_path (commandline -ct))" -d 'write the plan as JSON (- for standard output)'
 complete -c splitkit -n '_shtab_splitkit_using plan' -l view -xka "(__fish_complete_path (commandline -ct))" -d 'also write a page for a browser: the plan, as splitkit view draws it'
@@ -126,6 +128,7 @@ complete -c splitkit -n '_shtab_splitkit_using split' -l size -x -d 'sizes of th
 complete -c splitkit -n '_shtab_splitkit_using split' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using split' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using split' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using split' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using split' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using split' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using split' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
@@ -153,6 +156,7 @@ complete -c splitkit -n '_shtab_splitkit_using export' -l size -x -d 'sizes of t
 complete -c splitkit -n '_shtab_splitkit_using export' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using export' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using export' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using export' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using export' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using export' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using export' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
@@ -169,6 +173,7 @@ complete -c splitkit -n '_shtab_splitkit_using run' -l size -x -d 'sizes of the 
 complete -c splitkit -n '_shtab_splitkit_using run' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using run' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using run' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using run' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using run' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using run' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using run' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
@@ -187,6 +192,7 @@ complete -c splitkit -n '_shtab_splitkit_using train' -l size -x -d 'sizes of th
 complete -c splitkit -n '_shtab_splitkit_using train' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using train' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using train' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using train' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using train' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using train' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using train' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
@@ -225,6 +231,7 @@ complete -c splitkit -n '_shtab_splitkit_using generate' -l size -x -d 'sizes of
 complete -c splitkit -n '_shtab_splitkit_using generate' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using generate' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using generate' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using generate' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using generate' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using generate' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using generate' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
@@ -256,6 +263,7 @@ complete -c splitkit -n '_shtab_splitkit_using profile' -l size -x -d 'sizes of 
 complete -c splitkit -n '_shtab_splitkit_using profile' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using profile' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using profile' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using profile' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using profile' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using profile' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using profile' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
@@ -282,6 +290,7 @@ complete -c splitkit -n '_shtab_splitkit_using view' -l size -x -d 'sizes of the
 complete -c splitkit -n '_shtab_splitkit_using view' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using view' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using view' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using view' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using view' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using view' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using view' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'
@@ -307,6 +316,7 @@ complete -c splitkit -n '_shtab_splitkit_using explain' -l size -x -d 'sizes of 
 complete -c splitkit -n '_shtab_splitkit_using explain' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using explain' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using explain' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using explain' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using explain' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using explain' -l policy -x -d 'the policy whose memory, schedule and links apply (default: the one that made the plan)'
 complete -c splitkit -n '_shtab_splitkit_using explain' -l fast -d 'do not plan again with more devices or more memory'
@@ -320,6 +330,7 @@ complete -c splitkit -n '_shtab_splitkit_using compare' -l size -x -d 'sizes of 
 complete -c splitkit -n '_shtab_splitkit_using compare' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using compare' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using compare' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using compare' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using compare' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using; and test $_shtab_splitkit_npos -eq 0' -a sweep -d 'Show what training in less memory costs; or, with --stages, find the fastest and smallest pipelines.'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -s h -l help -d 'show this help message and exit'
@@ -330,6 +341,7 @@ complete -c splitkit -n '_shtab_splitkit_using sweep' -l size -x -d 'sizes of th
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using sweep' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l costs -x -d 'how to price nodes (default: roofline:a100): flops, unit, measured, measured:DEVICE, roofline:DEVICE, fused:DEVICE (as Inductor fuses), or trace:FILE of torch'"'"'s profiler; `splitkit devices` lists the names for DEVICE, or use FILE.toml:NAME'
 complete -c splitkit -n '_shtab_splitkit_using sweep' -l points -x -d 'without --stages: number of rows (default 10)'
@@ -357,6 +369,7 @@ complete -c splitkit -n '_shtab_splitkit_using synthesize' -l size -x -d 'sizes 
 complete -c splitkit -n '_shtab_splitkit_using synthesize' -l how -xka "export symbolic_trace decoder" -d 'how to capture the model (default export); decoder: one step of generation, with its KV caches'
 complete -c splitkit -n '_shtab_splitkit_using synthesize' -l dynamic -d 'let the sizes of the inputs vary'
 complete -c splitkit -n '_shtab_splitkit_using synthesize' -l eval -d 'use evaluation mode: no dropout'
+complete -c splitkit -n '_shtab_splitkit_using synthesize' -l loss -x -d 'the loss of a model that returns predictions: cross_entropy, mse, or FILE.py:FUNCTION of the output; the target is the keyword input '"'"'target'"'"' of the factory. Without it: classes 0, 1, 2 ... in turn, which are the last dimension, of images the second; zeros for mse'
 complete -c splitkit -n '_shtab_splitkit_using synthesize' -l seed -x -d 'random seed of weights and inputs (default 0)'
 complete -c splitkit -n '_shtab_splitkit_using synthesize' -l stages -x -d 'N pipeline stages; short for --policy '"'"'Stages(N)'"'"''
 complete -c splitkit -n '_shtab_splitkit_using synthesize' -l policy -x -d 'a policy with its parameters; see `splitkit policies`'

@@ -82,7 +82,8 @@ def no_loss_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         reason = no_loss(outputs_of_call(model, args, kwargs))
     except Exception:  # the model itself may fail
         reason = "the model returns no loss"
-    remedy = f"Give one: capture_joint(model, ..., {GIVE}), or return it as `loss`."
+    remedy = f"Give one: capture_joint(model, ..., {GIVE}), or return it as `loss`; "
+    remedy += "on the command line, --loss cross_entropy."
     return CaptureError("SK401", f"{type(model).__name__} cannot be captured with its gradients: {reason}", remedy)
 
 
