@@ -274,6 +274,19 @@ def test_doctor_and_errors_name_another_package_called_splitkit(data, call, fact
     assert clash["remedy"] in call("plan", broken, "--stages", "2")[2]
 
 
+@pytest.mark.parametrize(("module", "ok"), [("splitkit.__main__", True), ("splits.cli", False), ("splitkitten", False)])
+def test_doctor_names_the_file_of_the_command_and_what_it_starts(data, monkeypatch, tmp_path, module, ok):
+    file = tmp_path / "splitkit"
+    file.write_text(f"#!/usr/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    code, found = data("doctor")
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["command"]["found"] == f"{file} starts {module}" and (checks["command"]["ok"], code == 0) == (ok, ok)
+    assert "python -m splitkit" in checks["command"]["remedy"]
+    assert checks["splitkit"]["found"].endswith(f"in {Path(splitkit.__file__).parent}")
+
+
 def test_devices(call, data):
     code, out, _ = call("devices")
     assert code == 0 and all(word in out for word in ("rtx-5090", "mi300x", "infinity-fabric", "31.51 GB/s"))

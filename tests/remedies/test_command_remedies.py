@@ -125,7 +125,7 @@ def test_sizes_of_memory():
         command(f"{PLAN} {words}")
     with refusal("SK601", "Write bytes, 2GiB, a share of what can be saved (50%), or least."):
         command(f"{PLAN} --what fwd-bwd --memory much")
-    for memory in ("200000", "2GiB", "50%", "least"):
+    for memory in ("2000000", "200000B", "2GiB", "50%", "least"):
         command(f"{PLAN} --what fwd-bwd --memory {memory}")
     with refusal("SK601", "With --optimizer, --memory is the memory of the whole card: write bytes, or 24GiB."):
         command(f"{PLAN} --what fwd-bwd --memory 50% --optimizer adam")

@@ -15,6 +15,7 @@ def test_one_call_captures_plans_and_draws(tmp_path):
     assert {node.name: places for node, places in made.items()} == {
         node.name: places for node, places in sk.plan(gm, sk.policies.Stages(3)).items()
     }
+    assert made.prices is not None and made.prices.training, "the picture draws backward, so it was planned for"
     assert "<html" in page.read_text() and "image/svg+xml" in made._repr_mimebundle_()
 
 
