@@ -24,7 +24,7 @@ def other() -> str | None:
     return f"splitkit {found['Version']}" + (f": {found['Summary']}" if "Summary" in found else "")
 
 
-def command() -> tuple[str, str] | None:
+def installed_command() -> tuple[str, str] | None:
     """Return the file of the command ``splitkit`` on the path, and the module that it starts; ``None`` if unknown."""
     file = shutil.which("splitkit")
     try:

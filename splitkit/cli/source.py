@@ -140,7 +140,7 @@ def next_command(
         return None
     asks = ["--prompt-ids", "1,2,3"] if tokens else ["--requests", "requests.jsonl"]
     words = ["splitkit", "generate" if source.how == "decoder" else "train" if ranks else "run", plan]
-    words += own_code(source)
+    words += options_of_own_code(source)
     if source.how == "decoder" and (weights := checkpoint_beside(source.spec)):
         own = shlex.join(["splitkit", "split", plan, "-o", "stages"])
         return own + " && " + shlex.join([*words[:2], "stages", "--weights", weights, *asks])
@@ -157,7 +157,7 @@ def runs_code(spec: str) -> bool:
     return spec not in NAMES and not is_config(spec)
 
 
-def own_code(source: Source) -> list[str]:
+def options_of_own_code(source: Source) -> list[str]:
     """Return the options that let a command with a plan file run the code that its user has written."""
     words = ["--model", source.spec] if runs_code(source.spec) else []
     return [*words, "--loss", source.loss] if source.loss is not None and source.loss not in LOSSES else words

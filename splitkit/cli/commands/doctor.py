@@ -78,7 +78,7 @@ def _settings() -> list[Check]:
 
 def _command() -> list[Check]:
     """Return what the command ``splitkit`` starts: of two packages that have one, the last that was installed."""
-    found = distribution.command()
+    found = distribution.installed_command()
     if found is None:
         return []
     file, module = found
