@@ -30,7 +30,7 @@ def run(args: Namespace) -> Outcome:
         "devices": [asdict(device) | {"links": links[name]} for name, device in known.items()],
         "links": [asdict(link) | {"name": name} for name, link in PRESETS.items()],
     }
-    titles = ("device", "memory", "bandwidth", *DTYPES, "links")
+    titles = ("device", "memory", "bandwidth", *DTYPES, "usual link")
     cells = [_cells(device, links[name]) for name, device in known.items()]
     of_links = [(name, _rate(link.bandwidth), duration(link.latency)) for name, link in PRESETS.items()]
     text: list[RenderableType] = [
