@@ -274,7 +274,7 @@ def test_doctor_and_errors_name_another_package_called_splitkit(data, call, fact
     assert clash["remedy"] in call("plan", broken, "--stages", "2")[2]
 
 
-@pytest.mark.parametrize(("module", "ok"), [("splitkit.__main__", True), ("splits.cli", False), ("splitkitten", False)])
+@pytest.mark.parametrize(("module", "ok"), [("splitkit.__main__", True), ("splitkit.cli", False), ("splits", False)])
 def test_doctor_names_the_file_of_the_command_and_what_it_starts(data, monkeypatch, tmp_path, module, ok):
     file = tmp_path / "splitkit"
     file.write_text(f"#!/usr/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")

@@ -83,7 +83,7 @@ def _command() -> list[Check]:
         return []
     file, module = found
     remedy = f"it is of another package: {distribution.REMEDY}; until then use python -m splitkit"
-    return [Check("command", f"{file} starts {module}", module.startswith("splitkit."), True, remedy)]
+    return [Check("command", f"{file} starts {module}", module == "splitkit.__main__", True, remedy)]
 
 
 def _name_clash() -> list[Check]:
