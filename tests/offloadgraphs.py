@@ -8,7 +8,8 @@ import numpy as np
 from choices import Prices
 from jointgraphs import Hand
 
-from splitkit.costs.links import HostLink, Link
+from splitkit.costs.links import HostLink
+from splitkit.link_specs import Link
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.training.choices import savings
 from splitkit.training.offload_timeline import OffloadModel

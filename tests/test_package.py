@@ -95,3 +95,11 @@ def test_the_wheel_works_outside_the_checkout(built, tmp_path):
     words = ("net.py:make", "--devices", "2xh100", "--view", "p.html", "--json")
     planned = run(command, "plan", *words, cwd=tmp_path)
     assert len(json.loads(planned)["ranks"]) == 2 and "<script" in (tmp_path / "p.html").read_text()
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow(tracked, tmp_path):
+    """An import hook, which setuptools installs for other layouts of folders, hides the type hints from mypy."""
+    code = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    name = run(sys.executable, "-c", code, tmp_path, cwd=tracked[0]).splitlines()[-1]
+    names = zipfile.ZipFile(tmp_path / name).namelist()
+    assert [n for n in names if ".dist-info/" not in n and not n.endswith(".pth")] == []

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from splitkit.cli import factories, source, stage_folders
+from splitkit.cli import source, stage_folders
 from splitkit.cli.common import TRAINING, plan_file, policy_of, require_policy_option
-from splitkit.cli.source import Source
+from splitkit.cli.factories import require_factory
 from splitkit.cli.staged_plan_files import require_options, stages_of_file
-from splitkit.errors import CaptureError, FileError, UsageError, near
-from splitkit.testing.factory import functions_in, functions_listed
+from splitkit.errors import FileError, UsageError
 
 
 def require_target(args: Namespace) -> None:
@@ -29,29 +27,40 @@ def require_target(args: Namespace) -> None:
         _require_folder(args)
         return
     file = plan_file(args)
-    if file is None:
-        require_policy_option(args)
-        policy_of(args)
-        made = source.from_args(args.target, args)
-        source.require_inputs(made, "train")
-        _require_factory(made)
-        if args.stages is not None:
-            _require_order(args, [1] * args.stages)
-        return
-    if stages := stages_of_file(file):
-        require_options(args)
-        _require_factory(source.from_plan(args.target, file, args))
-        _require_order(args, [1] * stages)
-        return
-    if file.get("what") == TRAINING:
+    stages = 0 if file is None else stages_of_file(file)
+    if file is not None and file.get("what") == TRAINING and not stages:
         reason = f"{args.target} divides a training step into forward and backward, and has no stages"
         raise UsageError("SK601", reason, f"Run it with: splitkit run {args.target}; or plan with --stages N.")
-    made = source.from_plan(args.target, file, args)
-    source.require_inputs(made, "train")
-    _require_factory(made)
+    if stages:
+        require_options(args)
+    require_model(args, file, "train")
+    if stages := stages or (args.stages if file is None else 0):
+        _require_order(args, [1] * stages)
+    if file is None or stages:
+        return
     if isinstance(parts := file.get("parts"), list):
         counts = [p.get("replicas", 1) for p in parts if isinstance(p, dict)]
         _require_order(args, [n for n in counts if isinstance(n, int)])
+
+
+def require_model(args: Namespace, file: dict[str, Any] | None, command: str) -> None:
+    """Refuse a model, a loss or a policy that no rank could make.
+
+    Args:
+        args: the options of the command.
+        file: the data of the plan file, ``None`` for a model and a policy.
+        command: the name of the command.
+
+    Raises:
+        UsageError: SK601 for a missing ``--model`` or policy, or a loss that is not known.
+        CaptureError: SK403 for a factory or a loss that does not exist.
+    """
+    if file is None:
+        require_policy_option(args)
+        policy_of(args)
+    made = source.from_args(args.target, args) if file is None else source.from_plan(args.target, file, args)
+    source.require_inputs(made, command)
+    require_factory(made.spec)
 
 
 def _require_folder(args: Namespace) -> None:
@@ -63,7 +72,7 @@ def _require_folder(args: Namespace) -> None:
         reason = f"{args.target} has no {missing[0]}, which its manifest names"
         raise FileError("SK504", reason, "Copy the whole folder, or split again.", missing)
     if args.check:
-        _require_factory(source.from_plan(args.target, held.manifest.value, args))
+        require_factory(source.from_plan(args.target, held.manifest.value, args).spec)
     _require_order(args, [part.replicas for part in held.plan.parts.values()])
 
 
@@ -81,37 +90,3 @@ def _require_order(args: Namespace, counts: Sequence[int]) -> None:
     require_ranks(counts, args.nproc)
     require_replicable((), counts, args.nproc, microbatches)
     placed_order(schedule, counts, microbatches, args.nproc)
-
-
-def _require_factory(wanted: Source) -> None:
-    """Refuse a factory that its file does not define, without running the file.
-
-    Raises:
-        CaptureError: SK403.
-    """
-    place, colon, name = wanted.spec.rpartition(":")
-    path = Path(place)
-    if not colon or path.suffix != ".py":
-        return
-    factories.check_model_name(wanted.spec, plans=False)
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-        names = functions_in(path)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise CaptureError("SK403", f"{place} cannot be read as Python: {error}", "Correct the file.") from error
-    if _may_define(tree, name):
-        return
-    other = near(name, names)
-    remedy = f"Did you mean {place}:{other[0]}? " if other else "Define a function of that name there; "
-    raise CaptureError("SK403", f"the factory {name!r} in {place} does not exist", remedy + functions_listed(names))
-
-
-def _may_define(tree: ast.Module, name: str) -> bool:
-    """Return whether a module may have an attribute of this name: it is written somewhere, or made in ways unseen."""
-    for node in ast.walk(tree):
-        written = getattr(node, "id", None), getattr(node, "name", None), getattr(node, "asname", None)
-        if name in written or (isinstance(node, ast.alias) and (node.name == "*" or node.name.split(".")[0] == name)):
-            return True
-        if getattr(node, "id", None) in ("globals", "exec", "setattr", "vars") or written[1] == "__getattr__":
-            return True
-    return False

@@ -19,6 +19,7 @@ from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
+from splitkit.testing.example_losses import with_loss
 from splitkit.testing.factory import is_program
 from splitkit.testing.models import Example
 from splitkit.view.console.console import show_spinner
@@ -89,6 +90,9 @@ def prepare(wanted: Source) -> CapturedModel:
 def example_of(wanted: Source) -> Example:
     """Make the model, in training or evaluation mode, and its inputs."""
     example = _example(wanted)
+    if wanted.loss is not None:
+        find_own_code(wanted.loss)
+        example = with_loss(example, wanted.loss)
     return _evaluated(example, wanted.spec) if wanted.mode == "eval" else example
 
 
@@ -203,13 +207,12 @@ def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
 
 def _device(text: str) -> Any:
     """Return a device by its name, or the device ``NAME`` of ``path.toml:NAME``."""
-    from splitkit import costs
-    from splitkit.costs.devices import find_device
+    from splitkit.device_specs import find_device, load_devices
 
     path, colon, name = text.rpartition(":")
     if not colon:
         return find_device(text)
-    described = costs.load_devices(path)
+    described = load_devices(path)
     if name not in described:
         raise UsageError("SK601", f"{path} describes no device {name!r}", f"It describes {', '.join(described)}.")
     return described[name]

@@ -1,18 +1,22 @@
-"""Checks the name of a model and suggests what to write instead.
+"""Checks the names of models and losses, and suggests what to write instead.
 
 Suggestions come from file names and source code: torch is not imported, and no code of the model runs.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError, near, nearest
 from splitkit.testing.config_files import is_config
+from splitkit.testing.example_losses import LOSSES
 from splitkit.testing.factory import functions_in, functions_listed, is_program
 from splitkit.testing.models import NAMES
 
 EXAMPLE = "my_model.py:make"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 
 def check_model_name(spec: str, plans: bool) -> None:
@@ -44,6 +48,62 @@ def check_model_name(spec: str, plans: bool) -> None:
         raise UsageError("SK602", f"{place} is not a Python file", f"Name a file that ends in .py: {EXAMPLE}.")
 
 
+def check_loss(loss: str) -> None:
+    """Refuse a ``--loss`` that is neither known nor a function that its file may define.
+
+    Raises:
+        UsageError: SK601 for another word.
+        CaptureError: SK403 for a file or function that does not exist.
+    """
+    if loss in LOSSES:
+        return
+    place, _, name = loss.rpartition(":")
+    if not place or not name:
+        choices = f"Use {', '.join(LOSSES)}, or a function of the output: --loss my_model.py:loss."
+        raise UsageError("SK601", f"--loss {loss} is not known", nearest(loss, LOSSES, choices))
+    require_factory(loss, "loss")
+
+
+def require_factory(spec: str, what: str = "factory") -> None:
+    """Refuse a function that its file does not define, without running the file.
+
+    Args:
+        spec: ``path.py:function``; anything else is accepted.
+        what: what the function is for.
+
+    Raises:
+        CaptureError: SK403.
+    """
+    place, colon, name = spec.rpartition(":")
+    path = Path(place)
+    if not colon or path.suffix != ".py":
+        return
+    check_model_name(spec, plans=False)
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+        names = (
+            functions_in(path) if what == "factory" else [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+        )
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CaptureError("SK403", f"{place} cannot be read as Python: {error}", "Correct the file.") from error
+    if _may_define(tree, name):
+        return
+    other = near(name, names)
+    remedy = f"Did you mean {place}:{other[0]}? " if other else "Define a function of that name there; "
+    raise CaptureError("SK403", f"the {what} {name!r} in {place} does not exist", remedy + functions_listed(names))
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Return whether a module may have an attribute of this name: it is written somewhere, or made in ways unseen."""
+    for node in ast.walk(tree):
+        written = getattr(node, "id", None), getattr(node, "name", None), getattr(node, "asname", None)
+        if name in written or (isinstance(node, ast.alias) and (node.name == "*" or node.name.split(".")[0] == name)):
+            return True
+        if getattr(node, "id", None) in ("globals", "exec", "setattr", "vars") or written[1] == "__getattr__":
+            return True
+    return False
+
+
 def _check_word(spec: str, plans: bool) -> None:
     """Refuse a name without a colon that is not an example."""
     if spec in NAMES:
@@ -60,7 +120,15 @@ def _check_word(spec: str, plans: bool) -> None:
         raise UsageError("SK602", f"{spec} names a file{lack}", _of_file(path, plans))
     if not near(spec, NAMES) and path.is_dir():
         raise UsageError("SK602", f"{spec} is a folder", _of_folder(path))
-    choices = f"Choose one of {', '.join(NAMES)}; or name {EXAMPLE}."
+    if _HUB_NAME.fullmatch(spec) and not path.exists():
+        folder = path.name
+        raise UsageError(
+            "SK402",
+            f"there is no folder {spec}, and splitkit downloads no model",
+            f"If it is one of the Hugging Face Hub: hf download {spec} config.json --local-dir {folder}, "
+            f"then name {folder}.",
+        )
+    choices = f"Choose one of {', '.join(NAMES)}; or name {EXAMPLE}, or a folder with the config.json of transformers."
     remedy = nearest(spec, NAMES, choices)
     if path.with_suffix(".py").is_file():
         remedy = f"Did you mean {_such_as(path.with_suffix('.py'))}? {choices}"

@@ -13,6 +13,7 @@ from splitkit import files
 from splitkit.errors import FileError, UsageError
 
 STDOUT = "/dev/stdout"
+_PICTURES = (".svg", ".png", ".pdf", ".jpg", ".jpeg", ".gif")
 FOR_PERFETTO = "(for https://ui.perfetto.dev or chrome://tracing)"
 
 
@@ -36,6 +37,7 @@ def check_outputs(args: Namespace) -> None:
         wanted["-o" if option == "output" else f"--{option}"] = path
     for option, path in wanted.items():
         _require_other(option, path, args)
+        _require_page(option, path, args.command)
     for (one, path), (other, again) in combinations(wanted.items(), 2):
         if _same(path, again):  # the second would overwrite the first
             raise UsageError("SK603", f"{one} and {other} both name {path}", "Name two files.")
@@ -58,6 +60,17 @@ def _require_other(option: str, path: str, args: Namespace) -> None:
     for source in _inputs(args):
         if _same(path, source):
             raise UsageError("SK603", f"{option} {path} would overwrite what this command reads", "Name another file.")
+
+
+def _require_page(option: str, path: str, command: str) -> None:
+    """Refuse a page whose name says that it is a picture of a kind that the command does not write."""
+    draws = command == "view" and option == "-o"
+    suffix = Path(path).suffix.lower()
+    if (draws or option == "--view") and suffix in _PICTURES and not (draws and suffix == ".svg"):
+        still = "page.svg for a still picture" if draws else "draw a plan file: splitkit view PLAN.json -o page.svg"
+        raise UsageError(
+            "SK601", f"{option} writes a page, and {path} is not the name of one", f"Name it page.html; or {still}."
+        )
 
 
 def _inputs(args: Namespace) -> Iterator[str]:

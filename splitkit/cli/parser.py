@@ -7,7 +7,7 @@ import argparse
 from splitkit import __version__
 from splitkit.cli.completions import SHELLS
 from splitkit.cli.part_flags import BACKENDS
-from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, words
+from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, sizes_of_memory, words
 from splitkit.cli.syntax.explain_options import add_compare, add_explain
 from splitkit.cli.syntax.export_options import add_export, add_import
 from splitkit.cli.syntax.fit_options import add_fit
@@ -135,6 +135,7 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory",
+        type=sizes_of_memory,
         metavar="SIZE",
         help="memory limit of each device: 80GiB; 24GiB,16GiB for two devices; 80%% of its memory; or least for the "
         "lowest possible peak (default: all of its memory); with fwd-bwd, a limit on the peak: 2GiB, 50%% of what can "
@@ -322,7 +323,12 @@ def _sweep(commands: Commands[Parser]) -> None:
         metavar="LINK",
         help="with --of peak or --what fwd-bwd: move saved values to the host and back over this link, such as pcie5",
     )
-    parser.add_argument("--host", metavar="SIZE", help="with --offload: the most bytes on the host (default: no limit)")
+    parser.add_argument(
+        "--host",
+        type=sizes_of_memory,
+        metavar="SIZE",
+        help="with --offload: the most bytes on the host (default: no limit)",
+    )
     add_view(parser, "the picture and the table of the results")
     group = parser.add_argument_group(
         "pipelines: plans and simulates every combination of stages, microbatches and schedules"
@@ -347,7 +353,10 @@ def _sweep(commands: Commands[Parser]) -> None:
         "--devices", metavar="KIND", help="the device of every rank: h200, or a devices.toml with one table"
     )
     group.add_argument(
-        "--memory", metavar="SIZE", help="memory limit of each rank, such as 80GiB (default: the memory of KIND)"
+        "--memory",
+        type=sizes_of_memory,
+        metavar="SIZE",
+        help="memory limit of each rank, such as 80GiB (default: the memory of KIND)",
     )
     add_links(group)
     add_recompute(group)
@@ -432,7 +441,11 @@ def _view(commands: Commands[Parser]) -> None:
     )
     add_plan_or_model(parser)
     parser.add_argument(
-        "-o", "--output", metavar="FILE", required=True, help="the page; it needs nothing but a browser"
+        "-o",
+        "--output",
+        metavar="FILE",
+        required=True,
+        help="the page, which needs nothing but a browser; or FILE.svg for a still picture",
     )
     parser.add_argument(
         "--beside",
@@ -456,7 +469,10 @@ def _view(commands: Commands[Parser]) -> None:
     add_recompute(group)
     add_links(group)
     group.add_argument(
-        "--memory", metavar="SIZE", help="memory limit of each device, such as 80GiB; peaks above it are red"
+        "--memory",
+        type=sizes_of_memory,
+        metavar="SIZE",
+        help="memory limit of each device, such as 80GiB; peaks above it are red",
     )
     group.add_argument(
         "--optimizer",

@@ -87,7 +87,7 @@ def check_placement(args: Namespace) -> None:
         remedy = "Leave one of them out."
         raise UsageError("SK601", "--training prices backward, --optimizer none is for inference", remedy)
     if args.devices is not None:
-        device_list.check_device_list(args.devices)
+        device_list.read_device_list(args.devices)
     if args.memory is None or "," not in args.memory:
         check_memory(args)
         return

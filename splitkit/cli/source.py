@@ -17,6 +17,7 @@ from splitkit.checks import is_whole
 from splitkit.cli import factories
 from splitkit.errors import FileError, UsageError, nearest
 from splitkit.testing.config_files import checkpoint_beside, is_config
+from splitkit.testing.example_losses import LOSSES
 from splitkit.testing.models import NAMES, SIZES
 
 RESERVED = ("name", "seed", "spec")
@@ -34,6 +35,7 @@ class Source:
         dynamic: whether the sizes of inputs may vary.
         seed: the seed of the weights and inputs.
         mode: ``"eval"``, or ``"train"`` to leave the model as the factory made it.
+        loss: the loss of a model that returns none, as `splitkit.testing.example_losses.with_loss` takes it.
     """
 
     spec: str
@@ -42,10 +44,11 @@ class Source:
     dynamic: bool = False
     seed: int = 0
     mode: str = "train"
+    loss: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data."""
-        return asdict(self)
+        """Return JSON-ready data, without a loss that nobody has given."""
+        return {name: value for name, value in asdict(self).items() if name != "loss" or value is not None}
 
 
 def source_record(source: Source, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def with_options(source: Source, args: Namespace) -> Source:
     Raises:
         UsageError: SK402 and SK602 for a bad model name, SK601 for sizes and options that do not fit.
     """
-    given = {name: value for name in ("how", "dynamic", "seed") if (value := getattr(args, name)) is not None}
+    given = {name: value for name in ("how", "dynamic", "seed", "loss") if (value := getattr(args, name)) is not None}
     if args.eval:
         given["mode"] = "eval"
     sizes = dict(source.sizes)
@@ -98,6 +101,10 @@ def with_options(source: Source, args: Namespace) -> Source:
 
 def _check(source: Source, plans: bool) -> None:
     factories.check_model_name(source.spec, plans)
+    if source.loss is not None:
+        if source.how != "export":
+            raise UsageError("SK601", f"--loss does not work with --how {source.how}", "Leave one of them out.")
+        factories.check_loss(source.loss)
     known = SIZES.get(source.spec)
     for name in source.sizes:
         if known is not None and name not in known:
@@ -133,8 +140,7 @@ def next_command(
         return None
     asks = ["--prompt-ids", "1,2,3"] if tokens else ["--requests", "requests.jsonl"]
     words = ["splitkit", "generate" if source.how == "decoder" else "train" if ranks else "run", plan]
-    if runs_code(source.spec):
-        words += ["--model", source.spec]
+    words += options_of_own_code(source)
     if source.how == "decoder" and (weights := checkpoint_beside(source.spec)):
         own = shlex.join(["splitkit", "split", plan, "-o", "stages"])
         return own + " && " + shlex.join([*words[:2], "stages", "--weights", weights, *asks])
@@ -149,6 +155,12 @@ def next_command(
 def runs_code(spec: str) -> bool:
     """Whether making a model runs code that its user has written: not for an example or a configuration."""
     return spec not in NAMES and not is_config(spec)
+
+
+def options_of_own_code(source: Source) -> list[str]:
+    """Return the options that let a command with a plan file run the code that its user has written."""
+    words = ["--model", source.spec] if runs_code(source.spec) else []
+    return [*words, "--loss", source.loss] if source.loss is not None and source.loss not in LOSSES else words
 
 
 def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
@@ -170,7 +182,24 @@ def from_plan(path: str, data: Mapping[str, Any], args: Namespace) -> Source:
     spec = _found(args.model or found.spec, path, found.spec, record.get("file"))
     if args.model is None and runs_code(found.spec):
         raise UsageError("SK601", f"this plan was made for {found.spec!r}", f"Pass --model {spec} to run that code.")
+    require_loss_of_plan(found, args)
     return with_options(replace(found, spec=spec), args)
+
+
+def require_loss_of_plan(found: Source, args: Namespace) -> None:
+    """Refuse a loss that a plan or a folder of stages was not made with, and to run one's code unless it is named.
+
+    Raises:
+        UsageError: SK601.
+    """
+    given = args.loss
+    if given is None and found.loss is not None and found.loss not in LOSSES:
+        raise UsageError(
+            "SK601", f"this plan was made with the loss {found.loss!r}", f"Pass --loss {found.loss} to run that code."
+        )
+    if given is not None and Path(given).name != Path(found.loss or "").name:  # a path may be relative to elsewhere
+        made = f"with the loss {found.loss!r}" if found.loss else "without --loss"
+        raise UsageError("SK601", f"{args.target} was made {made}, and its graph has no other", "Plan again with it.")
 
 
 def _found(spec: str, path: str, own: str, file: object) -> str:
@@ -209,6 +238,7 @@ def recorded(path: str, record: Any) -> Source:
         "dynamic": isinstance(source.dynamic, bool),
         "seed": _natural(source.seed),
         "mode": source.mode in ("train", "eval"),
+        "loss": source.loss is None or (isinstance(source.loss, str) and source.loss.isprintable()),
     }
     for field, fine in sound.items():
         if not fine:

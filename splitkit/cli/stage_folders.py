@@ -108,4 +108,6 @@ def opened(args: Namespace) -> tuple[CapturedModel, StageFolder]:
 def _source(args: Namespace, manifest: dict[str, Any]) -> Source:
     record = manifest.get("model")
     found = Source(args.target, {}) if record is None else source.recorded(args.target, record)
+    if args.loss is not None:
+        source.require_loss_of_plan(found, args)
     return found if args.seed is None else replace(found, seed=args.seed)

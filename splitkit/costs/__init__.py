@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from splitkit.costs.devices import Device, devices, load_devices
 from splitkit.costs.formulas.flop_count import Flops, flops
 from splitkit.costs.fused import Fused, fused
-from splitkit.costs.links import Link, Links
+from splitkit.costs.links import Links
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.timing.measured import measured
 from splitkit.costs.timing.measuring_run import Measured
@@ -15,8 +14,10 @@ from splitkit.costs.timing.step_prices import MeasuredSteps
 from splitkit.costs.timing.traced import Traced, TracedSteps, traced
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
+from splitkit.device_specs import Device, devices, load_devices
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.link_specs import Link
 from splitkit.prices import Costs, unit_of
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import fx
 
 from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, Device, Fused, default, fused
-from splitkit.costs.devices import devices
+from splitkit.device_specs import devices
 from splitkit.errors import PolicyError
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow

@@ -19,9 +19,9 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator
-from splitkit.costs.devices import Device, find_device
 from splitkit.costs.formulas.flop_count import Count, CountedCosts, Flops, counted_bodies, counter_of
 from splitkit.costs.formulas.traffic import moved_bytes, operands, written_bytes
+from splitkit.device_specs import Device, find_device
 from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.fake_calls import body_calls

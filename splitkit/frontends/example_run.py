@@ -49,6 +49,8 @@ def failed_run_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     try:
         with attributes_restored(model), buffers_kept(model), torch.enable_grad():
             call_once(model, args, kwargs)
+    except CaptureError as error:  # what the model calls has said already what is wrong
+        return error
     except Exception as error:
         what = (
             f"{type(model).__name__} does not run on the example inputs: {describe_failure(model, error, args, kwargs)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 import torch
@@ -21,7 +22,17 @@ CALLS = ("plain", "checkpoint")
 """The ways in which the parent may call a part."""
 
 _MAXIMISED = frozenset(("tokens",))
-_EXACT = 1e-5  # smaller gaps would be printed as 0.00%
+_EXACT = 1e-5  # smaller gaps are rounding
+_BETTER: Mapping[str, tuple[str, str]] = {
+    "bottleneck": ("Slowest", "is {} faster"),
+    "makespan": ("Busiest", "is {} faster"),
+    "step": ("Busiest", "is {} faster"),
+    "tokens": ("Tightest", "has room for {} more tokens"),
+    "parts": ("Fullest", "has {} fewer parts"),
+    "traffic": ("Fullest", "sends {} fewer bytes"),
+    "waiting": ("Largest", "leaves {} fewer bytes waiting"),
+}
+"""Objective -> what the limiting part is, and what no plan does: ``{}`` is how much, or empty."""
 
 NAMING = "Name parts with ints, strings, devices or tuples of these."
 """The remedy for a key that cannot name a part."""
@@ -128,12 +139,34 @@ class Claim:
         """Whether the plan is proven optimal within the tolerance."""
         return self.gap <= self.tolerance
 
+    @property
+    def proof(self) -> str:
+        """How much better a plan could be, as a sentence without its full stop."""
+        low, high = self.range
+        if high > 0 >= low:
+            return "How much better a plan could be is not known"
+        more = high / low - 1 if self.objective in _MAXIMISED and low else self.gap
+        some = "" if self.gap < _EXACT else f"more than {ceil(1000 * more - 1e-6) / 10:g} %"
+        does = _BETTER.get(self.objective, ("", f"has {{}} less {self.objective}"))[1]
+        return " ".join(f"No plan {does.format(some)}".split())
+
+    def told(self, *about: str) -> str:
+        """Return sentences for notes, without the last full stop: the limiting part with what is known of it, and
+        `proof`.
+        """
+        key = self.limiting
+        kind = "stage" if self.objective in ("bottleneck", "step", "tokens") else "part"
+        part = f"{kind} {key}" if isinstance(key, int) else " ".join(map(str, key if isinstance(key, tuple) else [key]))
+        limit = ", ".join((f"{_BETTER.get(self.objective, ('Limit', ''))[0]}: {part}", *about))
+        return f"{limit}. {self.proof}"
+
     def __str__(self) -> str:
-        proof = f"with a gap of {self.gap:.2%} at most"
-        if self.optimal:
-            proof = "optimal" if self.gap < _EXACT else f"within {self.gap:.2%} of optimal"
-        even = "" if self.evenness is None else f", evenness {self.evenness:.1%}"
-        return f"{self.objective} {proof} ({self.solver}), limited by {self.limiting}{even}"
+        return self.told()
+
+
+def above_mean(load: float, mean: float) -> str:
+    """Return ``7 % above the mean``."""
+    return f"{100 * (load / mean - 1) if mean else 0.0:.0f} % above the mean"
 
 
 def evenness(loads: Sequence[float]) -> float:

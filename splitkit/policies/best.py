@@ -126,7 +126,7 @@ class Best:
         solver = winner.solver if prover is winner else f"{winner.solver}; {prover.solver}"
         claim = Claim("bottleneck", score.load, min(bound, score.load), solver, score.limiting, tolerance)
         listed = "; ".join(map(str, entries))
-        return replace(plan, note=f"best of {len(entries)}: {claim}; {listed}", claim=claim)
+        return replace(plan, note=f"best of {len(entries)}. {claim}; {listed}", claim=claim)
 
     def _shared(self, entry: _Entry, score: Score, scoring: Scoring) -> Claim | None:
         """Return a policy's claim if its bound holds for the winner: same number of convex parts, no other constraints.

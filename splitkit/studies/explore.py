@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from splitkit.costs import default, training
 from splitkit.engine.split import plan
 from splitkit.files import PathLike
 from splitkit.frontends.capture.capture import capture
@@ -24,6 +25,9 @@ def explore(
         sk.explore(model, x)                                    # the picture of two stages
         sk.explore(model, input_ids=ids, policy=4, page="plan.html")
 
+    A number of stages is planned for what the picture shows, training: forward and backward have a price. A policy
+    plans for what it is given.
+
     Args:
         model: the model; it is not changed.
         inputs: positional inputs of an example.
@@ -36,8 +40,8 @@ def explore(
         PolicyError: the policy refuses.
         FileError: SK504 if the page cannot be written.
     """
-    chosen: PolicyLike = Stages(policy) if isinstance(policy, int) else policy
-    made = plan(capture(model, *inputs, **kwargs), chosen)
+    gm = capture(model, *inputs, **kwargs)
+    made = plan(gm, Stages(policy), training(default(gm), gm)) if isinstance(policy, int) else plan(gm, policy)
     if page is not None:
         made.to_html(page)
     return made

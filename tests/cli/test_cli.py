@@ -274,12 +274,51 @@ def test_doctor_and_errors_name_another_package_called_splitkit(data, call, fact
     assert clash["remedy"] in call("plan", broken, "--stages", "2")[2]
 
 
+@pytest.mark.parametrize(("module", "ok"), [("splitkit.__main__", True), ("splitkit.cli", False), ("splits", False)])
+def test_doctor_names_the_file_of_the_command_and_what_it_starts(data, monkeypatch, tmp_path, module, ok):
+    file = tmp_path / "splitkit"
+    file.write_text(f"#!/usr/bin/python\nimport sys\nfrom {module} import main\nsys.exit(main())\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    code, found = data("doctor")
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["command"]["found"] == f"{file} starts {module}" and (checks["command"]["ok"], code == 0) == (ok, ok)
+    assert "python -m splitkit" in checks["command"]["remedy"]
+    assert checks["splitkit"]["found"].endswith(f"in {Path(splitkit.__file__).parent}")
+
+
 def test_devices(call, data):
     code, out, _ = call("devices")
     assert code == 0 and all(word in out for word in ("rtx-5090", "mi300x", "infinity-fabric", "31.51 GB/s"))
     code, found = data("devices")
     t4 = next(device for device in found["devices"] if device["name"] == "t4")
     assert code == 0 and (t4["memory"], t4["links"], t4["peak"]["float16"]) == (16_000_000_000, "pcie3", 65e12)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_devices_are_named_on_a_narrow_terminal_without_torch(columns):
+    """What a user sees first: a column of names, whatever else must be left out."""
+    code = """if True:
+        import os, sys
+        from splitkit.cli import main
+        os.environ["COLUMNS"] = sys.argv[1]
+        sys.stdout.isatty = lambda: True
+        main(["devices"])
+        assert not {"torch", "numpy"} & set(sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", code, str(columns)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert all(name in shown for name in ("rtx-5090", "mi300x", "nvlink4", "pcie4", "59.60 GiB"))
+    assert "(too narrow for: tf32, float16" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("command", [["fit"], ["plan", "--stages", "2"]], ids=["fit", "plan"])
+def test_a_name_of_the_hub_is_told_from_an_example(call, command):
+    code, _, said = call(command[0], "meta-llama/Llama-3-8B", *command[1:])
+    assert code == 2 and "splitkit downloads no model" in said
+    assert "hf download meta-llama/Llama-3-8B config.json --local-dir Llama-3-8B" in said
 
 
 def test_help_of_plan_is_in_groups(call):

@@ -12,6 +12,7 @@ import torch
 from decoders import tokenizer
 from launch import command
 
+from splitkit.cli import launcher
 from splitkit.testing import models
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "vocab": 64}
@@ -69,6 +70,18 @@ def test_a_plan_and_a_folder_of_stages_give_the_tokens_of_the_model(tmp_path, ca
         ]
         assert data["weights"] is None
         assert [rank["rank"] for rank in data["ranks"]] == [0, 1] and all(rank["weights"] for rank in data["ranks"])
+
+
+def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(launcher, "answer", lambda *given: pytest.fail("ranks were started"))
+    said = call("generate", "llama", "--stages", "2", "--prompt", "hello")
+    assert said[0] == 2 and "give token ids: --prompt-ids 5,6,7" in said[2]
+    plan = Path(tokenizer(tmp_path)) / "plan.json"
+    assert call("plan", "llama", *TINY, "--how", "decoder", "--stages", "2", "-o", plan)[0] == 0
+    said = call("generate", plan, "--prompt", "hello")
+    assert said[0] == 2 and f"Add --tokenizer {plan.parent}." in said[2]
+    said = call("generate", plan, "--requests", tmp_path / "none.jsonl")
+    assert said[0] == 1 and "SK504" in said[2]
 
 
 @pytest.mark.campaign

@@ -51,6 +51,16 @@ def test_other_commands_write_pages_too(tmp_path, data, words, inside):
     assert text.startswith("<!doctype html>") and inside in text
 
 
+def test_a_picture_is_written_as_one_by_its_name(tmp_path, call):
+    plan, picture, still = tmp_path / "plan.json", tmp_path / "page.svg", tmp_path / "page.png"
+    call("plan", "gpt2", *SMALL, "--stages", "2", "-o", plan)
+    assert call("view", plan, "-o", picture)[0] == 0 and picture.read_text("utf-8").startswith("<svg ")
+    call("plan", "gpt2", *SMALL, "--what", "fwd-bwd", "--memory", "50%", "-o", plan)
+    assert call("view", plan, "-o", picture)[0] == 0 and "saved for backward" in picture.read_text("utf-8")
+    code, _, error = call("view", plan, "-o", still)
+    assert code == 2 and "Name it page.html; or page.svg for a still picture." in error and not still.exists()
+
+
 def test_a_page_and_a_plan_in_one_file_are_refused(tmp_path, call):
     one = tmp_path / "one.json"
     code, _, error = call("plan", "gpt2", "--stages", "2", "-o", one, "--view", one)

@@ -12,9 +12,8 @@ import torch
 from handgraphs import captured
 
 from splitkit import costs
-from splitkit.cli.syntax import device_list
 from splitkit.costs import Device, devices, load_devices
-from splitkit.costs.devices import find_device
+from splitkit.device_specs import find_device
 from splitkit.errors import CostError, FileError
 
 GOOD = """
@@ -33,7 +32,6 @@ memory = 8_000_000_000
 
 def test_the_table_is_whole_and_says_where_it_comes_from():
     table = devices()
-    assert tuple(table) == device_list.KINDS, "the command line names them without torch"
     for name, device in table.items():
         assert device.name == name
         assert device.source.startswith("generic:" if name == "cpu" else "https://")
@@ -53,8 +51,9 @@ def test_figures_of_data_sheets_dense():
 
 
 def test_the_table_cannot_be_changed_by_its_readers():
+    known = len(devices())
     devices().clear()
-    assert len(devices()) == len(device_list.KINDS)
+    assert len(devices()) == known > 0
 
 
 def test_figures_of_the_cards_that_people_own():

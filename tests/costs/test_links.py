@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from splitkit.costs import Link, Links
-from splitkit.costs.links import PRESETS, as_links, fit
+from splitkit.costs.links import as_links, fit
 from splitkit.errors import CostError
+from splitkit.link_specs import PRESETS
 
 GB = 10**9
 

@@ -10,7 +10,7 @@ import torch
 from splitkit.costs import unit
 from splitkit.errors import PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
-from splitkit.plans.parts import PARENT, Claim, Part, evenness
+from splitkit.plans.parts import PARENT, Claim, Part, above_mean, evenness
 from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan, plan_of
 from splitkit.policies import RoundRobin
@@ -156,11 +156,20 @@ def test_a_printed_plan_says_how_many_nodes_each_part_has(chain, nodes):
 
 def test_a_claim_says_what_is_proven():
     def said(bound, **more):
-        return str(Claim("bottleneck", 2.0, bound, "a search", 3, **more))
+        claim = Claim("bottleneck", 2.0, bound, "a search", 3)
+        return str(replace(claim, **more))
 
-    assert said(2.0) == "bottleneck optimal (a search), limited by 3"
-    assert said(1.99, tolerance=0.01) == "bottleneck within 0.50% of optimal (a search), limited by 3"
-    assert said(1.0, evenness=0.5) == "bottleneck with a gap of 50.00% at most (a search), limited by 3, evenness 50.0%"
+    assert said(2.0) == said(2.0 - 1e-9) == "Slowest: stage 3. No plan is faster"
+    assert said(1.99) == "Slowest: stage 3. No plan is more than 0.5 % faster"
+    assert said(1.9898) == "Slowest: stage 3. No plan is more than 0.6 % faster", "rounded up, so that it stays true"
+    assert said(0.0) == "Slowest: stage 3. How much better a plan could be is not known"
+    assert said(1.0, limiting=("cuda:1", 0), objective="makespan").startswith("Busiest: cuda:1 0. No plan is more than")
+    assert said(2.5, objective="tokens") == "Tightest: stage 3. No plan has room for more than 25 % more tokens"
+    assert said(2.0, objective="parts") == "Fullest: part 3. No plan has fewer parts"
+    assert said(1.0, objective="traffic") == "Fullest: part 3. No plan sends more than 50 % fewer bytes"
+    assert said(2.0, objective="recompute and waiting") == "Limit: part 3. No plan has less recompute and waiting"
+    told = Claim("bottleneck", 2.0, 2.0, "", 1).told("2 s", above_mean(2.0, 1.98))
+    assert told == "Slowest: stage 1, 2 s, 1 % above the mean. No plan is faster"
     assert Claim("parts", 0.0, 0.0, "nothing", 0).gap == 0.0 and not Claim("parts", 2.0, 1.0, "", 0).optimal
 
 

@@ -353,7 +353,7 @@ SIMPLE = [
     ),
     Remedy(
         "SK401",
-        "Give one: capture_joint(model, ..., {...}), or return it as `loss`.",
+        "Give one: capture_joint(model, ..., {...}) or --loss cross_entropy; or return it as `loss`.",
         lambda: joint(Net()),
         (lambda: joint(Net(), loss=torch.sum), lambda: joint(ReturnsLoss())),
     ),

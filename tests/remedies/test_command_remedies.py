@@ -121,15 +121,15 @@ def test_sizes_of_memory():
         command(f"{PLAN} --devices 2xh200 --memory 0%")
     with refusal("SK601", "Name the devices whose memory it is a share of, such as --devices 4xh200; or write bytes"):
         command(f"{PLAN} --stages 2 --memory 80%")
-    for words in ("--stages 2 --memory 800000", "--stages 2 --memory 80GiB", "--devices 4xh200 --memory 80%"):
+    for words in ("--stages 2 --memory 800000B", "--stages 2 --memory 80GiB", "--devices 4xh200 --memory 80%"):
         command(f"{PLAN} {words}")
     with refusal("SK601", "Write bytes, 2GiB, a share of what can be saved (50%), or least."):
         command(f"{PLAN} --what fwd-bwd --memory much")
-    for memory in ("200000", "2GiB", "50%", "least"):
+    for memory in ("2000000", "200000B", "2GiB", "50%", "least"):
         command(f"{PLAN} --what fwd-bwd --memory {memory}")
     with refusal("SK601", "With --optimizer, --memory is the memory of the whole card: write bytes, or 24GiB."):
         command(f"{PLAN} --what fwd-bwd --memory 50% --optimizer adam")
-    command(f"{PLAN} --what fwd-bwd --memory 200000 --optimizer adam")
+    command(f"{PLAN} --what fwd-bwd --memory 200000B --optimizer adam")
     command(f"{PLAN} --what fwd-bwd --memory 24GiB --optimizer adam")
 
 

@@ -594,7 +594,7 @@ MICROBATCHES = [
     ),
     Remedy(
         "SK802",
-        "Give one: pipeline(split, loss=lambda output, target: ...). `splitkit train` needs a model that returns it.",
+        "Give one: pipeline(split, loss=lambda output, target: ...); on the command line, --loss cross_entropy.",
         lambda: made(loss=None).step(X),
         lambda: right(made(loss=lambda output, target: square(output, target))),
     ),

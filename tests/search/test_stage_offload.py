@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from offloadgraphs import chained
 
-from splitkit.costs.links import HostLink, Link
+from splitkit.costs.links import HostLink
+from splitkit.link_specs import Link
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.stage_offload import stage_choice
 from splitkit.training.choices import savings

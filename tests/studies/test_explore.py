@@ -11,10 +11,12 @@ def test_one_call_captures_plans_and_draws(tmp_path):
     page = tmp_path / "plan.html"
     made = sk.explore(model, x, policy=3, page=page)
     gm = sk.capture(model, x)
+    both = sk.costs.training(sk.costs.flops(gm), gm)
     assert {*made.parts} == {0, 1, 2}
     assert {node.name: places for node, places in made.items()} == {
-        node.name: places for node, places in sk.plan(gm, sk.policies.Stages(3)).items()
+        node.name: places for node, places in sk.plan(gm, sk.policies.Stages(3), both).items()
     }
+    assert made.prices.training, "the picture draws backward"
     assert "<html" in page.read_text() and "image/svg+xml" in made._repr_mimebundle_()
 
 

@@ -81,3 +81,12 @@ def test_ranks_of_parts_without_a_schedule():
     assert first.used > 1 and second.stages == () and second.nbytes == (0, 0, 0, 0)
     text = to_text(rank_table([first, second]))
     assert "none" in text and "no limit" in text and "bubble" not in text
+
+
+def test_names_stay_where_nobody_said_what_a_narrow_terminal_leaves_out():
+    """A column of text may be folded, but not to nothing; numbers leave from the right instead, and are listed."""
+    numbers = [f"number {i}" for i in range(6)]
+    made = table(("name", *numbers), [("transformer", *["123456789"] * 6)], numbers)
+    Console(file=(out := io.StringIO()), width=50).print(made)
+    assert "transformer" in out.getvalue() and "(too narrow for: number 5, number 4" in out.getvalue()
+    assert "number 0" in out.getvalue() and "…" not in out.getvalue()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.syntax.device_list import DeviceList
-from splitkit.costs.devices import Device, devices
-from splitkit.costs.links import PRESETS
+from splitkit.device_specs import Device, devices
+from splitkit.link_specs import PRESETS
 from splitkit.units import duration, quantity, size
 from splitkit.view.console.tables import table
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
+SPARE = ("tf32", "float16", "float8", "float32", "bandwidth", "bfloat16")
+"""What a narrow terminal leaves out, in this order."""
 
 
 def run(args: Namespace) -> Outcome:
@@ -28,11 +30,11 @@ def run(args: Namespace) -> Outcome:
         "devices": [asdict(device) | {"links": links[name]} for name, device in known.items()],
         "links": [asdict(link) | {"name": name} for name, link in PRESETS.items()],
     }
-    titles = ("device", "memory", "bandwidth", *DTYPES, "links")
+    titles = ("device", "memory", "bandwidth", *DTYPES, "usual link")
     cells = [_cells(device, links[name]) for name, device in known.items()]
     of_links = [(name, _rate(link.bandwidth), duration(link.latency)) for name, link in PRESETS.items()]
     text: list[RenderableType] = [
-        table(titles, cells, titles[1:-1], "devices: FLOP/s of dense products by dtype"),
+        table(titles, cells, titles[1:-1], "devices: FLOP/s of dense products by dtype", spare=SPARE),
         "",
         table(("link", "one direction", "latency"), of_links, ("one direction", "latency"), "links"),
     ]

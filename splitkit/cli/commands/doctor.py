@@ -8,6 +8,7 @@ from argparse import Namespace
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import splitkit as sk
@@ -53,7 +54,8 @@ class Check:
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit doctor``."""
     python = Check("python", platform.python_version(), remedy="splitkit needs 3.11")
-    checks = [python, Check("splitkit", sk.__version__), *_name_clash(), *_settings(), *map(_package, NEEDED)]
+    own = Check("splitkit", f"{sk.__version__} in {Path(sk.__file__).parent}")
+    checks = [python, own, *_command(), *_name_clash(), *_settings(), *map(_package, NEEDED)]
     checks += [_package(name, needed=False) for name in OPTIONAL]
     checks += [*_machine(), _self_test(args.debug)]
     healthy = all(c.ok for c in checks if c.needed)
@@ -72,6 +74,16 @@ def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
 def _settings() -> list[Check]:
     path = settings_file()
     return [] if path is None else [Check("defaults of options", str(path))]
+
+
+def _command() -> list[Check]:
+    """Return what the command ``splitkit`` starts: of two packages that have one, the last that was installed."""
+    found = distribution.installed_command()
+    if found is None:
+        return []
+    file, module = found
+    remedy = f"it is of another package: {distribution.REMEDY}; until then use python -m splitkit"
+    return [Check("command", f"{file} starts {module}", module == "splitkit.__main__", True, remedy)]
 
 
 def _name_clash() -> list[Check]:

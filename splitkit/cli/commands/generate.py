@@ -42,6 +42,7 @@ def run(args: Namespace) -> Outcome:
     if not (args.prompt or args.prompt_ids or args.requests):
         raise UsageError("SK601", "there is nothing to continue", "Give --prompt, --prompt-ids or --requests.")
     stages = _stages(args)
+    _requests(args, None if args.tokenizer is None else lambda text: [])  # what no rank could read
     code, data = launcher.answer(words_for_ranks(), args.nproc or stages, args.timeout)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
@@ -187,8 +188,17 @@ def _requests(args: Namespace, encode: Callable[[str], list[int]] | None) -> lis
     asked += [{"input_ids": tokens} for tokens in args.prompt_ids or ()]
     asked += _lines(args.requests) if args.requests else []
     if encode is None and any(isinstance(one, dict) and "prompt" in one for one in asked):
-        raise UsageError("SK601", "a prompt of text needs a tokenizer", "Add --tokenizer PATH, or give token ids.")
+        raise UsageError("SK601", "a prompt of text needs a tokenizer", _tokenizer_remedy(args))
     return [_with_ids({**default, **one}, encode) if isinstance(one, dict) else one for one in asked]
+
+
+def _tokenizer_remedy(args: Namespace) -> str:
+    """Return how to give the tokenizer that lies beside the weights or the configuration, else token ids."""
+    for place in filter(None, (args.weights, args.model, args.target)):
+        folder = Path(place) if Path(place).is_dir() else Path(place).parent
+        if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+            return f"Add --tokenizer {folder}."
+    return "Add --tokenizer PATH, the folder of a checkpoint; or give token ids: --prompt-ids 5,6,7."
 
 
 def _lines(path: str) -> Iterable[Any]:

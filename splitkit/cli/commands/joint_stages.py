@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.cli.common import TRAINING, versions
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import wrote
-from splitkit.cli.source import Source, next_command, runs_code, source_record
+from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
 from splitkit.pipeline.defaults import ranks_of
 from splitkit.prices import price_name
 from splitkit.training.computed_again import computed_again
@@ -98,7 +98,7 @@ def _view_command(made: Source, file: str | None) -> str | None:
     """Return the command that draws the plan."""
     if file is None or file.startswith("/dev/"):
         return None
-    words = ["splitkit", "view", file, *(["--model", made.spec] if runs_code(made.spec) else [])]
+    words = ["splitkit", "view", file, *options_of_own_code(made)]
     return shlex.join([*words, "-o", "page.html"])
 
 

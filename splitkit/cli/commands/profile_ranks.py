@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import launcher, rank_process
+from splitkit.cli.before_ranks import require_model
 from splitkit.cli.commands import train
+from splitkit.cli.common import plan_file
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
 from splitkit.errors import PipelineError, ScheduleError, UsageError
@@ -39,6 +41,7 @@ def run(args: Namespace) -> Outcome:
     if "RANK" in os.environ:
         return _rank(args)
     train.require_trace_file(args)
+    require_model(args, plan_file(args), "profile")
     code, data = launcher.answer(sys.argv[1:], args.ranks, _PATIENCE)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)

@@ -69,7 +69,7 @@ def _check(args: Namespace) -> None:
     if args.what != TRAINING and args.chunks is not None:
         raise UsageError("SK601", "--chunks is for stages of a training step", f"Add --what {TRAINING}.")
     if args.devices is not None:
-        device_list.check_device_list(args.devices)
+        device_list.read_device_list(args.devices)
     placement.check_memory(args, least=False)
 
 

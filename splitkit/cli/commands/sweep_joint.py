@@ -91,6 +91,7 @@ def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:
         return None
     words = ["--seed", str(source.seed)] if source.seed else []
     words += ["--eval"] if source.mode == "eval" else []
+    words += ["--loss", source.loss] if source.loss else []
     words += ["--costs", costs] if costs else []
     words += ["--what", TRAINING, "--policy", _in_shell(policy_text(policy))]
     return plan_command(source.spec, source.sizes, words)

@@ -21,7 +21,7 @@ from splitkit.cli.common import (
 )
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.outputs import write_outputs
-from splitkit.cli.pages import wrote
+from splitkit.cli.pages import drawn, is_svg, wrote
 from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import CaptureError, UsageError
@@ -36,7 +36,6 @@ def run(args: Namespace) -> Outcome:
     from splitkit.costs.links import links_of
     from splitkit.pipeline.measured_step import MeasuredStep
     from splitkit.prices import require_times
-    from splitkit.view.renderers import html
 
     optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
@@ -69,14 +68,12 @@ def run(args: Namespace) -> Outcome:
         title = work.source.spec
         fields = {"model": source.source_record(work.source, args.output), **versions()}
         options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": step, "measured": measured}
-        text = html(plan, fields=fields, title=title, beside=beside or None, **options)
+        text = drawn(args.output, plan, fields=fields, title=title, beside=beside or None, **options)
     return _outcome(args, work, text)
 
 
 def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
     """Write the page of a plan of forward and backward, or of the stages of a training step."""
-    from splitkit.view.renderers import html
-
     if stages_of_file(file):
         return _stages(args, file, memory)
     of_stages = ("schedule", "microbatches", "measured", "beside", "optimizer", "costs", "training", "recompute")
@@ -90,7 +87,7 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     with work.clock.step("view", "dividing the step"):
         graph = work.joint.graph_module.graph
         plan = decoded(graph, args.target, file)
-        text = html(work.joint.split(plan), memory=memory, title=work.source.spec)
+        text = drawn(args.output, work.joint.split(plan), memory=memory, title=work.source.spec)
     return _outcome(args, work, text)
 
 
@@ -103,7 +100,6 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
     from splitkit.engine.joint_stages.staged_step import StagedStep
     from splitkit.pipeline.placed_prices import costs_of_plan
     from splitkit.prices import require_times
-    from splitkit.view.renderers import html
 
     for name in ("measured", "beside", "training", "recompute"):
         if getattr(args, name) is not None:
@@ -123,13 +119,14 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
             links = {None: links_of(plan.request.links), "none": None}.get(args.links, args.links)
             count = args.microbatches or 2 * len(step.stages)
             run = sk.simulate_schedule(step.stage_costs(costs, optimizer=optimizer), args.schedule, count, links=links)
-        text = html(step, costs=costs, optimizer=optimizer, memory=memory, run=run, title=work.source.spec)
+        options: dict[str, Any] = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": run}
+        text = drawn(args.output, step, title=work.source.spec, **options)
     return _outcome(args, work, text)
 
 
 def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
     """Write the page of what a capture reached before it failed; return the error with the page in its remedy."""
-    if error.reached is None:
+    if error.reached is None or is_svg(args.output):
         return error
     from splitkit.view.capture_failure import capture_failure_html
 

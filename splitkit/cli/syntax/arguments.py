@@ -12,6 +12,8 @@ from splitkit.units import read_percent, read_size
 
 INSTEAD = "; write "
 """Separates, in the error message of a type, the reason from what the option accepts."""
+_FEW_BYTES = 2**20
+"""Fewer bytes than this need a unit."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,7 +26,9 @@ class Parser(argparse.ArgumentParser):
         help_text = f"See `{self.prog} --help`."
         option = re.match(r"argument (?:\S+/)?(\S+): ", message)
         reason, _, instead = message.partition(INSTEAD)
-        if instead and option:
+        if split := next(filter(None, map(self._split_size, self._words)), ""):
+            help_text = split
+        elif instead and option:
             help_text = f"Write {option[1]} {instead}. {help_text}"
         elif reason.endswith("expected one argument") and option and (value := self._negative_value(option[1])):
             reason, help_text = f"{option[1]} {value} is below zero", f"Write {option[1]} {value[1:]}. {help_text}"
@@ -142,6 +146,15 @@ def positive(text: str) -> int:
     if not _is_natural(text) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number >= 1{INSTEAD}1 or more, such as 4")
     return int(text)
+
+
+def sizes_of_memory(text: str) -> str:
+    """Return a text of sizes; refuse ``80`` or ``24,16``, which are so few bytes that a unit must be missing."""
+    for word in text.split(","):
+        if _is_natural(word) and 1 < int(word) < _FEW_BYTES:
+            instead = text.replace(",", "GB,") + "GB"
+            raise argparse.ArgumentTypeError(f"{word} is {word} bytes{INSTEAD}{instead}, or {word}B if you mean bytes")
+    return text
 
 
 def above_zero(text: str) -> float:

@@ -7,33 +7,13 @@ import tomllib
 from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from splitkit.checks import is_whole, plain_name
+from splitkit.device_specs import Device, device_from_table, devices, find_device
 from splitkit.errors import CostError, FileError, UsageError
+from splitkit.units import read_size
 
-if TYPE_CHECKING:
-    from splitkit.costs import Device
-
-KINDS = (
-    "cpu",
-    "a100",
-    "h100",
-    "h200",
-    "rtx-4090",
-    "l4",
-    "rtx-3060",
-    "rtx-3090",
-    "rtx-5090",
-    "a6000",
-    "a10",
-    "v100",
-    "t4",
-    "b200",
-    "mi300x",
-    "l40s",
-)
-"""The names in ``splitkit.costs.devices()``, repeated here because that module imports torch; a test compares them."""
 MOST = 1024
 """The most devices that a command plans for."""
 
@@ -86,7 +66,7 @@ class DeviceList:
 
 
 def device_counts(text: str) -> list[tuple[str, int]]:
-    """Return the kinds of devices and the number of each, without torch.
+    """Return the kinds of devices and the number of each.
 
     Raises:
         UsageError: SK601 if the text has another form, or names too many devices.
@@ -96,6 +76,9 @@ def device_counts(text: str) -> list[tuple[str, int]]:
         match = _ITEM.fullmatch(item.strip())
         if match is None or not _may_be_kind(match[2]) or (match[1] and not int(match[1])):
             raise UsageError("SK601", f"--devices {text}: {item!r} is not a kind of device", _instead(item))
+        if nbytes := read_size(match[2]):
+            reason = f"--devices {text}: {match[2]} says how much memory a device has, and not how fast it is"
+            raise UsageError("SK601", reason, _of_memory(text, nbytes))
         found.append((match[2], int(match[1] or 1)))
     _require_few(text, sum(count for _, count in found))
     return found
@@ -109,7 +92,7 @@ def _may_be_kind(text: str) -> bool:
 def _turned_around(item: str) -> re.Match[str] | None:
     """Match ``h200x4``, which should be ``4xh200``; ``rtx3090`` is a kind."""
     match = _TURNED.fullmatch(item)
-    return match if match and plain_name(match[1]) in map(plain_name, KINDS) else None
+    return match if match and plain_name(match[1]) in map(plain_name, devices()) else None
 
 
 def _instead(item: str) -> str:
@@ -124,10 +107,15 @@ def _instead(item: str) -> str:
     return "Write 4xh200, h200,h200,a100 or FILE.toml."
 
 
-def check_device_list(text: str) -> None:
-    """Refuse a text of another form, before torch is imported."""
-    if not is_file(text):
-        device_counts(text)
+def _of_memory(text: str, nbytes: int) -> str:
+    """Return what to write for a list with a device of which only the memory is given."""
+    like = [name for name, device in devices().items() if 0.9 * nbytes <= device.memory <= 1.1 * nbytes]
+    items = [match for item in text.split(",") if (match := _ITEM.fullmatch(item.strip()))]
+    each = [match[2] for match in items for _ in range(int(match[1] or 1)) if read_size(match[2])]
+    memory = ",".join(each) if len(set(each)) > 1 else each[0]
+    stages = f"--stages {len(each)}" if len(each) > 1 else "--stages"
+    kind = f"Name the kind, such as {like[0]} ({', '.join(like)} have about as much); or give" if like else "Give"
+    return f"{kind} --memory {memory} with {stages} in place of --devices."
 
 
 def is_file(text: str) -> bool:
@@ -156,22 +144,18 @@ def read_device_list(text: str) -> DeviceList:
     """
     if is_file(text):
         return _from_file(text)
-    from splitkit.costs.devices import find_device
-
     return DeviceList(
         tuple(chain.from_iterable(repeat(find_device(name), count) for name, count in device_counts(text)))
     )
 
 
 def _from_file(path: str) -> DeviceList:
-    from splitkit.costs.devices import device_from_table as parsed  # as load_devices does
-
     tables = _tables(path)
     links = tables.pop("links", None)
     if links is not None and not isinstance(links, str):
         raise CostError("SK322", f"{path}: links is {links!r}", 'Name what connects the devices: links = "nvlink4".')
     numbers = {name: _count(path, name, table) for name, table in tables.items()}
-    found = {name: parsed(path, name, table) for name, table in tables.items()}
+    found = {name: device_from_table(path, name, table) for name, table in tables.items()}
     if not found:
         raise CostError("SK320", f"{path} describes no device", "Write one table per device; see load_devices.")
     _require_few(path, sum(numbers.values()))

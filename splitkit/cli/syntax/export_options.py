@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from splitkit.cli.syntax.arguments import Parser, positive
+from splitkit.cli.syntax.arguments import Parser, positive, sizes_of_memory
 from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,
@@ -46,7 +46,10 @@ def add_export(commands: Commands[Parser]) -> None:
     )
     group.add_argument("--order", metavar="FILE.csv", help="with --schedule: also write its actions in torch's format")
     group.add_argument(
-        "--memory", metavar="SIZE", help="memory limit of each rank for the rounded plan (default: none)"
+        "--memory",
+        type=sizes_of_memory,
+        metavar="SIZE",
+        help="memory limit of each rank for the rounded plan (default: none)",
     )
     add_links(group)
     group.add_argument(

@@ -6,6 +6,7 @@ import argparse
 import shutil
 
 from splitkit.cli.syntax.arguments import Parser, natural, positive, sizes
+from splitkit.testing.example_losses import LOSSES, TARGET
 from splitkit.testing.models import NAMES
 
 MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, path.py:factory, or path.pt2"
@@ -102,6 +103,13 @@ def add_model_options(parser: Parser) -> None:
     )
     group.add_argument("--dynamic", action="store_true", default=None, help="let the sizes of the inputs vary")
     group.add_argument("--eval", action="store_true", default=None, help="use evaluation mode: no dropout")
+    group.add_argument(
+        "--loss",
+        metavar="LOSS",
+        help=f"the loss of a model that returns predictions: {', '.join(LOSSES)}, or FILE.py:FUNCTION of the output; "
+        f"the target is the keyword input {TARGET!r} of the factory. Without it: classes 0, 1, 2 ... in turn, which "
+        "are the last dimension, of images the second; zeros for mse",
+    )
     group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")
 
 

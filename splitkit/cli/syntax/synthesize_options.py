@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitkit.cli.syntax.arguments import Parser, above_zero, positive
+from splitkit.cli.syntax.arguments import Parser, above_zero, positive, sizes_of_memory
 from splitkit.cli.syntax.options import Commands, add_links, add_plan_or_model, add_recompute, command
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
 
@@ -33,7 +33,12 @@ def add_synthesize(commands: Commands[Parser]) -> None:
         choices=("loop", "V"),
         help="with several parts per rank: part s on rank s mod N; or two per rank, in a V (default: the better one)",
     )
-    group.add_argument("--memory", metavar="SIZE", help="memory limit of each rank, such as 80GiB (default: none)")
+    group.add_argument(
+        "--memory",
+        type=sizes_of_memory,
+        metavar="SIZE",
+        help="memory limit of each rank, such as 80GiB (default: none)",
+    )
     add_links(group)
     group.add_argument(
         "--optimizer", choices=("adam", "momentum", "sgd"), help="optimizer whose state takes memory (default adam)"

@@ -82,8 +82,9 @@ def no_loss_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
         reason = no_loss(outputs_of_call(model, args, kwargs))
     except Exception:  # the model itself may fail
         reason = "the model returns no loss"
-    remedy = f"Give one: capture_joint(model, ..., {GIVE}), or return it as `loss`."
-    return CaptureError("SK401", f"{type(model).__name__} cannot be captured with its gradients: {reason}", remedy)
+    reason = f"{type(model).__name__} cannot be captured with its gradients: {reason}"
+    remedy = f"Give one: capture_joint(model, ..., {GIVE}) or --loss cross_entropy; or return it as `loss`."
+    return CaptureError("SK401", reason, remedy)
 
 
 def no_scalar_error(model: nn.Module, what: str) -> CaptureError:

@@ -109,7 +109,7 @@ def _no_loss(output: Any) -> PipelineError:
     return PipelineError(
         "SK802",
         no_loss(output),
-        "Give one: pipeline(split, loss=lambda output, target: ...). `splitkit train` needs a model that returns it.",
+        "Give one: pipeline(split, loss=lambda output, target: ...); on the command line, --loss cross_entropy.",
     )
 
 

@@ -152,7 +152,7 @@ class DeviceSearch:
             memory = f"; {peak}, {purpose(self.demand.optimizer)}: {held[fullest]}"
         return replace(
             plan,
-            note=f"{used} of {len(self._keys)} devices: {claim}{memory}{timeout_note(self.tries, self.clock)}",
+            note=f"{used} of {len(self._keys)} devices. {claim}{memory}{timeout_note(self.tries, self.clock)}",
             claim=claim,
         )
 

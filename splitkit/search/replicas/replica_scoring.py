@@ -15,7 +15,7 @@ from splitkit.costs import unit_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import peaks_of_visits
-from splitkit.plans.parts import Claim, evenness
+from splitkit.plans.parts import Claim, above_mean, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.replicas.replica_links import ReplicaLinks
@@ -153,10 +153,9 @@ class ReplicaScoring:
         of_devices = [*np.repeat(loads, replicas).tolist(), *[0.0] * (self.devices - used)]
         solver, even = "replicated chains", evenness(of_devices)
         claim = Claim("bottleneck", value, min(value, bound), solver, busiest, max(1e-9, self.tolerance), even)
-        share = value * self.devices / sum(of_devices) if value else 1.0
         load = duration(value, unit_of(self.demand.costs))
         where = f"{_stages(replicas)} on {used} of {self.devices} devices"
-        words = [f"{where}, the slowest {load}, {share:.3f} of the mean: {claim}"]
+        words = [f"{where}. {claim.told(load, above_mean(value, sum(of_devices) / self.devices))}"]
         words += _limits(self.demand.seconds, self.devices, self.degrees[-1])
         if self.demand.schedule is not None:
             run = self._run(plan)

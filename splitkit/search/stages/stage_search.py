@@ -28,7 +28,7 @@ from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.defaults import by_rank
 from splitkit.pipeline.purpose import purpose
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.plans.parts import Claim, PartKey, evenness
+from splitkit.plans.parts import Claim, PartKey, above_mean, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.node_copies import with_copies
@@ -426,10 +426,8 @@ class StagePlanner:
         bound = min(value, max(found.bound, self._least))
         near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
         claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
-        what = "slowest" if len(of_rank) == len(loads) else "most loaded rank"
-        load = duration(value, unit_of(self.demand.costs))
-        share = value / float(of_rank.mean()) if value else 1.0
-        said = f"{len(self.keys)} stages, the {what} {load}, {share:.3f} of the mean: {claim}"
+        load = duration(value, unit_of(self.demand.costs)) + ("" if len(of_rank) == len(loads) else " with its rank")
+        said = f"{len(self.keys)} stages. {claim.told(load, above_mean(value, float(of_rank.mean())))}"
         words = [said, *limits(self.demand.seconds, len(of_rank))]
         if self.demand.schedule is not None:
             run = self._run(plan)

@@ -110,7 +110,7 @@ class TokenSearch:
         loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
         slowest = duration(float(loads.max()), unit_of(self.demand.costs))
         return (
-            f"{len(self.keys)} stages, room for {tokens:,} tokens of cache: {claim}; inference: stage {tight} is "
+            f"{len(self.keys)} stages, room for {tokens:,} tokens of cache. {claim.proof}; inference: stage {tight} is "
             f"tightest, {held.told} of {size(self._limits[tight])}; the slowest {slowest}"
         )
 

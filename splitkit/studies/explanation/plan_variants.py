@@ -8,7 +8,7 @@ from typing import Any
 
 from splitkit.checks import nbytes
 from splitkit.costs import roofline
-from splitkit.costs.devices import find_device
+from splitkit.device_specs import find_device
 from splitkit.errors import SplitError
 from splitkit.pipeline.defaults import ranks_of
 from splitkit.plans.record import Plan

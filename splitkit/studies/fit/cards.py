@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from splitkit.checks import shown
-from splitkit.costs.devices import Device, find_device
+from splitkit.device_specs import Device, find_device
 from splitkit.errors import PolicyError
 from splitkit.units import read_size
 

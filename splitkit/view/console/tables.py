@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
+_NAME = 12
+"""The least width of a column of names, in characters, where no other is asked for."""
+
 
 def facts(rows: Mapping[str, object]) -> Table:
     """Return a table of names and values side by side, without rules."""
@@ -43,9 +46,10 @@ def table(
         rows: the cells of each row.
         right: the columns that are aligned to the right.
         title: the title above the table.
-        least: column -> its minimum width in characters, also on a narrow terminal.
+        least: column -> its minimum width in characters, also on a narrow terminal (default: that of a short name).
         total: a last row, below a rule.
-        spare: the columns to leave out on a terminal that is too narrow, in this order.
+        spare: the columns to leave out on a terminal that is too narrow, in this order (default: those of ``right``,
+            the last first).
     """
     lines = [tuple(map(str, row)) for row in rows]
     last = tuple(map(str, total))
@@ -56,7 +60,7 @@ def table(
         for at in kept:
             name = titles[at]
             side: Literal["left", "right"] = "right" if name in right else "left"
-            width = (least or {}).get(name) if side == "left" else longest[at]
+            width = (least or {}).get(name, min(longest[at], _NAME)) if side == "left" else longest[at]
             found.add_column(name, justify=side, overflow="fold", min_width=width, no_wrap=side == "right")
         for line in lines:
             found.add_row(*(line[at] for at in kept))
@@ -65,7 +69,7 @@ def table(
             found.add_row(*(last[at] for at in kept))
         return found
 
-    return _fitting_table(title, fill, spare)
+    return _fitting_table(title, fill, spare or tuple(reversed(right)))
 
 
 def _fitting_table(title: str, fill: Callable[[Table, Sequence[str]], Table], spare: Sequence[str]) -> Table:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from splitkit.checks import is_number, is_whole, plain_name, shown
 from splitkit.errors import CostError, FileError, nearest
 from splitkit.units import read_size
+
+if TYPE_CHECKING:
+    import torch
 
 # For a dtype without a peak of its own: the dtype that does its work, and how many operations of that dtype make one.
 # A complex multiplication with an addition is four real ones.
@@ -117,8 +118,8 @@ def devices() -> dict[str, Device]:
 
 @cache
 def _known() -> Mapping[str, Device]:
-    text = resources.files("splitkit.costs").joinpath("devices.toml").read_text(encoding="utf-8")
-    return _parsed("devices.toml", text)
+    text = resources.files("splitkit").joinpath("device_specs.toml").read_text(encoding="utf-8")
+    return _parsed("device_specs.toml", text)
 
 
 def load_devices(path: str | Path) -> dict[str, Device]:
