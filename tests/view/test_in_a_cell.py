@@ -1,4 +1,4 @@
-"""In the cells and windows that people have, the whole width of a picture is seen, and keys and the slider are its own."""
+"""In the cells and windows that people have: the whole width is seen, and keys and the slider are the picture's own."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ PLACES = """(() => { const s = %s, box = e => e.getBoundingClientRect(), main = 
   return {left: s.x - s.leftRoom, right: s.x + (s.right + s.rightRoom) * s.zoom, zoom: s.zoom, wide: s.main.clientWidth,
     map: s.minimap.isShown ? 46 : 0, high: main.height, isBeside: side.left >= main.right,
     isApart: side.left >= main.right || side.top >= main.bottom, foot: foot ? foot.height : 150,
-    isBelow: !foot || (foot.top >= main.bottom - 1 && foot.width > main.width - 1), isCut: main.right > innerWidth}; })()"""
+    isBelow: !foot || (foot.top >= main.bottom - 1 && foot.width > main.width - 1),
+    isCut: main.right > innerWidth}; })()"""
 """Where the picture, the map, the side panel and the chart below are."""
 
 
@@ -175,7 +176,8 @@ def test_an_answer_that_comes_after_a_newer_request_is_not_taken_for_its_answer(
 def test_a_slider_that_is_dragged_is_drawn_anew_when_it_is_released(browser, ladder, others, tmp_path):
     widget(browser, tmp_path, ladder, *others)
     left, wide, y, most = browser.value(
-        f"(s => {{ const b = s.getBoundingClientRect(); return [b.left, b.width, b.top + b.height / 2, s.max]; }})({SLIDER})"
+        "(s => { const b = s.getBoundingClientRect(); return [b.left, b.width, b.top + b.height / 2, s.max]; })"
+        f"({SLIDER})"
     )
 
     def move(kind, count, **more):

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import CycleError, NoPlanError
+from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.purpose import purpose
 from splitkit.pipeline.stage_prices import run_order
@@ -168,7 +169,10 @@ class DeviceSearch:
         demand = self.demand
         bound = {*demand.groups, *demand.supported}
         repeat = demand.links is not None and not self.latency and not self.sends
-        return PlacementModel(demand.flow, demand.kind_prices[0], demand.kind_seconds, repeat=repeat, keep=bound)
+        books = demand.flow.fact(bookkeeping)
+        return PlacementModel(
+            demand.flow, demand.kind_prices[0], demand.kind_seconds, repeat=repeat, keep=bound, together=books
+        )
 
     @cached_property
     def _travel(self) -> TransferTimes | None:
