@@ -9,6 +9,8 @@ put it wherever there is room, and its buffer with it::
 
 from __future__ import annotations
 
+from bisect import bisect
+
 from torch.fx import Node
 
 from splitkit.graph.dataflow import Dataflow, given_back, module_path
@@ -17,7 +19,8 @@ from splitkit.graph.dataflow import Dataflow, given_back, module_path
 def bookkeeping(flow: Dataflow) -> list[tuple[Node, ...]]:
     """Return sets of nodes that only keep books, each set behind the node, which keeps none, in whose part it belongs.
 
-    That is the last node that they compute from; if there is none, the next of the nodes of their module, or its last.
+    That is the last node that they compute from; if there is none, their neighbour in the order of the graph: the next
+    node, or the one before if only that one is in their module.
     """
     place, group = flow.index.__getitem__, dict[Node, list[Node]]()
     for node in _books(flow):
@@ -26,17 +29,16 @@ def bookkeeping(flow: Dataflow) -> list[tuple[Node, ...]]:
             if first in group and group[first] is not own:
                 own += group[first]
                 group |= dict.fromkeys(group[first], own)
-    others: dict[str, list[Node]] = {}
-    for node in flow.nodes:
-        if node not in group:
-            others.setdefault(module_path(node), []).append(node)
+    others = [node for node in flow.nodes if node not in group]
     found = []
     for nodes in {id(nodes): sorted(nodes, key=place) for nodes in group.values()}.values():
-        made = {first for node in nodes for first in flow.waits[node] if first not in group}
-        if made:
-            found.append((max(made, key=place), *nodes))
-        elif near := next((own for node in nodes if (own := others.get(module_path(node), []))), None):
-            found.append((next((n for n in near if place(n) > place(nodes[0])), near[-1]), *nodes))
+        at, owner = bisect(others, place(nodes[0]), key=place), module_path(nodes[0])
+        near = [*others[at : at + 1], *others[max(at - 1, 0) : at]]
+        made = [first for node in nodes for first in flow.waits[node] if first not in group]
+        inside = (node for node in near if f"{module_path(node)}.".startswith(f"{owner}."))
+        home = max(made, key=place) if made else next(inside, near[0] if near else None)
+        if home is not None:
+            found.append((home, *nodes))
     return found
 
 
