@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import nn
@@ -12,8 +11,8 @@ from torch.fx import Node
 
 from splitkit.checks import shown
 from splitkit.errors import PlanError, PolicyError, near
-from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.graph.dataflow import Dataflow
+from splitkit.plans.kept_books import keep_books
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs, require_costs
@@ -57,31 +56,12 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
                 f"the policy {policy!r} returned {made!r:.200}, which is not a plan",
                 "Return splitkit.Plan.of({node: part}).",
             )
-        return _with_books_kept(flow, made)
+        return made if made.claim else keep_books(flow, made)
     if _is_callback(policy):
         fixed = ("placeholder", "get_attr", "output")
         answers = {n: policy(n) for n in flow.index if n.op not in fixed}
         return Plan.of({n: answers[n] for n in flow.nodes}, note="a callback")
     raise _no_policy(policy)
-
-
-def _with_books_kept(flow: Dataflow, plan: Plan) -> Plan:
-    """Return the plan with the counters and running ranges of each module in the part of their module.
-
-    A border may fall between the two where a policy follows the order of the graph. A plan with a claim stays as it is.
-    """
-    changes: dict[Node, tuple[PartKey, ...]] = {}
-    for owner, *books in () if plan.claim else flow.fact(bookkeeping):
-        home = plan.places.get(owner, ())
-        made = {plan.places.get(first) for node in books for first in flow.waits[node] if first not in books}
-        # what they compute from is there, and nothing reads them: no cycle of parts can close
-        if len(home) == 1 and made <= {home} and all(len(plan.places.get(node, ())) == 1 for node in books):
-            changes |= {node: home for node in books if plan.places[node] != home}
-    if not changes:
-        return plan
-    placed = plan.place(changes)
-    used = {key for keys in placed.places.values() for key in keys}
-    return replace(placed, parts={key: part for key, part in placed.parts.items() if key in used})
 
 
 def require_policy(policy: object) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.extend import PARENT
+from splitkit.extend import PARENT, Plan
 from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.graph.dataflow import module_path
-from splitkit.policies import Acyclic, Buckets, ByParameterBytes, Devices, Pipeline, RoundRobin, Stages
+from splitkit.policies import Acyclic, Buckets, ByParameterBytes, Devices, MemoryBudget, Pipeline, RoundRobin, Stages
 
 X = torch.ones(2, 4)
 
@@ -120,8 +122,17 @@ def test_they_are_planned_with_them(normed, policy, model):
         assert len(plan.parts) > 1
         apart = [nodes for nodes in bookkeeping(flow) if len({plan.places[node] for node in nodes}) > 1]
         # dealt nodes may come from several parts
-        assert not apart or isinstance(policy, RoundRobin)
+        assert not apart or (isinstance(policy, RoundRobin) and model is Observed)
         assert {key for keys in plan.places.values() for key in keys} - {PARENT} == {*plan.parts}
+
+
+def test_memory_separates_them_only_where_they_do_not_fit(normed):
+    gm = sk.capture(normed, X)
+    sets = bookkeeping(sk.analyze(gm))
+    for limit, apart in ((400, False), (700, False), (580, True)):
+        plan = sk.plan(gm, MemoryBudget(limit))
+        assert len(plan.parts) > 1
+        assert apart == any(plan.places[owner] != plan.places[book] for owner, book in sets)
 
 
 def test_a_node_that_another_device_must_run_stays_there():
@@ -135,6 +146,25 @@ def test_a_training_step_in_stages_counts_where_it_normalises(normed):
     joint = sk.capture_joint(normed, X, loss=torch.sum)
     plan = joint.split(Pipeline(3, schedule="1f1b"), sk.costs.roofline(joint.graph_module, "a100")).plan
     assert all(plan.places[owner] == plan.places[book] for owner, book in bookkeeping(joint.flow))
+
+
+@dataclass(frozen=True)
+class BeforeNorms:
+    """Borders before the batch norms, where graphs count."""
+
+    def assign(self, flow, costs):
+        found, part = {}, 0
+        for node in flow.nodes:
+            part += "batch_norm" in node.name
+            found[node] = part
+        return Plan.of(found)
+
+
+def test_a_border_between_a_counter_and_its_module_leaves_them_together(normed):
+    gm = sk.capture(normed, X)
+    plan = sk.plan(gm, BeforeNorms())
+    assert all(plan.places[owner] == plan.places[book] for owner, book in bookkeeping(sk.analyze(gm)))
+    assert len(plan.parts) == 7
 
 
 def test_a_plan_of_the_users_is_carried_out_as_it_is(normed):
