@@ -12,7 +12,6 @@ from torch.fx import Node
 from splitkit.checks import shown
 from splitkit.errors import PlanError, PolicyError, near
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plans.kept_books import keep_books
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs, require_costs
@@ -56,7 +55,7 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
                 f"the policy {policy!r} returned {made!r:.200}, which is not a plan",
                 "Return splitkit.Plan.of({node: part}).",
             )
-        return made if made.claim else keep_books(flow, made)
+        return made
     if _is_callback(policy):
         fixed = ("placeholder", "get_attr", "output")
         answers = {n: policy(n) for n in flow.index if n.op not in fixed}

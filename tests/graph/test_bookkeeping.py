@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,8 @@ import splitkit as sk
 from splitkit.extend import PARENT, Plan
 from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.graph.dataflow import module_path
-from splitkit.policies import Acyclic, Buckets, ByParameterBytes, Devices, MemoryBudget, Pipeline, RoundRobin, Stages
+from splitkit.plans.kept_books import keep_books
+from splitkit.policies import Acyclic, Buckets, ByParameterBytes, Devices, MemoryBudget, Pipeline, Stages
 
 X = torch.ones(2, 4)
 
@@ -109,7 +108,6 @@ POLICIES = [
     Devices(["a100", "a100"], pieces=None),
     Buckets(100),
     ByParameterBytes(160),
-    RoundRobin(3),
 ]
 
 
@@ -121,8 +119,7 @@ def test_they_are_planned_with_them(normed, policy, model):
         plan, flow = sk.plan(gm, policy, costs), sk.analyze(gm)
         assert len(plan.parts) > 1
         apart = [nodes for nodes in bookkeeping(flow) if len({plan.places[node] for node in nodes}) > 1]
-        # dealt nodes may come from several parts
-        assert not apart or (isinstance(policy, RoundRobin) and model is Observed)
+        assert not apart
         assert {key for keys in plan.places.values() for key in keys} - {PARENT} == {*plan.parts}
 
 
@@ -148,23 +145,26 @@ def test_a_training_step_in_stages_counts_where_it_normalises(normed):
     assert all(plan.places[owner] == plan.places[book] for owner, book in bookkeeping(joint.flow))
 
 
-@dataclass(frozen=True)
-class BeforeNorms:
+def before_norms(flow):
     """Borders before the batch norms, where graphs count."""
-
-    def assign(self, flow, costs):
-        found, part = {}, 0
-        for node in flow.nodes:
-            part += "batch_norm" in node.name
-            found[node] = part
-        return Plan.of(found)
+    found, part = {}, 0
+    for node in flow.nodes:
+        part += "batch_norm" in node.name
+        found[node] = part
+    return Plan.of(found)
 
 
 def test_a_border_between_a_counter_and_its_module_leaves_them_together(normed):
-    gm = sk.capture(normed, X)
-    plan = sk.plan(gm, BeforeNorms())
-    assert all(plan.places[owner] == plan.places[book] for owner, book in bookkeeping(sk.analyze(gm)))
-    assert len(plan.parts) == 7
+    flow = sk.analyze(sk.capture(normed, X))
+    plan = keep_books(flow, before_norms(flow))
+    assert all(plan.places[owner] == plan.places[book] for owner, book in bookkeeping(flow))
+    assert len(plan.parts) == 7 and keep_books(flow, plan) is plan
+
+
+def test_a_part_that_only_counted_is_gone(normed):
+    flow = sk.analyze(sk.capture(normed, X))
+    plan = Plan.of({node: int("add_" in node.name) for node in flow.nodes})
+    assert {*keep_books(flow, plan).parts} == {0}
 
 
 def test_a_plan_of_the_users_is_carried_out_as_it_is(normed):
