@@ -15,6 +15,17 @@ from typing import Any
 
 BINARY = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
+CODES = {
+    "Enter": 13,
+    "Escape": 27,
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
+
 
 class Browser:
     """A page in a browser; to be closed."""
@@ -118,9 +129,9 @@ class Browser:
         self.settle()
 
     def key(self, key: str, alt: bool = False) -> None:
-        """Press a key on what has the focus."""
+        """Press a key on what has the focus, with its code: JupyterLab has no command for a key without one."""
         text = {"text": "\r"} if key == "Enter" else {"text": key} if len(key) == 1 else {}
-        code = {"windowsVirtualKeyCode": 13} if key == "Enter" else {}
+        code = {"windowsVirtualKeyCode": CODES[key], "code": key} if key in CODES else {}
         for kind in ("keyDown", "keyUp"):
             more = text if kind == "keyDown" else {}
             self("Input.dispatchKeyEvent", type=kind, key=key, modifiers=1 if alt else 0, **more, **code)

@@ -1,4 +1,4 @@
-"""Finds nodes that no runtime can put into different stages: they share written memory, unsendable values or a cache.
+"""Finds nodes that belong in one stage: they share written memory, unsendable values, a cache or a module's books.
 
 A value that crosses a border is a copy. So all nodes that write some memory, or touch it before the last write, must be
 in one stage. Of memory that exists before the graph runs (inputs, buffers) each stage has its own copy; if it is
@@ -8,7 +8,8 @@ written, all nodes that touch it must be in one stage::
     y.relu_()        with it
     z = y + 1        any later stage: it reads a copy made after the last write
 
-A cache of a decoder stays where it is from one call to the next, so all nodes that read it must be in one stage.
+A cache of a decoder stays where it is from one call to the next, so all nodes that read it must be in one stage. What
+only counts or records (`splitkit.graph.bookkeeping`) could run anywhere; its buffer belongs with those of its module.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.graph.caches import cache_forms, caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.shared_memory import GIVEN, NO_MEMORY, memory_classes, memory_touches
@@ -42,6 +44,7 @@ def together_because(flow: Dataflow) -> list[tuple[tuple[Node, ...], str]]:
         "one reads a value of another that cannot be sent to another process": _by_values,
         "one reads the memory of another by address, and a copy has other addresses": _by_address,
         "they use one cache, which stays where it is from call to call": _by_cache,
+        "one of them only keeps the books of the other's module": bookkeeping,
     }
     sets = ((nodes, why) for why, find in rules.items() for nodes in find(flow))
     placed = ((tuple(dict.fromkeys(node for node in nodes if flow.is_placeable(node))), why) for nodes, why in sets)

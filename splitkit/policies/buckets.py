@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.extend import Costs, Dataflow, Plan, checks, given_back, readers_of, start_of, tensor_bytes
+from splitkit.plans.kept_books import keep_books
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Buckets:
             is_used |= node in given or any(bucket[reader] != number for reader in readers[node])
         last = number if size or not number else number - 1  # nodes before the first parameter join the first bucket
         labels = {node: max(last - bucket[node], 0) for node in flow.nodes}
-        return Plan.of(labels, f"{last + 1} buckets of {total} bytes of parameters")
+        return keep_books(flow, Plan.of(labels, f"{last + 1} buckets of {total} bytes of parameters"))
 
 
 def _parameter_bytes(flow: Dataflow) -> dict[Node, int]:

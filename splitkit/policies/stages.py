@@ -57,7 +57,8 @@ class Stages:
     between blocks.
 
     Nodes that share written memory, or a value that cannot be sent, are in the same stage, since no runtime could
-    separate them (`splitkit.pipeline.inseparable_nodes`).
+    separate them. What only counts or records, such as the counter of a batch norm, is in the stage of its module
+    (`splitkit.pipeline.inseparable_nodes`).
 
     With ``replicas``, a stage may run on several devices in data parallel. Each of its d devices has all parameters of
     the stage, and 1/d of every microbatch, of the time and of the activations. The parts of the plan say how many

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from typing import Any
 
 import splitkit as sk
 from splitkit.policies import Stages
 from splitkit.testing import models
-from splitkit.view.page import page
+from splitkit.view.page import page, style
+from splitkit.view.page.bundle import script
 
 GPT2 = {"layers": 4, "width": 64, "heads": 4, "seq": 16, "vocab": 100}
 """Of one size in all files, so that a process captures it once."""
@@ -82,6 +84,45 @@ def borders(browser):
 
 def side(browser):
     return browser.value("splitkit.side.textContent")
+
+
+MODEL = """<!doctype html><style>%s</style><script id=state type=application/json>%s</script><script type=module>%s
+  const listeners = {}, states = JSON.parse(document.getElementById("state").textContent), state = states[0];
+  const model = {
+    get: name => state[name], set: (name, value) => { state[name] = value; }, save_changes() {}, off() {},
+    send: content => { (window.sent ||= []).push(content); },
+    on: (name, listener) => { listeners[name] = listener; },
+  };
+  const mount = Ladder.prototype.mount;
+  Ladder.prototype.mount = function(place) { return window.drawn = mount.call(this, place); };
+  widget.render({model, el: document.body});
+  window.told = message => listeners["msg:custom"](message);
+  window.planned = (number = 1) => {
+    Object.assign(state, states[number]);
+    for (const name of ["borders", "data"]) listeners["change:" + name]();
+  };
+</script>"""
+"""A page that stands for Jupyter, which may tell of the cuts before it tells of the plan."""
+
+
+def firsts(parts):
+    """The first row of each part, and the number of rows."""
+    return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
+
+
+def widget(browser, folder, *views):
+    """The widget of the first, in a page that stands for Jupyter; ``planned()`` there is the answer of Python."""
+    states = [
+        {"data": made.to_dict(), "height": 500, "borders": firsts(made.rows.parts), "answers": 0} for made in views
+    ]
+    code = script(widget=True).replace("export default", "const widget =")
+    (folder / "widget.html").write_text(MODEL % (style(), json.dumps(states).replace("<", "\\u003c"), code), "utf-8")
+    browser.open(folder / "widget.html")
+    return states
+
+
+SLIDE = """(count => { const slider = document.querySelector("input[type=range]");
+slider.value = count; slider.dispatchEvent(new Event("input")); })(%d)"""
 
 
 OVERLAPS = """(() => { const s = splitkit, wrong = [];

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 from browser import BINARY
-from steeredpages import GPT2, assert_quiet, border, borders, middle, planned, shown, side
+from steeredpages import GPT2, SLIDE, assert_quiet, border, borders, middle, planned, shown, side, widget
 from torch import nn
 
 import splitkit as sk
@@ -16,7 +15,6 @@ from splitkit.testing.small_nets import loss_or_sum
 from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
-from splitkit.view.page.bundle import script
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
 HARMFUL = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
@@ -200,43 +198,6 @@ def test_several_plans_beside_each_other_with_their_steps_and_one_selection(brow
     finally:
         page("Emulation.setDeviceMetricsOverride", width=1400, height=900, deviceScaleFactor=1, mobile=False)
     assert_quiet(page)
-
-
-MODEL = """<script id=state type=application/json>%s</script><script type=module>%s
-  const listeners = {}, states = JSON.parse(document.getElementById("state").textContent), state = states[0];
-  const model = {
-    get: name => state[name], set: (name, value) => { state[name] = value; }, save_changes() {}, off() {},
-    send: content => { (window.sent ||= []).push(content); },
-    on: (name, listener) => { listeners[name] = listener; },
-  };
-  widget.render({model, el: document.body});
-  window.told = message => listeners["msg:custom"](message);
-  window.planned = () => {
-    Object.assign(state, states[1]);
-    for (const name of ["borders", "data"]) listeners["change:" + name]();
-  };
-</script>"""
-"""A page that stands for Jupyter, which may tell of the cuts before it tells of the plan."""
-
-
-def firsts(parts):
-    """The first row of each part, and the number of rows."""
-    return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
-
-
-def widget(browser, folder, *views):
-    """The widget of the first, in a page that stands for Jupyter; ``planned()`` there is the answer of Python."""
-    states = [
-        {"data": made.to_dict(), "height": 500, "borders": firsts(made.rows.parts), "answers": 0} for made in views
-    ]
-    code = script(widget=True).replace("export default", "const widget =")
-    (folder / "widget.html").write_text(MODEL % (json.dumps(states).replace("<", "\\u003c"), code), "utf-8")
-    browser.open(folder / "widget.html")
-    return states
-
-
-SLIDE = """(count => { const slider = document.querySelector("input[type=range]");
-slider.value = count; slider.dispatchEvent(new Event("input")); })(%d)"""
 
 
 def test_the_page_shows_the_plan_before_until_python_has_planned(browser, ladder, tmp_path):

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.errors import CycleError, NoPlanError
+from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.purpose import purpose
 from splitkit.pipeline.stage_prices import run_order
@@ -168,7 +169,11 @@ class DeviceSearch:
         demand = self.demand
         bound = {*demand.groups, *demand.supported}
         repeat = demand.links is not None and not self.latency and not self.sends
-        return PlacementModel(demand.flow, demand.kind_prices[0], demand.kind_seconds, repeat=repeat, keep=bound)
+        wish = {n: (demand.groups.get(n), demand.supported.get(n)) for n in bound}
+        books = [nodes for nodes in demand.flow.fact(bookkeeping) if len({wish.get(n) for n in nodes}) == 1]
+        return PlacementModel(
+            demand.flow, demand.kind_prices[0], demand.kind_seconds, repeat=repeat, keep=bound, together=books
+        )
 
     @cached_property
     def _travel(self) -> TransferTimes | None:
@@ -233,7 +238,7 @@ class DeviceSearch:
     def _pieces(self, found: Solution, labels: Mapping[Node, PartKey | list[PartKey]]) -> Plan:
         """Return the pieces as the makespan counts them; on a CPU each run of consecutive units is a part."""
         assert found.turn is not None
-        turn = dict(zip(self._placing.units, found.turn.tolist(), strict=True))
+        turn = {n: t for nodes, t in zip(self._placing.members, found.turn.tolist(), strict=True) for n in nodes}
         cpus = {self._keys[place] for place in self.demand.cpus}
         whole = {n: (key, 0 if key in cpus else turn[n]) for n, key in labels.items()}
         parted = refine(self.demand.flow, Plan.of(whole))

@@ -25,6 +25,7 @@ from torch.fx import Node
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.plans.kept_books import keep_books
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan
@@ -268,10 +269,13 @@ class MemorySearch:
         plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
         if [key for key, _ in part_order(self.flow, plan) if key is not PARENT] != list(range(len(parts))):
             return None
-        held = self._held(parts, limits.flights)
-        if any(one.total > room for one, room in zip(held, limits.memory, strict=True)):
-            return None
-        return MemoryParts(parts, held, tuple(limits.memory), traffic, solver)
+        books = keep_books(self.flow, plan)
+        kept = tuple(tuple(n for n in self.flow.nodes if books.home(n) == part) for part in range(len(parts)))
+        for each in (kept, parts) if books is not plan and all(kept) else (parts,):
+            held = self._held(each, limits.flights)
+            if all(one.total <= room for one, room in zip(held, limits.memory, strict=True)):
+                return MemoryParts(each, held, tuple(limits.memory), traffic, solver)
+        return None
 
     def _held(self, parts: Sequence[Sequence[Node]], flights: Sequence[int]) -> tuple[ByteBreakdown, ...]:
         """Return the bytes of each part at its peak; under a schedule with message buffers."""

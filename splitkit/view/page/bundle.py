@@ -15,8 +15,8 @@ from splitkit.view.page.compact import compact
 SCRIPTS = (
     "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "step_facts", "simulation", "crossing",
     "drawing", "take_home", "svg_context", "tooltip", "minimap", "input", "facts", "legend", "nested", "target_texts",
-    "picture", "measured", "recomputed", "bands", "rank_memory", "alive", "stage_texts", "stage_drawing", "what_if",
-    "stage_side", "timeline", "ladder", "staged", "step_chart", "joint", "show",
+    "framing", "picture", "measured", "recomputed", "bands", "rank_memory", "alive", "stage_texts", "stage_drawing",
+    "what_if", "stage_side", "timeline", "ladder", "staged", "step_chart", "joint", "show",
 )  # fmt: skip
 """Each script imports only from earlier ones. Joined they share one scope, so no two may declare the same name."""
 

@@ -154,7 +154,8 @@ function rect(p, c, x, y, w, h, fill, line) {
  * @param {number} [h]
  */
 function label(p, c, sign, text, right, x, y, w, ink, h = ROW) {
-  if (h * p.zoom < 8) return;
+  // in pixels of the screen: zoomed browsers and phones have several for each of the page
+  if (h * p.zoom * (window.devicePixelRatio || 1) < 8) return;
   c.font = SMALL;
   const room = w - 16 - c.measureText(sign).width, tail = c.measureText(right).width, gives = tail < room * 0.6;
   put(c, sign + shorten(c, text, room - (gives ? tail + 8 : 0), !!sign), x + 8, y + h / 2 + 4, c.font, ink);

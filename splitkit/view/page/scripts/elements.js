@@ -10,6 +10,8 @@
  */
 export function el(tag, text, attributes = {}) {
   const made = document.createElement(tag);
+  // JupyterLab (Lumino) takes arrow keys and Enter away from a focused element that does not have this itself
+  made.dataset.lmSuppressShortcuts = "true";
   if (text !== undefined) made.textContent = text;
   for (const [name, value] of Object.entries(attributes)) typeof value === "function" ? made.addEventListener(name.slice(2), value) : made.setAttribute(name, String(value));
   return made;

@@ -48,6 +48,8 @@ export class Ladder extends Picture {
     /** @type {string | null} the borders before the drag */
     this.dragged = null;
     this.showHistory();
+    /** @type {number | null} the number of stages that the user wants and Python still plans */
+    this.wanted = null;
     /** the links, recompute and the row that are chosen among other steps */
     this.whatIfChosen = AS_IT_IS;
     /** @type {boolean[]} which stages run again in backward */
@@ -56,6 +58,7 @@ export class Ladder extends Picture {
     this.timeline = data.run ? new Timeline(this, data.run) : null;
   }
   get chart() { return this.timeline; }
+  get rightRoom() { return this.trains ? 200 : 110; }
   buttons() {
     const text = () => `${JSON.stringify(planFile(this), null, 1)}\n`;
     this.back = el("button", "undo", {title: "Ctrl+Z", onclick: () => this.undo()});
@@ -108,9 +111,11 @@ export class Ladder extends Picture {
   /** @param {number} count */
   setCount(count) {
     const own = this.shipped.length - 1 === count;
+    this.wanted = count;
     // where Python plans, its answer will be drawn
-    if (this.options.oncount && this.options.oncount(count, own)) this.count.textContent = String(count);
-    else this.setBorders(own ? this.shipped : this.prices.even(count), ", divided evenly here");
+    if (this.options.oncount && this.options.oncount(count, own)) { this.count.textContent = String(count); return; }
+    this.wanted = null;
+    this.setBorders(own ? this.shipped : this.prices.even(count), ", divided evenly here");
   }
   /**
    * @param {number[]} borders

@@ -3,6 +3,8 @@
 import {GAP} from "./geometry.js";
 
 const WIDE = 34, EDGE_OF_MAP = 6;
+/** The width of the map with its edges. */
+export const MAP = WIDE + 2 * EDGE_OF_MAP;
 
 export class Minimap {
   /** @param {import("./picture.js").Picture<CommonData>} picture */
@@ -12,7 +14,7 @@ export class Minimap {
   /** Pixels of the map for each pixel of the picture before zooming. */
   get scale() { const {picture: p} = this; return (p.main.clientHeight - 2 * EDGE_OF_MAP) / (p.height + 70); }
   /** @param {MouseEvent} e */
-  has(e) { return this.isShown && e.offsetX > this.picture.main.clientWidth - WIDE - EDGE_OF_MAP; }
+  has(e) { return this.isShown && e.offsetX > this.picture.room; }
   /**
    * Scroll to where the mouse is on the map.
    * @param {MouseEvent} e
@@ -31,7 +33,7 @@ export class Minimap {
     const {picture: p, scale} = this, left = w - WIDE - EDGE_OF_MAP, at = (/** @type {number} */ y) => EDGE_OF_MAP + (y + 40) * scale;
     c.globalAlpha = 0.9;
     c.fillStyle = p.ink.bg;
-    c.fillRect(left - EDGE_OF_MAP, 0, WIDE + 2 * EDGE_OF_MAP, h);
+    c.fillRect(left - EDGE_OF_MAP, 0, MAP, h);
     c.globalAlpha = 1;
     for (const item of p.items) {
       const top = at(item.y - GAP / 2), high = Math.max(1, (item.h + GAP) * scale - 0.5);

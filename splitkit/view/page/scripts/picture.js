@@ -4,19 +4,15 @@ import {context} from "./canvas.js";
 import {paintOtherPlans, paintBox, paintRibbons, paintSkips} from "./drawing.js";
 import {el, surroundedByDark} from "./elements.js";
 import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
+import {READABLE, arrange, fitInto, reserve, scrolled} from "./framing.js";
 import {listen} from "./input.js";
 import {OPW, Ops} from "./ops.js";
-import {Minimap} from "./minimap.js";
+import {MAP, Minimap} from "./minimap.js";
 import {nested} from "./nested.js";
 import {svgOf} from "./svg_context.js";
 import {download, flattened} from "./take_home.js";
 import {targetText} from "./target_texts.js";
 import {known} from "./totals.js";
-
-/** The least zoom at which texts are read without effort: a taller picture scrolls. */
-const READABLE = 0.85;
-/** The least zoom that makes a picture fit into a narrow window: a wider picture scrolls. */
-const NARROW = 0.7;
 
 /** @template {CommonData} D */
 export class Picture {
@@ -83,8 +79,7 @@ export class Picture {
     /** @type {number[][]} */
     this.lateOf = data.rows.map(() => []);
     this.ops.row.forEach((row, op) => (op < late ? this.opsOf : this.lateOf)[row].push(op));
-    // JupyterLab (Lumino) takes arrow keys and Enter away from elements without this attribute
-    this.root = el("div", undefined, {class: `sk${options.dark ?? surroundedByDark() ? " dark" : ""}`, "data-lm-suppress-shortcuts": "true"});
+    this.root = el("div", undefined, {class: `sk${options.dark ?? surroundedByDark() ? " dark" : ""}`});
     if (options.height) this.root.style.setProperty("--h", `${options.height}px`);
     this.count = el("b");
     this.slider = this.makeSlider();
@@ -105,7 +100,7 @@ export class Picture {
     this.paper = el("div", undefined, {class: "paper"});
     this.onprint = () => this.paper.replaceChildren(new DOMParser().parseFromString(svgOf(this), "image/svg+xml").documentElement);
     this.root.append(this.head(), this.main, this.paper, this.side, this.said);
-    this.observer = new ResizeObserver(() => this.untouched ? this.fit() : this.draw());
+    this.observer = new ResizeObserver(() => { arrange(this); this.untouched ? this.fit() : this.draw(); });
   }
   head() {
     const {title} = this.data, head = el("header"), label = el("label", `${this.slider.getAttribute("aria-label")} `);
@@ -122,9 +117,10 @@ export class Picture {
   mount(parent) {
     parent.append(this.root);
     listen(this);
-    this.observer.observe(this.main);
+    for (const box of [this.root, this.main]) this.observer.observe(box);
     addEventListener("beforeprint", this.onprint);
     this.layout();
+    arrange(this);
     this.fit();
     this.showSide();
     return this;
@@ -201,6 +197,10 @@ export class Picture {
   othersOf(row) { return []; }
   /** The room at the left for the plans beside. */
   get leftRoom() { return 12 + 38 * this.othersOf(0).length; }
+  /** The room at the right for what stands beside the boxes, before zooming. */
+  get rightRoom() { return 40; }
+  /** The width that the map leaves to the picture. */
+  get room() { return this.main.clientWidth - (this.minimap.isShown ? MAP : 0); }
   /**
    * The backward ops of a row, drawn upwards; null for a plan in stages, which does not know them.
    * @param {number} row
@@ -292,6 +292,7 @@ export class Picture {
     this.wide2 = Math.max(BOX, ...this.items.map(item => item.w2));
     this.wide3 = this.divided ? Math.max(BOX, ...this.items.map(item => item.w3)) : 0;
     this.right = !this.trains ? LEFT + this.wide : this.divided ? this.left3 + this.wide3 : this.left2 + this.wide2;
+    reserve(this);
     this.fold.textContent = this.folded ? "unfold" : "fold equal layers";
     if (this.options.onstate) this.options.onstate();
     this.draw();
@@ -433,34 +434,16 @@ export class Picture {
     this.y = this.main.clientHeight / 2 - (item.y + box.y + ROW) * this.zoom;
   }
   /**
-   * Zoom to the whole picture, but not below a legible size: a tall ladder then shows its top.
+   * Zoom to the whole width, and to the whole height if that is legible: a tall ladder shows its top.
    * @param {number} [least]
    */
-  fit(least = READABLE) {
-    const w = this.main.clientWidth, h = this.main.clientHeight;
-    if (!w) return;
-    const left = this.leftRoom;
-    const wide = Math.max((w - left) / (this.right + 200), least && NARROW);
-    this.zoom = Math.max(0.05, Math.min(wide, Math.max(h / (this.height + 70), least), 1.5));
-    this.x = Math.max(left, (w - (this.right + 200) * this.zoom) / 2);
-    this.y = 40 * this.zoom + Math.max(0, (h - (this.height + 60) * this.zoom) / 2);
-    this.draw();
-  }
-
+  fit(least = READABLE) { fitInto(this, least); }
   /**
    * Scroll by so many pixels, but not past the picture; return whether it moved.
    * @param {number} right
    * @param {number} down
    */
-  scroll(right, down) {
-    const {x, y, zoom} = this, w = this.main.clientWidth, h = this.main.clientHeight;
-    const within = (/** @type {number} */ at, /** @type {number} */ low, /** @type {number} */ high) => Math.max(Math.min(low, high), Math.min(Math.max(low, high), at));
-    if (down) this.y = within(y - down, 40 * zoom, h - (this.height + 30) * zoom);
-    if (right) this.x = within(x - right, this.leftRoom, w - (this.right + 200) * zoom);
-    this.untouched = false;
-    this.draw();
-    return x !== this.x || y !== this.y;
-  }
+  scroll(right, down) { return scrolled(this, right, down); }
 
   // ---- drawing, at most once a frame
   draw() {

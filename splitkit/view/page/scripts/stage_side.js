@@ -20,7 +20,7 @@ import {whatIf} from "./what_if.js";
 /** @param {Ladder} p */
 export function showStages(p) {
   const {data, side, stages} = p, {devices, marks, memory, note, beside, stopped} = data;
-  p.slider.value = p.count.textContent = String(stages.length);
+  p.slider.value = p.count.textContent = String(p.wanted ?? stages.length);
   p.reset.disabled = p.isShipped;
   side.replaceChildren();
   if (stopped) side.append(el("h3", "✕ the capture failed; this is what was reached"), el("pre", stopped.why, {class: "why"}));
