@@ -113,6 +113,14 @@ class Flops(GraphCosts):
             self._of[node] = self._counted_in(self.gm, node)
         return self._of[node]
 
+    def of_graph(self, body: fx.GraphModule) -> float:
+        """Return the price of another graph as one node: its FLOPs by formula, if there are any."""
+        return self._of_graph(body).flops / NOMINAL
+
+    def on(self, body: fx.GraphModule) -> Flops:
+        """Return the counter of another graph, which knows all calls that this one knows."""
+        return Flops(body, self._calls)
+
     def _counted_in(self, root: nn.Module, node: Node) -> Count:
         if node.op not in ("call_function", "call_method", "call_module") or node.target is operator.getitem:
             return NOTHING
