@@ -15,7 +15,7 @@ from torch.fx import Node
 from splitkit.checks import is_number
 from splitkit.costs import Costs, Device, Fused, Roofline, Unit, default, flops, fused, roofline, training, unit
 from splitkit.costs.formulas.flop_count import CountedCosts, Flops, counter_of
-from splitkit.costs.training import FromOps, FromJoint
+from splitkit.costs.training import FromJoint, FromOps
 from splitkit.errors import CostError, FileError, SplitError
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.price_record import Kind, LazyPrices, PriceRecord, printable

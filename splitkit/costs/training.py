@@ -1,7 +1,7 @@
 """Price forward and backward together, from a forward graph or a joint one, kernel by kernel.
 
-A step of one microbatch is all kernels of forward and of backward, as autograd launches them, with the sums of gradients
-of values that several nodes read. Not included are the optimizer, and adding the gradients of parameters to those of
+A microbatch takes all kernels of forward and of backward, as autograd launches them, with the sums of gradients of
+values that several nodes read. Not included are the optimizer, and adding the gradients of parameters to those of
 earlier microbatches. In a joint graph, the kernels of backward are nodes; for a forward graph,
 `splitkit.costs.formulas.backward_kernels` finds them.
 """
@@ -143,9 +143,10 @@ class FromOps(_WithBackward, StepCosts):
     def both(self, node: Node) -> tuple[float, float]:
         """Seconds of forward and of backward."""
         if node not in self._known:
-            forward = self.costs.seconds(node)
-            backward, alone = self._backward(self._like, node), self._like.seconds(node)
-            if self._like is not as_given(self.costs):  # prices of another kind: only the ratio holds
+            forward, backward = self.costs.seconds(node), self._backward(self._like, node)
+            if backward and self._like is not as_given(self.costs):  # prices of another kind: only the ratio holds
+                ops = self.kernels.of(node, fused=self._fuses)
+                alone = self._like.seconds(node) if ops is None else self._like.of_graph(ops.forward)
                 backward = forward * backward / alone if alone else 0.0
             self._known[node] = forward, backward
         return self._known[node]
@@ -159,8 +160,8 @@ class FromOps(_WithBackward, StepCosts):
         if node not in self.kernels.gradients.needed or node.op not in ("call_function", "call_method", "call_module"):
             return 0.0
         found = sum(map(costs.of_graph, self.kernels.sums(node)))
-        body = self.kernels.of(node, fused=self._fuses)
-        return found + (costs.of_graph(body) if body is not None else costs.seconds(node) * self._guess(node))
+        ops = self.kernels.of(node, fused=self._fuses)
+        return found + (costs.seconds(node) * self._guess(node) if ops is None else costs.of_graph(ops.backward))
 
     def _guess(self, node: Node) -> float:
         """Return backward as a multiple of forward for an op that does not run on fake tensors, or calls graphs."""

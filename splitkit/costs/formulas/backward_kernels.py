@@ -1,8 +1,8 @@
 """Find the kernels that autograd runs in backward, by running each distinct call once on fake tensors.
 
-Autograd runs more than the products: bias sums, one kernel for each factor of a pointwise product, zeros behind a slice.
-Each call is run forward and backward, and the ops of its backward are recorded as a graph, which costs price as any
-other. Between the calls, the gradients of a value with several readers are added up::
+Autograd runs more than the products: bias sums, one kernel for each factor of a pointwise product, zeros behind a
+slice. Each call is run forward and backward, and the ops of its backward are recorded as a graph, which costs price as
+any other. Between the calls, the gradients of a value with several readers are added up::
 
     node       forward    backward
     addmm      addmm      mm (of the input), mm (of the weight), sum (of the bias)
@@ -17,6 +17,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,19 @@ from splitkit.graph.storages import tensors
 _SDPA = "scaled_dot_product_attention"
 
 
+@dataclass(frozen=True)
+class StepOps:
+    """The ops that a node runs in a training step: graphs, of which nobody asks for results.
+
+    Attributes:
+        forward: those of its forward, which are several for a composite op.
+        backward: those of its backward.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+
+
 class BackwardKernels:
     """The kernels of backward, node by node, of a forward graph.
 
@@ -44,12 +58,12 @@ class BackwardKernels:
     def __init__(self, flow: Dataflow) -> None:
         self.gradients = flow.fact(Gradients)
         self._flow = flow
-        self._calls = CallMemo[fx.GraphModule | None]()
-        self._of: dict[tuple[Node, bool], fx.GraphModule | None] = {}
+        self._calls = CallMemo[StepOps | None]()
+        self._of: dict[tuple[Node, bool], StepOps | None] = {}
         self._summed = self._sums()
 
-    def of(self, node: Node, *, fused: bool) -> fx.GraphModule | None:
-        """Return the ops of the backward of a node that takes part in it; ``None`` if it cannot run on fake tensors.
+    def of(self, node: Node, *, fused: bool) -> StepOps | None:
+        """Return the ops of a node that takes part in backward; ``None`` if it cannot run on fake tensors.
 
         Args:
             node: the node.
@@ -63,15 +77,16 @@ class BackwardKernels:
         """Return the additions of gradients of the values that a node makes, or is the first to read as parameters."""
         return self._summed.get(node, [])
 
-    def _found(self, node: Node, fused: bool) -> fx.GraphModule | None:
+    def _found(self, node: Node, fused: bool) -> StepOps | None:
         root, scope = self._flow.root, self._flow.scope[node]
         if body_graphs(root, node):
             return None
         call = stand_in(root, node, NO_SIZES, [r for r in scope.regions if r.target is _torch.ENTER_AUTOCAST])
         reads = self.gradients.reads[node]
         flags = tuple(isinstance(leaf, Node) and leaf in reads for leaf in pytree.tree_leaves((node.args, node.kwargs)))
-        members = {n.args[1]: n in self.gradients.needed for n in node.users if n.target is operator.getitem}
-        asked = tuple(i for i, wanted in members.items() if wanted) if isinstance(node.meta["val"], tuple | list) else ()
+        yields_tuple = isinstance(node.meta["val"], tuple | list)
+        members = [n for n in node.users if n.target is operator.getitem] if yields_tuple else []
+        asked = tuple(n.args[1] for n in members if n in self.gradients.needed)
         watch = _BackwardRun(flags, asked, fused and op_name(node.target) == _SDPA)
         return self._calls.ask(call, watch, lambda: None, watch)
 
@@ -90,8 +105,8 @@ class BackwardKernels:
         for key, (node, value) in owner.items():
             if isinstance(value, torch.Tensor) and terms[key] > 1:
                 call = StandIn(torch.ops.aten.add.Tensor, (value, value), {}, NO_SIZES, ())
-                if (addition := self._calls.ask(call, _recorded, lambda: None, "sum")) is not None:
-                    found.setdefault(node, []).extend([addition] * (terms[key] - 1))
+                if (addition := self._calls.ask(call, _added, lambda: None, _added)) is not None:
+                    found.setdefault(node, []).extend([addition.backward] * (terms[key] - 1))
         return found
 
 
@@ -116,15 +131,23 @@ class _BackwardRun:
     asked: tuple[Any, ...]
     fused: bool
 
-    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:
+    def __call__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> StepOps:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         with torch.inference_mode(False), torch.enable_grad():
             given = [_on_cpu(leaf, flag) for leaf, flag in zip(leaves, self.flags, strict=True)]
             args, kwargs = pytree.tree_unflatten(given, spec)
-            made = _fused_attention(call, *args, **kwargs) if self.fused else call(*args, **kwargs)
+            call = partial(_fused_attention, call) if self.fused else call
+            forward, made = _recorded(call, *args, **kwargs)
             outputs = [t for t in tensors([made[i] for i in self.asked] if self.asked else made) if t.requires_grad]
             gradients = list(map(torch.empty_like, outputs))
-            return _recorded(torch.autograd.grad, outputs, _graded_leaves(outputs), gradients, allow_unused=True)
+            leaves = _graded_leaves(outputs)
+            backward, _ = _recorded(torch.autograd.grad, outputs, leaves, gradients, allow_unused=True)
+            return StepOps(forward, backward)
+
+
+def _added(call: Callable[..., Any], *args: Any) -> StepOps:
+    addition, _ = _recorded(call, *args)
+    return StepOps(addition, addition)
 
 
 def _fused_attention(
@@ -158,12 +181,12 @@ def _graded_leaves(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _recorded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:
-    """Return a graph of the ops that a call runs."""
+def _recorded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[fx.GraphModule, Any]:
+    """Return a graph of the ops that a call runs, and the result of the call."""
     with _Recorder() as recorder:
-        call(*args, **kwargs)
+        made = call(*args, **kwargs)
     recorder.graph.output(None)
-    return fx.GraphModule({}, recorder.graph)
+    return fx.GraphModule({}, recorder.graph), made
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -179,6 +202,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs))
         made = func(*args, **kwargs)
+        if func.namespace == "prim":  # a question, such as for the device of a tensor
+            return made
         node = self._noted(self.graph.call_function(func, *inputs), made)
         for i, member in enumerate(made if isinstance(made, tuple | list) else ()):
             self._noted(self.graph.call_function(operator.getitem, (node, i)), member)
