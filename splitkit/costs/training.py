@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 from torch.fx import Node
 
@@ -165,9 +166,9 @@ class FromOps(_WithBackward, StepCosts):
 
     def _guess(self, node: Node) -> float:
         """Return backward as a multiple of forward for an op that does not run on fake tensors, or calls graphs."""
-        count = self.counter.count(node)
-        products = 2 * (count.counted - count.fused)
-        return (_ATTENTION * count.fused + products) / count.counted if count.counted else 1.0
+        if not self.counter.count(node).counted:
+            return 1.0
+        return _ATTENTION if node.target is torch.ops.higher_order.flex_attention else 2.0
 
     @property
     def _fuses(self) -> bool:

@@ -55,14 +55,22 @@ class InferenceStages:
         """
         search, demand = self._search, self.staging.demand
         limits = [limit for limit in demand.limits(len(self.staging.keys)) if limit is not None]
-        plan = self._fastest_within(demand.memory)
-        if not self.tokens or not limits or search.fits(plan, self.tokens):
-            return plan
+        try:
+            plan = self._fastest_within(demand.memory)
+            if not self.tokens or not limits or search.fits(plan, self.tokens):
+                return plan
+        except NoPlanError:
+            if not self.tokens or not search.grows:
+                raise
+            plan = self._fastest_within(None)
         more = search.beside_cache(plan, self.tokens).tolist()
+        less = [max(1, limit - nbytes) for limit, nbytes in zip(limits, more, strict=True)]
         with suppress(NoPlanError):
-            less = [max(1, limit - nbytes) for limit, nbytes in zip(limits, more, strict=True)]
             if search.fits(again := self._fastest_within(less), self.tokens):
                 return again
+        with suppress(NoPlanError):
+            if (most := search.most()) is not None and search.fits(most, self.tokens):
+                return self.staging.described(most)
         need = max(search.peaks(plan, self.tokens))
         reason = f"{type(demand.policy).__name__}: for inference, a step with {self.tokens:,} tokens does not fit"
         remedy = f"Give {need} bytes ({size(need)}) to each of {len(limits)} devices: for that there is a plan."

@@ -126,6 +126,11 @@ class TokenSearch:
         flow = self.demand.flow
         return [part_graph(flow, {n for n in flow.nodes if plan.home(n) == key}) for key in self.keys]
 
+    @property
+    def grows(self) -> bool:
+        """Whether more than the cache grows with the tokens, as the graph tells."""
+        return self._steps is not None
+
     def peaks(self, plan: Plan, tokens: int) -> list[int]:
         """Return the bytes that each stage holds in a step with so many tokens, if the graph tells; else nothing."""
         return [] if self._steps is None else [self._steps.peak(part, tokens) for part in self._graphs(plan)]
