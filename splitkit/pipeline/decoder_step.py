@@ -70,7 +70,7 @@ def _bytes(node: Node, sizes: Mapping[str, int]) -> int:
     return math.prod(plain_size(n, sizes) for n in value.shape) * value.dtype.itemsize
 
 
-def part_graph(flow: Dataflow, nodes: Collection[Node]) -> fx.GraphModule:
+def graph_of_nodes(flow: Dataflow, nodes: Collection[Node]) -> fx.GraphModule:
     """Return the graph of some nodes, for `step_peak` only: it takes what others make, and returns what others read."""
     inside = {*nodes, *(node for node, maker in flow.followers.items() if maker in nodes)}
     graph, env = fx.Graph(), dict[Node, Node]()

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx import Node
-from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
 from splitkit import _torch
-from splitkit._torch import pytree
+from splitkit._torch import TorchDispatchMode, pytree
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.fake_calls import NO_SIZES, CallMemo, StandIn, body_graphs, hints, op_name, stand_in, value_in
 from splitkit.graph.gradients import Gradients

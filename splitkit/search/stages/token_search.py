@@ -24,7 +24,7 @@ from splitkit.errors import NoPlanError
 from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.cache_room import cache_room
-from splitkit.pipeline.decoder_step import DecoderSteps, part_graph
+from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
@@ -124,7 +124,7 @@ class TokenSearch:
 
     def _graphs(self, plan: Plan) -> list[fx.GraphModule]:
         flow = self.demand.flow
-        return [part_graph(flow, {n for n in flow.nodes if plan.home(n) == key}) for key in self.keys]
+        return [graph_of_nodes(flow, {n for n in flow.nodes if plan.home(n) == key}) for key in self.keys]
 
     @property
     def grows(self) -> bool:
