@@ -45,7 +45,7 @@ class PriceRecord:
     """The prices that a plan was made with, as data; `splitkit.costs.recorded.costs_of` makes costs of it again.
 
     Attributes:
-        name: what people read: ``"roofline of h100-80gb, backward by formula"``.
+        name: what people read: ``"roofline of h100-80gb, backward op by op"``.
         kind: the function of `splitkit.costs` that prices the nodes; ``"table"`` for measured prices and for costs of
             a class of your own, whose prices stand in ``table``.
         unit: the unit of the prices: ``"s"``, ``"TFLOP"``, ``"nodes"``, or a word of your own.

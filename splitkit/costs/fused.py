@@ -77,7 +77,7 @@ class Fused(CountedCosts):
     @cached_property
     def fusion(self) -> Fusion:
         """The kernels."""
-        return Fusion(self.gm.graph, lambda node: not self._alone.seconds(node))
+        return Fusion(self.gm.graph, lambda node: not self._alone.alone(node))
 
     @cached_property
     def _alone(self) -> Roofline:
@@ -116,7 +116,7 @@ class Fused(CountedCosts):
         if node in self._charged:
             moved, launch = self._charged[node]
             return moved / self.device.bandwidth + launch
-        return self._alone.seconds(node) if node in self.fusion.kernel else 0.0
+        return self._alone.alone(node) if node in self.fusion.kernel else 0.0
 
     def moved(self, node: Node) -> int:
         """Bytes that the node's kernel reads and writes on its account."""

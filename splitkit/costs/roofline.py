@@ -11,7 +11,9 @@ fusion of nodes and no caches.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator
+from splitkit.costs.formulas.decomposed_attention import decomposed_attention
 from splitkit.costs.formulas.flop_count import Count, CountedCosts, Flops, counted_bodies, counter_of
 from splitkit.costs.formulas.traffic import moved_bytes, operands, written_bytes
 from splitkit.device_specs import Device, find_device
@@ -74,15 +77,35 @@ class Roofline(CountedCosts):
         return f"roofline of {self.device.name}"
 
     def seconds(self, node: Node) -> float:
-        """Seconds of the node's kernel; 0 for nodes without one: views, allocations, inputs, attributes, state ops."""
+        """Seconds of the node's kernel; 0 for nodes without one: views, allocations, inputs, attributes, state ops.
+
+        Nodes of decomposed attention share the seconds of the kernel that a GPU runs instead of them.
+        """
+        return self.alone(node) * self._shares.get(node, 1.0)
+
+    def alone(self, node: Node) -> float:
+        """Seconds of the node's kernel, also if the device runs another one for it and others together."""
         if node not in self._found:
             self._found[node] = self._of(node)
         return self._found[node]
 
+    @cached_property
+    def _shares(self) -> Mapping[Node, float]:
+        """Node of decomposed attention -> the seconds of the fused kernel per second of the nodes."""
+        found: dict[Node, float] = {}
+        for kernel in decomposed_attention(self.gm.graph) if self.device.name != "cpu" else ():
+            counts = {node: self.counter.count(node) for node in kernel.nodes}
+            work = [(node, count) for node, count in counts.items() if count.counted]
+            compute = sum(count.counted / self.device.rate(self._dtype(node, count)) for node, count in work)
+            seconds = max(kernel.work * compute, kernel.moved / self.device.bandwidth) + self.device.launch
+            if seconds < (decomposed := sum(map(self.alone, kernel.nodes))):
+                found |= dict.fromkeys(kernel.nodes, seconds / decomposed)
+        return found
+
     def _of(self, node: Node) -> float:
         count = self.counter.count(node)
         if isinstance(node.target, HigherOrderOperator):
-            inner = [self._of_body(body) for body in counted_bodies(self.gm, node)]
+            inner = [self.of_graph(body) for body in counted_bodies(self.gm, node)]
             if inner:
                 return max(inner) if node.target is torch.ops.higher_order.cond else sum(inner) * body_calls(node)
         if not count.counted and not written_bytes(self.gm, node, count):
@@ -94,9 +117,10 @@ class Roofline(CountedCosts):
         """Bytes that the node's kernel reads and writes."""
         return moved_bytes(self.gm, node, self.counter.count(node))
 
-    def _of_body(self, body: fx.GraphModule) -> float:
+    def of_graph(self, body: fx.GraphModule) -> float:
+        """Return the seconds of all nodes of another graph on the same device."""
         if body not in self._bodies:
-            inner = Roofline(body, self.device, self.tf32, counter=Flops(body))
+            inner = Roofline(body, self.device, self.tf32, counter=self.counter.on(body))
             self._bodies[body] = sum(inner.seconds(node) for node in body.graph.nodes)
         return self._bodies[body]
 

@@ -1,8 +1,9 @@
-"""Price forward and backward together: by formula for a forward graph, exactly for a joint one.
+"""Price forward and backward together, from a forward graph or a joint one, kernel by kernel.
 
-By formula, the backward of a product is one product for each factor that requires grad. The backward of fused attention
-is 2.5 times its forward: five products for two, as the scores are recomputed (Dao, FlashAttention-2, 2023, section 4.1;
-torch's counter agrees). The backward of any other op costs as much as its forward, and that of a view nothing.
+A microbatch takes all kernels of forward and of backward, as autograd launches them, with the sums of gradients of
+values that several nodes read. Not included are the optimizer, and adding the gradients of parameters to those of
+earlier microbatches. In a joint graph, the kernels of backward are nodes; for a forward graph,
+`splitkit.costs.formulas.backward_kernels` finds them.
 """
 
 from __future__ import annotations
@@ -11,39 +12,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx import Node
 
-from splitkit._torch import pytree
-from splitkit.costs.base import WrappedCosts
-from splitkit.costs.formulas.flop_count import Flops, counter_of
+from splitkit.costs.base import StepCosts, WrappedCosts
+from splitkit.costs.formulas.backward_kernels import BackwardKernels
+from splitkit.costs.formulas.flop_count import NOMINAL, Flops, counter_of
+from splitkit.costs.roofline import Roofline, roofline
+from splitkit.device_specs import Device
 from splitkit.errors import CostError
 from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, facts_of
-from splitkit.graph.fake_calls import op_name, target_of
-from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint_marks import forward_owners, is_joint
-from splitkit.graph.symbols import value_of
 from splitkit.prices import Checked, Costs, as_given, checked, includes_backward, unit_of
 from splitkit.short_repr import brief
 
-# Ops that add their first argument to the product of the next two.
-_ADDED = frozenset(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"))
-# Ops of two factors; their other arguments (a bias) cost no product.
-_PAIRS = _ADDED | {
-    "linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "__matmul__", "_grouped_mm", "grouped_mm",
-    "convolution", "_convolution", "conv1d", "conv2d", "conv3d",
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-}  # fmt: skip
-_SDPA = "scaled_dot_product_attention"
-_ATTENTION = 2.5  # products in backward per product in forward, with recomputed scores (see above)
+_ATTENTION = 2.5
+"""Products in backward of fused attention per product in forward: five for two, as the scores are recomputed (Dao,
+FlashAttention-2, 2023, section 4.1; torch's counter agrees)."""
 
 
-def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromFormula | FromJoint:
+def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromOps | FromJoint:
     """Wrap costs of a graph so that the price of a forward node includes its backward.
 
     For a joint graph, the price of each backward node is added to the forward node that it came from, and the backward
-    node itself costs 0. For a forward graph, backward is estimated. The attribute ``source`` says which it is.
+    node itself costs 0. For a forward graph, the ops that autograd runs for each node are found and
+    priced like nodes, or by FLOPs and bytes in proportion to its forward where the prices are of another kind than a
+    roofline or FLOPs. The attribute ``source`` says which it is.
 
     Args:
         costs: costs of the nodes of ``gm``: any object with the methods of `Costs`.
@@ -67,7 +62,7 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromF
     if is_joint(root.graph):
         return FromJoint(costs, root)
     require_values(root.graph)
-    return FromFormula(costs, facts_of(known))
+    return FromOps(costs, facts_of(known))
 
 
 def with_backward(costs: Costs, flow: Dataflow) -> Costs:
@@ -82,10 +77,9 @@ def forward_and_backward(costs: Costs, node: Node) -> tuple[float, float]:
         CostError: SK323 if the costs do not give a valid ratio of the two.
     """
     given = as_given(costs)
+    if isinstance(given, FromOps):
+        return given.both(node)
     ratio = Checked(given).backward_ratio(node)
-    if isinstance(given, FromFormula):
-        forward = given.costs.seconds(node)
-        return forward, forward * ratio
     both = costs.seconds(node)
     forward = both / (1 + ratio)
     return forward, both - forward
@@ -106,92 +100,80 @@ class _WithBackward(WrappedCosts):
 
 
 @dataclass(frozen=True)
-class FromFormula(_WithBackward):
+class FromOps(_WithBackward, StepCosts):
     """The costs of `training` for a forward graph.
 
     Attributes:
         costs: the costs of forward.
         flow: facts about the forward graph.
         source: how backward is priced, for reports.
-        gradients: which nodes have a backward.
+        kernels: the ops of backward.
         counter: the counter of their FLOPs, shared with ``costs`` if those have one.
     """
 
     costs: Costs
     flow: Dataflow
-    source: str = field(default="by formula", init=False)
-    gradients: Gradients = field(init=False, repr=False, compare=False)
+    source: str = field(default="op by op", init=False)
+    kernels: BackwardKernels = field(init=False, repr=False, compare=False)
     counter: Flops = field(init=False, repr=False, compare=False)
+    _like: Roofline | Flops = field(init=False, repr=False, compare=False)
+    _known: dict[Node, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     __repr__ = brief
 
     def __post_init__(self) -> None:
-        counter = getattr(self.costs, "counter", None)
+        given = as_given(self.costs)
+        counter = getattr(given, "counter", None)
         known = isinstance(counter, Flops) and counter.gm is self.gm
         object.__setattr__(self, "counter", counter if known else counter_of(self.flow))
-        object.__setattr__(self, "gradients", self.flow.fact(Gradients))
+        object.__setattr__(self, "kernels", self.flow.fact(BackwardKernels))
+        own = isinstance(given, Roofline | Flops) and given.gm is self.gm
+        object.__setattr__(self, "_like", given if own else roofline(self.flow, _device_of(given)))
 
     @property
     def gm(self) -> fx.GraphModule:
         """The forward graph."""
         return self.flow.root
 
-    def seconds(self, node: Node) -> float:
-        """Seconds of forward and backward."""
-        return self.costs.seconds(node) * (1 + self.backward(node))
+    def both(self, node: Node) -> tuple[float, float]:
+        """Seconds of forward and of backward."""
+        if node not in self._known:
+            forward, backward = self.costs.seconds(node), self._backward(self._like, node)
+            if backward and self._like is not as_given(self.costs):  # prices of another kind: only the ratio holds
+                ops = self.kernels.of(node, fused=self._fuses)
+                alone = self._like.seconds(node) if ops is None else self._like.of_graph(ops.forward)
+                backward = forward * backward / alone if alone else 0.0
+            self._known[node] = forward, backward
+        return self._known[node]
 
     def flops(self, node: Node) -> float:
         """FLOPs of forward and backward."""
-        return self.costs.flops(node) * (1 + self.backward(node))
+        return self.costs.flops(node) + self._backward(self.counter, node) * NOMINAL
 
-    def backward(self, node: Node) -> float:
-        """How many times its forward the node costs in backward."""
-        count = self.counter.count(node)
-        if node not in self.gradients.needed or not count.flops:
+    def _backward(self, costs: Roofline | Flops, node: Node) -> float:
+        """Return the price of a node's backward, with the sums of the gradients of its values."""
+        if node not in self.kernels.gradients.needed or node.op not in ("call_function", "call_method", "call_module"):
             return 0.0
-        if not count.counted:
+        found = sum(map(costs.of_graph, self.kernels.sums(node)))
+        ops = self.kernels.of(node, fused=self._fuses)
+        return found + (costs.seconds(node) * self._guess(node) if ops is None else costs.of_graph(ops.backward))
+
+    def _guess(self, node: Node) -> float:
+        """Return backward as a multiple of forward for an op that does not run on fake tensors, or calls graphs."""
+        if not self.counter.count(node).counted:
             return 1.0
-        given = self._given(node)
-        fused = 0 if _no_kernel(node, given) else count.fused
-        plain = count.counted - fused
-        products = self._factors(node, given) * plain if plain else 0.0
-        return (_ATTENTION * fused + products) / count.counted
+        return _ATTENTION if node.target is torch.ops.higher_order.flex_attention else 2.0
 
-    def _given(self, node: Node) -> list[bool]:
-        """Return for each tensor among the node's arguments whether it requires grad."""
-        reads = self.gradients.reads[node]
-        return [n in reads for n in pytree.tree_leaves((node.args, node.kwargs)) if _is_tensor(n)]
-
-    def _factors(self, node: Node, given: list[bool]) -> float:
-        """Return the products in backward per product in forward: one for each factor that requires grad."""
-        target = target_of(self.gm, node)
-        if isinstance(target, nn.Module):
-            return float(any(given) + _weighs(target))
-        name = op_name(target)
-        if name == _SDPA:  # query @ key.T, and its product with value; each of them twice
-            query, key, value = given[:3]
-            return ((query or key) + query + key + value) / 2
-        factors = given[1:] if name in _ADDED else given
-        first, others = factors[:1], factors[1:2] if name in _PAIRS else factors[1:]
-        return float(any(first) + any(others))
+    @property
+    def _fuses(self) -> bool:
+        """Whether attention runs as a fused kernel whatever its mask and dropout, as on a GPU."""
+        return isinstance(self._like, Roofline) and self._like.device.name != "cpu"
 
 
-def _no_kernel(node: Node, given: list[bool]) -> bool:
-    """Whether torch runs attention without a fused kernel: the CPU's has no gradient of a mask, which T5 learns."""
-    made = value_of(node)
-    on_cpu = isinstance(made, torch.Tensor) and made.device.type == "cpu"
-    return on_cpu and op_name(node.target) == _SDPA and any(given[3:])
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Node) and isinstance(value_of(value), torch.Tensor)
-
-
-def _weighs(module: nn.Module) -> bool:
-    """Whether the weight of a called module requires grad."""
-    weight = getattr(module, "weight", None)
-    weights = [weight] if isinstance(weight, torch.Tensor) else list(module.parameters())
-    return any(w.requires_grad for w in weights)
+def _device_of(costs: object) -> str | Device:
+    """Return the device by which backward is compared with forward, for prices of another kind than a roofline."""
+    device = getattr(costs, "device", "cpu")
+    return device if isinstance(device, Device) else "a100" if str(device).startswith("cuda") else "cpu"
 
 
 @dataclass(frozen=True)

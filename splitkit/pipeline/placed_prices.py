@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 from torch.fx import Node
@@ -11,7 +12,7 @@ from torch.fx import Node
 from splitkit.costs import Costs, Device, roofline
 from splitkit.costs.base import WrappedCosts
 from splitkit.costs.recorded import costs_of
-from splitkit.costs.training import FromFormula, with_backward
+from splitkit.costs.training import FromOps, with_backward
 from splitkit.errors import CostError, FileError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import is_joint
@@ -30,14 +31,15 @@ def costs_of_plan(plan: Plan, graph: fx.GraphModule | Dataflow) -> Costs:
     Raises:
         FileError: SK501 if the plan's file describes no device.
     """
-    made, trains = costs_of(plan.prices, graph), plan.request.purpose == "training"
-    if plan.request.kinds > 1 and any(part.planned_on is not None for part in plan.parts.values()):
-        flow, given = facts_of(graph), as_given(made)
-        trains |= includes_backward(given)
-        known = {key: _priced(flow, key, fields) for key, fields in plan.request.devices.items()}
-        of_part = {key: known[part.planned_on] for key, part in plan.parts.items() if part.planned_on is not None}
-        made = PlacedCosts(given.costs if isinstance(given, FromFormula) else given, plan, of_part)
-    return with_backward(made, facts_of(graph)) if trains and not is_joint(graph.graph) else made
+    base, trains = costs_of(plan.prices, graph), plan.request.purpose == "training" and not is_joint(graph.graph)
+    if plan.request.kinds < 2 or not any(part.planned_on is not None for part in plan.parts.values()):
+        return with_backward(base, facts_of(graph)) if trains else base
+    flow, trains = facts_of(graph), trains or includes_backward(as_given(base))
+    known = {key: _priced(flow, key, fields) for key, fields in plan.request.devices.items()}
+    if trains:
+        base, known = with_backward(base, flow), {key: with_backward(costs, flow) for key, costs in known.items()}
+    of_part = {key: known[part.planned_on] for key, part in plan.parts.items() if part.planned_on is not None}
+    return (PlacedStepCosts if trains else PlacedCosts)(base, plan, of_part)
 
 
 def _priced(flow: Dataflow, key: PartKey, fields: Mapping[str, object]) -> Costs:
@@ -75,21 +77,35 @@ class PlacedCosts(WrappedCosts):
         """The unit of the prices."""
         return unit_of(next(iter(self.of_part.values())))
 
+    def at_home(self, node: Node) -> Costs:
+        """Return the prices of the device of a node's home."""
+        keys = self.plan.places.get(node) or (PARENT,)
+        return self.of_part.get(keys[0], self.costs)
+
     def seconds(self, node: Node) -> float:
         """Return what a node costs on the device of its home."""
-        keys = self.plan.places.get(node) or (PARENT,)
-        return self.of_part.get(keys[0], self.costs).seconds(node)
+        return self.at_home(node).seconds(node)
 
     def flops(self, node: Node) -> float:
         """Return the FLOPs of a node, which are the same on all devices."""
         return self.costs.flops(node)
 
 
+class PlacedStepCosts(PlacedCosts):
+    """`PlacedCosts` that include backward."""
+
+    def backward(self, node: Node) -> float:
+        """Return the backward of a node as a multiple of its forward, on the device of its home."""
+        given: Any = as_given(self.at_home(node))
+        ratio: float = given.backward(node)
+        return ratio
+
+
 def in_part(costs: Costs, key: PartKey) -> Costs:
     """Return the prices of nodes in one part of the plan of `PlacedCosts`; other costs as they are."""
     given = as_given(costs)
-    inner = given.costs if isinstance(given, FromFormula) else given
+    inner = given.costs if isinstance(given, FromOps) else given
     if not isinstance(inner, PlacedCosts):
         return costs
     own = inner.of_part.get(key, inner.costs)
-    return replace(given, costs=own) if isinstance(given, FromFormula) else own
+    return replace(given, costs=own) if isinstance(given, FromOps) else own

@@ -74,7 +74,7 @@ def test_costs(call, costs, says, tmp_path, monkeypatch):
 
 def test_costs_of_training_say_so(call):
     code, out, _ = call("plan", *NET, "--stages", "2", "--costs", "roofline:l4", "--training")
-    assert code == 0 and "roofline of l4, backward by formula" in out
+    assert code == 0 and "roofline of l4, backward op by op" in out
 
 
 def test_costs_of_training_are_measured(call, tmp_path, monkeypatch):

@@ -144,7 +144,7 @@ def test_the_record_says_what_people_read(gpt2):
         ("Own", "s", "table"),
     ]
     priced = costs.training(costs.roofline(gm, "h100"))
-    assert sk.plan(gm, Stages(2), priced).prices.name == "roofline of h100, backward by formula" == priced.note
+    assert sk.plan(gm, Stages(2), priced).prices.name == "roofline of h100, backward op by op" == priced.note
 
 
 def plain():

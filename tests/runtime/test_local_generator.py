@@ -13,7 +13,7 @@ from decoders import FAMILIES, IMAGE, captured, decoder
 
 import splitkit as sk
 from splitkit._torch import FakeTensorMode
-from splitkit.errors import PipelineError
+from splitkit.errors import NoPlanError, PipelineError
 from splitkit.graph.caches import caches_of
 from splitkit.runtime.devices import device_copies
 from splitkit.runtime.devices.device_graphs import PartOnDevice
@@ -260,6 +260,30 @@ def test_the_memory_of_each_part_is_predicted(family, query, monkeypatch):
     for part, peak in zip(predicted.values(), measured, strict=True):
         assert peak <= part.peak <= 1.15 * peak
     assert sum(part.cache for part in predicted.values()) == sum(cache.nbytes for cache in updated)
+
+
+@pytest.mark.parametrize("family", these_first(["llama"], ["gpt2", "mixtral", "t5"]))
+def test_stages_have_room_for_the_tokens_that_they_claim(family):
+    gm, memory = captured(family), [2**22, 3 * 2**22]
+    plan = sk.plan(gm, sk.policies.Stages(2, objective="tokens", memory=memory))
+    split, tokens = sk.split(gm, plan), int(plan.claim.value)
+
+    def fits(tokens):
+        peaks = [part.peak for part in decoder_memory(split, sequences=2, tokens=tokens // 2).values()]
+        return all(peak <= limit for peak, limit in zip(peaks, memory, strict=True))
+
+    assert fits(tokens) and not fits(int(1.002 * tokens) + 4)
+
+
+def test_stages_are_refused_whose_step_does_not_fit_with_memory_that_does():
+    gm, tokens = captured("llama"), 20_000
+    alone = sum(sk.extend.cache_bytes(gm).values()) * tokens  # as much memory as the whole cache, on each device
+    with pytest.raises(NoPlanError, match="SK303: .* a step with 20,000 tokens does not fit") as refused:
+        sk.plan(gm, sk.policies.Stages(2, objective="throughput", tokens=tokens, memory=alone // 8))
+    memory = int(re.search(r"Give (\d+) bytes", str(refused.value))[1])
+    split = sk.split(gm, sk.policies.Stages(2, objective="throughput", tokens=tokens, memory=memory))
+    peaks = [part.peak for part in decoder_memory(split, sequences=2, tokens=tokens // 2).values()]
+    assert alone < max(peaks) <= memory
 
 
 REFUSED = {

@@ -64,13 +64,11 @@ class Count:
     Attributes:
         counted: FLOPs by formula.
         written: elements of the result, 0 for views and allocations.
-        fused: FLOPs in ``counted`` of a fused attention kernel, whose backward recomputes the scores.
         fresh: for each tensor of the result whether the node writes it; ``None`` if the node could not be run.
     """
 
     counted: int
     written: int
-    fused: int = 0
     fresh: tuple[bool, ...] | None = None
 
     @property
@@ -113,6 +111,14 @@ class Flops(GraphCosts):
             self._of[node] = self._counted_in(self.gm, node)
         return self._of[node]
 
+    def of_graph(self, body: fx.GraphModule) -> float:
+        """Return the price of another graph as one node: its FLOPs by formula, if there are any."""
+        return self._of_graph(body).flops / NOMINAL
+
+    def on(self, body: fx.GraphModule) -> Flops:
+        """Return the counter of another graph, which knows all calls that this one knows."""
+        return Flops(body, self._calls)
+
     def _counted_in(self, root: nn.Module, node: Node) -> Count:
         if node.op not in ("call_function", "call_method", "call_module") or node.target is operator.getitem:
             return NOTHING
@@ -128,7 +134,7 @@ class Flops(GraphCosts):
         if formula := _WHOLE.get(str(node.target)):
             # [query, key, value] of the forward pass; the sparsity of a block mask is data, and unknown
             count = formula([hints(value_in(root, n).shape) for n in node.args[:3] if isinstance(n, Node)])
-            return Count(count, 0, fused=count if node.target is torch.ops.higher_order.flex_attention else 0)
+            return Count(count, 0)
         counts = [self._of_graph(body) for body in counted_bodies(root, node)]
         if not counts:  # it calls a function or kernel of its own
             return Count(0, sum(elements(t) for t in tensors(node.meta.get("val"))))
@@ -139,7 +145,7 @@ class Flops(GraphCosts):
     def _of_graph(self, body: fx.GraphModule) -> Count:
         counts = [self._counted_in(body, node) for node in body.graph.nodes]
         # `written` holds the FLOPs of all nodes, so that a body without any formula has a price as well
-        return Count(sum(c.counted for c in counts), sum(c.flops for c in counts), sum(c.fused for c in counts))
+        return Count(sum(c.counted for c in counts), sum(c.flops for c in counts))
 
 
 NOTHING = Count(0, 0, fresh=())
@@ -165,7 +171,6 @@ def _sum(counts: list[Count], times: int) -> Count:
     return Count(
         times * sum(c.counted for c in counts),
         times * sum(c.written for c in counts),
-        times * sum(c.fused for c in counts),
     )
 
 
@@ -191,16 +196,11 @@ class _Counting:
         fresh = _fresh(self.target, made, (args, kwargs))
         written = sum(elements(t) for t, own in zip(made, fresh, strict=True) if own)
         written += sum(map(elements, tensors(only_written(self.target, args, kwargs))))
-        return Count(counter.get_total_flops(), written, _fused(counter), fresh)
+        return Count(counter.get_total_flops(), written, fresh)
 
 
 def _elements(node: Node) -> int:
     return sum(map(elements, tensors(value_of(node))))
-
-
-def _fused(counter: FlopCounterMode) -> int:
-    counts = counter.get_flop_counts().get("Global", {})
-    return sum(n for op, n in counts.items() if "attention" in str(op) and "backward" not in str(op))
 
 
 def _fresh(target: Any, made: list[torch.Tensor], inputs: Any) -> tuple[bool, ...]:

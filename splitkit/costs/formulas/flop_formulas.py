@@ -69,6 +69,10 @@ def _grouped(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * prod(rows) * b[-1]
 
 
+def _grouped_backward(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * _grouped(a, b)
+
+
 def _packed(a: Shape, scaled: Shape, scales: Shape, *args: Any, **kwargs: Any) -> int:
     """``_weight_int8pack_mm``: ``[m, k] @ [n, k].T``."""
     return 2 * prod(a) * scaled[0]
@@ -186,6 +190,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 _CUSTOM: dict[str, Callable[..., int]] = {
     "transformers::grouped_mm_fallback": _grouped,  # what export sees of the experts of a mixture
+    "transformers::grouped_mm_fallback_backward": _grouped_backward,
     "torch_attn::_varlen_attn": _varlen,
     "splitkit::selective_scan": _selective_scan,
     "splitkit::chunked_scan": _chunked_scan,

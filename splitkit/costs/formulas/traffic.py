@@ -67,10 +67,10 @@ def moved_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:
         table = _table(node, read)
         others = [t for t in read if t is not table]
         needed = written if name != "embedding_bag" else _rows(table, others)
-        return _distinct(others) + min(_touched(table), needed) + written
+        return distinct_bytes(others) + min(_touched(table), needed) + written
     if name in OVERWRITES or name.endswith(_SHAPED) or name.startswith("new_"):
         read = read[1:]
-    return _distinct(read) + written
+    return distinct_bytes(read) + written
 
 
 def _name(root: fx.GraphModule, node: Node) -> str:
@@ -96,10 +96,10 @@ def _rows(table: torch.Tensor, others: list[torch.Tensor]) -> int:
 def _scattered(read: list[torch.Tensor]) -> int:
     changed, *given = read
     source = max((elements(t) for t in given), default=0) * changed.element_size()
-    return _distinct(given) + min(tensor_bytes(changed), source)
+    return distinct_bytes(given) + min(tensor_bytes(changed), source)
 
 
-def _distinct(read: Iterable[torch.Tensor]) -> int:
+def distinct_bytes(read: Iterable[torch.Tensor]) -> int:
     """Return the bytes that tensors cover: equal views count once, overlapping ones at most as their storage."""
     views: dict[Hashable, dict[Hashable, torch.Tensor]] = {}
     for tensor in read:

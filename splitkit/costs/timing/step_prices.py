@@ -23,7 +23,7 @@ from splitkit.costs.timing.cpu_time import OwnTime
 from splitkit.costs.timing.measuring_run import BUSY, Measured, MeasuringRun
 from splitkit.costs.timing.op_timing import MeasuredRuns, TimedRun, timing_rounds
 from splitkit.costs.timing.run_inputs import Private, unfit_inputs_error
-from splitkit.costs.training import FromFormula
+from splitkit.costs.training import FromOps
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.gradients import Gradients
@@ -45,7 +45,7 @@ class MeasuredSteps(StepCosts):
     """
 
     costs: Measured
-    formula: FromFormula = field(repr=False, compare=False)
+    formula: FromOps = field(repr=False, compare=False)
     _seconds: Mapping[Node, tuple[float, float]] = field(repr=False, compare=False)
     busy: bool = False
 
@@ -113,7 +113,7 @@ def measured_steps(run: MeasuringRun, costs: Measured, inputs: Any, rng_state: t
         assert forward is not None and backward is not None
         seconds[node] = forward.seconds, backward.seconds
         busy |= forward.busy or backward.busy
-    return MeasuredSteps(costs, FromFormula(costs, run.flow), seconds, busy)
+    return MeasuredSteps(costs, FromOps(costs, run.flow), seconds, busy)
 
 
 def _keys(run: MeasuringRun) -> dict[Node, str]:

@@ -17,7 +17,7 @@ from splitkit._torch import OpOverload
 from splitkit.costs.base import StepCosts
 from splitkit.costs.formulas.flop_count import CountedCosts, Flops, flops
 from splitkit.costs.timing.profiler_trace import ProfiledOp, ProfiledStep, load_steps
-from splitkit.costs.training import FromFormula
+from splitkit.costs.training import FromOps
 from splitkit.errors import CostError, listed
 from splitkit.files import PathLike
 from splitkit.graph.dataflow import Dataflow, facts_of
@@ -95,7 +95,7 @@ class TracedSteps(StepCosts):
     """
 
     costs: Traced
-    formula: FromFormula = field(repr=False, compare=False)
+    formula: FromOps = field(repr=False, compare=False)
 
     __repr__ = brief
 
@@ -165,7 +165,7 @@ def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Traced | TracedSte
     seconds |= _like_others(absent, seconds)
     coverage, on_gpu = known / total if total else 1.0, any(step.on_gpu for step in steps)
     costs = Traced(flow.root, counter, absent, coverage, len(steps), Path(trace).name, on_gpu, seconds)
-    return TracedSteps(costs, FromFormula(costs, flow)) if any(step.trains for step in steps) else costs
+    return TracedSteps(costs, FromOps(costs, flow)) if any(step.trains for step in steps) else costs
 
 
 def _aligned(nodes: Sequence[Node], step: ProfiledStep) -> Iterator[tuple[Node, ProfiledOp]]:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
-from torch.fx import Node
 
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.graph.symbols import plain_size, symbols_of
-from splitkit.memory.profile import simulate_memory
+from splitkit.pipeline.decoder_step import step_peak, step_sizes
 from splitkit.plans.parts import PartKey
-from splitkit.runtime.generation.kept_caches import KeptCache, decoder_cache, kept_caches
+from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
 from splitkit.units import size
-
-_PROMPT = ("input_ids", "position_ids", "inputs_embeds", "decoder_input_ids", "decoder_position_ids")
 
 
 @dataclass(frozen=True)
@@ -55,37 +48,11 @@ def decoder_memory(split: Split, *, sequences: int, tokens: int, query: int = 1)
     for name, value, least in (("sequences", sequences, 1), ("query", query, 1), ("tokens", tokens, query)):
         if not is_whole(value, least):
             raise PipelineError("SK802", f"{name} is {shown(value)}", f"Give a whole number from {least} on.")
-    caches = {cache.given: cache for cache in kept_caches(split)}
-    sizes: dict[str, int] = {}
-    for node in split.flow.graph.find_nodes(op="placeholder"):
-        sizes |= _sizes(node, caches.get(node.name), sequences, tokens, query)
+    caches = {cache.given for cache in kept_caches(split)}
+    sizes = step_sizes(split.flow.root, sequences, tokens, query)
     held = decoder_cache(split, sequences=sequences, tokens=tokens)
     found = {}
     for key, part in split.parts.items():
-        given = [node for node in split.subgraphs[key].inputs if node.name not in caches]
-        known = {str(symbol) for node in part.graph.nodes for symbol in symbols_of(node.meta.get("val"))}
-        run = simulate_memory(part, keep_inputs=False, sizes={name: n for name, n in sizes.items() if name in known})
-        received = sum(_bytes(node, sizes) for node in given)
         weights = {id(tensor): tensor.nbytes for tensor in (*part.parameters(), *part.buffers())}
-        found[key] = PartMemory(sum(weights.values()), held[key], run.peak + received)
+        found[key] = PartMemory(sum(weights.values()), held[key], step_peak(part, caches, sizes))
     return found
-
-
-def _bytes(node: Node, sizes: Mapping[str, int]) -> int:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0
-    return math.prod(plain_size(n, sizes) for n in value.shape) * value.dtype.itemsize
-
-
-def _sizes(node: Node, cache: KeptCache | None, sequences: int, tokens: int, query: int) -> Mapping[str, int]:
-    """Return symbol -> size for the sizes of an input."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return {}
-    if cache is not None:
-        wanted = cache.sizes(sequences, tokens if cache.constant else tokens - query)
-    else:
-        wanted = [sequences, query if node.name in _PROMPT else tokens, *map(int, value.shape[2:])]
-    sizes = zip(value.shape, wanted, strict=True)
-    return {str(symbols_of(given)[0]): n for given, n in sizes if symbols_of(given)}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
+from splitkit.checks import Memory
 from splitkit.errors import NoPlanError
 from splitkit.plans.record import Plan
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.search.stages.token_search import TokenSearch
+from splitkit.units import size
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +49,40 @@ class InferenceStages:
         return self._search.described(self.staging.plan())
 
     def _fastest(self) -> Plan:
+        """Return the fastest stages with room for the tokens.
+
+        If a step with so many tokens needs more than the capture, it is searched again with that much less memory.
+        """
+        search, demand = self._search, self.staging.demand
+        limits = [limit for limit in demand.limits(len(self.staging.keys)) if limit is not None]
+        try:
+            plan = self._fastest_within(demand.memory)
+            if not self.tokens or not limits or search.fits(plan, self.tokens):
+                return plan
+        except NoPlanError:
+            if not self.tokens or not search.grows:
+                raise
+            plan = self._fastest_within(None)
+        more = search.beside_cache(plan, self.tokens).tolist()
+        less = [max(1, limit - nbytes) for limit, nbytes in zip(limits, more, strict=True)]
+        with suppress(NoPlanError):
+            if search.fits(again := self._fastest_within(less), self.tokens):
+                return again
+        with suppress(NoPlanError):
+            if (most := search.most()) is not None and search.fits(most, self.tokens):
+                return self.staging.described(most)
+        need = max(search.peaks(plan, self.tokens))
+        reason = f"{type(demand.policy).__name__}: for inference, a step with {self.tokens:,} tokens does not fit"
+        remedy = f"Give {need} bytes ({size(need)}) to each of {len(limits)} devices: for that there is a plan."
+        raise NoPlanError("SK303", reason, remedy)
+
+    def _fastest_within(self, memory: Memory) -> Plan:
         """Return the better of two plans: of all that `StagePlanner` searches, and of cuts of the graph's order."""
         held = {node: self.tokens * nbytes for node, nbytes in self.cache.items()} if self.tokens else {}
-        staging = replace(self.staging, demand=replace(self.staging.demand, cache=held))
-        limited = any(limit is not None for limit in staging.demand.limits(len(staging.keys)))
-        cuts = self._search.fastest(self.tokens) if held and limited else None
+        staging = replace(self.staging, demand=replace(self.staging.demand, cache=held, memory=memory))
+        limits = staging.demand.limits(len(staging.keys))
+        limited = any(limit is not None for limit in limits)
+        cuts = replace(self._search, demand=staging.demand).fastest(self.tokens) if held and limited else None
         try:
             plan = staging.plan()
         except NoPlanError:

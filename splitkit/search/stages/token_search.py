@@ -13,15 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
+from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
+from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.cache_room import cache_room
+from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
@@ -65,11 +68,22 @@ class TokenSearch:
             NoPlanError: SK303 if there is room for the weights, but for no token.
         """
         with bad_problems(self.demand.policy, self._placing):
-            found = self._tokens_by_pair().least()
+            found = self._most_within(self._capacity)
         if found is None:
             return None
-        plan = self.fastest(int(-found.cost)) or self._plan(found.borders)
-        return self.described(plan, int(-found.bound))
+        plan, along = found
+        if (tokens := min(self.room(plan))) > 0 and any(more := self.beside_cache(plan, tokens)):
+            again = self._most_within(self._capacity - more)
+            if again is not None and min(self.room(again[0])) > tokens:
+                plan = again[0]
+        return self.described(plan, along)
+
+    def _most_within(self, capacity: Floats) -> tuple[Plan, int] | None:
+        """Return stages for the most tokens along the borders, and a bound, where only caches grow with the tokens."""
+        found = self._tokens_by_pair(capacity).least()
+        if found is None:
+            return None
+        return self.fastest(int(-found.cost), capacity) or self._plan(found.borders), int(-found.bound)
 
     def described(self, plan: Plan, along: int | None = None) -> Plan:
         """Return a plan with its claim and a note; ``along`` is an upper bound on the tokens along the borders.
@@ -86,20 +100,52 @@ class TokenSearch:
         claim = Claim("tokens", tokens, max(bound, tokens), proof, self.keys[room.index(tokens)])
         return replace(plan, claim=claim, note=self._note(plan, claim))
 
-    def fastest(self, tokens: int) -> Plan | None:
+    def fastest(self, tokens: int, capacity: Floats | None = None) -> Plan | None:
         """Return the stages with the least bottleneck that have room for so many tokens, the most even ones of these;
-        None if there are none.
+        None if there are none. Only caches grow with the tokens here; ``capacity`` is the memory of each rank for them.
         """
-        chains = self._loads_by_pair(tokens)
+        chains = self._loads_by_pair(tokens, self._capacity if capacity is None else capacity)
         if (found := chains.least()) is None:
             return None
         even = chains.even(found.cost * (1 + self.tolerance))
         return self._plan((even or found).borders)
 
     def room(self, plan: Plan) -> list[int]:
-        """Return the tokens for which each stage has room, by its true peak."""
-        stages = self.demand.stage_prices.of(plan)
-        return cache_room(stages, self._cache_of(plan), self._limits)
+        """Return the tokens for which each stage has room, by its true peak; at least those of the least, if not."""
+        key = tuple(map(plan.home, self.demand.flow.nodes))
+        if key not in self._rooms:
+            stages = self.demand.stage_prices.of(plan)
+            room = cache_room(stages, self._cache_of(plan), self._limits)
+            if self._steps is not None and (most := min(room)) > 0:
+                for i, part in enumerate(self._graphs(plan)):
+                    room[i] = most = self._steps.room(part, self._limits[i], most)
+            self._rooms[key] = room
+        return self._rooms[key]
+
+    def _graphs(self, plan: Plan) -> list[fx.GraphModule]:
+        flow = self.demand.flow
+        return [graph_of_nodes(flow, {n for n in flow.nodes if plan.home(n) == key}) for key in self.keys]
+
+    @property
+    def grows(self) -> bool:
+        """Whether more than the cache grows with the tokens, as the graph tells."""
+        return self._steps is not None
+
+    def peaks(self, plan: Plan, tokens: int) -> list[int]:
+        """Return the bytes that each stage holds in a step with so many tokens, if the graph tells; else nothing."""
+        return [] if self._steps is None else [self._steps.peak(part, tokens) for part in self._graphs(plan)]
+
+    def fits(self, plan: Plan, tokens: int) -> bool:
+        """Return whether a step with so many tokens fits, as far as the graph tells."""
+        return all(peak <= limit for peak, limit in zip(self.peaks(plan, tokens), self._limits, strict=False))
+
+    def beside_cache(self, plan: Plan, tokens: int) -> Ints:
+        """Return (k,) bytes that each stage needs with so many tokens beside its cache, and not in the capture."""
+        if self._steps is None:
+            return np.zeros(len(self.keys), np.int64)
+        pairs = zip(self.demand.stage_prices.of(plan), self._cache_of(plan), strict=True)
+        known = [ByteBreakdown.of_stage(stage, cache=tokens * each).total for stage, each in pairs]
+        return np.maximum(0, np.array(self.peaks(plan, tokens)) - known)
 
     def _note(self, plan: Plan, claim: Claim) -> str:
         tight = self.keys.index(claim.limiting)
@@ -107,6 +153,7 @@ class TokenSearch:
         per_token = self._cache_of(plan)[tight]
         stage = self.demand.stage_prices.of(plan)[tight]
         held = ByteBreakdown.of_stage(stage, cache=tokens * per_token)
+        held = replace(held, activations=held.activations + int(self.beside_cache(plan, tokens)[tight]))
         loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
         slowest = duration(float(loads.max()), unit_of(self.demand.costs))
         return (
@@ -145,14 +192,15 @@ class TokenSearch:
         nbytes = (self._least_held + tokens * self._per_token).astype(np.int64)
         return stages_fit(self._placing.problem(slots, nbytes=nbytes, ordered=True))
 
-    def _tokens_by_pair(self) -> LazyChains:
+    def _tokens_by_pair(self, capacity: Floats) -> LazyChains:
         """Return the chains whose costs are tokens below 0; infinite for stages that do not fit."""
         track = self._borders.track
         fixed, per_token = track.between(self._fixed), track.between(self._per_token)
-        costs = _tokens(self._capacity[:, None] - fixed - self._borders.least, per_token)
-        return LazyChains(track.first, track.last, -costs, lambda pair: -self._tokens_of(pair), self.clock.is_over)
+        costs = _tokens(capacity[:, None] - fixed - self._borders.least, per_token)
+        least = partial(self._tokens_of, capacity)
+        return LazyChains(track.first, track.last, -costs, lambda pair: -least(pair), self.clock.is_over)
 
-    def _loads_by_pair(self, tokens: int) -> LazyChains:
+    def _loads_by_pair(self, tokens: int, capacity: Floats) -> LazyChains:
         """Return the chains whose costs are seconds; infinite for stages without room for so many tokens."""
         track = self._borders.track
         loads = loads_between(track, self._placing, self._travel, len(self.keys))
@@ -161,27 +209,37 @@ class TokenSearch:
             share = track.crossing[0] / max(1, track.crossing[0].max())
             nudge = self.tolerance * loads.max() / 2
             loads = loads + nudge * (share[track.first] + share[track.last])
-        spare = self._capacity[:, None] - track.between(self._fixed) - self._borders.least
+        spare = capacity[:, None] - track.between(self._fixed) - self._borders.least
         costs = np.where(spare >= tokens * track.between(self._per_token), loads, np.inf)
 
         def price(pair: int) -> Floats:
-            found: Floats = np.where(self._tokens_of(pair) >= tokens, loads[:, pair], np.inf)
+            found: Floats = np.where(self._tokens_of(capacity, pair) >= tokens, loads[:, pair], np.inf)
             return found
 
         return LazyChains(track.first, track.last, costs, price, self.clock.is_over)
 
-    def _tokens_of(self, pair: int) -> Floats:
+    def _tokens_of(self, capacity: Floats, pair: int) -> Floats:
         """Return (k,) the tokens for which each rank has room beside the stage between a pair of borders."""
         if pair not in self._known:
             held = self._borders.held(pair)
             self._known[pair] = held.parameters + held.temporary
         ends = self._borders.track
         per_token = self._sums[ends.last[pair]] - self._sums[ends.first[pair]]
-        return _tokens(self._capacity - self._known[pair], np.full(len(self.keys), per_token))
+        return _tokens(capacity - self._known[pair], np.full(len(self.keys), per_token))
 
     @cached_property
     def _known(self) -> dict[int, int]:
         return {}
+
+    @cached_property
+    def _rooms(self) -> dict[tuple[PartKey, ...], list[int]]:
+        return {}
+
+    @cached_property
+    def _steps(self) -> DecoderSteps | None:
+        """The steps of a decoder, if its caches are those of the graph."""
+        flow = self.demand.flow
+        return DecoderSteps.of(flow) if self.cache == cache_bytes(flow) else None
 
     @cached_property
     def _sums(self) -> Floats:
