@@ -20,10 +20,14 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
 from splitkit._gc import paused_collector
 
-__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "pytree"]
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "TorchDispatchMode",
+    "pytree",
+]  # fmt: skip
 
 # Dynamo and pre-dispatch graphs write these targets for `with` blocks (2.11, 2.13, 2.15).
 ENTER_AUTOCAST: Any = torch.amp._enter_autocast  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
+from splitkit.costs.devices import kernels_of
 from splitkit.costs.recorded import costs_of
 from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
 from splitkit.errors import CostError, PlanError, PolicyError
@@ -83,7 +84,7 @@ def stage_costs(
         optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None`` for
             inference.
         activations: the result of `splitkit.memory.autograd.saved_storages.activations` for the graph, if it is
-            known.
+            known; by default for the device of ``costs``.
         weight_part: who divides backward: ``"torch"``; ``"own"`` for graphs of your own, in which the input part
             computes only what it needs; or ``"mincut"`` for graphs that `splitkit.policies.SplitBackward` divides.
 
@@ -135,7 +136,9 @@ class StagePrices:
         training = self.optimizer is not None
         known = self.activations
         self.memory = (
-            self.flow.fact(graph_memory, training) if known is None else GraphMemory(self.flow, known, training)
+            self.flow.fact(graph_memory, training, kernels_of(self.costs))
+            if known is None
+            else GraphMemory(self.flow, known, training)
         )
         self.activations = self.memory.activations
 
