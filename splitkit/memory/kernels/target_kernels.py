@@ -30,6 +30,8 @@ from splitkit.graph.fake_calls import op_name
 from splitkit.memory.storage_watch import OpsSeen
 
 CPU = "cpu"
+_GROUPED_EFFICIENT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+"""Whether the memory-efficient kernel takes fewer heads of keys and values than of queries."""
 
 
 class TargetKernels(TorchFunctionMode):
@@ -122,7 +124,8 @@ class _Attention:
         step = 8 if half else 4 if capability >= 80 else 1  # elements between the addresses that it can load from
         aligned = self.query.shape[-1] % step == self.value.shape[-1] % step == 0
         single = self.query.dtype == torch.float32
-        efficient = allowed.mem_efficient_sdp_enabled() and (half or single) and aligned and not self.enable_gqa
+        grouped = self.enable_gqa and not _GROUPED_EFFICIENT
+        efficient = allowed.mem_efficient_sdp_enabled() and (half or single) and aligned and not grouped
         return SDPBackend.EFFICIENT_ATTENTION if efficient else SDPBackend.MATH
 
     def _has_kernels(self) -> bool:
@@ -223,8 +226,8 @@ def _is_lstm(run: Any) -> bool:
 
 
 def _suits_onednn(x: Tensor, states: Any, weights: Sequence[Tensor], biased: Any, *args: Any) -> bool:
-    """Return whether oneDNN computes an LSTM on the CPU: in single precision, not packed, and without projections."""
-    plain = isinstance(states, list | tuple) and x.dtype == torch.float32
+    """Return whether oneDNN computes an LSTM on the CPU: in these dtypes, and without projections."""
+    plain = isinstance(states, list | tuple) and x.dtype in (torch.float32, torch.bfloat16)
     return plain and len(weights) == args[0] * (1 + args[3]) * (4 if biased else 2)
 
 
@@ -247,7 +250,7 @@ def _lstm_by_layers(
         for back in range(1 + bidirectional):
             i, each = layer * (1 + bidirectional) + back, 4 if biased else 2
             own = list(weights[i * each : (i + 1) * each])
-            own += [own[0].new_zeros(own[0].shape[0]) for _ in range(4 - each)]
+            own += [torch.zeros_like(weight) for weight in own[: 4 - each]]
             options = (bool(back), (), 2, own[1].shape[1], layers, biased, bidirectional, False, train)
             out, *end, _ = torch.ops.aten.mkldnn_rnn_layer(made.contiguous(), *own, states[0][i], states[1][i], *options)
             both.append(out)
