@@ -5,8 +5,8 @@
     seconds = max(FLOPs / peak of the dtype, bytes moved / bandwidth) + launch
 
 Source: Williams, Waterman, Patterson: Roofline (CACM 2009). Each node counts as one kernel that reads its inputs and
-writes its outputs, even if it is composed of several ops (``linear``, ``layer_norm``, attention). Only a recurrent layer
-launches several: one for each of its steps, which wait for each other. The model has no fusion of nodes and no caches.
+writes its outputs, even if it is composed of several ops (``linear``, ``layer_norm``, attention). A recurrent layer has
+one launch for each of its steps, which wait for each other. The model has no fusion of nodes and no caches.
 """
 
 from __future__ import annotations

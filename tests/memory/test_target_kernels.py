@@ -30,9 +30,7 @@ class Attention(nn.Module):
         if self.mask is not None:
             mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
             mask = mask if self.mask == "bool" else mask.to(q.dtype)
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, self.dropout, self.causal, enable_gqa=self.grouped
-        ).clone()
+        return F.scaled_dot_product_attention(q, k, v, mask, self.dropout, self.causal, enable_gqa=self.grouped).clone()
 
 
 def captured(model, device, dtype, *shapes, how="symbolic_trace"):

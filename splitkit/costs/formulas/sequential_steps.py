@@ -26,14 +26,14 @@ def kernels_in_sequence(root: nn.Module, node: Node) -> int:
     name = op_name(target)
     if not isinstance(target, nn.RNNBase) and name not in (*_LAYERS, "mkldnn_rnn_layer"):
         return 1
-    given = [value_of(a) if isinstance(a, Node) else a for a in node.args]
+    given: list[Any] = [value_of(a) if isinstance(a, Node) else a for a in node.args]
     if isinstance(target, nn.RNNBase):
         return max(1, _steps(given[0], target.batch_first) * target.num_layers) if given else 1
     if name == "mkldnn_rnn_layer":
         return max(1, _steps(given[0], False))
     packed = isinstance(given[1], Tensor) and given[1].ndim == 1  # data, batch sizes, states, weights, biased, layers
-    layers = given[5 if packed else 4]
-    return max(1, (given[1].shape[0] if packed else _steps(given[0], bool(given[-1]))) * layers)
+    layers: int = given[5 if packed else 4]
+    return max(1, layers * (int(given[1].shape[0]) if packed else _steps(given[0], bool(given[-1]))))
 
 
 def _steps(x: Any, batch_first: bool) -> int:

@@ -15,7 +15,7 @@ op runs then, whose fake results and saved tensors torch defines. The rules are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -74,7 +74,7 @@ def attention(kernels: str, run: Callable[..., Tensor], *args: Any, **kwargs: An
     call = _Attention(*args, **kwargs)
     if kernels == CPU and call.query.device.type == CPU:
         return run(*args, **kwargs)
-    call = replace(call, **{name: _cast(getattr(call, name)) for name in ("query", "key", "value", "attn_mask")})
+    call = _Attention(**{name: _cast(value) for name, value in vars(call).items()})
     backend = call.on_cpu() if kernels == CPU else call.on_cuda(int(kernels.removeprefix("sm")))
     if backend is SDPBackend.MATH:
         with sdpa_kernel(backend):
@@ -105,8 +105,8 @@ class _Attention:
 
     def on_cpu(self) -> SDPBackend:
         """Return what torch chooses on the CPU, found by a call on fake tensors that lie there."""
-        there = {name: _on_cpu(given) if isinstance(given, Tensor) else given for name, given in vars(self).items()}
-        with OpsSeen() as seen:  # type: ignore[no-untyped-call]
+        there: dict[str, Any] = {n: _on_cpu(v) if isinstance(v, Tensor) else v for n, v in vars(self).items()}
+        with OpsSeen() as seen:
             functional.scaled_dot_product_attention(**there)
         fused = any("flash" in op_name(op) for op in seen.ops)
         return SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH
@@ -189,13 +189,13 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.aten, f"_scaled_dot_product_{name}")
 
 
-def _cast(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor as autocast passes it to attention."""
-    narrow = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-    device = tensor.device.type if tensor is not None else ""
-    if tensor is None or not narrow or device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
+def _cast(given: Any) -> Any:
+    """Return an argument as autocast passes it to attention."""
+    if not isinstance(given, Tensor) or not given.is_floating_point() or given.dtype == torch.float64:
+        return given
+    device = given.device.type
+    active = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    return given.to(torch.get_autocast_dtype(device)) if active else given
 
 
 def _aligned(mask: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 def _recurrent(kernels: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a recurrent layer: on the CPU as there, else step by step, as an upper bound of what cuDNN keeps."""
     if kernels != CPU:
-        with torch.backends.mkldnn.flags(enabled=False):
+        with _torch.without_onednn():
             return run(*args, **kwargs)
     with _Workspaces():  # type: ignore[no-untyped-call]
         is_elsewhere = args[0].device.type != CPU and _is_lstm(run)
@@ -227,7 +227,8 @@ def _is_lstm(run: Any) -> bool:
 
 def _suits_onednn(x: Tensor, states: Any, weights: Sequence[Tensor], biased: Any, *args: Any) -> bool:
     """Return whether oneDNN computes an LSTM on the CPU: in these dtypes, and without projections."""
-    plain = isinstance(states, list | tuple) and x.dtype in (torch.float32, torch.bfloat16)
+    enabled: Any = torch.backends.mkldnn.enabled
+    plain = enabled and isinstance(states, list | tuple) and x.dtype in (torch.float32, torch.bfloat16)
     return plain and len(weights) == args[0] * (1 + args[3]) * (4 if biased else 2)
 
 
@@ -252,7 +253,8 @@ def _lstm_by_layers(
             own = list(weights[i * each : (i + 1) * each])
             own += [torch.zeros_like(weight) for weight in own[: 4 - each]]
             options = (bool(back), (), 2, own[1].shape[1], layers, biased, bidirectional, False, train)
-            out, *end, _ = torch.ops.aten.mkldnn_rnn_layer(made.contiguous(), *own, states[0][i], states[1][i], *options)
+            start = states[0][i], states[1][i]
+            out, *end, _ = torch.ops.aten.mkldnn_rnn_layer(made.contiguous(), *own, *start, *options)
             both.append(out)
             ends.append(end)
         made = torch.cat(both, -1) if bidirectional else both[0]
@@ -261,7 +263,7 @@ def _lstm_by_layers(
     return made.transpose(0, 1) if batch_first else made, hidden, cells
 
 
-class _Workspaces(_torch.TorchDispatchMode):
+class _Workspaces(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives the workspace of oneDNN's LSTM its bytes, which its fake result lacks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

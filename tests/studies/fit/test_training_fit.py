@@ -43,7 +43,7 @@ def test_one_device_takes_what_a_real_step_takes(family):
 
 
 class TrainedBias(TorchFunctionMode):
-    """Attention as on a GPU: it keeps its inputs, its result, and a number for each row of scores, padded to 32 rows."""
+    """Attention as on a GPU: it keeps its inputs, its result, and a number for each row of scores."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not torch.nn.functional.scaled_dot_product_attention:
