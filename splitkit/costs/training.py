@@ -17,6 +17,7 @@ from torch.fx import Node
 from splitkit._torch import pytree
 from splitkit.checks import is_number, shown
 from splitkit.costs.base import WrappedCosts
+from splitkit.costs.devices import kernels_of
 from splitkit.costs.formulas.flop_count import Flops, counter_of
 from splitkit.errors import CostError
 from splitkit.graph.byte_sizes import require_values
@@ -158,10 +159,20 @@ class FromFormula(_WithBackward):
         if not count.counted:
             return 1.0
         given = self._given(node)
-        fused = 0 if _no_kernel(node, given) else count.fused
+        fused = self._fused(node, given)
         plain = count.counted - fused
         products = self._factors(node, given) * plain if plain else 0.0
         return (_ATTENTION * fused + products) / count.counted
+
+    def _fused(self, node: Node, given: list[bool]) -> int:
+        """Return the FLOPs of fused kernels. The CPU has none for attention with dropout, or a mask with a gradient."""
+        count = self.counter.count(node)
+        if op_name(node.target) != _SDPA:
+            return count.fused
+        kernels, made = kernels_of(self.costs), value_of(node)
+        on_cpu = kernels == "cpu" if kernels else isinstance(made, torch.Tensor) and made.device.type == "cpu"
+        drops = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+        return 0 if on_cpu and (drops or any(given[3:])) else count.counted
 
     def _given(self, node: Node) -> list[bool]:
         """Return for each tensor among the node's arguments whether it requires grad."""
@@ -180,13 +191,6 @@ class FromFormula(_WithBackward):
         factors = given[1:] if name in _ADDED else given
         first, others = factors[:1], factors[1:2] if name in _PAIRS else factors[1:]
         return float(any(first) + any(others))
-
-
-def _no_kernel(node: Node, given: list[bool]) -> bool:
-    """Whether torch runs attention without a fused kernel: the CPU's has no gradient of a mask, which T5 learns."""
-    made = value_of(node)
-    on_cpu = isinstance(made, torch.Tensor) and made.device.type == "cpu"
-    return on_cpu and op_name(node.target) == _SDPA and any(given[3:])
 
 
 def _is_tensor(value: object) -> bool:

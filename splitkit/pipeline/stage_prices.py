@@ -52,7 +52,9 @@ def stage_costs(
     * ``saved_bytes`` counts once each storage that autograd keeps, or that the part takes or gives, without
       parameters. A value from another part is memory of its own, as large as the storage that it was a part of
       there; a value that is given and is not contiguous (a third of one product for queries, keys and values) is
-      sent as a copy. The number is exact except for that and the nodes that `Activations.estimated` names. It
+      sent as a copy. Attention and recurrent layers save what they do on the device of ``costs``
+      (`splitkit.costs.Device.kernels`), wherever the graph was captured; costs for no device leave them on the device
+      of the graph. The number is exact except for that and the nodes that `Activations.estimated` names. It
       leaves out values that a stage only forwards (`splitkit.runtime.ranks.measurements.with_passed_on` adds them).
     * ``deferred_bytes`` is an upper bound on the bytes that wait for the weight part if a schedule divides backward.
       Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and has no
