@@ -200,11 +200,11 @@ def _prices(data: object) -> PriceRecord | None:
 
 def _check_device(data: object) -> None:
     """Refuse data that does not describe a device; `splitkit.costs.Device` checks the figures."""
-    known = {"name", "peak", "source", *_DEVICE_NUMBERS}
-    if not isinstance(data, Mapping) or data.keys() != known:
+    known = {"name", "peak", "source", "kernels", *_DEVICE_NUMBERS}
+    if not isinstance(data, Mapping) or data.keys() | {"kernels"} != known:  # older files name no kernels
         raise _damaged("prices.device", data, f"an object with {', '.join(sorted(known))}")
-    for name in ("name", "source"):
-        if not isinstance(data[name], str) or not data[name].isprintable():
+    for name in ("name", "source", "kernels"):
+        if not isinstance(data.get(name, ""), str) or not data.get(name, "").isprintable():
             raise _damaged(f"prices.device.{name}", data[name], "a text")
     _check_numbers("prices.device.peak", data["peak"])
     _check_numbers("prices.device", {name: data[name] for name in _DEVICE_NUMBERS})
