@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,7 +144,7 @@ class Recurrent(nn.Module):
 
 def kept_of_real(model, x):
     """Return the bytes of storages that autograd saves of a real run, without parameters."""
-    held, own = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+    held, own = {}, {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -195,6 +197,26 @@ def test_convolutions_and_batch_norm_save_inputs_and_two_numbers_a_channel(kerne
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
     pixels = 2 * 16 * 16
     assert saved(model, kernels, F32, (2, 3, 16, 16)) == 4 * (pixels * (3 + 8 + 8) + 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("norm", "statistics", "shape"),
+    [
+        (nn.LayerNorm(8), 64, (4, 8, 8)),
+        (nn.GroupNorm(2, 8), 8, (2, 8, 4, 4)),
+        (nn.BatchNorm2d(8), 16, (2, 8, 4, 4)),
+        (nn.BatchNorm2d(8).eval(), 0, (2, 8, 4, 4)),
+    ],
+)
+def test_norms_save_their_statistics_in_single_precision_but_on_the_cpu(norm, statistics, shape):
+    inputs = 2 * 256
+
+    def size(kernels):
+        return saved(nn.Sequential(deepcopy(norm).to(BF16)), kernels, BF16, shape)
+
+    real = kept_of_real(deepcopy(norm).to(BF16), torch.randn(shape, dtype=BF16, requires_grad=True))
+    assert size("cpu") == inputs + 2 * statistics == real
+    assert size("sm90") == inputs + 4 * statistics
 
 
 def test_steps_of_a_recurrent_layer_run_one_after_the_other():

@@ -216,7 +216,7 @@ def _recurrent(kernels: str, run: Callable[..., Any], *args: Any, **kwargs: Any)
     if kernels != CPU:
         with _torch.without_onednn():
             return run(*args, **kwargs)
-    with _Workspaces():  # type: ignore[no-untyped-call]
+    with _Results(kernels):
         is_elsewhere = args[0].device.type != CPU and _is_lstm(run)
         return _lstm_by_layers(*args) if is_elsewhere and _suits_onednn(*args) else run(*args, **kwargs)
 
@@ -263,11 +263,27 @@ def _lstm_by_layers(
     return made.transpose(0, 1) if batch_first else made, hidden, cells
 
 
-class _Workspaces(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives the workspace of oneDNN's LSTM its bytes, which its fake result lacks."""
+def _norm(kernels: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a norm, which saves a mean and a deviation for each row or channel."""
+    with _Results(kernels):
+        return run(*args, **kwargs)
+
+
+class _Results(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Corrects fake results: the bytes of the workspace of oneDNN's LSTM, and the dtype of the statistics of norms."""
+
+    def __init__(self, kernels: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kernels = kernels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if op_name(func) in ("native_layer_norm", "native_group_norm", "native_batch_norm"):
+            weights = [arg.dtype for arg in args[1:3] if isinstance(arg, Tensor)]
+            single = self._kernels != CPU and args[0].dtype.itemsize == 2
+            dtype = torch.float32 if single else (weights or [args[0].dtype])[0]
+            unread = op_name(func) == "native_batch_norm" and not args[5]  # in eval mode it reads those of training
+            return (made[0], *(one.new_empty(0) if unread else one.to(dtype) for one in made[1:]))
         if func is not torch.ops.aten.mkldnn_rnn_layer.default:
             return made
         steps, batch, features = args[0].shape
@@ -295,10 +311,13 @@ def _leading(size: int) -> int:
     return lines + 16 if lines % 256 == 0 else lines
 
 
+_NORMS = ("layer_norm", "group_norm", "batch_norm")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _RUNS: Mapping[Any, Callable[..., Any]] = {
     functional.scaled_dot_product_attention: attention,
     torch.ops.aten.scaled_dot_product_attention.default: attention,
+    **{getattr(place, name): _norm for name in _NORMS for place in (functional, torch)},
+    **{getattr(torch.ops.aten, name).default: _norm for name in _NORMS},
     **{getattr(torch, name): _recurrent for name in _RECURRENT},
     **{getattr(getattr(torch.ops.aten, name), kind): _recurrent for name in _RECURRENT for kind in ("input", "data")},
 }
