@@ -515,3 +515,14 @@ def is_compiled(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called, or ``torch.compile`` returned the module (2.11, 2.13, 2.15)."""
     found: Any = module
     return found._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Turn oneDNN off: its LSTM saves values for backward that its fake kernel does not show. It is then decomposed."""
+    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags warns of TF32: 2.11, 2.13, 2.15
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.checks import is_number, is_whole, plain_name, shown
 from splitkit.errors import CostError, FileError, nearest
+from splitkit.prices import as_given
 from splitkit.units import read_size
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Device:
         memory: bytes of its memory; a text such as ``"80GiB"`` is converted.
         launch: seconds to launch a kernel.
         source: where the figures come from.
+        kernels: the kernels that torch runs on it, on which it depends what attention and recurrent layers keep for
+            backward: ``"cpu"``, or ``"sm"`` and the compute capability of a CUDA device, as in ``"sm90"``.
 
     Raises:
         CostError: SK320 for a field of a wrong type, a figure that is not positive, or an unknown dtype.
@@ -59,6 +63,7 @@ class Device:
     memory: int
     launch: float = 0.0
     source: str = ""
+    kernels: str = "sm80"
 
     def __post_init__(self) -> None:
         memory: object = self.memory
@@ -92,6 +97,9 @@ def _check(device: Device) -> None:
         raise CostError("SK320", f"{where}: name is not a string", "Give it a name.")
     if not isinstance(device.source, str):
         raise CostError("SK320", f"{where}: source is not a string", "Say where the figures come from.")
+    if not isinstance(device.kernels, str) or not re.fullmatch(r"cpu|sm\d{2,3}", device.kernels):
+        what = f"{where}: kernels is {shown(device.kernels)}"
+        raise CostError("SK320", what, 'Give "cpu", or "sm" and the compute capability of a CUDA device: "sm90".')
     if not isinstance(device.peak, Mapping) or "float32" not in device.peak:
         raise CostError("SK320", f"{where}: peak has no float32", 'Give FLOP/s by dtype: {"float32": 19.5e12}.')
     for dtype, peak in device.peak.items():
@@ -131,6 +139,7 @@ def load_devices(path: str | Path) -> dict[str, Device]:
         memory = 48_000_000_000                          # bytes
         launch = 4e-6                                    # seconds, default 0
         source = "its data sheet"
+        kernels = "sm89"                                 # its compute capability, default "sm80"
 
     Use it as ``roofline(gm, load_devices("mine.toml")["mine"])``.
 
@@ -200,6 +209,15 @@ def find_device(device: str | Device) -> Device:
             ),
         )
     return replace(by_name[plain_name(device)])
+
+
+def kernels_of(costs: object) -> str | None:
+    """Return the kernels of the device that costs are for; ``None`` if they are for no known device."""
+    given = as_given(costs)
+    while (inner := getattr(given, "costs", None)) is not None:
+        given = as_given(inner)
+    device = getattr(given, "device", None)
+    return device.kernels if isinstance(device, Device) else None
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -5,8 +5,8 @@
     seconds = max(FLOPs / peak of the dtype, bytes moved / bandwidth) + launch
 
 Source: Williams, Waterman, Patterson: Roofline (CACM 2009). Each node counts as one kernel that reads its inputs and
-writes its outputs, even if it is composed of several ops (``linear``, ``layer_norm``, attention). The model has no
-fusion of nodes and no caches.
+writes its outputs, even if it is composed of several ops (``linear``, ``layer_norm``, attention). A recurrent layer has
+one launch for each of its steps, which wait for each other. The model has no fusion of nodes and no caches.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.fx import Node
 from splitkit._torch import HigherOrderOperator
 from splitkit.costs.formulas.decomposed_attention import decomposed_attention
 from splitkit.costs.formulas.flop_count import Count, CountedCosts, Flops, counted_bodies, counter_of
+from splitkit.costs.formulas.sequential_steps import kernels_in_sequence
 from splitkit.costs.formulas.traffic import moved_bytes, operands, written_bytes
 from splitkit.device_specs import Device, find_device
 from splitkit.graph.byte_sizes import require_values
@@ -111,7 +112,8 @@ class Roofline(CountedCosts):
         if not count.counted and not written_bytes(self.gm, node, count):
             return 0.0
         compute = count.flops / self.device.rate(self._dtype(node, count))
-        return max(compute, self.moved(node) / self.device.bandwidth) + self.device.launch
+        launches = self.device.launch * kernels_in_sequence(self.gm, node)
+        return max(compute, self.moved(node) / self.device.bandwidth) + launches
 
     def moved(self, node: Node) -> int:
         """Bytes that the node's kernel reads and writes."""

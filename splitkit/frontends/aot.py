@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2.15
 from torch.utils._python_dispatch import _disable_current_modes  # 2.11, 2.13, 2.15
 
-from splitkit._torch import pytree
+from splitkit._torch import pytree, without_onednn
 from splitkit.costs import Costs, default
 from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.engine.pair import Pair, divide
@@ -31,10 +31,10 @@ from splitkit.frontends.trace_settings import (
     with_gradients_on_meta,
     without_globals,
     without_logging,
-    without_onednn,
 )
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fake_runs import rebinds
+from splitkit.memory.kernels.target_kernels import CPU, TargetKernels
 from splitkit.plans.policy import PolicyLike
 from splitkit.training.flow import JointFlow
 
@@ -78,6 +78,7 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     with (
         without_onednn(),
         with_gradients_on_meta(),
+        TargetKernels(CPU),  # on meta too
         tracing(captured.meta["tracing_context"]),
         ExitStack() as stack,
     ):

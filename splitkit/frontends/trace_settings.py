@@ -177,14 +177,3 @@ def scalar_writes_kept(graph: fx.Graph, own: set[str]) -> Iterator[None]:
         raise
     asked.clear()
     own.clear()
-
-
-@contextmanager
-def without_onednn() -> Iterator[None]:
-    """Turn oneDNN off: its LSTM saves values for backward that its fake kernel does not show. It is then decomposed."""
-    before = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags warns of TF32: 2.11, 2.13, 2.15
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)

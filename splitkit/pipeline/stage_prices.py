@@ -13,6 +13,7 @@ from torch.fx import Node
 from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
 from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
+from splitkit.device_specs import kernels_of
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
 from splitkit.graph.fake_calls import target_of
@@ -53,7 +54,9 @@ def stage_costs(
     * ``saved_bytes`` counts once each storage that autograd keeps, or that the part takes or gives, without
       parameters. A value from another part is memory of its own, as large as the storage that it was a part of
       there; a value that is given and is not contiguous (a third of one product for queries, keys and values) is
-      sent as a copy. The number is exact except for that and the nodes that `Activations.estimated` names. It
+      sent as a copy. Attention and recurrent layers save what they do on the device of ``costs``
+      (`splitkit.costs.Device.kernels`), wherever the graph was captured; costs for no device leave them on the device
+      of the graph. The number is exact except for that and the nodes that `Activations.estimated` names. It
       leaves out values that a stage only forwards (`splitkit.runtime.ranks.measurements.with_passed_on` adds them).
     * ``deferred_bytes`` is an upper bound on the bytes that wait for the weight part if a schedule divides backward.
       Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and has no
@@ -85,7 +88,7 @@ def stage_costs(
         optimizer: ``"adam"``, ``"momentum"`` or ``"sgd"``: 2, 1 or 0 times the bytes of the gradients; ``None`` for
             inference; by default what the plan was made for, and Adam if it does not say.
         activations: the result of `splitkit.memory.autograd.saved_storages.activations` for the graph, if it is
-            known.
+            known; by default for the device of ``costs``.
         weight_part: who divides backward: ``"torch"``; ``"own"`` for graphs of your own, in which the input part
             computes only what it needs; or ``"mincut"`` for graphs that `splitkit.policies.SplitBackward` divides.
 
@@ -139,7 +142,9 @@ class StagePrices:
         training = self.optimizer is not None
         known = self.activations
         self.memory = (
-            self.flow.fact(graph_memory, training) if known is None else GraphMemory(self.flow, known, training)
+            self.flow.fact(graph_memory, training, kernels_of(self.costs))
+            if known is None
+            else GraphMemory(self.flow, known, training)
         )
         self.activations = self.memory.activations
 

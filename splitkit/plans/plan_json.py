@@ -24,11 +24,11 @@ def check_short_text(field: str, data: object) -> None:
 
 def check_device(field: str, data: object) -> None:
     """Refuse data that does not describe a device; `splitkit.costs.Device` checks the figures."""
-    known = {"name", "peak", "source", *_DEVICE_NUMBERS}
-    if not isinstance(data, Mapping) or data.keys() != known:
+    known = {"name", "peak", "source", "kernels", *_DEVICE_NUMBERS}
+    if not isinstance(data, Mapping) or data.keys() | {"kernels"} != known:  # older files name no kernels
         raise damaged(field, data, f"an object with {', '.join(sorted(known))}")
-    for name in ("name", "source"):
-        if not isinstance(data[name], str) or not data[name].isprintable():
+    for name in ("name", "source", "kernels"):
+        if not isinstance(data.get(name, ""), str) or not data.get(name, "").isprintable():
             raise damaged(f"{field}.{name}", data[name], "a text")
     check_numbers(f"{field}.peak", data["peak"])
     check_numbers(field, {name: data[name] for name in _DEVICE_NUMBERS})

@@ -29,13 +29,14 @@ from splitkit._gc import paused_collector
 from splitkit._torch import plain_tensors, pytree
 from splitkit.graph.byte_sizes import require_values, value_bytes
 from splitkit.graph.dataflow import Dataflow, root_of
-from splitkit.graph.fake_calls import NO_SIZES, StandIn, body_calls, body_graphs, hint, hints
+from splitkit.graph.fake_calls import NO_SIZES, StandIn, body_calls, body_graphs, hint, hints, target_of
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import repeated_group, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.autograd.backward_temporaries import BackwardBytes, BackwardTemporaries
 from splitkit.memory.autograd.saved_by_call import ActivationRecord, NotIsolableError, SavedCalls
 from splitkit.memory.kernels.kernel_results import hinted_bytes
+from splitkit.memory.kernels.target_kernels import CPU, TargetKernels, inexact
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Activations:
         requires: the nodes whose value has a tensor that requires grad.
         inside: node -> the temporary memory of its forward and backward, besides what is saved and yielded.
         estimated: node -> the reason why the bytes that it saves are an upper bound.
+        kernels: the kernels that ran; ``None`` if torch chose by the device of the tensors.
     """
 
     nbytes: tuple[int, ...]
@@ -58,6 +60,7 @@ class Activations:
     requires: frozenset[Node]
     inside: Mapping[Node, BackwardBytes]
     estimated: Mapping[Node, str]
+    kernels: str | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -65,23 +68,26 @@ class Activations:
         return sum(self.nbytes[s] for s in {s for storages in self.saved.values() for s in storages})
 
 
-def activations(gm: fx.GraphModule | Dataflow) -> Activations:
+def activations(gm: fx.GraphModule | Dataflow, kernels: str | None = None) -> Activations:
     """Return what eager autograd saves for backward, node by node, from one run on fake tensors.
 
     Regions of autocast and ``no_grad`` in the graph apply. Saved integers and masks count too.
 
     Args:
         gm: a forward graph with ``meta["val"]``, as `splitkit.capture` makes it, or facts about it.
+        kernels: `splitkit.costs.Device.kernels` of the device that runs the graph. By default those of the device of
+            its tensors; for ``meta``, of the CPU.
 
     Raises:
         GraphError: SK101 if it is not a graph, SK102 if nodes have no ``meta["val"]``.
     """
-    kept, root = activations_alone(gm), root_of(gm)
+    kept, root = activations_alone(gm, kernels), root_of(gm)
     probes = BackwardTemporaries(root, kept.requires)
-    return replace(kept, inside={node: found for node in kept.values if (found := probes(node))})
+    with TargetKernels(kept.kernels):
+        return replace(kept, inside={node: found for node in kept.values if (found := probes(node))})
 
 
-def activations_alone(gm: fx.GraphModule | Dataflow) -> Activations:
+def activations_alone(gm: fx.GraphModule | Dataflow, kernels: str | None = None) -> Activations:
     """Return what `activations` does, without the temporary memory, which takes most of the time to find.
 
     Raises:
@@ -89,14 +95,24 @@ def activations_alone(gm: fx.GraphModule | Dataflow) -> Activations:
     """
     root = root_of(gm)
     require_values(root.graph)
-    with paused_collector(), torch.inference_mode(False):  # inference mode of the caller would save nothing
+    kernels = kernels or _own_kernels(root)
+    # inference mode of the caller would save nothing
+    with paused_collector(), torch.inference_mode(False), TargetKernels(kernels):
         try:
             kept = record_by_calls(root)
         except NotIsolableError:
             kept = record_whole_run(root)
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     saved = {n: tuple(sorted(kept.saved[n])) for n in sorted(kept.saved, key=order.__getitem__) if kept.saved[n]}
-    return Activations(tuple(kept.nbytes), kept.values, saved, frozenset(kept.requires), {}, kept.estimated)
+    unknown = {n: why for n in saved if (why := inexact(target_of(root, n), kernels))}
+    estimated = kept.estimated | unknown
+    return Activations(tuple(kept.nbytes), kept.values, saved, frozenset(kept.requires), {}, estimated, kernels)
+
+
+def _own_kernels(root: fx.GraphModule) -> str | None:
+    """Return the kernels of the device of a graph's tensors; ``None`` for an accelerator, where torch chooses."""
+    on = {t.device.type for node in root.graph.nodes for t in tensors(value_of(node))}
+    return CPU if on <= {"cpu", "meta"} else None
 
 
 def record_by_calls(root: fx.GraphModule) -> ActivationRecord:

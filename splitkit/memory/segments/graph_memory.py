@@ -24,6 +24,7 @@ from splitkit.graph.storages import start_of, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.autograd.backward_temporaries import NOTHING
 from splitkit.memory.autograd.saved_storages import Activations, activations, activations_alone
+from splitkit.memory.kernels.target_kernels import TargetKernels
 from splitkit.memory.kernels.temporaries import Temporaries
 from splitkit.memory.segments.order_tables import MemoryFacts, NodeMemory, OrderTables
 from splitkit.memory.segments.segment import OrderMemory
@@ -69,7 +70,8 @@ class GraphMemory:
         for node, producer in self.flow.followers.items():
             followers.setdefault(producer, []).append(node)
         temporaries = Temporaries({})
-        self.nodes = {n: self._node(n, followers.get(n, []), temporaries) for n in self.flow.nodes}
+        with TargetKernels(self.activations.kernels):
+            self.nodes = {n: self._node(n, followers.get(n, []), temporaries) for n in self.flow.nodes}
         self._views = self._views_of() if self.training else {}
         self._nbytes = {n: sum(map(tensor_bytes, tensors(value_of(n)))) for n in self.flow.index}
 
@@ -206,10 +208,10 @@ class GraphMemory:
         )
 
 
-def graph_memory(flow: Dataflow, training: bool) -> GraphMemory:
-    """Return the memory of a forward graph; a fact of ``flow``, see `Dataflow.fact`."""
+def graph_memory(flow: Dataflow, training: bool, kernels: str | None = None) -> GraphMemory:
+    """Return the memory of a forward graph on a device with these kernels; a fact of ``flow``, see `Dataflow.fact`."""
     # Without backward, no temporary memory of a run with gradients is asked for.
-    return GraphMemory(flow, flow.fact(activations if training else activations_alone), training)
+    return GraphMemory(flow, flow.fact(activations if training else activations_alone, kernels), training)
 
 
 def is_dense(tensor: torch.Tensor, any_order: bool = True) -> bool:

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from splitkit._gc import paused_collector
 from splitkit._torch import pytree
+from splitkit.costs import Device
+from splitkit.memory.kernels.target_kernels import attention
 from splitkit.memory.storage_watch import StorageWatch
 from splitkit.studies.fit.blocks import ModelBlock
 
@@ -21,7 +23,7 @@ from splitkit.studies.fit.blocks import ModelBlock
 class LikeOnGpu(TorchFunctionMode):
     """Lets a run on ``meta`` take what it takes on a GPU, with plain inputs.
 
-    Attention makes no matrix of scores. Products of groups (of experts) are computed in any floating dtype. Questions
+    Attention runs the kernel of a GPU. Products of groups (of experts) are computed in any floating dtype. Questions
     that only values could answer, such as whether a mask is full or a value is infinite, have the usual answer: what
     is asked of all values holds, and what is asked of any does not.
     """
@@ -33,9 +35,7 @@ class LikeOnGpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
-            inputs = [given[name] for name in ("query", "key", "value")]
-            return _Attention.apply(*inputs, given.get("attn_mask"))  # type: ignore[no-untyped-call]
+            return attention(Device.kernels, func, *args, **kwargs)
         if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm"):
             return _GroupedProduct.apply(*args[:2])  # type: ignore[no-untyped-call]
         if func is Tensor.__bool__ and id(args[0]) in self._answers:
@@ -62,25 +62,6 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of rows and matrices."""
         return tuple(torch.empty_like(one) for one in ctx.saved_tensors)
-
-
-class _Attention(torch.autograd.Function):
-    """Makes and saves what flash attention does: its inputs, its result, and a number for each row of scores."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the result; its memory is in the order batch, position, head, as the kernels make it."""
-        *batch, heads, length, _ = query.shape
-        result = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-2, -3)
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, result, sums)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients of the inputs."""
-        given = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        return tuple(torch.empty_like(one) if needed else None for one, needed in given)[:4]
 
 
 class BlockWatch:
