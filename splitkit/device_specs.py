@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.checks import is_number, is_whole, plain_name, shown
 from splitkit.errors import CostError, FileError, nearest
-from splitkit.prices import as_given
 from splitkit.units import read_size
 
 if TYPE_CHECKING:
@@ -209,15 +208,6 @@ def find_device(device: str | Device) -> Device:
             ),
         )
     return replace(by_name[plain_name(device)])
-
-
-def kernels_of(costs: object) -> str | None:
-    """Return the kernels of the device that costs are for; ``None`` if they are for no known device."""
-    given = as_given(costs)
-    while (inner := getattr(given, "costs", None)) is not None:
-        given = as_given(inner)
-    device = getattr(given, "device", None)
-    return device.kernels if isinstance(device, Device) else None
 
 
 def _nearest(name: str, known: Any) -> str:

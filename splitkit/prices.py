@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, cast
 from torch.fx import Node
 
 from splitkit.checks import is_number, is_whole, shown
+from splitkit.device_specs import Device
 from splitkit.errors import CostError, SplitError, ViewError
 from splitkit.units import measure
 
@@ -52,6 +53,15 @@ def untimed_error(what: str) -> ViewError:
 def includes_backward(costs: object) -> bool:
     """Return whether ``seconds`` of these costs include the backward of a node, and ``backward`` says how much."""
     return hasattr(costs, "backward")
+
+
+def kernels_of(costs: object) -> str | None:
+    """Return the kernels of the device that costs are for; ``None`` if they are for no known device."""
+    given = as_given(costs)
+    while (inner := getattr(given, "costs", None)) is not None:
+        given = as_given(inner)
+    device = getattr(given, "device", None)
+    return device.kernels if isinstance(device, Device) else None
 
 
 class Costs(Protocol):

@@ -13,7 +13,6 @@ from torch.fx import Node
 from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
 from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
-from splitkit.device_specs import kernels_of
 from splitkit.errors import CostError, PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
 from splitkit.graph.fake_calls import target_of
@@ -31,7 +30,7 @@ from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.plan_request import PlannedOptimizer
 from splitkit.plans.record import Plan, plan_of
-from splitkit.prices import Optimizer, as_given, require_costs
+from splitkit.prices import Optimizer, as_given, kernels_of, require_costs
 
 STATE_OF: Mapping[str, int] = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 """The state of each optimizer, in multiples of the bytes of what it trains."""

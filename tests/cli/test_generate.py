@@ -76,7 +76,7 @@ def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(call, monkey
     monkeypatch.setattr(launcher, "answer", lambda *given: pytest.fail("ranks were started"))
     said = call("generate", "llama", "--stages", "2", "--prompt", "hello")
     assert said[0] == 2 and "give token ids: --prompt-ids 5,6,7" in said[2]
-    plan = Path(tokenizer(tmp_path)) / "plan.json"
+    plan = Path(tokenizer(tmp_path, SIZES["vocab"])) / "plan.json"
     assert call("plan", "llama", *TINY, "--how", "decoder", "--stages", "2", "-o", plan)[0] == 0
     said = call("generate", plan, "--prompt", "hello")
     assert said[0] == 2 and f"Add --tokenizer {plan.parent}." in said[2]

@@ -20,7 +20,7 @@ from torch.fx import Node
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
-from splitkit.pipeline.purpose import purpose
+from splitkit.pipeline.purpose import purpose, request_of
 from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
@@ -233,7 +233,8 @@ class DeviceSearch:
             plan = Plan.of({n: [names[key] for key in keys] for n, keys in pieces.items()})
             device_of = {name: _root(key, self._keys) for key, name in names.items()}
         on = {key: (self._torch_device(device), device) for key, device in device_of.items()}
-        return replace(plan, parts={key: Part(key, on[key][0], planned_on=on[key][1]) for key in plan.parts})
+        parts = {key: Part(key, on[key][0], planned_on=on[key][1]) for key in plan.parts}
+        return replace(plan, parts=parts, request=request_of(self.demand.policy, self.demand.costs))
 
     def _pieces(self, found: Solution, labels: Mapping[Node, PartKey | list[PartKey]]) -> Plan:
         """Return the pieces as the makespan counts them; on a CPU each run of consecutive units is a part."""
