@@ -86,42 +86,59 @@ class CutScoring:
         return sum(lacking)
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
-        found = self._fitted(ends, self._points)
-        small = all(self.choices.small(rank, spans) for rank, spans in enumerate(self._spans(ends)))
-        return self._quickest(ends, found) if small else found
+        found, lacking = self._fitted(ends, self._points), 0.0
+        for every in (False, True):
+            if lacking < (np.inf if found is None else found.seconds) and self._small(ends, every=every):
+                found, lacking = self._quickest(ends, found, every=every)
+        return found
+
+    def _small(self, ends: tuple[int, ...], *, every: bool) -> bool:
+        return all(self.choices.small(spans, every=every) for spans in self._spans(ends))
 
     def _spans(self, ends: Sequence[int]) -> list[list[Span]]:
         """Return the positions of the stages of each rank."""
         spans = list(zip((0, *ends[:-1]), ends, strict=True))
         return [[spans[stage] for stage in load.stages] for load in self.choices.loads]
 
-    def _quickest(self, ends: tuple[int, ...], best: ScoredCuts | None) -> ScoredCuts | None:
-        """Return the shortest step of all combinations of points that fit, of which the best may be known."""
+    def _quickest(
+        self, ends: tuple[int, ...], best: ScoredCuts | None, *, every: bool
+    ) -> tuple[ScoredCuts | None, float]:
+        """Return the shortest step of all combinations of points that fit, of which the best may be known.
+
+        Also return the shortest step of those that lack memory for messages alone. Points that are beaten by these may
+        fit, as messages arrive at other times, but take as long at least; so they are looked at if ``every``.
+        """
+        ranks = enumerate(zip(self._spans(ends), self.choices.limits, strict=True))
         fits = [
-            [points for needed, points in self.choices.combined(rank, spans) if limit is None or needed <= limit]
-            for rank, (spans, limit) in enumerate(zip(self._spans(ends), self.choices.limits, strict=True))
+            [p for needed, p in self.choices.combined(rank, spans, every=every) if limit is None or needed <= limit]
+            for rank, (spans, limit) in ranks
         ]
         bounds, most = self._products(ends, fits)
-        bound = np.inf
+        bound = lacking = np.inf
         for bound, points in bounds:
             if best is not None and bound >= best.seconds * (1 - 1e-12):
                 break
             found = self._run(ends, points)
-            if (best is None or found.seconds < best.seconds) and self.fits(found):
-                best = found
+            if best is None or found.seconds < best.seconds:
+                if self.fits(found):
+                    best = found
+                else:
+                    lacking = min(lacking, found.seconds)
         else:
             bound = most
-        self.proven[ends] = bound if best is None else min(bound, best.seconds)
-        return best
+        least = min(bound, np.inf if every else lacking, np.inf if best is None else best.seconds)
+        self.proven[ends] = max(self.proven.get(ends, 0.0), least)
+        return best, lacking
 
     def leanest(self, ends: Sequence[int]) -> ScoredCuts:
         """Return the lowest peak of the combinations of points that do not depend on the limits."""
         key = tuple(map(int, ends))
         if key not in self._lean:
-            ranks = list(enumerate(self._spans(key)))
+            ranks, every = list(enumerate(self._spans(key))), self._small(key, every=True)
             best = self._run(key, self._by_stage([self.choices.lean(*each)[1] for each in ranks]))
-            if all(self.choices.small(*each) for each in ranks):
-                for needed, points in self._lean_products([self.choices.combined(*each) for each in ranks]):
+            if every or self._small(key, every=False):
+                combined = [self.choices.combined(*each, every=every) for each in ranks]
+                for needed, points in self._lean_products(combined):
                     if needed >= max(best.run.peaks):
                         break
                     best = min(best, self._run(key, points), key=lambda scored: max(scored.run.peaks))
@@ -129,12 +146,13 @@ class CutScoring:
         return self._lean[key]
 
     def relaxed(self, found: ScoredCuts) -> ScoredCuts:
-        """Let stages recompute less as long as the step fits, the one that recomputes longest first."""
-        self.tried[found.ends] = found
-        if any(found.moved):
-            return found
-        spans = found.spans
-        for stage in sorted(range(len(spans)), key=lambda s: -found.points[s].seconds):
+        """Let stages recompute less as long as the step fits, the one that recomputes longest first.
+
+        Return that, or the score of the cuts if that is better; it is their score from then on.
+        """
+        known, spans = self.of(found.ends), found.spans
+        stages = () if any(found.moved) else range(len(spans))
+        for stage in sorted(stages, key=lambda s: -found.points[s].seconds):
             for point in self.choices.frontiers.of(*spans[stage]).ladder:
                 if point.seconds >= found.points[stage].seconds:
                     break
@@ -142,6 +160,7 @@ class CutScoring:
                 if self.fits(changed):
                     found = changed
                     break
+        found = found if known is None else min(known, found, key=lambda scored: scored.seconds)
         self.tried[found.ends] = found
         return found
 

@@ -32,7 +32,7 @@ class RankChoice:
         self.frontiers, self.loads, self.limits = frontiers, loads, limits
         self._known: dict[tuple[int, tuple[Span, ...], int], Points | None] = {}
         self._spans: dict[Span, tuple[int, int | None]] = {}
-        self._combined: dict[tuple[int, tuple[Span, ...]], list[tuple[int, Points]]] = {}
+        self._combined: dict[tuple[int, tuple[Span, ...], bool], list[tuple[int, Points]]] = {}
         self._lean: dict[tuple[int, tuple[Span, ...]], tuple[int, Points]] = {}
 
     def of(self, rank: int, spans: Sequence[Span], reserve: int = 0) -> Points | None:
@@ -72,17 +72,21 @@ class RankChoice:
             self._spans[span] = parameters + gradients + state, problems.waiting(*span)
         return self._spans[span]
 
-    def small(self, rank: int, spans: Sequence[Span]) -> bool:
-        """Whether `combined` has all points of a rank's stages that may matter."""
+    def small(self, spans: Sequence[Span], *, every: bool = False) -> bool:
+        """Whether `combined` has all points of a rank's stages that may matter; if ``every``, all that there are."""
         found = [self.frontiers.of(*span) for span in spans]
-        return all(f.small for f in found) and prod(len(f.ladder) for f in found) <= _COMBINED
+        return all(f.small for f in found) and prod(len(f.every if every else f.ladder) for f in found) <= _COMBINED
 
-    def combined(self, rank: int, spans: Sequence[Span]) -> list[tuple[int, Points]]:
-        """Return (bytes that the rank needs without messages, points of its stages), by rising recompute time."""
-        key = rank, tuple(spans)
+    def combined(self, rank: int, spans: Sequence[Span], *, every: bool = False) -> list[tuple[int, Points]]:
+        """Return (bytes that the rank needs without messages, points of its stages), by rising recompute time.
+
+        If ``every``, with points that others beat: messages may take less memory where a stage takes longer.
+        """
+        key = rank, tuple(spans), every
         if key not in self._combined:
             held = self._held(rank, spans, 0)
-            found = [(held.excess(points), points) for points in product(*self._ladders(spans))]
+            ladders = [self.frontiers.of(*span).every for span in spans] if every else self._ladders(spans)
+            found = [(held.excess(points), points) for points in product(*ladders)]
             self._combined[key] = sorted(found, key=lambda each: sum(p.seconds for p in each[1]))
         return self._combined[key]
 

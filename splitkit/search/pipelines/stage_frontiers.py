@@ -6,7 +6,7 @@ are, so a model of 32 layers has hardly more frontiers than one of 8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -44,6 +44,11 @@ class FrontierPoint:
     seconds: float
     early: float
     simulate: Callable[[], int]
+
+    @property
+    def numbers(self) -> tuple[float, float, int, int]:
+        """The times and bytes in which points differ."""
+        return self.seconds - self.early, self.early, self.saved, self.temporary
 
     @cached_property
     def temporary(self) -> int:
@@ -143,6 +148,11 @@ class StageFrontier:
     @cached_property
     def ladder(self) -> tuple[FrontierPoint, ...]:
         """Points that do not depend on any memory, by rising recompute time: all that matter, or those of the hull."""
+        return undominated(self.every) if self.small else self.every
+
+    @cached_property
+    def every(self) -> tuple[FrontierPoint, ...]:
+        """As `ladder`, with points that others beat."""
         if not self.small:
             return tuple(self.corners())
         savings, found = self.problem.savings, dict[bytes, FrontierPoint]()
@@ -153,7 +163,8 @@ class StageFrontier:
             key = choice.runs.tobytes() + choice.saved.tobytes()
             if key not in found:
                 found[key] = self._new_point(choice)
-        return undominated(found.values())
+        points = {p.numbers: p for p in found.values()}.values()
+        return tuple(sorted(points, key=lambda p: (p.seconds, p.saved)))
 
 
 class StageFrontiers:
@@ -204,12 +215,10 @@ class StageFrontiers:
         return self._costs[key]
 
 
-def undominated(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
-    """Return the points that no other one beats in times and bytes, by rising recompute time."""
-    numbers = {(p.seconds - p.early, p.early, p.saved, p.temporary): p for p in points}
-    rows = np.array(list(numbers), np.float64).reshape(-1, 4)
-    kept = [p for row, p in zip(rows, numbers.values(), strict=True) if (rows <= row).all(axis=1).sum() == 1]
-    return tuple(sorted(kept, key=lambda p: (p.seconds, p.saved)))
+def undominated(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """Return the points that no other one beats in times and bytes; no two may have the same."""
+    rows = np.array([p.numbers for p in points], np.float64).reshape(-1, 4)
+    return tuple(p for row, p in zip(rows, points, strict=True) if (rows <= row).all(axis=1).sum() == 1)
 
 
 def problem_key(problem: Savings) -> Hashable:
