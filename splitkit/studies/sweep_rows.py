@@ -148,7 +148,9 @@ class Sweep(Shown):
         titles = _TRAINING_TITLES if self.trains else _TITLES
         right = [title for title in titles if title not in ("schedule", "decides", "fits", "best")]
         note = "; ".join(filter(None, (self.note, limit)))
-        return table(titles, self._cells(), right, note, spare=("bubble", "ranks", "decides"))
+        return table(
+            titles, self._cells(), right, note, least=dict.fromkeys(titles, 1), spare=("bubble", "ranks", "decides")
+        )
 
     @property
     def trains(self) -> bool:

@@ -18,7 +18,7 @@ from splitkit.testing.config_models import config_example
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 160,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 160,
     "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 0, "dtype": "float32",
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ def test_the_json_has_bytes_by_device(capsys):
     for device in found["devices"]:
         held = device["weights"] + device["cache"] + device["activations"]
         assert held == device["total"] <= device["limit"] == 2**20 - 2**20 // 20
-    assert sum(device["cache"] for device in found["devices"]) == 64 * 4 * 2 * 2 * 16 * 4
+    assert sum(device["cache"] for device in found["devices"]) == 64 * 4 * 2 * 4 * 16 * 4
 
 
 def test_what_does_not_fit_ends_with_3(capsys):

@@ -31,7 +31,7 @@ def test_the_order_is_that_of_the_library_and_in_the_file(call, data, plan, tmp_
     assert found["value"] == same.value and found["bound"] == same.claim.bound and found["order"] == str(order)
     assert load_order(order).ranks == same.order.ranks
     limit = found["step"]["peak"]
-    code, out, _ = call("synthesize", file, *FEW, "--memory", limit, "--ranks", "2", "--links", "nvlink4")
+    code, out, _ = call("synthesize", file, *FEW, "--memory", f"{limit}B", "--ranks", "2", "--links", "nvlink4")
     assert code == 0 and out.count("per rank") == 2 and "rank  stages" in out and "nvlink4" in out
     code, _, error = call("synthesize", file, *FEW, "--memory", "1KiB")
     assert code == 3 and "for one microbatch at a time, and has 1.00 KiB" in error

@@ -121,7 +121,7 @@ def test_the_page_of_a_plan_file_shows_the_step_of_its_note(tmp_path, call):
     data = page_data(page)
     run = data["run"]
     assert f"step {duration(run['seconds'])}, bubble {run['bubble']:.1%}" in data["note"]
-    assert (data["unit"], run["unit"]) == ("s", "s") and json.loads(plan.read_text())["prices"]["links"] == "nvlink4"
+    assert (data["unit"], run["unit"]) == ("s", "s") and json.loads(plan.read_text())["request"]["links"] == "nvlink4"
     assert call("view", plan, "-o", page, *STEP, "--links", "none")[0] == 0
     assert page_data(page)["run"]["seconds"] < run["seconds"]
 

@@ -70,6 +70,12 @@ class Lacking(Prices):
 SIMPLE = [
     # ------------------------------------------------------------ SK320, SK321: devices
     Remedy("SK320", "Give it a name.", lambda: Device(3, **FIGURES), device),
+    Remedy(
+        "SK320",
+        'Give "cpu", or "sm" and the compute capability of a CUDA device: "sm90".',
+        lambda: device(kernels="hopper"),
+        lambda: [device(kernels=name) for name in ("cpu", "sm90")],
+    ),
     Remedy("SK320", "Say where the figures come from.", lambda: device(source=3), device),
     Remedy("SK320", 'Give FLOP/s by dtype: {"float32": 19.5e12}.', lambda: device(peak={}), device),
     Remedy(

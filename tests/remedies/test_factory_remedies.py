@@ -16,8 +16,6 @@ from torch import nn
 
 import splitkit as sk
 from splitkit import cli
-from splitkit.cli import before_ranks
-from splitkit.cli.source import Source
 from splitkit.errors import UsageError
 from splitkit.testing import models
 
@@ -214,5 +212,4 @@ def test_a_file_that_is_no_python():
     with refusal("SK403", "Correct the file."):
         printed("train broken.py:net --stages 2 --nproc 2")
     Path("broken.py").write_text(FACTORY)
-    before_ranks._require_factory(Source("broken.py:net", {}))
     assert captured("broken.py:net")

@@ -257,10 +257,11 @@ def test_what_generates(tmp_path):
     assert printed("run whole.json --check")["check"]["same"]
     with refusal("SK601", "Give --prompt, --prompt-ids or --requests."):
         launched("generate stages")
-    with refusal("SK601", "Add --tokenizer PATH, or give token ids."):
+    with pytest.raises(UsageError, match="SK601.*\n.*or give token ids: --prompt-ids 5,6,7"):
         launched("generate stages --prompt w5 --max-new-tokens 3")
     Path("asked.jsonl").write_text('{"input_ids": [5], "max_new_tokens": 3}\n')
     assert generated("stages --requests asked.jsonl", (5,))
+    assert generated("stages --prompt-ids 5 --max-new-tokens 3", (5,))
     assert generated(f"stages --prompt w5 --tokenizer {tokenizer(tmp_path, SIZES['vocab'])} --max-new-tokens 3", (5,))
 
 

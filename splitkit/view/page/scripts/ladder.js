@@ -104,7 +104,8 @@ export class Ladder extends Picture {
   makeSlider() {
     const {marks, rows} = this.data, most = Math.min(marks.length - 1, Math.max(16, bordersOf(rows).length - 1));
     const slider = el("input", undefined, {type: "range", min: 1, max: most, "aria-label": "stages", oninput: () => this.setCount(Number(slider.value))});
-    slider.disabled = Boolean(this.data.times?.on); // the number of devices that differ is fixed
+    // the number of devices that differ is fixed
+    slider.disabled = Boolean(this.data.times?.on);
     return slider;
   }
   asPlanned() { this.setBorders(this.shipped); }
