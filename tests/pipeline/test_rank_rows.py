@@ -10,7 +10,8 @@ def test_a_row_as_text_and_as_data():
     row = RankRow("cuda:0", (0, "1 a"), 0.5, 0.25, 3, (100, 20, 3, 4), limit=254, replicas=2)
     assert row.used == 0.5 and RankRow("", (), 0.0, None, None, (1, 1, 1, 1)).used == 0.0
     assert row.cells(7) == {
-        "rank": "7", "device": "cuda:0", "stages": "0,1 a", "replicas": "x2", "busy": "500 ms", "load": "", "bubble": "25.0%",
+        "rank": "7", "device": "cuda:0", "stages": "0,1 a", "replicas": "x2", "busy": "500 ms", "load": "",
+        "bubble": "25.0%",
         "in flight": "3", "fixed": "100 B", "saved": "20 B", "messages": "3 B", "temporaries": "4 B",
         "temporary": "7 B", "peak": "127 B", "memory": "254 B",
     }  # fmt: skip

@@ -17,6 +17,7 @@ from splitkit.graph.dataflow import readers_of
 from splitkit.graph.storages import storage_key
 from splitkit.memory.autograd.saved_storages import activations
 from splitkit.pipeline.memory import memory_over_time
+from splitkit.prices import kernels_of
 from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.op_columns import source_line, type_text
@@ -85,9 +86,10 @@ def assert_adds_up(told, run):
         assert steps(own, times) == steps(points, times)
 
 
-def kept_by(flow, nodes):
+def kept_by(view, nodes):
     """The bytes that autograd saves in a stage by the name of the op that makes them, or of the one that saves them."""
-    known, found, maker, seen = flow.fact(activations), {}, {}, set()
+    flow = view.flow
+    known, found, maker, seen = flow.fact(activations, kernels_of(view.costs)), {}, {}, set()
     for node, storages in known.values.items():
         for storage in storages:
             maker.setdefault(storage, flow.producer(node))
@@ -105,7 +107,7 @@ def kept_by(flow, nodes):
 def crossing(view, rows):
     """The names of ops of contiguous values that a stage of these rows receives or sends: of each its first owner."""
     flow, row_of = view.flow, view.rows.of
-    values, owner = flow.fact(activations).values, {}
+    values, owner = flow.fact(activations, kernels_of(view.costs)).values, {}
     for node, storages in values.items():
         for storage in storages:
             owner.setdefault(storage, flow.producer(node))
@@ -134,7 +136,7 @@ def assert_is_what_is_saved(view, names, told, stages, rows_of_stages):
     """What the page says of each stage is what autograd saves there, and what crosses its borders."""
     for own, stage, rows in zip(told["stages"], stages, rows_of_stages, strict=True):
         nodes = sorted((n for row in rows for n in view.nodes_of_rows[row]), key=view.flow.index.__getitem__)
-        wanted, inside = kept_by(view.flow, nodes), {node.name for node in nodes}
+        wanted, inside = kept_by(view, nodes), {node.name for node in nodes}
         by_name = {names[op] if op >= 0 else "": (kind, nbytes) for op, kind, nbytes in own["values"]}
         assert {name for name in wanted if by_name[name][0] == "saved"} == {*wanted} & inside
         assert all(by_name[name][1] >= nbytes for name, nbytes in wanted.items())
