@@ -158,7 +158,7 @@ def test_placements_that_are_the_same_are_weighed_once(gm):
         return found
 
     demand = StageRequest(None, sk.analyze(gm), sk.costs.unit(gm), "1f1b")
-    StagePlanner(demand, (0, 1), solver=solver).plan()
+    StagePlanner(demand, (0, 1, 2), solver=solver).plan()
     assert weighed
 
 

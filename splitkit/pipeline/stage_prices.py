@@ -103,7 +103,7 @@ def stage_costs(
     parts, facts = plan if in_order else plan_of(plan), facts_of(flow)
     plan_of_them = parts if isinstance(parts, Plan) else Plan({})
     used = costs_of_plan(plan_of_them, facts) if costs is None else require_costs(costs)
-    held = plan_of_them.request.counted if optimizer == "planned" else optimizer
+    held = plan_of_them.request.counting(optimizer)
     return StagePrices(facts, used, held, activations, weight_part).of(parts)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
-from splitkit.checks import MOST, is_whole
+from splitkit.checks import MOST, is_whole, is_word
 from splitkit.plans.parts import PartKey
 from splitkit.plans.plan_json import check_device, check_numbers, check_short_text, damaged, key_from_json, key_to_json
 from splitkit.prices import MOST_BYTES, Optimizer
@@ -55,6 +55,10 @@ class PlanRequest:
     def counted(self) -> Optimizer:
         """The optimizer whose state counts; Adam is assumed where nobody said what the plan is for."""
         return self.optimizer if self.purpose else ASSUMED
+
+    def counting(self, optimizer: PlannedOptimizer) -> Optimizer:
+        """Return the given optimizer, or the one that counts for what is planned."""
+        return self.counted if is_word(optimizer, "planned") else cast("Optimizer", optimizer)
 
     @property
     def kinds(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from splitkit.checks import items_of, nbytes
+from splitkit.checks import is_word, items_of, nbytes
 from splitkit.costs import Costs
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair, divide
@@ -178,7 +178,7 @@ def _stages(
     from splitkit.engine.joint_stages.divide_stages import divide_stages
     from splitkit.frontends.aot import joint_flow
 
-    limit, held = limit_of(memory), plan.request.counted if optimizer == "planned" else optimizer
+    limit, held = limit_of(memory), plan.request.counting(optimizer)
     prices = costs_of_plan(plan, gm) if costs is None else costs
     stages = 1 + max((part.stage for key in plan.parts if (part := stage_part(key)) is not None), default=0)
     given = checked_run(run, stages, "stages")
@@ -241,8 +241,8 @@ def _ladder(
     others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))
     if any(node not in flow.index for other in others for node in other):
         raise ViewError("SK901", "the plan passed as beside is for another graph", "Compare plans of one graph module.")
-    held = plan.request.counted if optimizer == "planned" else optimizer
-    if optimizer == "planned" and not plan.request.purpose:
+    held = plan.request.counting(optimizer)
+    if is_word(optimizer, "planned") and not plan.request.purpose:
         title = f"{title or plan.note or 'plan'}; {purpose(held)} ({UNSAID})"
     ladder = LadderView(flow, plan, prices, title, held, limit, run, ran, others)
 

@@ -272,7 +272,7 @@ class StagedStep(Shown):
             PolicyError: SK302 for an unknown optimizer.
             GraphError: SK108 for a data-dependent size.
         """
-        held = self.plan.request.counted if optimizer == "planned" else optimizer
+        held = self.plan.request.counting(optimizer)
         check_stage_optimizer(held)
         prices = checked(costs)
         seconds: dict[tuple[str, int], float] = {}
