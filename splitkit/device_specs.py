@@ -72,6 +72,11 @@ class Device:
         object.__setattr__(self, "peak", dict(self.peak))
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU, which its kernels say."""
+        return self.kernels == "cpu"
+
+    @property
     def expression(self) -> str:
         """The text that stands for this device in the expression of a policy: its name if that is known, or a call."""
         if _known().get(self.name) == self:

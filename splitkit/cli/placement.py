@@ -251,7 +251,7 @@ class Placement:
         if self.devices is None:
             return self.memory[rank] if isinstance(self.memory, tuple) else None
         device = self.devices.devices[rank]
-        is_cpu = device.name == "cpu" and not self.devices.alike  # beside accelerators, main memory is no limit
+        is_cpu = device.is_cpu and not self.devices.alike  # beside accelerators, main memory is no limit
         limit = self.memory[rank] if isinstance(self.memory, tuple) else device.memory
         return None if is_cpu else limit
 

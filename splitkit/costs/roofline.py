@@ -94,7 +94,7 @@ class Roofline(CountedCosts):
     def _shares(self) -> Mapping[Node, float]:
         """Node of decomposed attention -> the seconds of the fused kernel per second of the nodes."""
         found: dict[Node, float] = {}
-        for kernel in decomposed_attention(self.gm.graph) if self.device.name != "cpu" else ():
+        for kernel in decomposed_attention(self.gm.graph) if not self.device.is_cpu else ():
             counts = {node: self.counter.count(node) for node in kernel.nodes}
             work = [(node, count) for node, count in counts.items() if count.counted]
             compute = sum(count.counted / self.device.rate(self._dtype(node, count)) for node, count in work)

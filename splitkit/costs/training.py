@@ -167,7 +167,7 @@ class FromOps(_WithBackward, StepCosts):
     @property
     def _fuses(self) -> bool:
         """Whether attention runs as a fused kernel whatever its mask and dropout, as on a GPU."""
-        return isinstance(self._like, Roofline) and self._like.device.kernels != "cpu"
+        return isinstance(self._like, Roofline) and not self._like.device.is_cpu
 
 
 def _device_of(costs: object) -> str | Device:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from splitkit.checks import nbytes, shown
-from splitkit.costs import Costs
+from splitkit.costs import Costs, Device
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair
 from splitkit.engine.split import Split
@@ -154,9 +154,8 @@ def _device(plan: Plan, part: Part) -> str:
     """Return the torch device of a part: its own, or the one whose number the device has among those planned for."""
     if part.device is not None or part.planned_on is None:
         return str(part.device or "")
-    kind = "cpu" if plan.request.devices[part.planned_on]["name"] == "cpu" else "cuda"
-    gpus = [key for key, device in plan.request.devices.items() if device["name"] != "cpu"]
-    return kind if kind == "cpu" else f"cuda:{gpus.index(part.planned_on)}"
+    gpus = [key for key, fields in plan.request.devices.items() if not Device(**fields).is_cpu]
+    return f"cuda:{gpus.index(part.planned_on)}" if part.planned_on in gpus else "cpu"
 
 
 def _devices_said(form: ExportFormat, plan: Plan, rounded: Plan, keys: Sequence[PartKey]) -> str:
@@ -216,7 +215,7 @@ def _require_pipeline(form: ExportFormat, flow: Dataflow, plan: Plan) -> None:
     """Refuse what no format carries: one part, nodes without a part, replicas, offloaded values."""
     if len(plan.parts) < 2:
         raise cannot_carry(form.tool, "it has one part, and so no cut", "Plan with two stages or more.")
-    left = [node for node in flow.nodes if PARENT in plan.places.get(node, (PARENT,))]
+    left = [node for node in flow.nodes if PARENT in (plan.places.get(node) or (PARENT,))]  # empty: pruned
     if left:
         reason = f"{left[0].name} is in the parent ({len(left)} such nodes), which no stage runs"
         raise cannot_carry(form.tool, reason, "Give every node a part.", left)

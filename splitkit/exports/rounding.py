@@ -101,18 +101,20 @@ class PlanPricing:
     """Prices plans of one graph alike.
 
     Attributes:
-        pricing: the graph, its prices, the schedule, the memory, the links and the devices.
+        pricing: the graph, its prices, the schedule, the links and the devices, with the memory that they had.
         order: the order of actions; ``None`` without a schedule.
         parts: the plan's parts in the order in which they run, which are the stages.
+        memory: the bytes that each rank may take; ``None``: no limit.
     """
 
     pricing: StagePricing
     order: PipelineOrder | None = None
     parts: tuple[Part, ...] = ()
+    memory: int | None = None
 
     @property
     def request(self) -> StageRequest:
-        """The graph, its prices, the schedule, the memory and the links."""
+        """The graph, its prices, the schedule and the links."""
         return self.pricing.request
 
     @classmethod
@@ -141,12 +143,11 @@ class PlanPricing:
             schedule=known.name if known is not None else None,
             microbatches=order.microbatches if order is not None and known is not None else None,
             links=links or asked.links,
-            memory=memory,
         )
         made = StagePricing.of(flow, plan, costs, request=asked)
         back = order is not None or held is not None
         parts = tuple(plan.parts[key] for key in run_order(flow, plan))
-        return cls(replace(made, request=replace(made.request, backward=back)), order, parts)
+        return cls(replace(made, request=replace(made.request, backward=back)), order, parts, memory)
 
     def price(self, plan: Plan) -> PlanPrice:
         """Return the price of a plan."""
@@ -162,8 +163,7 @@ class PlanPricing:
             stages = replace(request, memory=None).stage_prices.of(plan)
             run = simulate_schedule(stages, self.order, self.order.microbatches, links=request.links)
             step, peaks = run.seconds, run.peaks
-        limit = request.memory
-        fits = not isinstance(limit, int) or max(peaks) <= limit
+        fits = self.memory is None or max(peaks) <= self.memory
         unit = self.pricing.unit
         return PlanPrice(figures.value, max(peaks), step, figures.traffic, unit, fits), peaks
 
@@ -207,7 +207,7 @@ def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tup
         if cuts is None:
             raise NoPlanError(
                 "SK303",
-                f"no {stages} stages of whole modules fit {size(_limit(pricing))} for each rank",
+                f"no {stages} stages of whole modules fit {size(pricing.memory or 0)} for each rank",
                 "Give more memory, or plan with more stages.",
             )
         too_large = _too_large(pricing, sequence, cuts)
@@ -228,18 +228,11 @@ def loads_on_devices(sequence: LayerSequence, pricing: PlanPricing, stages: int)
     return np.stack([known[kinds[part.planned_on]] for part in pricing.parts])
 
 
-def _limit(pricing: PlanPricing) -> int:
-    limit = pricing.request.memory
-    assert isinstance(limit, int)
-    return limit
-
-
 def _too_large(pricing: PlanPricing, sequence: LayerSequence, cuts: Sequence[int]) -> list[int]:
     """Return the stages whose rank does not fit its memory."""
-    request = pricing.request
-    if request.memory is None:
+    limit = pricing.memory
+    if limit is None:
         return []
-    limit = _limit(pricing)
     price, peaks = pricing.priced(sequence.plan(cuts, ""))
     if price.fits:
         return []

@@ -39,7 +39,7 @@ class Devices:
 
     If all devices are equal, the given costs are the prices; if they differ, each device has the prices of its
     roofline. A CPU among accelerators is the *host* of the placement literature (Tarnawski et al. 2020): it has no
-    memory limit unless ``memory`` sets one, and pays nothing for sending.
+    memory limit and pays nothing for values that cross, unless ``memory`` says how much it has.
 
     Attributes:
         devices: names that `splitkit.costs.devices` knows, or `splitkit.costs.Device`; parts are then ``0, 1 ...``.

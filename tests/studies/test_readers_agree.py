@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 import splitkit as sk
+from splitkit.device_specs import find_device
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.policies import ByName, Devices, RoundRobin, Stages
 from splitkit.search.plan_figures import StagePricing
@@ -23,10 +24,14 @@ def graph():
 
 
 UNEQUAL = ["h100", "l4"]
+FAST, SLOW = (replace(find_device(name), name="mine") for name in UNEQUAL)
+OWN_CPU = replace(find_device("cpu"), name="my host")
 PLANS = {
     "unequal devices": Devices(UNEQUAL, links="pcie4"),
     "unequal devices, training": Devices(UNEQUAL, links="pcie4", optimizer="adam"),
     "a CPU among GPUs": Devices(["l4", "cpu"], links="pcie4"),
+    "devices that differ under one name": Devices([FAST, SLOW], links="pcie4", optimizer="sgd", memory="250MB"),
+    "a CPU with a limit": Devices({"cuda:0": "l4", "cpu": "cpu"}, links="pcie4", optimizer="adam", memory="415MB"),
     "devices by name": Devices({"cuda:0": "h100", "cuda:1": "l4"}, links="pcie4"),
     "devices of one kind": Devices(["l4", "l4"], memory=["20GiB", "16GiB"], links="pcie4"),
     "a matrix of links": Devices(UNEQUAL, links=sk.costs.Links.matrix([[0, 1e9], [2e9, 0]], 1e-5)),
@@ -124,3 +129,21 @@ def test_other_keys_keep_the_devices(name):
     assert sorted(row.share for row in sk.report(graph(), other).parts) == pytest.approx(
         sorted(row.share for row in sk.report(graph(), plan).parts)
     )
+
+
+def test_a_cpu_of_ones_own_is_a_host():
+    gm = graph()
+    flow = sk.analyze(gm)
+    known, own = (Devices([cpu, "l4"], links="pcie4", only={"model.layers.0*": [0]}) for cpu in ("cpu", OWN_CPU))
+    one, two = (sk.plan(gm, policy) for policy in (known, own))
+    assert dict(one.items()) == dict(two.items()) and one.claim.value == two.claim.value
+    assert own.request(flow, costs_of_plan(two, flow)).capacities[0] is None
+    assert '"cpu"' in sk.export(two, to="transformers").text and "cuda:1" not in sk.export(two, to="transformers").text
+
+
+def test_export_of_a_plan_that_leaves_nodes_out_is_refused():
+    plan = planned("unequal devices, training")
+    unread = next(node for node in plan if plan.home(node) is not None)
+    pruned = replace(plan, places={**dict(plan.items()), unread: ()})
+    with pytest.raises(sk.PlanError, match=unread.name):
+        sk.export(pruned, to="transformers")

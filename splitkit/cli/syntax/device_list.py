@@ -47,7 +47,7 @@ class DeviceList:
     @property
     def alike(self) -> bool:
         """Whether all devices are of one kind."""
-        return len({device.name for device in self.devices}) == 1
+        return len(set(self.devices)) == 1
 
     @property
     def usual_links(self) -> str:

@@ -36,9 +36,8 @@ class DeviceRequest(StageRequest):
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """The row of prices that each device uses."""
-        names = [device.name for device in self.devices.values()]
-        distinct = list(dict.fromkeys(names))
-        return tuple(map(distinct.index, names))
+        distinct = list(dict.fromkeys(self.devices.values()))
+        return tuple(map(distinct.index, self.devices.values()))
 
     @cached_property
     def kind_prices(self) -> tuple[Costs, ...]:
@@ -56,7 +55,7 @@ class DeviceRequest(StageRequest):
     @cached_property
     def cpus(self) -> frozenset[int]:
         """The places of CPUs among accelerators, unless it is said how much memory they have."""
-        cpus = {place for place, device in enumerate(self.devices.values()) if device.name == "cpu"}
+        cpus = {place for place, device in enumerate(self.devices.values()) if device.is_cpu}
         return frozenset(cpus if self.memory is None and len(cpus) < len(self.devices) else ())
 
     @cached_property
