@@ -28,3 +28,10 @@ LISTED |= {
     ("SK402", "pip install 'transformers>=5'"): "installs a package",
     ("SK402", "Install the package that it names."): "installs a package",
 }
+
+# joint graphs on accelerators
+LISTED |= {
+    ("SK801", "Move the model and the inputs to {...} before capture_joint."): (
+        "needs a device whose attention ops are not the CPU's: a graph from meta has those of the CPU"
+    ),
+}

@@ -15,12 +15,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
-from splitkit import _torch
 from splitkit.runtime import PipelineModule, Request, joint_pipeline
 from splitkit.runtime.generation.before_stages import BehindEmbeddings
 from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.model_tokens import ModelTokens
-from splitkit.runtime.ranks.rank_device import _require_kernels
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.pipeline_check import UnsplitModel
 from splitkit.training.flow import FORWARD, save_all_plan
@@ -126,15 +124,6 @@ JOINT = [
 @pytest.mark.parametrize("remedy", JOINT, ids=lambda remedy: remedy.told[:40])
 def test_joint_stages(remedy):
     remedy.carry_out()
-
-
-def test_attention_that_a_capture_chose_for_its_device(monkeypatch):
-    """As if ``meta`` lacked what the CPU has: there is no other device everywhere."""
-    monkeypatch.setattr(_torch, "has_kernel", lambda target, kind: kind == "cpu" or "_for_cpu" not in str(target))
-    with refusal("SK801", "Move the model and the inputs to {...} before capture_joint.") as caught:
-        _require_kernels(moved("cpu"), "meta")
-    kind = caught.value.remedy.split(" to ")[1].split(" before ")[0]
-    _require_kernels(moved(kind), kind)
 
 
 # ---------------------------------------------------------------- steps and evaluations

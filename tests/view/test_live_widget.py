@@ -73,7 +73,7 @@ def test_the_slider_plans_anew_in_python(widget):
     heard, before = said(widget), widget.data
     ask(widget, stages=2)
     assert heard == [{"planning": 2}, {"planned": 2}] and len(widget.plan.parts) == 2 and widget.data is not before
-    assert widget.borders == data_borders(widget.data) and "bottleneck" in widget.plan.note
+    assert widget.borders == data_borders(widget.data) and "Slowest" in widget.plan.note
     widget.planner = lambda count: sk.plan(widget.ladder.flow.root, sk.policies.Stages(count + 1))
     ask(widget, stages=3)
     assert len(widget.plan.parts) == 4
