@@ -36,6 +36,7 @@ class Model(nn.Module):
         return self.b(x) + y
 
 
+@pytest.mark.campaign
 def test_the_python_blocks_run_one_after_another():
     model, x = Model(), torch.ones(1, 2)
     gm = fx.symbolic_trace(model)
@@ -57,6 +58,7 @@ def test_the_files_that_it_names_are_there(page, least):
         assert (ROOT / name).exists(), name
 
 
+@pytest.mark.campaign
 def test_the_python_blocks_of_placement_run_one_after_another():
     scope = {}
     blocks = re.findall(r"```python\n(.*?)```", PLACEMENT, re.S)
@@ -129,6 +131,7 @@ def again(pair):
     return Counter(str(n.target) for n in pair.backward.graph.nodes if n.op == "call_function" and n.name in names)
 
 
+@pytest.mark.campaign
 def test_every_door_gives_the_gradients_of_eager(step):
     model, joint, inputs = step["model"], step["joint"], step["inputs"]
     model.zero_grad()
@@ -148,6 +151,7 @@ def test_every_door_gives_the_gradients_of_eager(step):
     torch.testing.assert_close(weight.grad, expected)
 
 
+@pytest.mark.campaign
 def test_its_policies_do_what_it_says_of_them(step):
     pairs = step["pairs"]
     whole, least = pairs["save all"], pairs["recompute all"]
@@ -197,6 +201,7 @@ def test_its_table_names_each_test_beside_torchs_partitioner_once():
 # ---- docs/joint_pipelines.md, docs/schedules.md
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("page", "least"), [("joint_pipelines", 4), ("schedules", 2)])
 def test_the_python_blocks_of_pipelines_run_one_after_another(page, least, tmp_path, monkeypatch):
     text = (ROOT / "docs" / f"{page}.md").read_text()
@@ -221,6 +226,7 @@ def test_the_schedule_of_your_own_is_planned(monkeypatch):
     assert "one by one of 8" in scope["plan"].note
 
 
+@pytest.mark.campaign
 def test_the_python_blocks_of_stages_run_one_after_another(tmp_path, monkeypatch):
     """In a group of one rank; `tests/runtime` has several."""
     import torch.distributed as dist

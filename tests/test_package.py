@@ -27,6 +27,8 @@ def make():
 """
 """A model that needs no transformers, whose import takes most of the time of a command."""
 
+pytestmark = pytest.mark.campaign  # builds and installs take 30 s
+
 
 def run(*command, cwd):
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from campaigns import these_first
 
 from splitkit.cli.parser import make_parser
 from splitkit.testing.models import build
@@ -18,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "tour.md").read_text()
 
 
-@pytest.mark.parametrize(("text", "count"), [(README, 3), (TOUR, 6)], ids=["README", "tour"])
+@pytest.mark.parametrize(("text", "count"), these_first([(README, 3)], [(TOUR, 6)]), ids=["README", "tour"])
 def test_the_python_blocks_run_one_after_another(text, count, capsys):
     example = build("gpt2", layers=1, width=32, heads=2, vocab=96, seq=12)
 

@@ -860,7 +860,7 @@ LATER = [
 ]
 
 
-@pytest.mark.parametrize(("name", "policy"), these_first(COMPILED, LATER))
+@pytest.mark.parametrize(("name", "policy"), these_first(COMPILED[:1], [*COMPILED[1:], *LATER]))
 @plain_kernels
 def test_inductor(name, policy):
     CASES["checkpointed_calmly"] = (calm, ((3, 4), (4, 4)), lambda *leaves: leaves, None, True, None)
