@@ -190,6 +190,8 @@ class StagePricing:
         stages = self.stages(plan)
         ranks = self._ranks(len(devices))
         work, loads = self._loads(joined, devices, ranks, stages)
+        again = self._rerun(plan, devices, stages)
+        work, loads = (work if self.replicated else work + again), loads + again  # shared work has it already
         of_rank, busiest = by_rank(loads, ranks) if len(loads) else (loads, 0)
         run, names = self.run(stages), list(map(self.row_of, devices))
         return StageFigures(
@@ -223,6 +225,14 @@ class StagePricing:
         travel = request.travel(ranks)
         alone = model.loads(plan, devices, [0] * len(devices), None)
         return alone, alone if travel is None else model.loads(plan, devices, [0] * len(devices), travel)
+
+    def _rerun(self, plan: Plan, devices: Sequence[PartKey], stages: Sequence[StageCosts] | None) -> Any:
+        """Return (d,) seconds of the forwards that backward runs again, where loads include backward."""
+        found = dict.fromkeys(devices, 0.0)
+        for key, stage in zip(self.parts_of(plan), stages or (), strict=False):
+            if self.request.training and plan.parts[key].call == "checkpoint" and stage.backward:
+                found[self.device_of(key)] += stage.forward
+        return np.array(list(found.values()), np.float64)
 
     def _shared_loads(self, plan: Plan, devices: Sequence[PartKey], replicas: Sequence[int]) -> Any:
         """Return (d,) seconds of each device of each part, with its transfers and its share of the all-reduce."""

@@ -120,6 +120,17 @@ def test_readers_agree(name, tmp_path):
     assert same is None or not same.get("moved")
 
 
+@pytest.mark.parametrize("name", ["unequal devices, training", "training", "replicas"])
+def test_what_backward_runs_again_counts_in_loads_too(name):
+    plan = sk.extend.checkpointed(planned(name))
+    stages, figures = sk.stage_costs(graph(), plan), truth(plan).figures(plan)
+    assert sorted(stage.forward + stage.backward for stage in stages) == pytest.approx(sorted(figures.work.values()))
+    plain = truth(planned(name)).figures(planned(name))
+    more = [figures.loads[key] - plain.loads[key] for key in figures.loads]
+    assert sorted(more) == pytest.approx(sorted(stage.forward for stage in stages))
+    assert plan.explain(again=False).to_dict()["figures"] == figures.to_dict()
+
+
 @pytest.mark.parametrize("name", ["unequal devices", "devices by name", "unequal devices, training"])
 def test_other_keys_keep_the_devices(name):
     plan = planned(name)
