@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from splitkit.checks import nbytes, shown
-from splitkit.costs import Costs, Device
+from splitkit.costs import Costs
 from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair
 from splitkit.engine.split import Split
@@ -154,7 +154,7 @@ def _device(plan: Plan, part: Part) -> str:
     """Return the torch device of a part: its own, or the one whose number the device has among those planned for."""
     if part.device is not None or part.planned_on is None:
         return str(part.device or "")
-    gpus = [key for key, fields in plan.request.devices.items() if not Device(**fields).is_cpu]
+    gpus = [key for key, device in plan.request.devices.items() if not device.is_cpu]
     return f"cuda:{gpus.index(part.planned_on)}" if part.planned_on in gpus else "cpu"
 
 
@@ -163,9 +163,7 @@ def _devices_said(form: ExportFormat, plan: Plan, rounded: Plan, keys: Sequence[
     if plan.request.kinds < 2:
         return ""
     on = {i: rounded.parts[key] for i, key in enumerate(keys)}
-    names = {
-        i: str(plan.request.devices[part.planned_on]["name"]) for i, part in on.items() if part.planned_on is not None
-    }
+    names = {i: plan.request.devices[part.planned_on].name for i, part in on.items() if part.planned_on is not None}
     if form.name in _NUMBERED:
         said = (f"{_device(plan, on[i])} is the {name}" for i, name in names.items())
     else:

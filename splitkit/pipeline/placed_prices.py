@@ -13,7 +13,6 @@ from splitkit.costs import Costs, Device, roofline
 from splitkit.costs.base import WrappedCosts
 from splitkit.costs.recorded import costs_of
 from splitkit.costs.training import FromOps, with_backward
-from splitkit.errors import CostError, FileError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import is_joint
 from splitkit.plans.parts import PARENT, PartKey
@@ -35,19 +34,12 @@ def costs_of_plan(plan: Plan, graph: fx.GraphModule | Dataflow) -> Costs:
     if plan.request.kinds < 2 or not any(part.planned_on is not None for part in plan.parts.values()):
         return with_backward(base, facts_of(graph)) if trains else base
     flow, trains = facts_of(graph), trains or includes_backward(as_given(base))
-    known = {key: _priced(flow, key, fields) for key, fields in plan.request.devices.items()}
+    devices = plan.request.devices
+    known: dict[Device, Costs] = {device: roofline(flow, device) for device in devices.values()}
     if trains:
-        base, known = with_backward(base, flow), {key: with_backward(costs, flow) for key, costs in known.items()}
-    of_part = {key: known[part.planned_on] for key, part in plan.parts.items() if part.planned_on is not None}
+        base, known = with_backward(base, flow), {device: with_backward(costs, flow) for device, costs in known.items()}
+    of_part = {key: known[devices[part.planned_on]] for key, part in plan.parts.items() if part.planned_on is not None}
     return (PlacedStepCosts if trains else PlacedCosts)(base, plan, of_part)
-
-
-def _priced(flow: Dataflow, key: PartKey, fields: Mapping[str, object]) -> Costs:
-    try:
-        return roofline(flow, Device(**fields))  # type: ignore[arg-type]
-    except (CostError, TypeError) as error:
-        reason = f"the plan is damaged: request.devices, {key}: {error}"
-        raise FileError("SK501", reason, "Plan again.") from error
 
 
 @dataclass(frozen=True)

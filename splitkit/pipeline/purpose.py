@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from splitkit.checks import memory_of
@@ -59,7 +58,7 @@ def request_of(policy: object, costs: Costs, *, joint: bool = False) -> PlanRequ
         memory,
         tokens,
         {str(node): nbytes for node, nbytes in (getattr(given, "cache", None) or {}).items()} or None,
-        {key: asdict(device) for key, device in devices.items()},
+        devices,
     )
 
 

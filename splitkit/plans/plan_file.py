@@ -29,6 +29,7 @@ from splitkit.plans.plan_json import (
     device_from_json,
     key_from_json,
     key_to_json,
+    read_key,
 )
 from splitkit.plans.plan_request import PlanRequest, request_from_json, request_to_json
 from splitkit.plans.policy_text import MOST_TEXT
@@ -155,10 +156,7 @@ def _claim(data: object) -> Claim | None:
     wanted = "null or an object with the fields of a claim"
     if not isinstance(data, Mapping) or {f.name for f in fields(Claim)} != {"evenness", *data}:
         raise damaged("claim", data, wanted)
-    try:
-        made = Claim(**{**data, "limiting": key_from_json(data["limiting"])})
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise damaged("claim.limiting", data["limiting"], "the key of a part") from error
+    made = Claim(**{**data, "limiting": read_key("claim.limiting", data["limiting"], "the key of a part")})
     texts = (made.objective, made.solver)
     numbers = (made.value, made.bound, made.tolerance, made.evenness or 0.0)
     sane = all(type(n) in (int, float) and 0 <= n <= _MOST for n in numbers)
@@ -253,11 +251,8 @@ def _part(place: str, entry: Mapping[str, Any]) -> Part:
         raise damaged(f"{place}.call", call, "'plain' or 'checkpoint'")
     if flaw_of_replicas(replicas):
         raise damaged(f"{place}.replicas", replicas, "a whole number, 1 or more")
-    try:
-        name = key_from_json(key)
-        on = None if entry.get("planned_on") is None else key_from_json(entry["planned_on"])
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise damaged(f"{place}.key", key, "an int, a string, a device or a list of these") from error
+    name, planned_on = read_key(f"{place}.key", key), entry.get("planned_on")
+    on = None if planned_on is None else read_key(f"{place}.planned_on", planned_on)
     try:
         where = None if device is None else device_from_json(device)
         return Part(name, where, "plain" if call == "plain" else "checkpoint", replicas, on)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from splitkit.errors import FileError, PlanError
+from splitkit.device_specs import Device
+from splitkit.errors import CostError, FileError, PlanError
 from splitkit.plans.parts import PartKey
 from splitkit.price_record import MOST_LETTERS
 from splitkit.prices import MOST_SECONDS
@@ -69,6 +70,23 @@ def key_from_json(key: Any) -> PartKey:
     if not isinstance(key, str | int | float | bool):
         raise TypeError(type(key).__name__)
     return key
+
+
+def read_key(field: str, data: object, wanted: str = "an int, a string, a device or a list of these") -> PartKey:
+    """Return the key of a part in a field of a plan file."""
+    try:
+        return key_from_json(data)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise damaged(field, data, wanted) from error
+
+
+def read_device(field: str, data: Mapping[str, Any]) -> Device:
+    """Return the `splitkit.costs.Device` in a field of a plan file."""
+    check_device(field, data)
+    try:
+        return Device(**data)
+    except CostError as error:
+        raise FileError("SK501", f"the plan is damaged: {field}: {error.reason}", "Plan again.") from error
 
 
 def device_from_json(name: object) -> torch.device:

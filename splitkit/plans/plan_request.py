@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from splitkit.checks import MOST, is_whole, is_word
+from splitkit.device_specs import Device
 from splitkit.plans.parts import PartKey
-from splitkit.plans.plan_json import check_device, check_numbers, check_short_text, damaged, key_from_json, key_to_json
+from splitkit.plans.plan_json import check_numbers, check_short_text, damaged, key_to_json, read_device, read_key
 from splitkit.prices import MOST_BYTES, Optimizer
 from splitkit.short_repr import brief
 
 Purpose = Literal["", "inference", "training"]
-OPTIMIZERS = ("adam", "adamw", "momentum", "sgd")
+OPTIMIZERS: tuple[str, ...] = get_args(get_args(Optimizer)[0])
 PlannedOptimizer = Optimizer | Literal["planned"]
 """The optimizer that a reader of plans counts; ``"planned"``: that of the plan's request."""
 ASSUMED: Optimizer = "adam"
@@ -35,8 +36,8 @@ class PlanRequest:
         memory: the bytes of every rank or device, or of each of them; ``None``: what the devices have, else no limit.
         tokens: for inference, the tokens of cache for which there is room.
         cache: name of a node -> bytes of cache per token, if the policy was told.
-        devices: key of each device that the policy was given, in its order -> the fields of its
-            `splitkit.costs.Device`; ``planned_on`` of a part says on which it runs.
+        devices: key of each device that the policy was given, in its order -> the device; ``planned_on`` of a part says
+            on which it runs.
     """
 
     purpose: Purpose = ""
@@ -47,7 +48,7 @@ class PlanRequest:
     memory: int | tuple[int | None, ...] | None = None
     tokens: int = 0
     cache: Mapping[str, int] | None = field(default=None, repr=False)
-    devices: Mapping[PartKey, Mapping[str, Any]] = field(default_factory=dict, repr=False)
+    devices: Mapping[PartKey, Device] = field(default_factory=dict, repr=False)
 
     __repr__ = brief
 
@@ -63,13 +64,13 @@ class PlanRequest:
     @property
     def kinds(self) -> int:
         """How many different devices there are."""
-        return len({str(sorted(device.items(), key=str)) for device in self.devices.values()})
+        return len(set(self.devices.values()))
 
 
 def request_to_json(request: PlanRequest) -> dict[str, Any]:
     """Return the JSON form of a request, without the fields that have their default."""
     given = {one.name: getattr(request, one.name) for one in fields(request)}
-    given["devices"] = [{"key": key_to_json(key), **device} for key, device in request.devices.items()]
+    given["devices"] = [{"key": key_to_json(key), **asdict(device)} for key, device in request.devices.items()]
     if isinstance(request.links, Mapping):
         pairs = [[key_to_json(a), key_to_json(b), link] for a, b, link in request.links["pairs"]]
         given["links"] = {**request.links, "pairs": pairs}
@@ -103,17 +104,17 @@ def request_from_json(data: object) -> PlanRequest:
     return PlanRequest(**{**data, **read, "devices": _devices(data.get("devices", []))})
 
 
-def _devices(data: object) -> dict[PartKey, Mapping[str, Any]]:
+def _devices(data: object) -> dict[PartKey, Device]:
     wanted = "a list of devices with different keys"
     if not isinstance(data, list):
         raise damaged("request.devices", data, wanted)
-    found: dict[PartKey, Mapping[str, Any]] = {}
+    found: dict[PartKey, Device] = {}
     for i, entry in enumerate(data):
         if not isinstance(entry, Mapping) or "key" not in entry:
             raise damaged(f"request.devices[{i}]", entry, "an object with a key and the fields of a device")
-        device = {name: value for name, value in entry.items() if name != "key"}
-        check_device(f"request.devices[{i}]", device)
-        found[_key(f"request.devices[{i}].key", entry["key"])] = device
+        fields_of_it = {name: value for name, value in entry.items() if name != "key"}
+        key = read_key(f"request.devices[{i}].key", entry["key"])
+        found[key] = read_device(f"request.devices[{i}]", fields_of_it)
     if len(found) < len(data):
         raise damaged("request.devices", [entry["key"] for entry in data], wanted)
     return found
@@ -138,7 +139,7 @@ def _links(data: object) -> str | Mapping[str, Any] | None:
     for i, entry in enumerate(data["pairs"]):
         if not isinstance(entry, list) or len(entry) != 3:
             raise damaged(f"request.links.pairs[{i}]", entry, "a source, a target and a link")
-        pairs.append((*(_key(f"request.links.pairs[{i}]", end) for end in entry[:2]), _link(entry[2])))
+        pairs.append((*(read_key(f"request.links.pairs[{i}]", end) for end in entry[:2]), _link(entry[2])))
     ends = {name: None if data[name] is None else _link(data[name]) for name in ("between", "inside")}
     return {**ends, "size": data["size"], "pairs": pairs}
 
@@ -153,10 +154,3 @@ def _link(data: object) -> Mapping[str, Any]:
 
 def _is_within(value: object, least: int, most: int) -> bool:
     return is_whole(value, least) and value <= most
-
-
-def _key(field: str, data: object) -> PartKey:
-    try:
-        return key_from_json(data)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise damaged(field, data, "an int, a string, a device or a list of these") from error

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.fx import Node
 
-from splitkit.costs import Costs, Device
+from splitkit.costs import Costs
 from splitkit.costs.links import links_of
 from splitkit.errors import GraphError, PlanError, SplitError
 from splitkit.graph.cache_bytes import cache_bytes
@@ -114,7 +114,7 @@ class StagePricing:
             "cache": _cache(flow, asked),
         }
         if asked.devices:
-            devices = {key: Device(**fields) for key, fields in asked.devices.items()}
+            devices = asked.devices
             together, only = getattr(policy, "together", ()), getattr(policy, "only", {})
             trains = asked.purpose == "training"
             on = {key: part.planned_on for key, part in plan.parts.items() if part.planned_on in devices}

@@ -379,3 +379,38 @@ def test_damaged_prices_are_refused_by_field(prices, field):
     with pytest.raises(FileError, match="SK501") as caught:
         Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), "prices": prices})
     assert f"damaged: {field}" in caught.value.reason and len(caught.value.reason) < 400
+
+
+CARD = {"key": 0, "name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e9, "memory": 8, "launch": 0.0, "source": ""}
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        ([], "request"),
+        ({"more": 1}, "request"),
+        ({"purpose": "fun"}, "request.purpose"),
+        ({"purpose": "training", "optimizer": "lion"}, "request.optimizer"),
+        ({"optimizer": "adam"}, "request.optimizer"),
+        ({"schedule": 3}, "request.schedule"),
+        ({"microbatches": 0}, "request.microbatches"),
+        ({"tokens": -1}, "request.tokens"),
+        ({"memory": "80GiB"}, "request.memory"),
+        ({"memory": [1, -1]}, "request.memory"),
+        ({"cache": {"add": "1"}}, "request.cache"),
+        ({"links": 4}, "request.links"),
+        ({"links": {"between": None, "inside": None, "size": 0, "pairs": [[0, 1]]}}, "request.links.pairs[0]"),
+        ({"links": {"between": {"bandwidth": 1}, "inside": None, "size": 0, "pairs": []}}, "request.links"),
+        ({"devices": {}}, "request.devices"),
+        ({"devices": [3]}, "request.devices[0]"),
+        ({"devices": [{**CARD, "key": None}]}, "request.devices[0].key"),
+        ({"devices": [CARD, CARD]}, "request.devices"),
+        ({"devices": [{**CARD, "bandwidth": 0.0}]}, "request.devices[0]"),
+        ({"devices": [{**CARD, "kernels": "hopper"}]}, "request.devices[0]"),
+    ],
+)
+def test_damaged_requests_are_refused_by_field(request_, field):
+    assert Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), "request": {"devices": [CARD]}}).request.kinds == 1
+    with pytest.raises(FileError, match="SK501") as caught:
+        Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), "request": request_})
+    assert f"damaged: {field}" in caught.value.reason

@@ -193,7 +193,7 @@ class LadderView(LadderModel):
         part = self.plan.parts.get(key)
         if part is None or part.device is not None or part.planned_on is None:
             return str(part.device) if part is not None and part.device is not None else ""
-        return str(self.plan.request.devices[part.planned_on]["name"])
+        return self.plan.request.devices[part.planned_on].name
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page shows, as plain data."""
