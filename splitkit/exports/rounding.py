@@ -160,7 +160,7 @@ class PlanPricing:
         figures = replace(self.pricing, on=on).figures(plan)
         step, peaks = 0.0, figures.peaks
         if self.order is not None:
-            stages = replace(request, memory=None).stage_prices.of(plan)
+            stages = request.stage_prices.of(plan)
             run = simulate_schedule(stages, self.order, self.order.microbatches, links=request.links)
             step, peaks = run.seconds, run.peaks
         fits = self.memory is None or max(peaks) <= self.memory

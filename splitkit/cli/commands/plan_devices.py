@@ -17,10 +17,7 @@ from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
 from splitkit.costs import Costs
-from splitkit.costs.links import as_links
 from splitkit.errors import ScheduleError
-from splitkit.graph.cache_bytes import cache_bytes
-from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.placed_prices import costs_of_plan
@@ -31,7 +28,6 @@ from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.search.plan_figures import StagePricing
-from splitkit.search.request import StageRequest
 from splitkit.units import duration, size
 from splitkit.view.console.tables import facts
 from splitkit.view.data.rank_table import rank_table
@@ -125,20 +121,16 @@ def _ranks(
 ) -> tuple[Sequence[RankRow], ScheduleRun | None]:
     """Return what each rank does and holds, and the simulated step if there is a schedule."""
     flow = sk.analyze(work.gm)
+    pricing = StagePricing.of(flow, made, costs)
+    stages = pricing.request.stage_prices.of(made)
     names = [device.name for device in wanted.devices.devices] if wanted.devices else []
     if wanted.schedule is None:
-        pricing = StagePricing.of(flow, made, costs)
-        own = _with_cache(flow, made, pricing.request.stage_prices.of(made), wanted)
-        parts = dict(zip(run_order(flow, made), own, strict=True))
+        parts = dict(zip(run_order(flow, made), _with_cache(pricing, made, stages), strict=True))
         names = names if wanted.stages is None else (names or [""] * len(parts))[: len(parts)]
         loads = list(pricing.figures(made).loads.values()) if wanted.links and wanted.objective != "latency" else None
         return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts, loads)), None
-    links, optimizer = as_links(wanted.links), wanted.optimizer
-    demand = StageRequest(None, flow, costs, wanted.schedule, wanted.microbatches, links=links, optimizer=optimizer)
-    costs_of = demand.stage_prices.of(made)
-    names = names[: len(costs_of)]
-    run = demand.run(costs_of)
-    return run.rows(names, [*map(wanted.limit, range(run.ranks))]), run
+    run = pricing.request.run(stages)
+    return run.rows(names[: len(stages)], [*map(wanted.limit, range(run.ranks))]), run
 
 
 def _ordered(run: ScheduleRun) -> OrderedMessages:
@@ -163,13 +155,11 @@ def _messages(ordered: OrderedMessages | None, file: str | None) -> dict[str, An
     return {"file": file, "seconds": ordered.seconds, "bound": ordered.bound, "gap": ordered.gap}
 
 
-def _with_cache(flow: Dataflow, made: Plan, stages: Sequence[StageCosts], wanted: Placement) -> tuple[StageCosts, ...]:
+def _with_cache(pricing: StagePricing, made: Plan, stages: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
     """Return stages that hold the cache for which the plan leaves room, as they hold parameters."""
-    most = made.claim is not None and made.claim.objective == "tokens"
-    tokens = int(made.claim.value) if made.claim is not None and most else wanted.tokens
-    held = dict.fromkeys(run_order(flow, made), 0)
-    for node, nbytes in (cache_bytes(flow) if tokens else {}).items():
-        held[made.home(node)] += tokens * nbytes
+    held = dict.fromkeys(run_order(pricing.flow, made), 0)
+    for node, nbytes in pricing.request.cache.items():
+        held[made.home(node)] += nbytes
     kept = zip(stages, held.values(), strict=True)
     return tuple(replace(stage, parameter_bytes=stage.parameter_bytes + nbytes) for stage, nbytes in kept)
 
