@@ -116,8 +116,10 @@ def test_readers_agree(name, tmp_path):
         assert price.traffic == figures.traffic
         assert price.load == pytest.approx(figures.value, rel=1e-12)
     # a comparison with itself
-    same = sk.compare_plans(plan, plan).to_dict() if hasattr(sk, "compare_plans") else None
-    assert same is None or not same.get("moved")
+    same = sk.compare_plans(plan, plan)
+    assert same.equal and not same.moved
+    slowest = next(one for one in same.figures if one.name == "slowest stage")
+    assert slowest.first == slowest.second == figures.value
 
 
 @pytest.mark.parametrize("name", ["unequal devices, training", "training", "replicas"])
@@ -138,7 +140,8 @@ def test_other_keys_keep_the_devices(name):
     one, two = truth(plan).figures(plan), truth(other).figures(other)
     assert sorted(one.loads.values()) == sorted(two.loads.values()) and one.value == two.value
     assert sorted(one.peaks) == sorted(two.peaks)
-    assert [s.forward for s in sk.stage_costs(graph(), other)] != []
+    of_keys = [sorted((s.forward, s.backward) for s in sk.stage_costs(graph(), each)) for each in (plan, other)]
+    assert of_keys[0] == of_keys[1]
     told = other.explain(again=False)
     assert told.to_dict()["figures"]["limiting"].startswith("part ")
     assert sorted(row.share for row in sk.report(graph(), other).parts) == pytest.approx(
