@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol, cast
 from torch.fx import Node
 
 from splitkit.checks import is_number, is_whole, shown
-from splitkit.device_specs import Device
 from splitkit.errors import CostError, SplitError, ViewError
 from splitkit.units import measure
 
@@ -60,8 +59,8 @@ def kernels_of(costs: object) -> str | None:
     given = as_given(costs)
     while (inner := getattr(given, "costs", None)) is not None:
         given = as_given(inner)
-    device = getattr(given, "device", None)
-    return device.kernels if isinstance(device, Device) else None
+    kernels = getattr(getattr(given, "device", None), "kernels", None)
+    return kernels if isinstance(kernels, str) else None
 
 
 class Costs(Protocol):

@@ -9,7 +9,7 @@ from choices import Prices
 from jointgraphs import Hand
 
 from splitkit.costs.links import HostLink
-from splitkit.link_specs import Link
+from splitkit.hardware.link_specs import Link
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.training.choices import savings
 from splitkit.training.offload_timeline import OffloadModel

@@ -12,7 +12,7 @@ from pathlib import Path
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("top",),
-    ("graph", "solvers"),
+    ("graph", "solvers", "hardware"),
     ("plans", "costs", "memory"),
     ("training", "pipeline"),
     ("engine", "search"),

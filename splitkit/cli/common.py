@@ -207,7 +207,7 @@ def check_drawn_schedule(args: Namespace, devices: str | None = None) -> None:
 
 def _device(text: str) -> Any:
     """Return a device by its name, or the device ``NAME`` of ``path.toml:NAME``."""
-    from splitkit.device_specs import find_device, load_devices
+    from splitkit.hardware.device_specs import find_device, load_devices
 
     path, colon, name = text.rpartition(":")
     if not colon:

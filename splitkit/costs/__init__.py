@@ -14,10 +14,10 @@ from splitkit.costs.timing.step_prices import MeasuredSteps
 from splitkit.costs.timing.traced import Traced, TracedSteps, traced
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
-from splitkit.device_specs import Device, devices, load_devices
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow, root_of
-from splitkit.link_specs import Link
+from splitkit.hardware.device_specs import Device, devices, load_devices
+from splitkit.hardware.link_specs import Link
 from splitkit.prices import Costs, unit_of
 
 __all__ = [

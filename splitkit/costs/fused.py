@@ -23,10 +23,10 @@ from splitkit.costs.formulas.flop_count import CountedCosts, Flops, counter_of
 from splitkit.costs.formulas.fusion import Fusion, Kernel
 from splitkit.costs.formulas.kernel_loops import loop_of
 from splitkit.costs.roofline import Roofline
-from splitkit.device_specs import Device, find_device
 from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.joint_marks import backward_nodes, is_joint
+from splitkit.hardware.device_specs import Device, find_device
 from splitkit.short_repr import brief
 
 

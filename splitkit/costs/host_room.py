@@ -7,7 +7,7 @@ from math import inf
 from splitkit.checks import nbytes, shown
 from splitkit.costs.links import HostLink, Links
 from splitkit.errors import PolicyError
-from splitkit.link_specs import Link
+from splitkit.hardware.link_specs import Link
 from splitkit.prices import Costs, unit_of
 from splitkit.units import measure
 

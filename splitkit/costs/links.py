@@ -14,7 +14,7 @@ import torch
 
 from splitkit.checks import is_number, is_whole, items_of, shown
 from splitkit.errors import CostError
-from splitkit.link_specs import Link, find_link
+from splitkit.hardware.link_specs import Link, find_link
 
 Array = npt.NDArray[np.float64]
 

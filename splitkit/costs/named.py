@@ -10,12 +10,12 @@ from torch import fx
 
 from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, Device, Fused, default, fused
-from splitkit.device_specs import devices
 from splitkit.errors import PolicyError
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
+from splitkit.hardware.device_specs import devices
 from splitkit.prices import as_given
 
 Price = Literal["fused"]

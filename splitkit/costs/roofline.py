@@ -25,13 +25,13 @@ from splitkit.costs.formulas.decomposed_attention import decomposed_attention
 from splitkit.costs.formulas.flop_count import Count, CountedCosts, Flops, counted_bodies, counter_of
 from splitkit.costs.formulas.sequential_steps import kernels_in_sequence
 from splitkit.costs.formulas.traffic import moved_bytes, operands, written_bytes
-from splitkit.device_specs import Device, find_device
 from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.fake_calls import body_calls
 from splitkit.graph.scope import Scope, region_kind, scopes
 from splitkit.graph.storages import tensors
 from splitkit.graph.symbols import value_of
+from splitkit.hardware.device_specs import Device, find_device
 from splitkit.short_repr import brief
 
 

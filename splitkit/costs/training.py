@@ -19,11 +19,11 @@ from splitkit.costs.base import StepCosts, WrappedCosts
 from splitkit.costs.formulas.backward_kernels import BackwardKernels
 from splitkit.costs.formulas.flop_count import NOMINAL, Flops, counter_of
 from splitkit.costs.roofline import Roofline, roofline
-from splitkit.device_specs import Device
 from splitkit.errors import CostError
 from splitkit.graph.byte_sizes import require_values
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import forward_owners, is_joint
+from splitkit.hardware.device_specs import Device
 from splitkit.prices import Checked, Costs, as_given, checked, includes_backward, unit_of
 from splitkit.short_repr import brief
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from splitkit.checks import memory_of
 from splitkit.costs.links import Links, links_data
-from splitkit.device_specs import find_device
+from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.defaults import microbatches_of
 from splitkit.plans.plan_request import PlanRequest
 from splitkit.prices import Costs, Optimizer, as_given, includes_backward

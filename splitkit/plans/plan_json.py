@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from splitkit.device_specs import Device
 from splitkit.errors import CostError, FileError, PlanError
+from splitkit.hardware.device_specs import Device
 from splitkit.plans.parts import PartKey
 from splitkit.price_record import MOST_LETTERS
 from splitkit.prices import MOST_SECONDS

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from splitkit.checks import MOST, is_whole, is_word
-from splitkit.device_specs import Device
+from splitkit.hardware.device_specs import Device
 from splitkit.plans.parts import PartKey
 from splitkit.plans.plan_json import check_numbers, check_short_text, damaged, key_to_json, read_device, read_key
 from splitkit.prices import MOST_BYTES, Optimizer

@@ -10,9 +10,9 @@ from torch.fx import Node
 from splitkit.checks import Memory, are_texts, is_whole, is_word, items_of, memory_of, seconds, shown
 from splitkit.costs import Costs, Device, Links
 from splitkit.costs.links import as_links
-from splitkit.device_specs import find_device
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
+from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan

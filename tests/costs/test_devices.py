@@ -13,8 +13,8 @@ from handgraphs import captured
 
 from splitkit import costs
 from splitkit.costs import Device, devices, load_devices
-from splitkit.device_specs import find_device
 from splitkit.errors import CostError, FileError
+from splitkit.hardware.device_specs import find_device
 
 GOOD = """
 [mine]

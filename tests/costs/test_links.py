@@ -12,7 +12,7 @@ import torch
 from splitkit.costs import Link, Links
 from splitkit.costs.links import as_links, fit
 from splitkit.errors import CostError
-from splitkit.link_specs import PRESETS
+from splitkit.hardware.link_specs import PRESETS
 
 GB = 10**9
 

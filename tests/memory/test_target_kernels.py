@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import splitkit as sk
-from splitkit.device_specs import Device
 from splitkit.errors import CostError
+from splitkit.hardware.device_specs import Device
 from splitkit.memory.autograd.saved_storages import activations
 from splitkit.memory.kernels.target_kernels import lstm_workspace
 

@@ -21,7 +21,7 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.costs.links import Links
 from splitkit.errors import PipelineError
-from splitkit.link_specs import Link
+from splitkit.hardware.link_specs import Link
 from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_file import load_order, save_order

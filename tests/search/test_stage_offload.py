@@ -6,7 +6,7 @@ import pytest
 from offloadgraphs import chained
 
 from splitkit.costs.links import HostLink
-from splitkit.link_specs import Link
+from splitkit.hardware.link_specs import Link
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.stage_offload import stage_choice
 from splitkit.training.choices import savings

@@ -10,7 +10,7 @@ import pytest
 from campaigns import these_first
 
 import splitkit as sk
-from splitkit.device_specs import find_device
+from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.policies import ByName, Devices, RoundRobin, Stages
 from splitkit.search.plan_figures import StagePricing

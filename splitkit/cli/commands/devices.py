@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.syntax.device_list import DeviceList
-from splitkit.device_specs import Device, devices
-from splitkit.link_specs import PRESETS
+from splitkit.hardware.device_specs import Device, devices
+from splitkit.hardware.link_specs import PRESETS
 from splitkit.units import duration, quantity, size
 from splitkit.view.console.tables import table
 

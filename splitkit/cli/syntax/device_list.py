@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from splitkit.checks import is_whole, plain_name
-from splitkit.device_specs import Device, device_from_table, devices, find_device
 from splitkit.errors import CostError, FileError, UsageError
+from splitkit.hardware.device_specs import Device, device_from_table, devices, find_device
 from splitkit.units import read_size
 
 MOST = 1024

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from splitkit import _torch
 from splitkit.costs.links import Links
-from splitkit.link_specs import Link
+from splitkit.hardware.link_specs import Link
 from splitkit.pipeline.action import Action
 from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.memory import memory_over_time, static_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 from splitkit.checks import nbytes
 from splitkit.costs import roofline
-from splitkit.device_specs import find_device
 from splitkit.errors import SplitError
+from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.defaults import ranks_of
 from splitkit.plans.record import Plan
 from splitkit.policies import Acyclic, Devices, MemoryBudget, Stages

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from splitkit.checks import shown
-from splitkit.device_specs import Device, find_device
 from splitkit.errors import PolicyError
+from splitkit.hardware.device_specs import Device, find_device
 from splitkit.units import read_size
 
 MOST_CARDS = 1024

@@ -130,7 +130,7 @@ def devices() -> dict[str, Device]:
 
 @cache
 def _known() -> Mapping[str, Device]:
-    text = resources.files("splitkit").joinpath("device_specs.toml").read_text(encoding="utf-8")
+    text = resources.files("splitkit.hardware").joinpath("device_specs.toml").read_text(encoding="utf-8")
     return _parsed("device_specs.toml", text)
 
 

@@ -1,0 +1,1 @@
+"""Devices and the links between them, as figures of data sheets; nothing here needs torch."""
