@@ -44,7 +44,7 @@ def in_group(work: Callable[[], T], seconds: float, backend: str | None = None) 
     Args:
         work: what the rank does.
         seconds: how long the ranks wait for each other.
-        backend: torch's backend; by default that of the rank's accelerator.
+        backend: torch's backend; by default the one for the rank's accelerator.
     """
     import torch
     import torch.distributed as dist

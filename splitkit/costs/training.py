@@ -1,7 +1,7 @@
 """Price forward and backward together, from a forward graph or a joint one, kernel by kernel.
 
 A microbatch takes all kernels of forward and of backward, as autograd launches them, with the sums of gradients of
-values that several nodes read. Not included are the optimizer, and adding the gradients of parameters to those of
+values that several nodes read. Not included are the optimizer, and adding the gradients of parameters to the sums of
 earlier microbatches. In a joint graph, the kernels of backward are nodes; for a forward graph,
 `splitkit.costs.formulas.backward_kernels` finds them.
 """

@@ -151,7 +151,7 @@ def export(
 
 
 def _device(plan: Plan, part: Part) -> str:
-    """Return the torch device of a part: its own, or the one whose number the device has among those planned for."""
+    """Return the torch device of a part: its own, or the number of its device among the planned GPUs."""
     if part.device is not None or part.planned_on is None:
         return str(part.device or "")
     gpus = [key for key, device in plan.request.devices.items() if not device.is_cpu]

@@ -224,7 +224,7 @@ _STORAGE = "storage"
 
 
 def tensors_inside(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have the memory of a tensor, also those that a subclass keeps in its attributes."""
+    """Yield the tensors that have the memory of a tensor, also tensors that a subclass keeps in its attributes."""
     for inner in _torch.plain_tensors(tensor):
         held = list(held_in(vars(inner))) if _is_wrapper(inner) else ()
         yield from (each for one in held for each in _torch.plain_tensors(one)) if held else (inner,)

@@ -9,7 +9,7 @@ written, all nodes that touch it must be in one stage::
     z = y + 1        any later stage: it reads a copy made after the last write
 
 A cache of a decoder stays where it is from one call to the next, so all nodes that read it must be in one stage. What
-only counts or records (`splitkit.graph.bookkeeping`) could run anywhere; its buffer belongs with those of its module.
+only counts or records (`splitkit.graph.bookkeeping`) could run anywhere; its buffer belongs with its module's buffers.
 """
 
 from __future__ import annotations

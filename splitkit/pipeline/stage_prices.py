@@ -47,8 +47,8 @@ def stage_costs(
 ) -> tuple[StageCosts, ...]:
     """Return the cost of each part for one microbatch of the captured size, in the order in which the parts run.
 
-    * Seconds are those of all kernels of forward and of backward (`splitkit.costs.training`), without the optimizer and
-      without adding gradients to those of earlier microbatches. Half of the backward of a product with a parameter, and
+    * Seconds are the time of all kernels of forward and of backward (`splitkit.costs.training`), without the optimizer
+      and without adding gradients to earlier microbatches. Half of the backward of a product with a parameter, and
       all of it where only parameters require grad, is its weight part (``backward_weight``).
     * ``saved_bytes`` counts once each storage that autograd keeps, or that the part takes or gives, without
       parameters. A value from another part is memory of its own, as large as the storage that it was a part of

@@ -16,7 +16,7 @@ from splitkit.short_repr import brief
 Purpose = Literal["", "inference", "training"]
 OPTIMIZERS: tuple[str, ...] = get_args(get_args(Optimizer)[0])
 PlannedOptimizer = Optimizer | Literal["planned"]
-"""The optimizer that a reader of plans counts; ``"planned"``: that of the plan's request."""
+"""The optimizer that a reader of plans counts; ``"planned"``: the optimizer of the plan's request."""
 ASSUMED: Optimizer = "adam"
 """The optimizer that readers assume for a plan that does not say what it is for."""
 UNSAID = "assumed: the plan does not say what it is for"

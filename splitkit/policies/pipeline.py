@@ -62,7 +62,7 @@ class Pipeline:
     schedule's order of actions, made as short as mixtures of cuts can within the memory at each moment of that order.
     If there are few ways to cut (two stages of a small graph), all are looked at, and of small stages all choices. The
     memory that a refusal names is the lowest peak that was found; it is enough, and so is more. At most 200 positions
-    are looked at, those that send the fewest bytes; the note says how many of how many.
+    are looked at, the ones that send the fewest bytes; the note says how many of how many.
 
     ``Pipeline(4, memory="80GiB", offload="pcie5")`` may also move saved activations to the host while other
     microbatches run. A value leaves during its stage's forward and the rank's next action, and returns during the

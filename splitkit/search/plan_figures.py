@@ -78,7 +78,7 @@ class StagePricing:
 
     Attributes:
         request: the graph, its prices, and what was asked for.
-        replicated: whether some part runs on several devices, so that loads are those of one of them.
+        replicated: whether some part runs on several devices, so that a load is what one of them does.
         visits: whether parts ``(key, 0), (key, 3) ...`` are visits of one device, as `splitkit.extend.refine` makes
             them.
         on: part -> the device that it was planned for.
@@ -101,7 +101,7 @@ class StagePricing:
             flow: facts about its graph.
             plan: the plan.
             costs: the prices, as `splitkit.pipeline.placed_prices.costs_of_plan` returns them. Where the devices of
-                the plan differ, each has those of its roofline.
+                the plan differ, each has the prices of its roofline.
             policy: the policy that made the plan, if it is known.
             request: what the plan is priced for; by default what the policy asks for, or the plan's own request.
         """

@@ -130,7 +130,7 @@ def _measured(name: str, a: Any, b: Any, tolerance: float, noise: float) -> tupl
 def _first_node(
     reference: fx.GraphModule, actual: nn.Module, given: tuple[Any, ...], seed: int, tolerance: float
 ) -> Difference | None:
-    """Return the first node whose value is not the one of the reference, if both modules are the same graph."""
+    """Return the first node whose value differs from the reference, if both modules are the same graph."""
     if not isinstance(actual, fx.GraphModule) or not _is_edited(reference.graph, actual.graph):
         return None
     first, second = (_values(module, given, seed) for module in (reference, actual))

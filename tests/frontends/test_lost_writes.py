@@ -299,6 +299,17 @@ HOOKED = {
 }
 
 
+def assert_follows(gm, model, x):
+    """The graph computes what the model does after its parameters have changed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    state = copy.deepcopy(model.state_dict())
+    want = model(x)
+    model.load_state_dict(state)
+    torch.testing.assert_close(gm(x), want)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore:forward hooks of")
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooks_that_symbolic_trace_does_not_call_are_refused(name):
@@ -306,23 +317,11 @@ def test_hooks_that_symbolic_trace_does_not_call_are_refused(name):
     with pytest.raises(sk.SplitError, match=r'(?s)SK401.*the (hook of weight|spectral)_norm.*Use how="export"'):
         sk.capture(model, x, how="symbolic_trace")
     gm = sk.capture(model, x)  # the remedy
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    state = copy.deepcopy(model.state_dict())
-    want = model(x)
-    model.load_state_dict(state)
-    torch.testing.assert_close(gm(x), want)
+    assert_follows(gm, model, x)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_hooks_of_modules_inside_are_in_a_symbolic_trace():
     model, x = nn.Sequential(nn.utils.weight_norm(Own()), nn.utils.spectral_norm(nn.Linear(3, 3))), torch.rand(2, 3)
     gm = sk.capture(model, x, how="symbolic_trace")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    state = copy.deepcopy(model.state_dict())
-    want = model(x)
-    model.load_state_dict(state)
-    torch.testing.assert_close(gm(x), want)
+    assert_follows(gm, model, x)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import shlex
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from carried import refusal
-
-from splitkit import cli
-from splitkit.errors import UsageError
+from commandlines import printed
 
 FACTORY = '''"""A model of a user."""
 import torch
@@ -51,17 +46,6 @@ def command(words):
     """Run a command, with the name of the model that a plan was made for."""
     made_for = words.split()[0] in OWN and ".json" in words.split()[1]
     return printed(f"{words} --model my.py:net" if made_for else words)
-
-
-def printed(words):
-    """Run a command, and return what it printed; raises the error that it printed, as one of the family."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = cli.main([*shlex.split(words), "--json"])
-    found = json.loads(out.getvalue() or err.getvalue())
-    if code:
-        raise UsageError(found["error"]["code"], found["error"]["reason"], found["error"]["remedy"])
-    return found
 
 
 PLAN = "plan my.py:net"

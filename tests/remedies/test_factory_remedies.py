@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import io
-import json
 import re
-import shlex
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from carried import refusal
+from commandlines import printed
 from torch import nn
 
 import splitkit as sk
-from splitkit import cli
-from splitkit.errors import UsageError
 from splitkit.testing import models
 
 FACTORY = """
@@ -46,17 +41,6 @@ def _here(tmp_path, monkeypatch):
 def captured(words):
     """Capture a model of the command line; raises the error that the command prints."""
     return printed(f"capture {words}")
-
-
-def printed(words):
-    """Return what a command prints; raises the error that it prints."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = cli.main([*shlex.split(words), "--json"])
-    found = json.loads(out.getvalue() or err.getvalue())
-    if code:
-        raise UsageError(found["error"]["code"], found["error"]["reason"], found["error"]["remedy"])
-    return found
 
 
 def told(error):

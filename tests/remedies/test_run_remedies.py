@@ -82,22 +82,6 @@ def adds(at):
     return close(found.losses, torch.stack(want)) and close(model.sum, sum(want))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.inner(x)
-        return nn.functional.scaled_dot_product_attention(x, x, x).sum()
-
-
-def moved(kind):
-    """A joint graph whose model and inputs were moved before."""
-    x = torch.randn(1, 3, 4, 4, device=kind)
-    return sk.capture_joint(Attention().to(kind), x).graph_module
-
-
 JOINT = [
     Remedy(
         "SK801",

@@ -39,8 +39,8 @@ class StepOps:
     """The ops that a node runs in a training step: graphs, of which nobody asks for results.
 
     Attributes:
-        forward: those of its forward, which are several for a composite op.
-        backward: those of its backward.
+        forward: the ops of its forward, several for a composite op.
+        backward: the ops of its backward.
     """
 
     forward: fx.GraphModule

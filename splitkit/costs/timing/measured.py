@@ -60,7 +60,7 @@ def measured(
     from the outputs that are losses (a single number that requires grad), or from all outputs that require grad if none
     is. The time of forward includes autograd's work, the time of backward an op's gradients and their summation. If no
     step writes what the next one reads, a step reuses the memory of the step before. No parameter gets a gradient; the
-    memory needed is that of such a step. Without ``backward``, `splitkit.costs.training` estimates it op by op.
+    memory needed is what such a step takes. Without ``backward``, `splitkit.costs.training` estimates it op by op.
 
     **Busy machines.** Other work on the machine makes times too long. Therefore only runs count that, as the operating
     system reports, waited for a CPU for at most 5 % of their time, and runs are repeated until there is one. If there

@@ -198,7 +198,7 @@ def in_order(model: Any, known: Mapping[str, Any], further: Mapping[str, Any]) -
 
     Args:
         model: the model.
-        known: arguments of steps in general; those that ``forward`` does not take are left out.
+        known: arguments of steps in general; what ``forward`` does not take is left out.
         further: what `GenerateCalls.step` returns; it counts for what is not known.
     """
     named = inspect.signature(model.forward).parameters

@@ -21,7 +21,7 @@ def language_model_entered(model: Any, step: Mapping[str, Any]) -> Iterator[None
 
     Args:
         model: the model.
-        step: arguments with these names: those of the language model, and caches and settings.
+        step: arguments with these names: the language model's, and caches and settings.
     """
     decoder = model.get_decoder()
     whole, inner, own = model.forward, decoder.forward, inspect.signature(decoder.forward)
@@ -54,7 +54,7 @@ def language_model_entered(model: Any, step: Mapping[str, Any]) -> Iterator[None
 
 
 def drop_unread(gm: fx.GraphModule) -> None:
-    """Remove ops that nothing reads from a graph, in place: those in front of the language model."""
+    """Remove ops that nothing reads from a graph, in place: the ops in front of the language model."""
     for node in reversed(gm.graph.nodes):
         if node.op == "call_function" and not node.users and not node.is_impure():
             gm.graph.erase_node(node)

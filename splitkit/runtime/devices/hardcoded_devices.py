@@ -33,7 +33,7 @@ _IN_CODE = re.compile(r"(?:device\(type=)?'([a-z]+)(?:', index=|:)(\d+)[')]")
 def with_numbered_devices(code: str) -> str:
     """Replace each device with an index in generated code by its place in the order in which the code names them.
 
-    The code of a capture on ``cuda:1`` becomes that of a capture on ``cuda:0``, but differs if one uses more devices.
+    The code of a capture on ``cuda:1`` becomes the code of one on ``cuda:0``, but differs if one uses more devices.
     """
     places: dict[tuple[str, ...], int] = {}
     return _IN_CODE.sub(lambda found: f"{found[1]} {places.setdefault(found.groups(), len(places))}", code)

@@ -221,7 +221,7 @@ def read_record(place: Path) -> JsonField:
 
 
 def require_undamaged(place: Path, rank: int, ranks: int) -> None:
-    """Refuse a checkpoint with a file that is not the one that was written. Each rank reads its share of the files.
+    """Refuse a checkpoint with a file that differs from what was written. Each rank reads its share of the files.
 
     Raises:
         FileError: SK505, SK504 as `require_intact`.

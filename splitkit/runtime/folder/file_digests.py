@@ -55,7 +55,7 @@ def stored_digests(folder: Path, remedy: str) -> dict[str, str]:
 
 
 def require_intact(folder: Path, digests: Mapping[str, str], names: Iterable[str], remedy: str) -> None:
-    """Refuse files that are not those that were written.
+    """Refuse files that differ from what was written.
 
     Args:
         folder: the folder.

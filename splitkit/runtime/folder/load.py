@@ -101,7 +101,7 @@ class StageFolder:
             device: the device of their tensors.
 
         Raises:
-            FileError: SK504, SK505 for files that cannot be read, are damaged or are those of another folder; SK507 for
+            FileError: SK504, SK505 for files that cannot be read, are damaged or belong to another folder; SK507 for
                 weights that are missing or have another shape; SK508 for ops or classes that this process does not
                 have.
         """

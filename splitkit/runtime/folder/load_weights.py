@@ -110,7 +110,7 @@ def _held(split: Split, places: Mapping[int, torch.device]) -> list[_Slot]:
 
 
 def _named(split: Split) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a split with their names, and those of the graph for the caches of an encoder's output."""
+    """Yield the tensors of a split with their names, and the graph's tensors for the caches of an encoder's output."""
     for module in _graphs(split):
         constants = {str(n.target): attribute(module, str(n.target)) for n in module.graph.find_nodes(op="get_attr")}
         for name, tensor in {**parameters_and_buffers(module), **constants}.items():

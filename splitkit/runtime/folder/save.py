@@ -251,6 +251,6 @@ def _clear(folder: Path) -> None:
 
 
 def _written(folder: Path) -> list[Path]:
-    """Return the files in a folder that have the names of those of a split, the manifest first."""
+    """Return the files in a folder that are named like the files of a split, the manifest first."""
     patterns = (MANIFEST, "stage-*.json", "stage-*.safetensors", INDEX, EXAMPLE, UNREAD)
     return [file for pattern in patterns for file in sorted(folder.glob(pattern))]

@@ -150,7 +150,7 @@ class ModelStep:
 
 
 def _leaves(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield name -> value for the inputs of a graph, as export names those in dicts and lists."""
+    """Yield name -> value for the inputs of a graph, with the names that export gives in dicts and lists."""
     for name, value in given.items():
         if type(value) is dict:
             yield from _leaves({f"{name}_{key}": x for key, x in value.items()})

@@ -106,7 +106,7 @@ def row_symbols(
     squares: Collection[str],
     named: BatchDims,
 ) -> RowSymbols:
-    """Return the symbols that count rows: those that the caller named, otherwise those of dimension 0.
+    """Return the symbols that count rows: the ones that the caller named, otherwise all of dimension 0.
 
     Symbols of the same extent count as one size, since export does not know that ``input_ids`` and ``labels`` have the
     same rows. A symbol that is two dimensions of one tensor, as the sequence is in attention, counts no rows.

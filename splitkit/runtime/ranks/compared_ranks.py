@@ -66,7 +66,7 @@ class ComparedRanks(StageTensors):
 
     @property
     def _trained(self) -> ComparedRanks:
-        """The pipeline that trains these weights: this one, or that of which it is an evaluation."""
+        """The pipeline that trains these weights: this one, or the one that it evaluates."""
         return self._trains or self
 
     def _trained_since(self) -> bool:

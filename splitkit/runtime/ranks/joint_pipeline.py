@@ -190,7 +190,7 @@ class JointPipeline:
     def step(self, *args: Any, **kwargs: Any) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate in the parameters, as with ``backward()``.
 
-        The gradients are those of the loss of the step, which `reduction` makes of the microbatches' losses.
+        The gradients are of the loss of the step, which `reduction` makes of the microbatches' losses.
 
         Args:
             args: the inputs of the model, with all microbatches concatenated in dimension 0, or where ``batch_dims``

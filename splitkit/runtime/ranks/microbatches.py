@@ -383,7 +383,7 @@ def require_fit(
         found: how they are divided.
         named: the dimensions that the caller named.
         each: what else works.
-        other: what to do for other sizes, if those of the graph are fixed; otherwise ``None``.
+        other: what to do for other sizes, if the graph's are fixed; otherwise ``None``.
 
     Raises:
         PipelineError: SK802; names the input and what would fit.

@@ -195,7 +195,7 @@ class Pipeline(ComparedRanks):
     ) -> PipelineStep:
         """Run forward and backward of one batch. Gradients accumulate, as with ``backward()``.
 
-        The gradients are those of the loss of the step, which `reduction` makes of the microbatches' losses.
+        The gradients are of the loss of the step, which `reduction` makes of the microbatches' losses.
 
         Args:
             args: the inputs of the model, with all microbatches concatenated in dimension 0, or where ``batch_dims``
@@ -266,7 +266,7 @@ class Pipeline(ComparedRanks):
 
         Raises:
             PipelineError: SK801 if the weights of a node are in several stages, or are sharded; SK802 for stages of a
-                folder, which do not know the graph, and without a ``reduction`` if that of training is ``"sum"`` and
+                folder, which do not know the graph, and without a ``reduction`` if training's is ``"sum"`` and
                 this graph lacks an input by which the losses may be divided.
         """
         found, own = split_like(gm, self._captured()), self._reduction if reduction is None else reduction

@@ -78,11 +78,11 @@ class OtherTensors:
 
     @classmethod
     def of(cls, chain: Chain, stages: Iterable[int]) -> OtherTensors:
-        """Return those of a rank that runs these stages."""
+        """Return the weights of a rank that runs these stages."""
         return cls(tensors_of_stages(chain, range(chain.stages)), tensors_of_stages(chain, stages).values())
 
     def written(self) -> dict[str, torch.Tensor]:
-        """Return those that were written since `settle`, by name."""
+        """Return the weights that were written since `settle`, by name."""
         return {name: t for name, (t, before) in self._versions.items() if _torch.version_of(t) != before}
 
     def settle(self) -> None:
@@ -110,7 +110,7 @@ def require_same_copies(
 def copies(chain: Chain, stages: Iterable[int], others: OtherTensors | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of stages of which other ranks may have copies, by names that are the same on all ranks.
 
-    Shards of FSDP2 are not copies, and do not count. Of ``others``, those that were written are among them.
+    Shards of FSDP2 are not copies, and do not count. Of ``others``, the written ones are among them.
     """
     return _by_one_name(chain, {**(others.written() if others else {}), **tensors_of_stages(chain, stages)})
 

@@ -146,7 +146,7 @@ class CutScoring:
         return self._lean[key]
 
     def relaxed(self, found: ScoredCuts) -> ScoredCuts:
-        """Let stages recompute less as long as the step fits, the one that recomputes longest first.
+        """Let stages recompute less as long as the step fits, the longest recompute first.
 
         Return that, or the score of the cuts if that is better; it is their score from then on.
         """

@@ -426,7 +426,7 @@ class CutSearch:
         return float(loads.max()) * self.order.microbatches
 
     def _neighbours(self, ends: tuple[int, ...], rank: int) -> Iterator[tuple[int, ...]]:
-        """Yield cuts that differ a little: first those that make a rank's stages smaller."""
+        """Yield cuts that differ a little: first cuts that make a rank's stages smaller."""
         own = [s for s, r in enumerate(self.order.rank_of) if r == rank]
         inner = range(len(ends) - 1)
         for step in (1, 2, 4):

@@ -109,7 +109,7 @@ class RankChoice:
         return self._lean[key]
 
     def _ladders(self, spans: Sequence[Span]) -> list[Points]:
-        """Return the points of each stage; if there are many, the quickest, and those that hold the least."""
+        """Return the points of each stage; if there are many, the quickest, and the ones that hold the least."""
         ladders = [self.frontiers.of(*span).ladder for span in spans]
         if len(spans) == 1 or prod(map(len, ladders)) <= _COMBINED:
             return ladders

@@ -147,7 +147,7 @@ class StageFrontier:
 
     @cached_property
     def ladder(self) -> tuple[FrontierPoint, ...]:
-        """Points that do not depend on any memory, by rising recompute time: all that matter, or those of the hull."""
+        """Points that do not depend on any memory, by rising recompute time: all that matter, or the hull's."""
         return undominated(self.every) if self.small else self.every
 
     @cached_property

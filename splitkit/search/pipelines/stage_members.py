@@ -118,7 +118,7 @@ class StageMembers:
         return sorted(forward), sorted(backward)
 
     def sent(self, start: int, end: int) -> list[Node]:
-        """Return the values that a stage sends on, its own and those that it received."""
+        """Return the values that a stage sends on, its own and what it received."""
         return [value for made, last, value in self._crossings if made < end <= last]
 
     def held(self, start: int, forward: Collection[int], backward: Collection[int]) -> list[Node]:

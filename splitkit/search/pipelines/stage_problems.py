@@ -231,7 +231,7 @@ class StageProblems:
         )
 
     def _sum(self, ops: Iterable[int]) -> float:
-        """Add up seconds in the order of the graph, one by one, so that the last bit is that of `StagedStep`."""
+        """Add up seconds in the order of the graph, one by one, so that the last bit is the same as in `StagedStep`."""
         return reduce(add, (self._seconds[op] for op in ops), 0.0)
 
     def least_seconds(self, start: int, end: int, again: float) -> StageCosts:

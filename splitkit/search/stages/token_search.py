@@ -111,7 +111,7 @@ class TokenSearch:
         return self._plan((even or found).borders)
 
     def room(self, plan: Plan) -> list[int]:
-        """Return the tokens for which each stage has room, by its true peak; at least those of the least, if not."""
+        """Return for how many tokens each stage has room, by its true peak, up to the least room before it."""
         key = tuple(map(plan.home, self.demand.flow.nodes))
         if key not in self._rooms:
             stages = self.demand.stage_prices.of(plan)
@@ -237,7 +237,7 @@ class TokenSearch:
 
     @cached_property
     def _steps(self) -> DecoderSteps | None:
-        """The steps of a decoder, if its caches are those of the graph."""
+        """The steps of a decoder, if the graph's caches are its own."""
         flow = self.demand.flow
         return DecoderSteps.of(flow) if self.cache == cache_bytes(flow) else None
 

@@ -213,7 +213,7 @@ def _matrices(model: nn.Module) -> Iterable[tuple[str, nn.Module, Tensor]]:
 
 
 def _skipped(read: Mapping[str, Any]) -> list[str]:
-    """Return the modules that are not quantized; those of transformers' own formats are patterns or ends of names."""
+    """Return the modules that are not quantized; in transformers' own formats they are patterns or ends of names."""
     if read.get("quant_method") == "compressed-tensors":
         return list(read.get("ignore") or ())
     names = read.get("modules_to_not_convert") or read.get("llm_int8_skip_modules") or ()

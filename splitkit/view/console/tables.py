@@ -46,9 +46,9 @@ def table(
         rows: the cells of each row.
         right: the columns that are aligned to the right.
         title: the title above the table.
-        least: column -> its minimum width in characters, also on a narrow terminal (default: that of a short name).
+        least: column -> its minimum width in characters, also on a narrow terminal (default: a short name's).
         total: a last row, below a rule.
-        spare: the columns to leave out on a terminal that is too narrow, in this order (default: those of ``right``,
+        spare: the columns to leave out on a terminal that is too narrow, in this order (default: all of ``right``,
             the last first).
     """
     lines = [tuple(map(str, row)) for row in rows]
