@@ -1,7 +1,7 @@
 """The private names of torch that the core needs, in one place.
 
-They were checked on torch 2.11, 2.13 and 2.15; ``tests/test_torch_private.py`` fails when one of them disappears. The
-package ``frontends`` uses some more of its own.
+They were checked on torch 2.11, 2.13 and 2.15; ``tests/project/test_torch_private.py`` fails when one of them
+disappears. The package ``frontends`` uses some more of its own.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def codegen_of(graph: fx.Graph) -> Any:
 def pytree_codegen(names: list[str], ins: Any, outs: Any) -> Any:
     """Make a code generator as in graphs of ``torch.export``, from input names and the pytrees of inputs and outputs.
 
-    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it disappears.
+    2.11, 2.13, 2.15; ``tests/project/test_torch_private.py`` fails when it disappears.
     """
     from torch.fx import graph
 
@@ -406,7 +406,7 @@ def action_schedule(
 ) -> Any:
     """Make a pipeline schedule that runs actions, of the base class of all schedules with several stages per rank.
 
-    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it disappears.
+    2.11, 2.13, 2.15; ``tests/project/test_torch_private.py`` fails when it disappears.
 
     Args:
         stages: the stages of this rank.
@@ -435,7 +435,7 @@ def action_schedule(
 def message_schedule(stage: Any, count: int, loss: Any, row: Iterable[str]) -> Any:
     """Make a pipeline schedule that computes, sends and receives in the given order of one rank, unchecked.
 
-    2.11, 2.13, 2.15; ``tests/test_torch_private.py`` fails when it disappears.
+    2.11, 2.13, 2.15; ``tests/project/test_torch_private.py`` fails when it disappears.
 
     Args:
         stage: the stage of this rank.

@@ -1,4 +1,14 @@
-"""What several tests share: small graphs built by hand."""
+"""Settings and fixtures of all tests.
+
+A folder for each package of `splitkit/`, and ``top`` for the files beside them. In addition:
+
+- ``laws``: what holds for every policy on every model, on random graphs, and whatever a process did before.
+- ``project``: imports between packages, public names, private names of torch, documentation, notebooks, wheel.
+- ``remedies``: each remedy that an error names, carried out.
+- ``accelerator``, ``against_torch``, ``benchmarks``, ``consumers``: splitkit on a simulated device, beside torch's own
+  functions, in its benchmarks, and in the tools that take its parts.
+- ``helpers``: what several tests import. ``tools``: programs to run by hand (``python tests/tools/mutation.py``).
+"""
 
 from __future__ import annotations
 

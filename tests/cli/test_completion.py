@@ -12,7 +12,7 @@ from splitkit.cli.completions import SHELLS, completion_script
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_stored_scripts_are_of_this_command_line(shell, call):
-    """If not: ``python tests/storedcompletions.py``."""
+    """If not: ``python tests/tools/storedcompletions.py``."""
     assert completion_script(shell) == script(shell)
     assert call("completion", shell) == (0, completion_script(shell), "")
 

@@ -1,4 +1,4 @@
-"""Completion scripts for shells, made from the parser by shtab (``python tests/storedcompletions.py``)."""
+"""Completion scripts for shells, made from the parser by shtab (``python tests/tools/storedcompletions.py``)."""
 
 from __future__ import annotations
 

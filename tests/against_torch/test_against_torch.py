@@ -1,4 +1,4 @@
-"""What torch's split_module gets wrong, each with torch's outcome beside ours; the tests stand in `against_torch/`.
+"""What torch's split_module gets wrong, each with torch's outcome beside ours; the tests stand in the files beside.
 
 wrong: wrong results in silence; raises: errors on valid input; loses: lost information; lacks: what torch has no notion
 of. That splitkit's is a drop-in for all that torch's does rightly is shown by the tests that stay in that folder.
@@ -6,12 +6,8 @@ of. That splitkit's is a drop-in for all that torch's does rightly is shown by t
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "against_torch"))
 pytest.register_assert_rewrite("torch_wrong", "torch_raises", "torch_loses", "torch_lacks")
 
 from torch_lacks import *  # noqa: E402, F403

@@ -16,7 +16,7 @@ from splitkit import policies
 from splitkit.cli.parser import make_parser
 from splitkit.pipeline import schedules
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "split_module.md").read_text()
 STEP = (ROOT / "docs" / "forward_backward.md").read_text()
 SHORTER = {'"llama", layers=2,': '"llama", layers=1,', "budgets=2, offload": "budgets=1, offload"}

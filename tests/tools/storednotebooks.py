@@ -1,7 +1,7 @@
 """The notebooks as they are stored: executed, so that they can be read where nothing runs.
 
-``python tests/storednotebooks.py [NUMBER ...]`` executes them anew, all or those, and stores what they give. Do so
-after a change of a notebook, or of what it shows. A cell whose output differs from machine to machine has the tag
+``python tests/tools/storednotebooks.py [NUMBER ...]`` executes them anew, all or those, and stores what they give. Do
+so after a change of a notebook, or of what it shows. A cell whose output differs from machine to machine has the tag
 ``varies``.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 PACKAGES = ("torch", "transformers")
 """On whose versions the outputs depend: nodes have other names under another one."""
 

@@ -58,7 +58,7 @@ def answers(first=0):
 
 _FRESH = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = json.loads(sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from test_same_plan import answers
@@ -68,7 +68,7 @@ print(json.dumps(answers(int(sys.argv[2]))))
 
 def _begun(seed, first):
     """A process of its own that answers every question."""
-    command = [sys.executable, "-W", "ignore", "-c", _FRESH, str(Path(__file__).parent), str(first)]
+    command = [sys.executable, "-W", "ignore", "-c", _FRESH, json.dumps(sys.path), str(first)]
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 

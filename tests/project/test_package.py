@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TYPES_ONLY = "splitkit/view/page/scripts/types.d.ts"
 """For the TypeScript compiler, which checks the page's scripts."""
 

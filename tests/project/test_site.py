@@ -12,7 +12,7 @@ import pytest
 from splitkit import policies
 from splitkit.cli.parser import make_parser
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
 

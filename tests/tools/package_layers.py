@@ -1,6 +1,6 @@
 """The packages of splitkit and their layers: the import rules, and a table of packages with their imports.
 
-``python tests/package_layers.py [folder]`` prints the table.
+``python tests/tools/package_layers.py [folder]`` prints the table.
 """
 
 from __future__ import annotations
@@ -128,5 +128,5 @@ def table(sources: SourceTree) -> list[str]:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "splitkit"
+    given = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[2] / "splitkit"
     print("\n".join(table(SourceTree(Path(given)))))

@@ -14,7 +14,7 @@ from campaigns import these_first
 from splitkit.cli.parser import make_parser
 from splitkit.testing.models import build
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "tour.md").read_text()
 

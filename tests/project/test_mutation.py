@@ -102,8 +102,8 @@ def test_the_same_seed_draws_the_same_bugs(tmp_path):
 
 @pytest.mark.campaign  # only people run such campaigns
 def test_a_campaign_plants_bugs_in_a_copy_and_says_which_the_tests_catch():
-    here = Path(__file__).parents[1]
-    words = ["tests/mutation.py", "--package", "solvers", "--count", "2", "--only", "balanced_blocks", "--tests"]
+    here = Path(__file__).parents[2]
+    words = ["tests/tools/mutation.py", "--package", "solvers", "--count", "2", "--only", "balanced_blocks", "--tests"]
     kept = (here / "splitkit/solvers/line/balanced_blocks.py").read_text()
     done = subprocess.run(
         [sys.executable, *words, "tests/solvers/test_balanced_blocks.py"],

@@ -1,4 +1,4 @@
-"""Do the tests of a package notice small bugs? ``python tests/mutation.py --package graph --count 30 --seed 0`` tries.
+"""Do the tests of a package notice small bugs? ``python tests/tools/mutation.py --package graph --count 30`` tries.
 
 It plants one bug at a time (`mutants.py`) in functions drawn by seed, and runs the package's tests that
 call the function. All this happens in a copy of the tree: whatever ends the run, no bug stays behind. A process that
@@ -33,8 +33,8 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-HERE = Path(__file__).resolve().parents[1]
-ALSO = {"search": "policies", "testing": "test_fuzz.py", "policies": "test_inputs.py"}
+HERE = Path(__file__).resolve().parents[2]
+ALSO = {"search": "policies", "testing": "laws/test_fuzz.py", "policies": "laws/test_inputs.py"}
 """Package -> other tests of it, below ``tests/``: policies ask searches, `test_inputs.py` gives policies bad values."""
 
 EXAMPLES = [
@@ -369,17 +369,19 @@ def _in_a_copy(words: list[str]) -> int:
                 shutil.copy2(HERE / name, Path(folder) / name)
         copy = str(Path(folder).resolve())
         environment = os.environ | {"PYTHONPATH": copy, "SPLITKIT_MUTATION_COPY": copy, "OMP_NUM_THREADS": "1"}
-        return subprocess.run([sys.executable, "tests/mutation.py", *words], cwd=copy, env=environment).returncode
+        return subprocess.run([sys.executable, "tests/tools/mutation.py", *words], cwd=copy, env=environment).returncode
 
 
 def _tests_of(package: str) -> list[str]:
-    """The test files that mirror a package; of the files at the top, those beside them that import one."""
+    """The test files that mirror a package; for the files at the top, also laws and tests of the project."""
     tests = HERE / "tests"
     if package != "top":
         also = [tests / ALSO[package]] if package in ALSO else []
         return [str(f) for folder in (tests / package, *also) for f in (sorted(folder.rglob("test_*.py")) or [folder])]
     words = [f"splitkit.{path.stem} import" for path in (HERE / "splitkit").glob("[a-z_]*.py") if path.stem[:2] != "__"]
-    return [str(path) for path in sorted(tests.glob("test_*.py")) if any(word in path.read_text() for word in words)]
+    also = [path for folder in ("laws", "project") for path in sorted((tests / folder).glob("test_*.py"))]
+    asked = [path for path in also if any(word in path.read_text() for word in words)]
+    return [str(path) for path in (*sorted((tests / "top").glob("test_*.py")), *asked)]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The completion scripts as they are stored; ``python tests/storedcompletions.py`` stores them anew after a change of
-the command line.
+"""The completion scripts as they are stored; ``python tests/tools/storedcompletions.py`` stores them anew after a
+change of the command line.
 """
 
 from __future__ import annotations

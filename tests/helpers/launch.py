@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def launch(
@@ -33,7 +33,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         told = {
-            "words": [str(HERE / script), str(ranks), *args],
+            "words": [str(TESTS / script), str(ranks), *args],
             "folder": folder,
             "at": str(Path.cwd()),
             "at_once": at_once,
@@ -67,7 +67,7 @@ def _forked(words: list[str], count: int, wait: float) -> tuple[int, str]:
 
 
 def _environment() -> dict[str, str]:
-    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(TESTS.parent), str(TESTS / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -75,7 +75,7 @@ def _environment() -> dict[str, str]:
 def _server() -> subprocess.Popen[str]:
     """The process that forks the scripts."""
     server = subprocess.Popen(
-        [sys.executable, str(HERE / "ranks.py")],
+        [sys.executable, str(TESTS / "helpers" / "ranks.py")],
         env=_environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     atexit.register(server.communicate)  # its input ends, and so does it

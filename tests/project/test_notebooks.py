@@ -65,7 +65,7 @@ def test_they_are_numbered_without_gaps_or_doubles():
 
 
 def test_they_are_stored_as_the_pinned_packages_have_it():
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (Path(__file__).parent.parent / "constraints.txt").read_text(), re.M))
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)", (Path(__file__).parents[2] / "constraints.txt").read_text(), re.M))
     for path in NOTEBOOKS:
         assert read(path).metadata.get("splitkit") == {name: pinned[name] for name in PACKAGES}, ANEW
 
