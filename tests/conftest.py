@@ -16,6 +16,7 @@ import gc
 import os
 
 import pytest
+from tiers import Tier
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles the package anew
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else processes that import torch start for few kernels
@@ -24,6 +25,14 @@ gc.disable()  # until all is imported, which takes a third less time so
 
 SELDOM = 200_000
 """New objects before the collector looks at them; Python's 700 takes a tenth of the suite, 30,000 a twentieth."""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--times", metavar="FILE", help="write what each test took, for tests/tools/slowtests.py")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Tier(config))
 
 
 def pytest_collection_finish():

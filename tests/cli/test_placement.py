@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from capturedmodels import captured_example
 
 import splitkit as sk
 from splitkit import cli
@@ -44,8 +45,7 @@ memory = 16_000_000_000
 
 @pytest.fixture(scope="module")
 def graph():
-    example = models.build("gpt2", layers=1, width=64, heads=2, vocab=512, seq=16)
-    return sk.capture(example.model, *example.args, **example.kwargs)
+    return captured_example("gpt2", layers=1, width=64, heads=2, vocab=512, seq=16).graph
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from capturedmodels import captured_example
 
 import splitkit as sk
 from splitkit.pipeline.order_file import load_order
-from splitkit.testing import models
 
 TINY = ["--size", "layers=2,width=16,heads=2", "--size", "vocab=32,seq=4"]
 FEW = ["--microbatches", "2", "--effort", "0.01"]
@@ -14,8 +14,7 @@ FEW = ["--microbatches", "2", "--effort", "0.01"]
 
 @pytest.fixture(scope="module")
 def plan():
-    example = models.build("gpt2", layers=2, width=16, heads=2, vocab=32, seq=4)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = captured_example("gpt2", layers=2, width=16, heads=2, vocab=32, seq=4).graph
     return gm, sk.plan(gm, sk.policies.Stages(4))
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 
 import splitkit as sk
 from splitkit.cli import main
@@ -118,8 +119,7 @@ def test_a_plan_of_forward_and_backward(call, tmp_path):
 
 def test_the_plan_is_read_again_in_python(step):
     path = step("gpt2", "MinCut()", *TINY)
-    example = models.build("gpt2", layers=1, width=32, heads=2, vocab=64, seq=8)
-    joint = sk.capture_joint(example.model, **example.kwargs)
+    joint = captured_example("gpt2", "joint", layers=1, width=32, heads=2, vocab=64, seq=8).graph
     read = sk.Plan.load(path, joint.graph_module.graph)
     costs = sk.costs.roofline(joint.graph_module, device="a100")
     assert joint.split(read, costs).saved == joint.split(sk.policies.MinCut(), costs).saved

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from capturedmodels import captured_example
 from torch import fx, nn
 
 from splitkit.costs.timing import cpu_time
@@ -18,7 +19,6 @@ from splitkit.costs.timing.measured import measured
 from splitkit.costs.timing.op_timing import MeasuredRuns
 from splitkit.frontends.capture.capture import capture
 from splitkit.graph.ops import declare, declared
-from splitkit.testing import models
 
 
 class Machine:
@@ -174,8 +174,7 @@ def test_a_kernel_that_counts_no_waiting_shows_it_by_the_work(others, monkeypatc
 @pytest.mark.skipif(waiting_seconds() is None, reason="this kernel does not count how long threads wait")
 def test_prices_beside_endless_loops_are_near_the_truth(one_thread, tmp_path):
     """They were 5 to 9 times too high, and kept."""
-    example = models.build("gpt2", layers=2, width=256, heads=4, vocab=1000, seq=64)
-    gm = capture(example.model, **example.kwargs)
+    example, gm = captured_example("gpt2", layers=2, width=256, heads=4, vocab=1000, seq=64)
 
     def price(kept: bool) -> float:
         costs = measured(gm, example.kwargs, cache=tmp_path / "costs.json" if kept else False, backward=True)

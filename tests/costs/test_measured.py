@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from handgraphs import captured
 from torch import fx, nn
 
@@ -18,7 +19,6 @@ from splitkit.costs.timing.cache import read_cost_file
 from splitkit.costs.timing.measured import measured
 from splitkit.errors import CostError, GraphError
 from splitkit.frontends.capture.capture import capture
-from splitkit.testing import models
 from splitkit.testing.oracle import assert_same
 from splitkit.testing.trial import bitwise, named_tensors
 
@@ -72,8 +72,7 @@ def ops(gm, name):
 
 @pytest.mark.parametrize("name", these_first(["gpt2"], ["bert", "t5", "mixtral"]))
 def test_transformers_in_training_mode(name, counted):
-    example = models.build(name, **TINY)
-    gm = capture(example.model, **example.kwargs)
+    example, gm = captured_example(name, **TINY)
     costs = measure(gm, example.kwargs)
     assert 10 < len(counted) < len(gm.graph.nodes) / 2
     by_flops = max(gm.graph.nodes, key=sk.costs.flops(gm).flops)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from keptfacts import kept_facts  # noqa: F401
 from torch import fx, nn
 from zoographs import specimens
@@ -54,8 +55,8 @@ class Own:
 
 
 def small(layers=1):
-    example = models.build("gpt2", layers=layers, width=32, heads=2, vocab=64, seq=8)
-    return sk.capture(example.model, *example.args, **example.kwargs), example
+    example, graph = captured_example("gpt2", layers=layers, width=32, heads=2, vocab=64, seq=8)
+    return graph, example
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from handgraphs import captured
 from torch import nn
 
 from splitkit import capture, costs
 from splitkit.costs import Device
 from splitkit.errors import CostError, GraphError
-from splitkit.testing import models
 
 aten = torch.ops.aten
 # 1 FLOP/s and 1 byte/s: seconds are FLOPs or bytes, whichever is more
@@ -276,8 +276,7 @@ def test_custom_op_without_a_formula_moves_what_it_takes_and_yields():
 @pytest.mark.parametrize("name", these_first(["gpt2"], ["mixtral"]))
 def test_real_models_on_every_device_of_the_table(name):
     sizes = {"layers": 1, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}
-    example = models.build(name, **sizes)
-    gm = capture(example.model, **example.kwargs)
+    gm = captured_example(name, **sizes).graph
     nodes, flops = list(gm.graph.nodes), costs.flops(gm)
     counted = sum(map(flops.counted, nodes))
     for device in costs.devices().values():

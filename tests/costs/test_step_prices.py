@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from torch import fx, nn
 
 import splitkit as sk
@@ -18,7 +19,6 @@ from splitkit.frontends.capture.capture import capture
 from splitkit.graph.ops import declare
 from splitkit.graph.ops import declared as ops
 from splitkit.pipeline.stage_prices import stage_costs
-from splitkit.testing import models
 from splitkit.testing.small_nets import loss_or_sum
 from tests.costs.test_measured import QUICK, TINY, state_of, untouched
 
@@ -123,8 +123,7 @@ def declared(monkeypatch):
 
 @pytest.mark.parametrize("name", these_first(["gpt2"], ["mixtral"]))
 def test_each_op_that_trains_has_a_backward(name, stepped):
-    example = models.build(name, **TINY)
-    gm = capture(example.model, **example.kwargs)
+    example, gm = captured_example(name, **TINY)
     costs = measure(gm, example.kwargs)
     trains = sk.costs.training(sk.costs.flops(gm), gm)
     for node in gm.graph.nodes:
@@ -202,8 +201,7 @@ def test_a_second_call_only_reads(tmp_path, stepped):
 
 
 def test_plans_take_them_as_prices_of_training():
-    example = models.build("gpt2", **TINY)
-    gm = capture(example.model, **example.kwargs)
+    example, gm = captured_example("gpt2", **TINY)
     costs = measure(gm, example.kwargs)
     plan = sk.plan(gm, sk.policies.Stages(2, schedule="1f1b"), costs)
     found = stage_costs(sk.analyze(gm), plan, costs)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from capturedmodels import captured_example
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -33,8 +34,7 @@ def record(example, path, *, train=True, shapes=True):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    example = models.build("llama", **SMALL)
-    gm = sk.capture(example.model, **example.kwargs)
+    example, gm = captured_example("llama", **SMALL)
     return example, gm, record(example, tmp_path_factory.mktemp("trace") / "trace.json")
 
 

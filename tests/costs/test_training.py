@@ -10,6 +10,7 @@ from operator import getitem
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -74,8 +75,7 @@ def test_real_models(name, mode):
 
 
 def test_fused_attention_and_a_first_layer_that_needs_no_gradient_are_why_it_is_not_twice_the_forward():
-    example = models.build("vit", **IMAGE)
-    gm = capture(example.model, **example.kwargs)
+    gm = captured_example("vit", **IMAGE).graph
     prices = costs.flops(gm)
     trained = training(prices)
     ratios = {}

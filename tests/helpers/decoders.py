@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from capturedmodels import stored
 from torch import fx, nn
 
 import splitkit as sk
@@ -83,28 +84,34 @@ def _made(family: str) -> nn.Module:
 
 
 @cache
+def _model_and_step(family: str) -> tuple[nn.Module, fx.GraphModule]:
+    def make() -> tuple[nn.Module, fx.GraphModule]:
+        torch.manual_seed(7)
+        model = _made(family).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.3)
+        return model, sk.capture_decoder(model)
+
+    return stored(f"decoder {family}", make)
+
+
 def decoder(family: str) -> nn.Module:
     """Return a random model that generates; its tokens differ, for all weights are drawn large."""
-    torch.manual_seed(7)
-    model = _made(family).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.3)
-    return model
+    return _model_and_step(family)[0]
 
 
-@cache
 def captured(family: str) -> fx.GraphModule:
     """Return the graph of one step."""
-    return sk.capture_decoder(decoder(family))
+    return _model_and_step(family)[1]
 
 
 class _Decoders(Mapping[str, tuple[nn.Module, fx.GraphModule]]):
     """Family -> its model and its graph, made when they are asked for."""
 
     def __getitem__(self, family: str) -> tuple[nn.Module, fx.GraphModule]:
-        return decoder(family), captured(family)
+        return _model_and_step(family)
 
     def __iter__(self) -> Iterator[str]:
         return iter(FAMILIES)

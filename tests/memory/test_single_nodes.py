@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from capturedmodels import captured_example
 
 import splitkit as sk
 from splitkit.memory.autograd.saved_storages import activations
 from splitkit.memory.segments.graph_memory import GraphMemory
-from splitkit.testing import models
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_single_nodes_are_the_lower_bound_of_each_node(training):
-    example = models.build("gpt2", layers=1, width=32, heads=2, vocab=200)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = captured_example("gpt2", layers=1, width=32, heads=2, vocab=200).graph
     flow = sk.analyze(gm)
     order = GraphMemory(flow, activations(gm), training).order([flow.nodes])
     least = [order.lower_bound(i, i + 1) for i in range(order.length)]

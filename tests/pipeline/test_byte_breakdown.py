@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from capturedmodels import captured_example
 
 import splitkit as sk
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.purpose import counted_optimizer, purpose
 from splitkit.pipeline.stage_prices import peaks_of_visits
 from splitkit.policies import Expert
-from splitkit.testing import models
 
 
 @pytest.fixture(scope="module")
 def gm():
-    example = models.build("gpt2", layers=2, width=32, heads=2, vocab=100, batch=2, seq=8)
-    return sk.capture(example.model, **example.kwargs)
+    return captured_example("gpt2", layers=2, width=32, heads=2, vocab=100, batch=2, seq=8).graph
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adam"])

@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from keptmodels import MODELS, LossOnly, Mixed
 from savedbytes import Parts, kept_by_autograd, storages, tensors_of
 from torch import nn
@@ -180,8 +181,7 @@ def test_what_nobody_trains_is_not_run_again():
 
 
 def test_every_schedule_simulates_recompute_in_less_memory_and_more_time():
-    example = build("gpt2", layers=1, width=32, heads=2, vocab=50, seq=16)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = captured_example("gpt2", layers=1, width=32, heads=2, vocab=50, seq=16).graph
     flow, costs = sk.analyze(gm), sk.costs.training(sk.costs.flops(gm))
     plan = sk.plan(gm, Stages(4, seconds=1), sk.costs.flops(gm))
     prices = StagePrices(flow, costs)

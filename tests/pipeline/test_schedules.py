@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from campaigns import these_first
+from capturedmodels import captured_example
 
 import splitkit as sk
 from splitkit.cli import main
@@ -22,7 +23,6 @@ from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 from splitkit.pipeline.windowed import stalls
 from splitkit.policies import MemoryBudget, Stages
 from splitkit.runtime.ranks.order_runner import order_of, placed_order
-from splitkit.testing import models
 from splitkit.view.data.ladder import LadderView
 
 NAMES = [schedule.name for schedule in known_schedules()]
@@ -233,8 +233,7 @@ def test_windows_that_grow_are_known_to_stall():
 
 @pytest.fixture(scope="module")
 def gm():
-    example = models.build("gpt2", layers=1, width=32, heads=2, seq=8, vocab=50)
-    return sk.capture(example.model, *example.args, **example.kwargs)
+    return captured_example("gpt2", layers=1, width=32, heads=2, seq=8, vocab=50).graph
 
 
 def half_way(counts, stage):

@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from keptmodels import LANGUAGE, MODELS, Convolutions, LossOnly, Mixed
 from savedbytes import Parts, kept_by_autograd, storages, tensors_of
 from torch import nn
@@ -199,8 +200,7 @@ def test_a_view_of_a_parameter_that_crosses_is_the_readers_own():
 
 
 def test_shared_parameters_are_in_each_part_and_once_in_one():
-    example = build("gpt2", **LANGUAGE)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    example, gm = captured_example("gpt2", **LANGUAGE)
     flow = sk.analyze(gm)
     prices = StagePrices(flow, sk.costs.flops(gm))
     (whole,) = prices.of([flow.nodes])

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from capturedmodels import captured_example
 from policygraphs import graph, labels
 from torch import fx, nn
 from zoographs import specimens
@@ -15,7 +16,6 @@ import splitkit as sk
 from splitkit.cli.syntax import policy_spec
 from splitkit.policies import ByParameterBytes
 from splitkit.testing import assert_same
-from splitkit.testing.models import build
 
 
 class Layers(nn.Module):
@@ -158,8 +158,7 @@ def test_the_size_of_a_weight_that_is_asked_again_brings_the_weight_along():
 
 
 def test_gpt2_in_parts_that_hold_no_more_and_run():
-    example = build("gpt2", layers=3, width=32, heads=2, vocab=200, batch=2, seq=16)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    example, gm = captured_example("gpt2", layers=3, width=32, heads=2, vocab=200, batch=2, seq=16)
     tokens, positions, norm, block = 4 * 200 * 32, 4 * 1024 * 32, 4 * 2 * 32, 4 * (12 * 32 * 32 + 13 * 32)
     plan = plan_of(gm, "160KiB")
     made = sk.split(gm, plan)

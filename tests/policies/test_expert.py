@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from torch import fx, nn
 
 import splitkit as sk
@@ -201,8 +202,7 @@ def test_an_encoder_and_its_decoder_are_one_list(name):
 
 
 def test_the_experts_of_a_layer_are_no_blocks():
-    example = models.build("mixtral", **{**SIZES, "layers": 2, "experts": 4})
-    gm = sk.capture(example.model, **example.kwargs)
+    gm = captured_example("mixtral", **{**SIZES, "layers": 2, "experts": 4}).graph
     assert "1, 1 blocks (2 in model.layers)" in planned(gm, Expert(2))[0].note
 
 

@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 from campaigns import few_of_many, these_first
+from capturedmodels import captured_example
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,7 +16,6 @@ import splitkit as sk
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 from splitkit.pipeline.stage_prices import StagePrices, stage_costs
 from splitkit.policies import MemoryBudget
-from splitkit.testing.models import build
 
 trained = partial(MemoryBudget, optimizer="adam")
 
@@ -211,8 +211,7 @@ def test_a_number_of_parts_with_the_least_traffic(model, count, share):
 
 @pytest.fixture(scope="module")
 def gpt2():
-    example = build("gpt2", layers=3, width=32, heads=2, vocab=200, batch=4, seq=64)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = captured_example("gpt2", layers=3, width=32, heads=2, vocab=200, batch=4, seq=64).graph
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
     return gm, flow, costs
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from campaigns import few_of_many
+from capturedmodels import captured_example
 from choices import Prices, every_plan, saved, spent, steps
 from hypothesis import strategies as st
 from jointgraphs import Hand
@@ -16,9 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from splitkit import costs
 from splitkit.engine.pair import divide
 from splitkit.errors import NoPlanError, PolicyError, SplitError
-from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.policies import MinCut, RecomputeAll, Remat, SaveAll
-from splitkit.testing.models import build
 from splitkit.training.flow import BACKWARD, FORWARD
 
 aten = torch.ops.aten
@@ -168,8 +167,7 @@ def test_another_graph_is_refused():
 
 @pytest.fixture(scope="module")
 def gpt2():
-    example = build("gpt2", layers=2, width=64, heads=2, batch=2, seq=64, vocab=101)
-    return capture_joint(example.model, *example.args, **example.kwargs)
+    return captured_example("gpt2", "joint", layers=2, width=64, heads=2, batch=2, seq=64, vocab=101).graph
 
 
 def test_extremes_are_recompute_all_and_save_all(gpt2):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from torch import nn
 
 import splitkit as sk
@@ -24,7 +25,6 @@ from splitkit.pipeline.cache_room import cache_room
 from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.policies import Devices, Stages
 from splitkit.search.placement_model import PlacementModel, TransferTimes
-from splitkit.testing import models
 
 
 class Decoder(nn.Module):
@@ -170,8 +170,7 @@ def rules():
 
 @pytest.mark.parametrize("name", these_first(["llama"], ["gpt2"]))
 def test_no_rule_of_another_tool_has_room_for_more_tokens(rules, name):
-    example = models.build(name, layers=4, width=32, heads=2, vocab=400, batch=1, seq=4)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    example, gm = captured_example(name, layers=4, width=32, heads=2, vocab=400, batch=1, seq=4)
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
     whole = prices_of(flow).of([flow.nodes])[0].parameter_bytes
     for limits in ((whole, whole, whole // 2), (whole // 2, whole, whole, whole)):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from campaigns import few_of_many
+from capturedmodels import captured_example
 from copiedgraphs import cases, joined, loads, one_link, plans_of
 from hypothesis import strategies as st
 from placedgraphs import Prices
@@ -20,7 +21,6 @@ from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.stages.message_bounds import ValueComponents, counted, without_units
 from splitkit.solvers.placement.evaluate import loads as loads_of
 from splitkit.solvers.placement.problem import Slot
-from splitkit.testing.models import build
 
 NEAR = 1 + 1e-9
 
@@ -125,8 +125,7 @@ def test_a_value_that_three_read_is_sent_once():
 def test_the_bound_of_a_gpt2_over_slow_links_counts_messages_and_copies():
     """Over links of 1 ms it was 21 to 49 % below in 4 and in 8 stages."""
     torch.manual_seed(0)
-    made = build("gpt2", layers=4, width=64, heads=4, batch=2, seq=32, vocab=2000)
-    gm = sk.capture(made.model, *made.args, **made.kwargs)
+    gm = captured_example("gpt2", layers=4, width=64, heads=4, batch=2, seq=32, vocab=2000).graph
     costs, links = roofline(gm, "h200"), Links.uniform(50e9, 1e-3)
     for stages in (4, 8):
         assert sk.plan(gm, Stages(stages, links=links), costs).claim.gap <= 0.01

@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 from campaigns import few_of_many
+from capturedmodels import captured_example
 from choices import steps
 from hypothesis import strategies as st
 from jointgraphs import Hand
 
 from splitkit.costs import roofline, unit
-from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.search.recompute import plan_pool as pool
 from splitkit.search.recompute.memory_limits import MomentLimits
 from splitkit.search.recompute.peak_floor import Bounds
 from splitkit.search.recompute.recompute_search import RecomputeSearch
-from splitkit.testing import models
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
@@ -58,8 +57,7 @@ def test_what_may_not_be_computed_again_is_there_between():
 
 
 def test_masks_and_logits_leave_no_room_below_what_is_found():
-    made = models.build("gpt2", layers=1, width=64, heads=2, batch=4, seq=64, vocab=2003)
-    joint = capture_joint(made.model, *made.args, **made.kwargs)
+    joint = captured_example("gpt2", "joint", layers=1, width=64, heads=2, batch=4, seq=64, vocab=2003).graph
     problem = savings(joint.flow, roofline(joint.graph_module))
     search = RecomputeSearch(pool.Pool(problem, Peaks(joint.flow)), 20.0)
     low = search.lowest_peak()

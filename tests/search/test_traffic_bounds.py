@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from campaigns import few_of_many
+from capturedmodels import captured_example
 from copiedgraphs import cases, joined
 from hypothesis import strategies as st
 from placedgraphs import Prices
@@ -16,7 +17,6 @@ from splitkit.costs import Link, Links, roofline
 from splitkit.policies import Devices, Stages
 from splitkit.search.memory.traffic_bounds import least_load
 from splitkit.search.placement_model import PlacementModel, TransferTimes
-from splitkit.testing.models import build
 
 ONE = Links(Link(1e9, 1.0))
 
@@ -125,8 +125,7 @@ def test_values_that_cost_more_than_all_work_keep_a_chain_together():
 
 
 def test_the_bound_of_a_gpt2_leaves_out_nothing_that_must_cross():
-    made = build("gpt2", layers=2, width=32, heads=2, batch=1, seq=8, vocab=31)
-    gm = sk.capture(made.model, *made.args, **made.kwargs)
+    gm = captured_example("gpt2", layers=2, width=32, heads=2, batch=1, seq=8, vocab=31).graph
     costs = roofline(gm, "a100")
     claim = sk.plan(gm, Stages(4, links=ONE), costs).claim
     assert claim.value > 1.0 and claim.gap < 1e-3

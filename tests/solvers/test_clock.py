@@ -6,21 +6,20 @@ import itertools
 from typing import Any
 
 import pytest
+from capturedmodels import captured_example
 from keptfacts import kept_facts  # noqa: F401
 
 import splitkit as sk
 from splitkit.policies import Devices, Stages
 from splitkit.solvers import clock as clocks
 from splitkit.solvers.clock import Clock, endless_clock
-from splitkit.testing import models
 
 CUT = "cut short by time"
 
 
 @pytest.fixture(scope="module")
 def gm() -> Any:
-    example = models.build("gpt2", layers=1, width=32, heads=2, vocab=200)
-    return sk.capture(example.model, *example.args, **example.kwargs)
+    return captured_example("gpt2", layers=1, width=32, heads=2, vocab=200).graph
 
 
 class Ticks:

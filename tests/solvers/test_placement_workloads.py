@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from campaigns import some_of_all
+from capturedmodels import captured_example
 
 from splitkit.solvers import clock
 from splitkit.solvers.placement import mip as rows
@@ -160,10 +161,8 @@ def test_what_the_clock_cut_off_is_no_result_but_its_bound_is(benchmark, monkeyp
 def test_a_note_says_where_the_clock_ended_a_search(monkeypatch):
     """A clock that runs a million times as fast: the plan is still one, its note tells."""
     import splitkit as sk
-    from splitkit.testing.models import build
 
-    example = build("gpt2", layers=2, width=32, heads=2, batch=2, seq=16, vocab=50)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = captured_example("gpt2", layers=2, width=32, heads=2, batch=2, seq=16, vocab=50).graph
     policy = sk.policies.Devices(["h200"] * 3, links="nvlink4", pieces=None)
     assert "cut short" not in sk.plan(gm, policy).note
     monkeypatch.setattr(clock, "time", Fast(factor=1e6))

@@ -6,9 +6,10 @@ import json
 from functools import cache
 from typing import Any
 
+from capturedmodels import captured_example
+
 import splitkit as sk
 from splitkit.policies import Stages
-from splitkit.testing import models
 from splitkit.view.page import page, style
 from splitkit.view.page.bundle import script
 
@@ -25,8 +26,7 @@ STEP = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
 @cache
 def priced(name, **sizes):
     """A graph's facts, and the prices of its training on an A100; nobody may change them."""
-    example = models.build(name, **sizes)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = captured_example(name, **sizes).graph
     return sk.analyze(gm), sk.costs.training(sk.costs.roofline(gm, "a100"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from capturedmodels import joint_graph
 from steeredpages import STEP, assert_quiet, shown, side
 
@@ -13,7 +13,7 @@ from splitkit.policies import RecomputeAll, SaveAll
 from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import TINY, HalvesView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 LISTED = "[...document.querySelectorAll('.alive tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
 
 

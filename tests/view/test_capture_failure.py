@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import assert_quiet, side
 from torch import nn
 
@@ -99,7 +99,7 @@ def test_a_capture_that_succeeds_holds_nothing():
     assert len(sk.capture(Caught(), torch.randn(2)).graph.nodes) == 3
 
 
-@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_the_command_writes_the_page_and_fails(net, browser, tmp_path, capsys):
     spec, page = f"{tmp_path / 'branching.py'}:make", tmp_path / "page.html"
     assert main(["view", spec, "--stages", "2", "-o", str(page)]) == 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import SLIDE, assert_quiet, shown, widget
 from torch import nn
 
@@ -15,7 +15,7 @@ from splitkit.policies import SaveAll, Stages
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 
 WINDOW = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 SIZES = {

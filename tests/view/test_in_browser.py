@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import GPT2, SLIDE, assert_quiet, border, borders, middle, planned, shown, side, widget
 from torch import nn
 
@@ -16,7 +16,7 @@ from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 HARMFUL = "<img src=x onerror=window.harmed=1></script><script>window.harmed=1</script>"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from browser import BINARY, Browser
+from browser import NEEDS_CHROMIUM, Browser
 from lab import lab, wait_until
 
 pytestmark = [
     pytest.mark.campaign,  # `test_in_browser.py` has what the page does for it: keys are its own, and the slider's
-    pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium"),
+    NEEDS_CHROMIUM,
     pytest.mark.skipif(importlib.util.find_spec("jupyterlab") is None, reason="pip install jupyterlab"),
 ]
 

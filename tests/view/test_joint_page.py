@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from capturedmodels import joint_graph
 from steeredpages import OVERLAPS, STEP, assert_quiet, middle, shown, side
 
@@ -11,7 +11,7 @@ import splitkit as sk
 from splitkit.policies import SaveAll
 from splitkit.view.data.joint_ladder import HalvesView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")

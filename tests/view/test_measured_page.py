@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import GPT2, assert_quiet, border, planned, shown, side
 
 import splitkit as sk
@@ -46,7 +46,7 @@ def colour(page, number):
     return page.value(f"colourOfChange(splitkit.run, splitkit.run.measured, {number})")
 
 
-@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_an_action_that_took_longer_is_coloured_and_told(browser, tmp_path, made):
     flow, plan, costs, run = made
     number = next(i for i, e in enumerate(run.timeline) if e.action == "1B2")
@@ -75,7 +75,7 @@ def test_an_action_that_took_longer_is_coloured_and_told(browser, tmp_path, made
     assert_quiet(page)
 
 
-@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_an_action_that_ran_after_the_simulated_step_had_ended_is_told_too(browser, tmp_path, made):
     flow, plan, costs, run = made
     step = ran(run, "", 1.5)
@@ -90,7 +90,7 @@ def test_an_action_that_ran_after_the_simulated_step_had_ended_is_told_too(brows
     assert_quiet(page)
 
 
-@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_a_step_that_is_far_slower_is_drawn_on_its_own_scale(browser, tmp_path, made):
     flow, plan, costs, run = made
     number = next(i for i, e in enumerate(run.timeline) if e.action == "1B2")

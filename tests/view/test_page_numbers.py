@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from campaigns import these_first
 from steeredpages import GPT2, planned, shown
 
@@ -15,7 +15,7 @@ from splitkit.policies import Stages
 from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")

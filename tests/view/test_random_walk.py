@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from campaigns import these_first
 from capturedmodels import joint_graph
 from steeredpages import GPT2, STEP, assert_quiet, planned, shown, side
@@ -15,7 +15,7 @@ from splitkit.policies import MinCut, RecomputeAll, SaveAll, Stages
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 KEYS = ("ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight", "Enter", "Escape", "Home", "End", "Tab", "+", "-")
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from campaigns import these_first
 from steeredpages import GPT2, assert_quiet, border, planned, shown, side
 
@@ -22,7 +22,7 @@ from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.op_columns import source_line, type_text
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 OTHERS = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
 SLOW = sk.costs.Links.uniform(1e9, 1e-5)
 SCHEDULES = [

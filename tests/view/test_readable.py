@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import OVERLAPS, assert_quiet, middle, planned, shown, side
 from torch import nn
 
@@ -12,7 +12,7 @@ import splitkit as sk
 from splitkit.policies import Stages
 from splitkit.view.data.ladder import LadderView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")

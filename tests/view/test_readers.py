@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import GPT2, assert_quiet, middle, planned, shown
 
 import splitkit as sk
 from splitkit.view.data.ladder import LadderView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from capturedmodels import captured_example
 from svgtexts import SVG, outside, overlaps, texts_of
 from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -21,7 +22,6 @@ from splitkit import prices
 from splitkit.errors import FileError, SplitError, ViewError
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.studies.sweep_rows import Sweep
-from splitkit.testing import models
 from splitkit.testing.small_nets import loss_or_sum
 from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
@@ -34,8 +34,7 @@ EVIL = "<script>alert(1)</script> & more"
 
 @pytest.fixture(scope="module")
 def gpt2():
-    example = models.build("gpt2", layers=6, width=32, heads=2, vocab=200)
-    gm = sk.capture(example.model, *example.args, **example.kwargs)
+    gm = captured_example("gpt2", layers=6, width=32, heads=2, vocab=200).graph
     costs = sk.costs.training(sk.costs.roofline(gm, "h100"))
     return gm, costs, sk.plan(gm, sk.policies.Stages(3), costs)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from keptmodels import Convolutions
 from steeredpages import GPT2, assert_quiet, planned, shown, side
 
@@ -23,7 +23,7 @@ from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.rerun_parts import kept_between, step_choices
 from splitkit.view.svg.ladder_svg import ladder_svg
 
-in_browser = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+in_browser = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from stagedsteps import divided, recomputed
 from steeredpages import OVERLAPS, assert_quiet, border, shown, side
 
 from splitkit.units import duration, size
 from splitkit.view.renderers import pictured
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 FORWARD, SAVED, INPUT, WAITS, WEIGHT, BESIDE = range(6)
 
 

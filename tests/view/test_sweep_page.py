@@ -7,7 +7,7 @@ import time
 from html import escape
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import GPT2, assert_quiet, priced
 
 import splitkit as sk
@@ -34,7 +34,7 @@ def test_each_dot_has_the_picture_of_its_plan(sweep, tmp_path):
     assert "href=" not in still and still.count("<circle") == text.partition("<section")[0].count("<circle")
 
 
-@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_a_click_on_a_dot_goes_there_also_inside_a_frame(sweep, browser, tmp_path):
     sweep.to_html(tmp_path / "page.html")
     browser.open(tmp_path / "page.html")

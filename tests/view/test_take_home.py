@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from capturedmodels import joint_graph
 from steeredpages import GPT2, STEP, assert_quiet, border, borders, planned, shown, side
 
@@ -21,7 +21,7 @@ from splitkit.policies import MinCut, SaveAll, Stages
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 PLAN_FILE = "JSON.stringify(planFile(splitkit))"
 
 

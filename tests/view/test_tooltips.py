@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from campaigns import these_first
 from capturedmodels import joint_graph
 from steeredpages import GPT2, SMALL, STEP, assert_quiet, border, planned, shown, side
@@ -15,7 +15,7 @@ from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.op_columns import source_line
 
-pytestmark = pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = NEEDS_CHROMIUM
 
 
 def ladder_of(name, schedule="1f1b", count=3, **options):

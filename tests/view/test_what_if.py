@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from browser import BINARY
+from browser import NEEDS_CHROMIUM
 from steeredpages import GPT2, assert_quiet, planned, shown, side
 
 import splitkit as sk
@@ -49,7 +49,7 @@ def test_orders_of_ones_own_and_long_steps_have_none(priced):
     assert {long["microbatches"][row[1]] for row in long["rows"]} == {100, 200}
 
 
-@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_the_page_lists_the_quickest_that_fit_and_follows_the_links(browser, tmp_path, priced):
     flow, plan, costs, stages = priced
     run = sk.simulate_schedule(stages, "gpipe", 8, links="pcie4")
@@ -95,7 +95,7 @@ def entered(page, text):
     page.settle()
 
 
-@pytest.mark.skipif(BINARY is None, reason="there is no Chromium: apt-get install chromium")
+@NEEDS_CHROMIUM
 def test_another_memory_limit_is_compared_with_at_once_and_kept_in_the_address(browser, tmp_path, priced):
     flow, plan, costs, stages = priced
     run = sk.simulate_schedule(stages, "gpipe", 8, links="pcie4")
