@@ -183,8 +183,11 @@ class DeviceSearch:
 
     @cached_property
     def _holding(self) -> AdditiveMemory:
-        demand = self.demand
-        return AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+        demand, prices = self.demand, self.demand.stage_prices
+        kinds: Collection[str | None] = set(prices.kernels.values()) or (None,)
+        kept = [prices.memory_on(kernels).activations for kernels in kinds]
+        each = [AdditiveMemory.of(self._placing, one, demand.optimizer, demand.cache) for one in kept]
+        return AdditiveMemory(each[0].fixed, np.min([one.saved for one in each], axis=0))
 
     def _problem(self) -> Problem:
         demand, placing = self.demand, self._placing
