@@ -167,6 +167,7 @@ def test_a_cpu_of_ones_own_is_a_host():
     assert '"cpu"' in sk.export(two, to="transformers").text and "cuda:1" not in sk.export(two, to="transformers").text
 
 
+@pytest.mark.campaign
 def test_where_nodes_may_be_is_known_without_the_policy():
     """No reader advises to move a node to a device that cannot run it."""
     gm = graph()
