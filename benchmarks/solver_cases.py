@@ -158,9 +158,9 @@ def _recomputed(model: str, share: float, seconds: float) -> Outcome:
         return Outcome((float(low.peak), search.cheapest_at(low).seconds), float(search.least_peak()), "least peak")
     whole, least = _ends(model)
     limit = least + int(share * (whole - least))
-    proof = search.peak(limit)
+    bound = search.peak(limit)
     best = search.pool.best(lambda seen: seen.peak <= limit)
-    return Outcome((best.seconds if best else float("inf"),), proof.bound, "recompute")
+    return Outcome((best.seconds if best else float("inf"),), bound, "recompute")
 
 
 @cache

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from splitkit.testing.compare import compare as compare
     from splitkit.view.data.report import report as report
 
+_LatePolicies.is_schedule = staticmethod(lambda name: import_module("splitkit.pipeline.schedules").is_built_in(name))
 _LatePolicies.budget = staticmethod(lambda: import_module("splitkit.policies.budget").Budget)  # it imports HiGHS
 _Shown.drawer = staticmethod(lambda: import_module("splitkit.view.renderers"))  # lower layers cannot import view
 _Shown.explainer = staticmethod(lambda: import_module("splitkit.studies.explanation.explain").explain)  # nor studies

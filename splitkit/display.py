@@ -41,7 +41,7 @@ class Shown:
         return self._framed(height)
 
     def to_html(self, path: PathLike) -> None:
-        """Write a page that needs only a browser.
+        """Write a page that needs only a browser, or the still picture to a file that ends in ``.svg``.
 
         Raises:
             ViewError: SK901 if it cannot be drawn.
@@ -57,7 +57,14 @@ class Shown:
         return Shown.drawer().view(self, height=height, live=live, **options)
 
     def _write_html(self, path: PathLike, **options: object) -> None:
-        self._write(path, Shown.drawer().html(self, **options))
+        from splitkit import files  # here, so that ``import splitkit`` stays fast
+        from splitkit.errors import ViewError
+
+        if (suffix := files.suffix_of(path)) in files.PICTURES and suffix != ".svg":
+            reason = f"to_html writes a page, and {path} is not the name of one"
+            raise ViewError("SK901", reason, "Name it page.html; or page.svg for a still picture.")
+        draw = Shown.drawer().svg if suffix == ".svg" else Shown.drawer().html
+        self._write(path, draw(self, **options))
 
     def _write_svg(self, path: PathLike, **options: object) -> None:
         self._write(path, Shown.drawer().svg(self, **options))
@@ -86,7 +93,7 @@ class ShownOverTime(Shown):
         return self._framed(height, memory=memory)
 
     def to_html(self, path: PathLike, *, memory: float | str | None = None) -> None:
-        """Write the page; ``memory`` as for `view`.
+        """Write the page, or the still picture to a file that ends in ``.svg``; ``memory`` as for `view`.
 
         Raises:
             ViewError: SK901 if it cannot be drawn.

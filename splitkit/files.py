@@ -12,6 +12,15 @@ from splitkit.errors import FileError
 PathLike = str | os.PathLike[str]
 
 
+PICTURES = (".svg", ".png", ".pdf", ".jpg", ".jpeg", ".gif")
+"""Endings of names of pictures; of these, splitkit writes SVG."""
+
+
+def suffix_of(path: PathLike) -> str:
+    """Return the ending of a file's name in small letters: ``".svg"``."""
+    return Path(path).suffix.lower()
+
+
 def write_file(path: PathLike, text: str) -> None:
     """Write a text file.
 

@@ -1,4 +1,4 @@
-"""Gives the policies that packages below `splitkit.policies` make by themselves, such as that of a budget."""
+"""Gives packages what those above them have: the policy of a budget, and which schedules there are."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 
 class LatePolicies:
-    """Policies that are imported when they are first needed.
+    """What is imported when it is first needed.
 
     Attributes:
         budget: gives the class `splitkit.policies.Budget`. ``splitkit/__init__.py`` sets it, as packages know only
             those below them.
+        is_schedule: whether splitkit has a schedule of this name; it is set likewise.
     """
 
     budget: ClassVar[Callable[[], Any]]
+    is_schedule: ClassVar[Callable[[str], bool]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from fractions import Fraction
 
 TFLOP = "TFLOP"
@@ -71,6 +71,11 @@ def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     whole = power == 0 and value == int(value)
     number = f"{value:.0f}" if whole or abs(value) >= 100 else f"{value:.2f}"
     return f"{number} {units[power]}".rstrip()
+
+
+def in_words(said: Sequence[str]) -> str:
+    """Return ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(said[:-1]), *said[-1:]]))
 
 
 def bounded(nbytes: int, above: Sized, below: Sized = ()) -> str:

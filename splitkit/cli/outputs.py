@@ -13,7 +13,6 @@ from splitkit import files
 from splitkit.errors import FileError, UsageError
 
 STDOUT = "/dev/stdout"
-_PICTURES = (".svg", ".png", ".pdf", ".jpg", ".jpeg", ".gif")
 FOR_PERFETTO = "(for https://ui.perfetto.dev or chrome://tracing)"
 
 
@@ -65,8 +64,8 @@ def _require_other(option: str, path: str, args: Namespace) -> None:
 def _require_page(option: str, path: str, command: str) -> None:
     """Refuse a page whose name says that it is a picture of a kind that the command does not write."""
     draws = command == "view" and option == "-o"
-    suffix = Path(path).suffix.lower()
-    if (draws or option == "--view") and suffix in _PICTURES and not (draws and suffix == ".svg"):
+    suffix = files.suffix_of(path)
+    if (draws or option == "--view") and suffix in files.PICTURES and not (draws and suffix == ".svg"):
         still = "page.svg for a still picture" if draws else "draw a plan file: splitkit view PLAN.json -o page.svg"
         raise UsageError(
             "SK601", f"{option} writes a page, and {path} is not the name of one", f"Name it page.html; or {still}."

@@ -9,22 +9,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from splitkit.errors import SplitError
+from splitkit.files import suffix_of
 from splitkit.units import size
 
 if TYPE_CHECKING:
     from splitkit.plans.record import Plan
 
 
-def is_svg(path: str) -> bool:
-    """Return whether a file is to hold a still picture, by its name."""
-    return path.lower().endswith(".svg")
-
-
 def drawn(path: str, shown: object, fields: Mapping[str, Any] | None = None, **options: Any) -> str:
     """Return the interactive page of an object, or its still picture for a file that ends in ``.svg``."""
     from splitkit.view.renderers import html, svg
 
-    return svg(shown, **options) if is_svg(path) else html(shown, fields=fields, **options)
+    return svg(shown, **options) if suffix_of(path) == ".svg" else html(shown, fields=fields, **options)
 
 
 def plan_page(plan: Plan, **options: Any) -> str:

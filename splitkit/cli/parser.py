@@ -416,9 +416,8 @@ def _profile(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--microbatches",
         type=positive,
-        default=USUAL_MICROBATCHES,
         metavar="N",
-        help="microbatches in a step, 2 or more (default %(default)s)",
+        help=f"microbatches in a step, 2 or more (default: the plan's own, or {USUAL_MICROBATCHES})",
     )
     group.add_argument("--repeat", type=positive, default=3, metavar="N", help="number of timed steps (default 3)")
     add_recompute(group)
@@ -458,7 +457,10 @@ def _view(commands: Commands[Parser]) -> None:
         "--schedule", metavar="NAME", help="draw the timeline of a step under this schedule, as for plan"
     )
     group.add_argument(
-        "--microbatches", type=positive, metavar="N", help="microbatches in the step (default: 2 per stage)"
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help="microbatches in the step (default: the plan's own, or 2 per stage)",
     )
     group.add_argument(
         "--measured",

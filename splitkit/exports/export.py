@@ -25,11 +25,11 @@ from splitkit.files import PathLike, save_text
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.symbols import value_of
-from splitkit.pipeline.defaults import microbatches_of
+from splitkit.pipeline.defaults import planned_order
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.placed_prices import costs_of_plan
-from splitkit.pipeline.schedules import pipeline_order, schedule_of
+from splitkit.pipeline.schedules import schedule_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
 from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.record import Plan, module_of_plan, plan_of
@@ -96,7 +96,7 @@ def export(
             ``"transformers"``, ``"vllm"``, ``"sglang"``, ``"galvatron"``, ``"nnscaler"`` or ``"onnx"``.
         schedule: the schedule of the pipeline, by name or as an order of your own; one that the tool cannot run is
             refused.
-        microbatches: the microbatches of a step; by default two per stage.
+        microbatches: the microbatches of a step; by default what the plan was made for, else two per stage.
         memory: the memory of each rank for the rounded plan, in bytes or as text; by default there is no limit.
         links: the preset of the links between ranks; by default the one that the plan was made with.
         optimizer: the optimizer whose state counts; by default Adam if the plan is for training.
@@ -120,7 +120,7 @@ def export(
         raise cannot_carry(form.tool, reason, "Export a plan with stages: splitkit plan MODEL --stages N.")
     used = costs_of_plan(plan, flow) if costs is None else costs
     keys = tuple(run_order(flow, plan))
-    order = _order(form, schedule, microbatches, len(keys))
+    order = _order(form, plan, schedule, microbatches, len(keys))
     pricing = pricing_of(flow, plan, used, order, memory, links, optimizer)
     sequence = layer_sequence(flow, used, form.level)
     cuts = round_plan(pricing, sequence, plan, keys) if form.level != "nodes" else ()
@@ -228,7 +228,7 @@ def _require_pipeline(form: ExportFormat, flow: Dataflow, plan: Plan) -> None:
 
 
 def _order(
-    form: ExportFormat, schedule: str | PipelineOrder | None, microbatches: int | None, stages: int
+    form: ExportFormat, plan: Plan, schedule: str | PipelineOrder | None, microbatches: int | None, stages: int
 ) -> PipelineOrder | None:
     """Return the schedule's order of actions, and refuse schedules that the format cannot carry."""
     if schedule is None:
@@ -236,7 +236,7 @@ def _order(
     if form.schedules == "none":
         raise cannot_carry(form.tool, "the format has no schedule", _TOOLS_OWN)
     if isinstance(schedule, str):
-        return pipeline_order(schedule, stages, microbatches_of(microbatches, stages))
+        return planned_order(plan.request, schedule, microbatches, stages)
     if len(schedule.rank_of) != stages:
         reason = f"the order {schedule.name} has {len(schedule.rank_of)} stages, but the plan has {stages}"
         raise cannot_carry(form.tool, reason, "Make the order for the stages of the plan.")
@@ -308,7 +308,7 @@ def _joint_export(
     if form.use == "serving":
         raise cannot_carry(form.tool, "it is for training, and the tool serves models", PLAN_FORWARD)
     sequence, cuts, stages = joint_sequence(form, flow, plan)
-    order = _order(form, schedule, microbatches, stages)
+    order = _order(form, plan, schedule, microbatches, stages)
     recompute = joint_recompute(form, sequence, plan)
     keys = tuple(("forward", stage) for stage in range(stages))
     whole = saves_stage_inputs_only(sequence, plan)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from splitkit.pipeline.memory import RankMemory
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.units import size
+from splitkit.units import in_words, size
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ class ByteBreakdown:
     def __str__(self) -> str:
         """Return ``12.00 GiB of weights and 1.50 GiB of activations``: the kinds that are not 0."""
         told = [f"{size(nbytes)} of {name}" for name, nbytes in self.kinds if nbytes]
-        return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]])) or "nothing"
+        return in_words(told) or "nothing"

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from splitkit.errors import PolicyError
+from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import is_single, pipeline_order, schedule_named, words_of
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.solvers.placement.problem import Floats
 
 MOST_REPLICATED = 64
@@ -70,6 +72,17 @@ def ranks_of(schedule: str | None, microbatches: int | None, stages: int) -> tup
 def microbatches_of(given: int | None, stages: int) -> int:
     """Return the microbatches of a step; by default two per stage."""
     return 2 * stages if given is None else given
+
+
+def planned_order(request: PlanRequest, schedule: str, microbatches: int | None, stages: int) -> PipelineOrder:
+    """Return the order of a schedule for the stages of a plan; what is not said is as the plan was made for.
+
+    Raises:
+        ScheduleError: SK330 for a schedule that is unknown or does not allow these numbers.
+    """
+    own = request.schedule is not None and schedule_named(schedule).name == schedule_named(request.schedule).name
+    count = microbatches_of(request.microbatches if microbatches is None else microbatches, stages)
+    return pipeline_order(schedule, stages, count, request.ranks if own else None)
 
 
 def by_rank(loads: Floats, rank_of: Sequence[int]) -> tuple[Floats, int]:

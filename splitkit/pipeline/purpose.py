@@ -54,10 +54,13 @@ def request_of(policy: object, costs: Costs, *, joint: bool = False) -> PlanRequ
         optimizer,
         schedule,
         _microbatches(given) if schedule else None,
+        getattr(given, "ranks", None) if schedule else None,
         links_data(links if isinstance(links := getattr(given, "links", None), str | Links) else None),
         memory,
         tokens,
         {str(node): nbytes for node, nbytes in (getattr(given, "cache", None) or {}).items()} or None,
+        tuple(getattr(given, "together", ())),
+        {pattern: tuple(keys) for pattern, keys in getattr(given, "only", {}).items()},
         devices,
     )
 

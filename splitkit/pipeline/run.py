@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitkit.display import ShownOverTime
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.chrome_trace import chrome_trace
 from splitkit.pipeline.host_windows import most_on_host
 from splitkit.pipeline.memory import RankMemory, memory_over_time, rank_memory
@@ -186,6 +187,21 @@ class ScheduleRun(ShownOverTime, StepTrace):
         """The time, bubble and peak of the step in words."""
         step = f"step {duration(self.seconds, self.unit)}, bubble {self.bubble:.1%}"
         return f"{step}, peak {size(max(self.peaks))} on rank {self.limiting_rank}"
+
+    @property
+    def told(self) -> str:
+        """The time of the step as a sentence without its full stop."""
+        took = duration(self.seconds, self.unit)
+        return f"A step of {self.order.microbatches} microbatches under {self.order.name} takes {took}"
+
+    def fullest(self, limits: Sequence[int | None] = ()) -> str:
+        """Return which rank is nearest to its limit, or needs the most memory, as a sentence without its full stop."""
+        of = [limit or max(self.peaks) for limit in limits or [None] * self.ranks]
+        rank = max(range(self.ranks), key=lambda r: self.peaks[r] / of[r])
+        held = ByteBreakdown.of_rank(self.memory[rank])
+        if not limits or limits[rank] is None:
+            return f"Rank {rank} needs the most memory: {held.told}"
+        return f"Rank {rank} is the nearest to its limit of {size(of[rank])}: {held.told}"
 
     def __str__(self) -> str:
         where = f"{len(self.stages)} stages on {self.ranks} ranks"

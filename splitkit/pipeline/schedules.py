@@ -111,6 +111,11 @@ def known_schedules() -> tuple[Schedule, ...]:
     return tuple(dict.fromkeys(_KNOWN.values()))
 
 
+def is_built_in(name: str) -> bool:
+    """Return whether splitkit itself has a schedule of this name."""
+    return _KNOWN.get(plain(name)) in _BUILT_IN
+
+
 def schedule_named(name: object) -> Schedule:
     """Return the schedule of this name, in any case, with or without hyphens.
 

@@ -19,7 +19,7 @@ from splitkit.graph.fake_calls import target_of
 from splitkit.graph.gradients import Gradients
 from splitkit.graph.joint_marks import is_joint
 from splitkit.memory.autograd.saved_storages import Activations
-from splitkit.memory.segments.graph_memory import GraphMemory, graph_memory
+from splitkit.memory.segments.graph_memory import GraphMemory, graph_memory, mixed_memory
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.pipeline.replication_costs import replica_of, trained_bytes, undivided
@@ -118,6 +118,7 @@ class StagePrices:
         activations: as in `stage_costs`.
         weight_part: as in `stage_costs`.
         divided: whether a schedule divides backward; if not, `StageCosts.deferred_bytes` are not computed.
+        kernels: device that parts are planned on -> its kernels, where devices differ; by default as ``costs`` say.
     """
 
     flow: Dataflow
@@ -126,9 +127,11 @@ class StagePrices:
     activations: Activations | None = None
     weight_part: WeightPart = "torch"
     divided: bool = True
+    kernels: Mapping[PartKey, str] = field(default_factory=dict)
     memory: GraphMemory = field(init=False)
     _times: dict[Any, _Times] = field(init=False, default_factory=dict)
     _costs: Costs = field(init=False)
+    _given: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         check_stage_optimizer(self.optimizer)
@@ -140,12 +143,25 @@ class StagePrices:
         self._costs = _both(self.costs, self.flow)
         training = self.optimizer is not None
         known = self.activations
-        self.memory = (
-            self.flow.fact(graph_memory, training, kernels_of(self.costs))
-            if known is None
-            else GraphMemory(self.flow, known, training)
-        )
-        self.activations = self.memory.activations
+        self.memory = self.memory_on(None) if known is None else GraphMemory(self.flow, known, training)
+        self._given, self.activations = known is not None, self.memory.activations
+
+    def memory_on(self, kernels: str | None) -> GraphMemory:
+        """Return the memory of the graph on a device with these kernels; by default those that ``costs`` are for."""
+        return self.flow.fact(graph_memory, self.optimizer is not None, kernels or kernels_of(self.costs))
+
+    def memory_of(self, plan: Plan) -> GraphMemory:
+        """Return the memory of the graph in which each node runs with the kernels of the device of its home."""
+        if self._given:
+            return self.memory
+        of = {
+            key: self.memory_on(self.kernels.get(part.planned_on) or kernels_of(in_part(self._costs, key)))
+            for key, part in plan.parts.items()
+        }
+        on = {node: of.get(plan.home(node), self.memory) for node in self.flow.nodes}
+        if len(set(map(id, on.values()))) == 1:
+            return next(iter(on.values()))
+        return mixed_memory(on)
 
     def of(self, plan: Plan | Sequence[Collection[Node]]) -> tuple[StageCosts, ...]:
         """Return the costs of the parts of a plan."""
@@ -155,13 +171,15 @@ class StagePrices:
         known = [plan.parts[key] for key in keys] if isinstance(plan, Plan) else [Part(key) for key in keys]
         replicas, again = [part.replicas for part in known], [part.call == "checkpoint" for part in known]
         found = []
-        for whole, nodes, count in zip(self._divided(keys, parts, homes, again), parts, replicas, strict=True):
+        memory = self.memory_of(plan) if isinstance(plan, Plan) else self.memory
+        for whole, nodes, count in zip(self._divided(memory, keys, parts, homes, again), parts, replicas, strict=True):
             trained = [trained_bytes(self.flow, node) for node in nodes] if count > 1 and whole.gradient_bytes else []
             found.append(replica_of(whole, count, undivided(trained, whole.gradient_bytes)))
         return tuple(found)
 
     def _divided(
         self,
+        memory: GraphMemory,
         keys: Sequence[PartKey],
         parts: Sequence[Sequence[Node]],
         homes: Mapping[Node, int],
@@ -171,14 +189,14 @@ class StagePrices:
 
         Backward of a part that is run again is not divided, so nothing waits.
         """
-        line = self.memory.order(parts, homes)
+        line = memory.order(parts, homes)
         ends = list(accumulate(map(len, parts)))
         each = zip(keys, parts, ends, again, strict=True)
         stages = [self.stage(line, end - len(own), end, own, recompute, key) for key, own, end, recompute in each]
         if self.optimizer is None:
             return stages
         if self.divided:
-            waits = deferred_bytes(self.memory, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
+            waits = deferred_bytes(memory, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
             whole = [recompute and (i > 0 or self.weight_part != "torch") for i, recompute in enumerate(again)]
             stages = [
                 replace(stage, deferred_bytes=0 if at_once else nbytes)

@@ -103,7 +103,9 @@ class ShownPlan(Shown):
         beside: OtherPlan | Sequence[OtherPlan] | None = None,
         title: str = "",
     ) -> None:
-        """Write the page as one file that any browser shows; the options are those of `view`.
+        """Write the page as one file that any browser shows, or the still picture if its name ends in ``.svg``.
+
+        The options are those of `view`.
 
         Raises:
             ViewError: SK901 if the plan cannot be drawn, or not with these options.

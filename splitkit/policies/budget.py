@@ -19,7 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import checked
 from splitkit.search.recompute.offload_planner import OffloadPlanner
 from splitkit.search.recompute.plan_pool import PlanPool, Pool, Seen
-from splitkit.search.recompute.recompute_search import Proof, RecomputeSearch
+from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.training.checkpoints import eager_plan
 from splitkit.training.choices import savings
 from splitkit.training.flow import JointFlow, as_joint
@@ -29,6 +29,7 @@ from splitkit.units import duration, size
 
 LEAST = "least"
 """The budget that asks for as little memory as possible."""
+_EXACT = 5e-5  # smaller gaps are printed as none
 
 
 @dataclass(frozen=True)
@@ -225,12 +226,12 @@ class Budget:
         search = RecomputeSearch(pool, inf if self.time_limit is None else self.time_limit)
         if self.budget == LEAST:
             return self._least(search)
-        limit, proof = self._limit(joint, search, whole), Proof(0.0, 0, 0)
+        limit, bound = self._limit(joint, search, whole), 0.0
         if self.offload is not None:
             return self._with_offload(search, costs, limit, whole)
         best = pool.best(lambda seen: self._taken(seen) <= limit)
         if best is None or best.seconds:
-            proof = search.peak(limit) if self.of == "peak" else search.saved(limit)
+            bound = search.peak(limit) if self.of == "peak" else search.saved(limit)
             best = pool.best(lambda seen: self._taken(seen) <= limit)
         if best is None:  # search anew, so that the smallest budget in the message does not depend on this one
             other = search.anew()
@@ -239,7 +240,7 @@ class Budget:
             best = pool.best(lambda seen: self._taken(seen) <= limit)
             if best is None:
                 raise self._infeasible(limit, lowest, other)
-        return best.choice.plan(self._note(limit, best, proof, search))
+        return best.choice.plan(self._note(limit, best, bound, search))
 
     def _with_offload(self, search: RecomputeSearch, costs: Costs, limit: int, whole: Seen) -> Plan:
         host = room_of_host(self, self.host)
@@ -254,7 +255,7 @@ class Budget:
         try:
             limit = self.limit(flow)
         except NoPlanError as error:
-            error.nearest = search.low_peak().choice.plan("as low a peak as was found, on a card that is too small")
+            error.nearest = search.low_peak().choice.plan("The lowest peak that was found, on a card that is too small")
             raise
         if limit is not None:
             return limit
@@ -273,29 +274,31 @@ class Budget:
     def _least(self, search: RecomputeSearch) -> Plan:
         """Return the quickest of the plans found that need the least memory."""
         if self.of == "saved":
-            least, proven = search.fewest_saved(), "no plan saves less"
+            least, proven = search.fewest_saved(), "No plan saves less"
         else:
             least = search.cheapest_at(search.lowest_peak())
-            proven = f"no plan is below {size(search.least_peak())}"
-        taken = self._taken(least)
-        again = duration(least.seconds, least.choice.savings.time_unit)
-        note = (
-            f"least {self.of}: {size(taken)} ({taken} bytes), {proven}; peak {size(least.peak)}, {size(least.saved)} "
-            f"saved, {again} computed again; {len(search.pool)} candidates{search.ending}"
-        )
-        return least.choice.plan(note)
+            proven = f"No plan's peak is below {size(search.least_peak())}"
+        exact = f"{self._taken(least)} bytes, the {'fewest' if self.of == 'saved' else 'least'} found"
+        return least.choice.plan(f"{self._told(least, exact)}. {proven}{search.ending}")
 
-    def _note(self, limit: int, best: Seen, proof: Proof, search: RecomputeSearch) -> str:
+    def _told(self, seen: Seen, about: str) -> str:
+        """Return what a plan takes, as sentences without the last full stop; ``about`` is said of what is limited."""
+        peak, saved = (size(nbytes) for nbytes in (seen.peak, seen.saved))
+        peak, saved = (f"{peak} ({about})", saved) if self.of == "peak" else (peak, f"{saved} ({about})")
+        again = duration(seen.seconds, seen.choice.savings.time_unit)
+        recomputes = f"recomputes for {again}" if seen.seconds else "recomputes nothing"
+        return f"The peak is {peak}. Forward saves {saved}, and backward {recomputes}"
+
+    def _note(self, limit: int, best: Seen, bound: float, search: RecomputeSearch) -> str:
+        told = self._told(best, f"within {size(limit)}")
+        if not best.seconds:
+            return told + search.ending
         # The bound is infinite if no plan in graph order fits, and the plan has another order.
-        bound = min(proof.bound, best.seconds) if isfinite(proof.bound) else 0.0
-        gap = 1 - bound / best.seconds if best.seconds else 0.0
-        unit = best.choice.savings.time_unit
-        of = "" if self.of == "saved" else " (of plans in graph order)"
-        return (
-            f"{self.of} within {size(limit)}: peak {size(best.peak)}, {size(best.saved)} saved, "
-            f"{duration(best.seconds, unit)} computed again; at least {duration(bound, unit)}{of}, gap {gap:.2%}; "
-            f"HiGHS, {proof.programs} programs, {proof.limits} limits; {len(search.pool)} candidates{search.ending}"
-        )
+        bound = min(bound, best.seconds) if isfinite(bound) else 0.0
+        of = "" if self.of == "saved" else " in graph order"
+        least, gap = duration(bound, best.choice.savings.time_unit), 1 - bound / best.seconds
+        proven = f"less than {least}, which is {gap:.2%} less" if gap >= _EXACT else "less"
+        return f"{told}. No plan{of} recomputes {proven}{search.ending}"
 
     def _infeasible(self, limit: int, lowest: Seen, search: RecomputeSearch) -> NoPlanError:
         taken = self._taken(lowest)
@@ -313,6 +316,6 @@ class Budget:
             f"where {again} are computed again and {size(lowest.saved)} are saved{proven}",
             f"{way}; a smaller batch or shorter sequence needs less.",
         )
-        note = f"{self.of} as near as was found to {size(limit)}: {size(taken)}, {again} computed again"
-        error.nearest, error.excess = lowest.choice.plan(note), taken - limit
+        about = f"more than {size(limit)}, but the least found"
+        error.nearest, error.excess = lowest.choice.plan(self._told(lowest, about)), taken - limit
         return error

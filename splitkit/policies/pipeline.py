@@ -34,7 +34,7 @@ from splitkit.search.pipelines.staged_plan import staged_plan
 from splitkit.short_repr import options
 from splitkit.training.choices import Choice
 from splitkit.training.flow import JointFlow, as_joint
-from splitkit.units import duration, size
+from splitkit.units import duration, in_words, size
 
 _ROUNDING = 2e-5  # of the integer programs that prove bounds
 
@@ -162,40 +162,28 @@ class Pipeline:
 
     def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]
-        plan = staged_plan(frontiers.problems.members, best.ends, choices, self._note(frontiers, found, best))
-        plan = replace(plan, offloaded=_offloaded(frontiers, best, choices))
         run = best.run
         stages = [s for s, rank in enumerate(run.order.rank_of) if rank == run.busiest_rank]
         limiting = max(stages, key=lambda s: run.stages[s].forward + run.stages[s].backward)
         bound = min(found.bound, best.seconds)
         solver = "dynamic program, minimum cuts" if found.path else "local search, minimum cuts"
-        return replace(plan, claim=Claim("step", best.seconds, bound, solver, ("forward", limiting), _ROUNDING))
+        claim = Claim("step", best.seconds, bound, solver, ("forward", limiting), _ROUNDING)
+        note = self._note(frontiers, found, best, claim)
+        plan = staged_plan(frontiers.problems.members, best.ends, choices, note)
+        return replace(plan, offloaded=_offloaded(frontiers, best, choices), claim=claim)
 
-    def _note(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> str:
+    def _note(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts, claim: Claim) -> str:
         run, unit = best.run, unit_of(frontiers.problems.costs)
-        limits = self._limits
-        tight = max(range(run.ranks), key=lambda r: run.peaks[r] / (limits[r] or max(run.peaks)))
-        held = run.memory[tight]
-        kinds = {
-            "weights": held.parameters,
-            "gradients": held.gradients,
-            "optimizer": held.optimizer,
-            "saved": held.saved,
-            "messages": held.messages,
-            "transient": held.temporaries,
-        }
-        limit = limits[tight]
-        within = "" if limit is None else f" of {size(limit)}"
-        again = ", ".join(duration(point.seconds, unit) for point in best.points)
-        bound = min(found.bound, best.seconds)
-        gap = 1 - bound / best.seconds if best.seconds else 0.0
-        return (
-            f"{run.order.name}, {run.order.microbatches} microbatches: step {duration(best.seconds, unit)}, at least "
-            f"{duration(bound, unit)}, gap {gap:.2%}; rank {tight} decides: peak {size(held.peak)}{within} ("
-            f"{', '.join(f'{name} {size(nbytes)}' for name, nbytes in kinds.items())}); computed again by stage: "
-            f"{again}; {_on_host(best)}{found.cuts[0]} of {found.cuts[1]} positions of cuts, {found.tried} candidates "
-            f"simulated, {found.classes} frontiers"
-        )
+        again = [f"{duration(p.seconds, unit)} in stage {s}" for s, p in enumerate(best.points) if p.seconds]
+        said = [
+            f"{self.n} stages. {run.told}{', if SplitBackward divides backward' if frontiers.problems.divided else ''}",
+            claim.proof,
+            run.fullest(self._limits),
+            f"Backward recomputes {f'for {in_words(again)}' if again else 'nothing'}",
+            *_on_host(best),
+            f"Looked at {found.cuts[0]} of {found.cuts[1]} positions of cuts; simulated {found.tried} candidates",
+        ]
+        return ". ".join(said)
 
     def _infeasible(self, frontiers: StageFrontiers, found: FoundCuts, enough: ScoredCuts) -> NoPlanError:
         """Return the refusal; the memory that it names is the peak of a plan, which is found with it."""
@@ -228,9 +216,8 @@ def _offloaded(frontiers: StageFrontiers, best: ScoredCuts, choices: Sequence[Ch
     return tuple(Offloaded(value) for value in sorted(values, key=order.__getitem__))
 
 
-def _on_host(best: ScoredCuts) -> str:
-    if not any(best.moved):
-        return ""
-    moved = (0 if stage.copies is None else stage.copies.nbytes for stage in best.run.stages)
-    most = max(best.run.host_peaks)
-    return f"on the host by stage and microbatch: {', '.join(map(size, moved))}, at most {size(most)} of a rank; "
+def _on_host(best: ScoredCuts) -> list[str]:
+    moved = ((stage, costs.copies) for stage, costs in enumerate(best.run.stages))
+    told = [f"{size(copies.nbytes)} of stage {stage}" for stage, copies in moved if copies is not None]
+    most = size(max(best.run.host_peaks))
+    return [f"Of each microbatch, {in_words(told)} wait on the host, where a rank has {most} at most"] if told else []

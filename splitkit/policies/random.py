@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from splitkit.checks import count, fraction, settle, whole
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
+from splitkit.plans.kept_books import keep_books
 from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine, rematerialize
@@ -44,4 +45,4 @@ class Random:
             if rng.random() < self.copies:
                 keep = [n for n in flow.nodes if rng.random() < 0.5]
                 plan = rematerialize(flow, plan, key, keep)
-        return refine(flow, plan)
+        return keep_books(flow, refine(flow, plan))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from splitkit.checks import count, settle
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
+from splitkit.plans.kept_books import keep_books
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 
@@ -27,4 +28,4 @@ class RoundRobin:
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan whose parts are visits ``(label, number)``."""
         dealt = {node: i % self.n for i, node in enumerate(flow.nodes)}
-        return refine(flow, Plan.of(dealt, note=f"round robin over {self.n} labels"))
+        return keep_books(flow, refine(flow, Plan.of(dealt, note=f"round robin over {self.n} labels")))

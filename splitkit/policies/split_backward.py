@@ -16,7 +16,7 @@ from splitkit.search.deferral.deferral_cuts import DeferralNetwork
 from splitkit.search.deferral.deferral_problem import deferrals
 from splitkit.search.deferral.divided_backward import backward_parts, divided, plan_in_stages
 from splitkit.training.flow import as_joint
-from splitkit.units import duration, size
+from splitkit.units import duration, in_words, size
 
 _MOST = 1e100
 
@@ -94,8 +94,11 @@ class SplitBackward:
             bound += least
         largest = max(chosen, key=lambda stage: chosen[stage].nbytes)
         claim = Claim("waiting", value, min(value, bound), "minimum cut", ("weight", largest))
-        waiting = " + ".join(size(choice.nbytes) for choice in chosen.values())
+        waiting = [f"{size(choice.nbytes)} in stage {stage}" for stage, choice in chosen.items()]
         times = [sum(c.seconds[i] for c in chosen.values()) for i in range(2)]
         unit = next(iter(chosen.values())).problem.time_unit
-        note = f"{waiting} wait, {duration(times[1], unit)} of {duration(sum(times), unit)} of backward deferred"
-        return replace(divided(plan, chosen), note="; ".join(filter(None, (note, plan.note))), claim=claim)
+        deferred = f"{duration(times[1], unit)} of the {duration(sum(times), unit)} of backward are deferred"
+        told = in_words(waiting) if len(chosen) > 1 else size(next(iter(chosen.values())).nbytes)
+        note = f"{deferred}, and {told} wait for that meanwhile"
+        before = f". Before that: {plan.note}" if plan.note else ""
+        return replace(divided(plan, chosen), note=f"{note}{before}", claim=claim)

@@ -17,6 +17,7 @@ from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_replicas, require_schedule
 from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.stage_prices import check_stage_optimizer
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
 from splitkit.search.replicas.replica_scoring import ReplicaScoring
@@ -152,6 +153,10 @@ class Stages:
         if self.objective is not None:
             return InferenceStages(staging, cache_of(self._cached, flow, costs), self.tokens).plan(self.objective)
         return staging.least() if is_word(self.memory, "least") else staging.plan()
+
+    def retold(self, plan: Plan, flow: Dataflow, costs: Costs) -> Plan:
+        """Return a plan of another such policy, whose schedule alone differs, as this one's: it has the same loads."""
+        return replace(self._staging(flow, costs).retold(plan), request=PlanRequest(), policy="")
 
     def _staging(self, flow: Dataflow, costs: Costs) -> StagePlanner:
         memory = None if is_word(self.memory, "least") else self.memory

@@ -115,10 +115,10 @@ class StagePricing:
         }
         if asked.devices:
             devices = asked.devices
-            together, only = getattr(policy, "together", ()), getattr(policy, "only", {})
             trains = asked.purpose == "training"
             on = {key: part.planned_on for key, part in plan.parts.items() if part.planned_on in devices}
-            options: dict[str, Any] = {"backward": trains, "devices": devices, "together": together, "only": only}
+            apart: dict[str, Any] = {"together": asked.together, "only": asked.only}
+            options: dict[str, Any] = {"backward": trains, "devices": devices, **apart}
             return cls(DeviceRequest(policy, flow, costs, **common, **options), on=on)
         staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, **common)
         assumed = "" if asked.purpose else f" ({UNSAID})"

@@ -164,7 +164,8 @@ class Sweeper:
     links: str | Links | None = None
     optimizer: Literal["adam", "momentum", "sgd"] = "adam"
     recompute: bool = False
-    _known: dict[object, tuple[Plan, tuple[StageCosts, ...]]] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[object, Plan] = field(default_factory=dict, init=False, repr=False)
+    _priced: dict[object, tuple[StageCosts, ...]] = field(default_factory=dict, init=False, repr=False)
     _fitted: dict[object, Plan | str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -223,26 +224,30 @@ class Sweeper:
         ranks = pipeline_order(schedule, stages, microbatches).rank_of
         several = len({*ranks}) < len(ranks)
         key = (stages, schedule, microbatches) if several else (stages, None if self.links is None else ranks)
+        made = self._made(self._known.get(key), stages, schedule, microbatches, None)
+        plan = checkpointed(made) if self.recompute else made
         if key not in self._known:
-            plan = self._plan(stages, schedule, microbatches, None)
-            plan = checkpointed(plan) if self.recompute else plan
-            self._known[key] = plan, self._prices.of(plan)
-        return self._known[key]
+            self._known[key], self._priced[key] = made, self._prices.of(plan)
+        return plan, self._priced[key]
 
     def _within(self, stages: int, schedule: str, microbatches: int, run: ScheduleRun) -> Plan | str:
         """Return stages that fit the memory, or why there are none; reused for runs with the same peaks."""
         key = (stages, schedule, run.peaks)
-        if key not in self._fitted:
-            try:
-                self._fitted[key] = self._plan(stages, schedule, microbatches, self._limit)
-            except NoPlanError as error:
-                self._fitted[key] = error.reason.removeprefix("Stages: ")
+        known = self._fitted.get(key)
+        if isinstance(known, str):
+            return known
+        try:
+            self._fitted[key] = self._made(known, stages, schedule, microbatches, self._limit)
+        except NoPlanError as error:
+            self._fitted[key] = error.reason.removeprefix("Stages: ")
         return self._fitted[key]
 
-    def _plan(self, stages: int, schedule: str, microbatches: int, memory: int | None) -> Plan:
+    def _made(self, known: Plan | None, stages: int, schedule: str, microbatches: int, memory: int | None) -> Plan:
+        """Return a plan for a schedule: the stages of the known one, if there is one."""
         policy = Stages(stages, schedule, microbatches, memory, self.links, self.optimizer)
-        found = policy.assign(self._flow, self.costs)
-        return with_origin(found, policy, self._flow, self.costs)
+        flow, costs = self._flow, self.costs
+        found = policy.assign(flow, costs) if known is None else policy.retold(known, flow, costs)
+        return with_origin(found, policy, flow, costs)
 
     def _run(self, costs: Sequence[StageCosts], schedule: str, microbatches: int) -> ScheduleRun:
         return simulate_schedule(costs, schedule, microbatches, links=as_links(self.links))

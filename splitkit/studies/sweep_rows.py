@@ -189,13 +189,14 @@ def _sweep(sweep: Sweep) -> Picture:
     schedules = list(dict.fromkeys(row.schedule for row in ran))
 
     plans = [] if sweep.trains else _drawn_plans([*best, *ran])
-    anchors = {id(plan): f"plan-{number}" for number, plan in enumerate(plans)}
+    anchors = {id(plan.places): f"plan-{number}" for number, plan in enumerate(plans)}
 
     def spot(row: SweepRow, links: bool = False) -> ScatterPoint:
         each, peak, ranks = row.numbers
         told = f"{row.schedule} of {row.stages} stages, {row.microbatches} microbatches on {ranks} "
         told += f"rank{'s' if ranks > 1 else ''}: {duration(each, unit)} a microbatch, peak {size(peak)}"
-        link, name = anchors.get(id(row.plan), "") if links else "", _short_name(row) if row in best else ""
+        link = anchors.get(id(row.plan.places), "") if links and row.plan is not None else ""
+        name = _short_name(row) if row in best else ""
         return ScatterPoint(peak, each, name, told, row in best, schedules.index(row.schedule), link)
 
     def svg(links: bool = False) -> str:
@@ -206,14 +207,18 @@ def _sweep(sweep: Sweep) -> Picture:
         return ScatterDrawing(title, axes, [], spots, unit, schedules, sweep.memory).to_svg()
 
     def page() -> tuple[str, str]:
-        return svg(True), "".join(_section(plan, anchors[id(plan)], ran) for plan in plans)
+        return svg(True), "".join(_section(plan, anchors[id(plan.places)], ran) for plan in plans)
 
     return Picture("sweep", svg, lambda: [sweep.table()], notes=sweep.refused, page=page)
 
 
 def _drawn_plans(rows: Sequence[SweepRow]) -> list[Plan]:
-    """Return the plans that a page draws below the picture, the best first; several rows may have one plan."""
-    return list({id(row.plan): row.plan for row in rows if row.plan is not None}.values())[:_MOST_PLANS]
+    """Return the plans that a page draws below the picture, the best first; several rows may have the same stages."""
+    found: dict[int, Plan] = {}
+    for row in rows:
+        if row.plan is not None:
+            found.setdefault(id(row.plan.places), row.plan)
+    return list(found.values())[:_MOST_PLANS]
 
 
 def _short_name(row: SweepRow) -> str:
@@ -222,5 +227,5 @@ def _short_name(row: SweepRow) -> str:
 
 def _section(plan: Plan, anchor: str, rows: Sequence[SweepRow]) -> str:
     """Return the picture of a plan, which the dots of its rows link to."""
-    told = ", ".join(_short_name(row) for row in rows if row.plan is plan)
+    told = ", ".join(_short_name(row) for row in rows if row.plan is not None and row.plan.places is plan.places)
     return f'<section id="{anchor}">{pictured(plan).inside(told)}</section>'

@@ -190,7 +190,8 @@ def _stages(
         flow = joint_flow(gm, forward_outputs(gm.graph))
         step = divide_stages(flow, plan) if made is None else made
         drawn = StagedView(flow, step, prices, title, held, limit)
-        return replace(drawn, run=planned_run(plan, drawn.stages) if given is None else given)
+        timed = given is None and drawn.stages[0].unit == "s"
+        return replace(drawn, run=planned_run(plan, drawn.stages) if timed else given)
 
     def tables() -> list[Table]:
         view = ladder()

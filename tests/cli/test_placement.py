@@ -88,6 +88,23 @@ def test_bad_lists_of_devices(text):
         device_list.device_counts(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "advised"),
+    [
+        ("h200x99999999", "1024xh200"),
+        ("h200x0", "1xh200"),
+        ("h200*2", "2xh200"),
+        ("99999999", "1024xh200"),
+        ("3", "3xh200"),
+    ],
+)
+def test_what_a_bad_list_advises_is_accepted(text, advised):
+    with pytest.raises(UsageError) as refused:
+        device_list.device_counts(text)
+    assert re.search(r"\d+xh200", refused.value.remedy)[0] == advised
+    assert device_list.device_counts(advised) == [("h200", int(advised.removesuffix("xh200")))]
+
+
 def test_devices_of_a_name_and_of_a_file(described):
     found = device_list.read_device_list("2xRTX4090,cpu")
     assert [d.name for d in found.devices] == ["rtx-4090", "rtx-4090", "cpu"]

@@ -74,7 +74,7 @@ def test_bytes_are_exact_on_both_sides(share):
     assert peak_of(watch, host=False) == simulated.peak
     assert peak_of(watch, host=True) == pair.host_bytes
     # the figures of the policy are those of the simulation
-    assert f"peak {sk.extend.size(simulated.peak)}, " in pair.plan.note
+    assert f"The peak is {sk.extend.size(simulated.peak)} (within" in pair.plan.note
     assert f"{sk.extend.size(pair.host_bytes)} of it on the host in {len(pair.offloaded)} values" in pair.plan.note
 
 

@@ -11,7 +11,17 @@ from splitkit.extend import PARENT, Plan
 from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.graph.dataflow import module_path
 from splitkit.plans.kept_books import keep_books
-from splitkit.policies import Acyclic, Buckets, ByParameterBytes, Devices, MemoryBudget, Pipeline, Stages
+from splitkit.policies import (
+    Acyclic,
+    Buckets,
+    ByParameterBytes,
+    Devices,
+    MemoryBudget,
+    Pipeline,
+    Random,
+    RoundRobin,
+    Stages,
+)
 
 X = torch.ones(2, 4)
 
@@ -172,3 +182,14 @@ def test_a_plan_of_the_users_is_carried_out_as_it_is(normed):
     labels = {node.name: int("add_" in node.name) for node in sk.analyze(gm).nodes}
     plan = sk.plan(gm, labels)
     assert all((plan.home(node) == 1) == ("add_" in node.name) for node in sk.analyze(gm).nodes)
+
+
+@pytest.mark.parametrize("policy", [RoundRobin(3), Random(4, seed=1, parent=0.0, copies=0.0), Random(3, seed=5)])
+def test_labels_by_turn_or_chance_leave_the_books_with_their_module(policy, normed):
+    flow = sk.analyze(sk.capture(normed, X))
+    plan = policy.assign(flow, sk.costs.unit(flow))
+    sets = bookkeeping(flow)
+    assert sets
+    for owner, *books in sets:
+        assert {plan.places[node] for node in books} == {plan.places[owner]} or len(plan.places[owner]) > 1
+    assert set(plan.parts) >= {key for keys in plan.places.values() for key in keys if key is not None}

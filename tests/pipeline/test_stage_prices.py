@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,12 +14,17 @@ from savedbytes import Parts, kept_by_autograd, storages, tensors_of
 from torch import nn
 
 import splitkit as sk
+from splitkit.hardware.device_specs import find_device
 from splitkit.memory.autograd.saved_storages import activations
+from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.stage_prices import StagePrices, peaks_of_visits, stage_costs
-from splitkit.policies import RoundRobin, Stages
+from splitkit.pipeline.stage_prices import StagePrices, peaks_of_visits, run_order, stage_costs
+from splitkit.policies import Devices, RoundRobin, Stages
+from splitkit.search.plan_figures import StagePricing
 from splitkit.testing.models import build
 from splitkit.testing.small_nets import loss_or_sum
+from splitkit.units import size
+from splitkit.view.renderers import pictured
 
 
 def forward_and_backward(part, args, gradients):
@@ -232,3 +238,44 @@ def test_a_device_that_is_visited_twice_holds_both_stages_and_the_larger_of_what
     )
     assert peaks_of_visits([first, second, second], ["a", "b", "a"]) == {"a": 100 + 1 + 100 + 2 + 20, "b": 109}
     assert peaks_of_visits([second, first], ["a", "a"])["a"] == 223
+
+
+class Kernels(nn.Module):
+    """Attention, which each kind of device computes with another kernel, a norm, and an LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.then = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.cell = nn.LayerNorm(16), nn.LSTM(16, 16)
+
+    def forward(self, x):
+        for layer in (self.first, self.then):
+            heads = layer(x).unflatten(-1, (2, 8)).transpose(1, 2)
+            made = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+            x = self.norm(made.transpose(1, 2).flatten(2))
+        return self.cell(x)[0].mean()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("devices", [["cpu", "l4"], ["l4", "cpu"]])
+def test_each_part_saves_what_the_kernels_of_its_own_device_save(devices):
+    gm = sk.capture(Kernels(), torch.randn(2, 32, 16))
+    flow = sk.analyze(gm)
+    policy = Devices(devices, links="pcie4", optimizer="sgd", only={"first": [0], "cell": [1]})
+    plan = sk.plan(gm, policy, sk.costs.roofline(gm, "h100"))
+    alone = {
+        device: stage_costs(flow, plan, activations=activations(gm, find_device(device).kernels)) for device in devices
+    }
+    on = [devices[plan.parts[key].planned_on] for key in run_order(flow, plan)]
+    stages = stage_costs(flow, plan)
+    saved = [stage.saved_bytes for stage in stages]
+    assert saved == [alone[device][number].saved_bytes for number, device in enumerate(on)]
+    assert all(saved != [stage.saved_bytes for stage in of] for of in alone.values())
+    pricing = StagePricing.of(flow, plan, costs_of_plan(plan, flow))
+    peaks = [stage.fixed_bytes + stage.saved_bytes + stage.temporary_bytes for stage in stages]
+    assert sorted(pricing.figures(plan).peaks) == sorted(peaks) and f"peak {size(max(peaks))} on" in plan.note
+    page = pictured(plan).ladder()
+    assert page.to_dict()["stages"]["saved"] == saved
+    parts = page.rows.parts
+    borders = [*(parts.index(part) for part in range(len(saved))), len(parts)]
+    assert [page.saved_bytes(*rows) for rows in pairwise(borders)] == saved

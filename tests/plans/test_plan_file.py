@@ -12,8 +12,10 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import FileError, PlanError
+from splitkit.hardware.device_specs import find_device
 from splitkit.plans import plan_file
 from splitkit.plans.parts import Part
+from splitkit.plans.plan_request import PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 
@@ -381,6 +383,8 @@ def test_damaged_prices_are_refused_by_field(prices, field):
     assert f"damaged: {field}" in caught.value.reason and len(caught.value.reason) < 400
 
 
+FREE = {"between": None, "inside": None, "size": 0, "pairs": []}
+WIRE = {"bandwidth": 1e9, "latency": 0.0, "source": ""}
 CARD = {"key": 0, "name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e9, "memory": 8, "launch": 0.0, "source": ""}
 
 
@@ -393,12 +397,27 @@ CARD = {"key": 0, "name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e9, "
         ({"purpose": "training", "optimizer": "lion"}, "request.optimizer"),
         ({"optimizer": "adam"}, "request.optimizer"),
         ({"schedule": 3}, "request.schedule"),
+        ({"schedule": "2f2b"}, "request.schedule"),
+        ({"schedule": {"own": 3}}, "request.schedule.own"),
+        ({"schedule": {"other": "mine"}}, "request.schedule"),
+        ({"ranks": 0}, "request.ranks"),
         ({"microbatches": 0}, "request.microbatches"),
         ({"tokens": -1}, "request.tokens"),
         ({"memory": "80GiB"}, "request.memory"),
         ({"memory": [1, -1]}, "request.memory"),
         ({"cache": {"add": "1"}}, "request.cache"),
         ({"links": 4}, "request.links"),
+        ({"links": "nvlink9"}, "request.links"),
+        ({"links": {**FREE, "between": {**WIRE, "bandwidth": 0}}}, "request.links"),
+        (
+            {"links": {"between": None, "inside": None, "size": 0, "pairs": [[0, 1, {**WIRE, "latency": -1}]]}},
+            "request",
+        ),
+        ({"together": "layers.*"}, "request.together"),
+        ({"together": ["\0"]}, "request.together"),
+        ({"only": ["layers.*"]}, "request.only"),
+        ({"only": {"layers.*": []}, "devices": [CARD]}, "request.only['layers.*']"),
+        ({"only": {"layers.*": [1]}, "devices": [CARD]}, "request.only['layers.*']"),
         ({"links": {"between": None, "inside": None, "size": 0, "pairs": [[0, 1]]}}, "request.links.pairs[0]"),
         ({"links": {"between": {"bandwidth": 1}, "inside": None, "size": 0, "pairs": []}}, "request.links"),
         ({"devices": {}}, "request.devices"),
@@ -414,3 +433,19 @@ def test_damaged_requests_are_refused_by_field(request_, field):
     with pytest.raises(FileError, match="SK501") as caught:
         Plan.from_dict(GRAPH.graph, {**some_plan().to_dict(), "request": request_})
     assert f"damaged: {field}" in caught.value.reason
+
+
+def test_a_request_survives_a_file_with_all_that_it_says():
+    device = find_device("l4")
+    limits = {"together": ("a.*", "b"), "only": {"c": (0, "x"), "d.*": ("x",)}, "devices": {0: device, "x": device}}
+    asked = PlanRequest("training", "sgd", "zbv", 8, 2, "pcie4", (None, 5), **limits)
+    again = Plan.from_dict(GRAPH.graph, json.loads(json.dumps(replace(some_plan(), request=asked).to_dict())))
+    assert again.request == asked
+
+
+def test_a_schedule_of_ones_own_need_not_be_registered_where_its_plan_is_read():
+    """The plan runs, and is drawn, without it; what needs the schedule says that there is none."""
+    asked = PlanRequest("training", "adam", "one by one of mine", 4)
+    data = json.loads(json.dumps(replace(some_plan(), request=asked).to_dict()))
+    assert data["request"]["schedule"] == {"own": "one by one of mine"}
+    assert Plan.from_dict(GRAPH.graph, data).request == asked

@@ -96,8 +96,8 @@ def test_peaks_against_every_plan(make, width):
     equal = 0
     for limit in limits:
         best = min(seconds for seconds, _, peak, _ in plans if peak <= limit)
-        proof = RecomputeSearch(pool.Pool(problem, peaks), 10.0).peak(limit)
-        assert proof.bound <= best * (1 + 1e-9)
+        bound = RecomputeSearch(pool.Pool(problem, peaks), 10.0).peak(limit)
+        assert bound <= best * (1 + 1e-9)
         plan = Budget(limit).assign(joint.flow, costs)
         assert profile_of(joint, plan).peak <= limit
         assert seconds_of(problem, plan) >= best * (1 - 1e-9)
@@ -206,8 +206,9 @@ def test_predicted_is_measured_and_gradients_are_eager(name):
 def test_the_note_says_what_is_claimed():
     joint, costs, _, _ = small(Chain, 16)
     plan = Budget(0.5, of="saved").assign(joint.flow, costs)
-    assert re.match(r"saved within .*: peak .* saved, .*s computed again; at least .*s, gap 0\.\d+%; HiGHS", plan.note)
-    assert "graph order" in Budget(1.0).assign(joint.flow, costs).note
+    saves = r"The peak is .*iB\. Forward saves .*iB \(within .*iB\), and backward recomputes for .*s\. "
+    assert re.match(saves + "No plan recomputes less", plan.note)
+    assert Budget(1.0).assign(joint.flow, costs).note.endswith("and backward recomputes nothing")
 
 
 @pytest.mark.parametrize("share", these_first([0.8, 0.0], [0.3]))
@@ -250,5 +251,5 @@ def test_other_bad_parameters_are_refused():
 def test_the_least_of_either_kind_says_what_is_proven():
     joint = capture_joint(Chain(8), torch.randn(2, 8))
     notes = {of: joint.split(Budget("least", of=of, pool=PlanPool())).plan.note for of in ("saved", "peak")}
-    assert notes["saved"].startswith("least saved") and "no plan saves less" in notes["saved"]
-    assert notes["peak"].startswith("least peak") and "no plan is below" in notes["peak"]
+    assert "the fewest found" in notes["saved"] and "No plan saves less" in notes["saved"]
+    assert notes["peak"].startswith("The peak is ") and "No plan's peak is below" in notes["peak"]

@@ -60,7 +60,7 @@ def test_a_refusal_names_memory_that_fits():
     enough = int(str(refusal.value.remedy).split("memory=")[1].split(")")[0])
     plan = Pipeline(2, microbatches=3, memory=enough).assign(flow, costs)
     assert plan.claim.objective == "step" and plan.claim.bound <= plan.claim.value
-    assert "rank" in plan.note and "optimizer" in plan.note and stage_part(plan.claim.limiting)
+    assert "Rank" in plan.note and "optimizer" in plan.note and stage_part(plan.claim.limiting)
 
 
 def test_without_recompute_nothing_that_can_be_saved_runs_again():

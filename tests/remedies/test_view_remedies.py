@@ -195,3 +195,13 @@ def test_traces_of_replicas(tmp_path):
     with refusal("SK901", "Record one pipeline, without --dp; https://ui.perfetto.dev shows this trace as it is."):
         _ = twice.order
     assert step.order.rank_of == (0, 1) and issubclass(ViewError, sk.SplitError)
+
+
+@pytest.mark.parametrize("name", ["page.html", "page.svg"])
+def test_a_file_of_a_page_or_a_picture(name, tmp_path):
+    plan = made()[1]
+    with refusal("SK901", "Name it page.html; or page.svg for a still picture."):
+        plan.to_html(tmp_path / "page.png")
+    plan.to_html(tmp_path / name)
+    text = (tmp_path / name).read_text("utf-8")
+    assert text.startswith("<svg ") if name.endswith(".svg") else "<html" in text

@@ -77,4 +77,4 @@ def test_a_program_for_saved_bytes_decides_a_window_of_a_large_graph(monkeypatch
 def test_the_bound_of_a_peak_counts_what_forward_makes_only_to_save_it():
     """The derivative of an activation, where it is saved, is there between the halves. Without it the gap is 47 %."""
     _, _, plan, _ = planned_deep()
-    assert float(re.search(r"gap ([\d.]+)%", plan.note)[1]) < 24
+    assert float(re.search(r"which is ([\d.]+)% less", plan.note)[1]) < 24

@@ -182,8 +182,8 @@ def test_the_lowest_peak_is_the_first_point_of_a_frontier():
     profiles = {
         of: simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs) for of, pair in least.items()
     }
-    assert f"({profiles['peak'].peak} bytes), no plan is below" in least["peak"].plan.note
-    assert f"({profiles['saved'].saved} bytes), no plan saves less" in least["saved"].plan.note
+    assert f"({profiles['peak'].peak} bytes, the least found)" in least["peak"].plan.note
+    assert f"({profiles['saved'].saved} bytes, the fewest found)" in least["saved"].plan.note
     frontier = peak_frontier()
     assert frontier.points[0].peak == profiles["peak"].peak and frontier.points[-1].seconds == 0
     assert frontier.to_dict() == sk.Frontier(joint, prices, of="peak", budgets=4).to_dict()

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import pytest
 from campaigns import these_first
+from trainingnets import random_training_graph
 
 import splitkit as sk
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.placed_prices import costs_of_plan
-from splitkit.policies import ByName, Devices, RoundRobin, Stages
+from splitkit.policies import ByName, Devices, Pipeline, RoundRobin, SplitBackward, Stages
 from splitkit.search.plan_figures import StagePricing
 from splitkit.testing.models import build
+from splitkit.units import duration, size
 from splitkit.view.renderers import pictured
 
 
@@ -131,6 +133,12 @@ def test_what_backward_runs_again_counts_in_loads_too(name):
     more = [figures.loads[key] - plain.loads[key] for key in figures.loads]
     assert sorted(more) == pytest.approx(sorted(stage.forward for stage in stages))
     assert plan.explain(again=False).to_dict()["figures"] == figures.to_dict()
+    work = [stage.forward + stage.backward for stage in stages]
+    shares = {row.part: row.share for row in sk.report(graph(), plan).parts}
+    keys = map(str, truth(plan).parts_of(plan))
+    if all(part.replicas == 1 for part in plan.parts.values()):
+        assert [shares[key] for key in keys] == pytest.approx([one / sum(work) for one in work], rel=1e-9)
+    assert sum(shares.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", ["unequal devices", "devices by name", "unequal devices, training"])
@@ -159,9 +167,125 @@ def test_a_cpu_of_ones_own_is_a_host():
     assert '"cpu"' in sk.export(two, to="transformers").text and "cuda:1" not in sk.export(two, to="transformers").text
 
 
+@pytest.mark.campaign
+def test_where_nodes_may_be_is_known_without_the_policy():
+    """No reader advises to move a node to a device that cannot run it."""
+    gm = graph()
+    bounds = {"together": ["model.layers.0*"], "only": {"lm_head": [1]}}
+    plan = sk.plan(gm, Devices(UNEQUAL, links="pcie4", **bounds))
+    told = replace(plan, policy="").explain(again=False)
+    assert told.to_dict()["moves"] == plan.explain(again=False).to_dict()["moves"]
+    request = truth(sk.Plan.from_dict(gm.graph, json.loads(json.dumps(plan.to_dict())))).request
+    assert (list(request.together), request.only) == (bounds["together"], {"lm_head": (1,)})
+
+
 def test_export_of_a_plan_that_leaves_nodes_out_is_refused():
     plan = planned("unequal devices, training")
     unread = next(node for node in plan if plan.home(node) is not None)
     pruned = replace(plan, places={**dict(plan.items()), unread: ()})
     with pytest.raises(sk.PlanError, match=unread.name):
         sk.export(pruned, to="transformers")
+
+
+@pytest.mark.parametrize("name", these_first(["training", "unequal devices"], [n for n in PLANS if "devices" not in n]))
+def test_notes_profile_and_a_step_by_hand_say_the_same(name):
+    gm, plan = graph(), planned(name)
+    pricing = truth(plan)
+    figures, keys, asked = pricing.figures(plan), pricing.parts_of(plan), plan.request
+    stages = sk.stage_costs(gm, plan)
+    if asked.schedule:
+        run = sk.simulate_schedule(stages, asked.schedule, asked.microbatches, links=asked.links)
+        assert (run.seconds, run.peaks) == (figures.step, figures.peaks)
+        assert f"step {duration(run.seconds)}, " in plan.note
+    if plan.claim is not None:
+        value = plan.claim.value if plan.claim.objective == "tokens" else figures.value
+        told = f"{value:,.0f}" if plan.claim.objective == "tokens" else duration(value)
+        assert plan.claim.proof in plan.note or plan.claim.objective == "tokens"
+        assert told in plan.note
+        limiting = pricing.device_of(plan.claim.limiting)
+        assert plan.claim.objective == "tokens" or figures.limiting in (limiting, plan.claim.limiting)
+    if " peak " in f" {plan.note}":
+        assert f"peak {size(max(figures.peaks))} on " in plan.note
+    profile = sk.simulate_memory(sk.split(gm, plan))
+    for key, stage in zip(keys, sk.stage_costs(gm, plan, optimizer=None), strict=True):
+        if plan.parts[key].replicas == 1:  # the profile runs a part whole; temporaries of a stage are an upper bound
+            alone = profile.parts[key].peak
+            assert alone <= stage.parameter_bytes + stage.temporary_bytes < 1.01 * alone + 4096 or len(stages) > 8
+
+
+@pytest.mark.parametrize(
+    "words", these_first([{}], [{"memory": "420MiB"}, {"recompute": True}, {"links": None}]), ids=str
+)
+def test_the_plan_of_a_row_of_a_sweep_is_for_its_step(words):
+    gm = graph()
+    found = sk.sweep(
+        gm,
+        sk.costs.roofline(gm, "l4"),
+        stages=(2,),
+        microbatches=(4, 8),
+        schedules=("1f1b", "gpipe", "zbv"),
+        **{"links": "nvlink4", **words},
+    )
+    for row in found.rows:
+        figures = truth(row.plan).figures(row.plan)
+        assert (row.plan.request.schedule, row.plan.request.microbatches) == (row.schedule, row.microbatches)
+        assert (figures.step, figures.peaks) == (row.run.seconds, row.run.peaks)
+        assert f"schedule={row.schedule!r}" in row.plan.policy and f"{row.microbatches} microbatches" in row.plan.note
+        if not words.get("recompute"):
+            assert f"step {duration(row.run.seconds)}, " in row.plan.note
+
+
+@functools.cache
+def joint():
+    return random_training_graph(5)[0]
+
+
+JOINT = {
+    "stages": Pipeline(2, "1f1b", 6, links="nvlink4"),
+    "fewer ranks": Pipeline(4, "interleaved-1f1b", 4, ranks=1),
+    "two stages a rank": Pipeline(4, "interleaved-1f1b", 4, links="nvlink4", optimizer="sgd"),
+    "a limit": Pipeline(2, "gpipe", 8, memory="70KiB", links="pcie4"),
+    "three parts a stage": SplitBackward(policy=Pipeline(4, "zbv", 4)),
+    "values on the host": Pipeline(2, "gpipe", 8, memory="70KiB", offload=1e12),
+}
+
+
+@functools.cache
+def planned_step(name):
+    return joint().split(JOINT[name], sk.costs.roofline(joint().graph_module, "l4"))
+
+
+@pytest.mark.parametrize("name", these_first(["stages"], list(JOINT)[1:]))
+def test_readers_of_a_training_step_agree(name):
+    step, gm = planned_step(name), joint().graph_module
+    plan = sk.Plan.from_dict(gm.graph, json.loads(json.dumps(step.plan.to_dict())))
+    asked, costs = plan.request, sk.costs.roofline(gm, "l4")
+    stages = step.stage_costs(costs)
+    assert stages == joint().split(plan).stage_costs(costs_of_plan(plan, gm))
+    page = pictured(plan).ladder()
+    assert page.stages == stages and page.optimizer == asked.optimizer
+    told = page.to_dict()["stages"]
+    assert told["forward"] == [stage.forward for stage in stages]
+    assert told["saved"] == [stage.saved_bytes for stage in stages]
+    assert told["fixed"] == [stage.fixed_bytes for stage in stages]
+    work = [stage.forward + stage.backward for stage in stages]
+    by_stage = [0.0] * len(stages)
+    for row in sk.report(gm, plan).parts:
+        by_stage[int(row.part.split()[1])] += row.share
+    assert by_stage == pytest.approx([seconds / sum(work) for seconds in work], rel=1e-9)
+    explained = plan.explain(again=False)
+    compared = {one.name: one for one in sk.compare_plans(plan, plan).figures}
+    if plan.offloaded or asked.schedule is None:  # how long copies to the host take is not in the stages
+        assert page.run is None and explained.run is None and "step" not in compared
+        return
+    assert page.run.ranks == (asked.ranks or page.run.ranks)
+    assert explained.to_dict()["figures"] == {"step": page.run.seconds, "peaks": list(page.run.peaks)}
+    assert compared["step"].first == compared["step"].second == page.run.seconds
+    assert compared["fullest device"].first == max(page.run.peaks)
+    assert page.run.told in str(explained) and size(max(page.run.peaks)) in str(explained)
+    if plan.claim.objective == "step":  # not divided afterwards
+        assert page.run.seconds == plan.claim.value
+        assert page.run.told in plan.note and size(max(page.run.peaks)) in plan.note
+        assert plan.claim.proof in plan.note
+    by_hand = sk.simulate_schedule(stages, asked.schedule, asked.microbatches, ranks=asked.ranks, links=asked.links)
+    assert (by_hand.seconds, by_hand.peaks) == (page.run.seconds, page.run.peaks)

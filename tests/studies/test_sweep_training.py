@@ -124,7 +124,7 @@ def test_the_command_prints_one_that_plans_the_best_row(tmp_path, monkeypatch, c
     (row,) = data["rows"]
     assert row["pareto"] and data["what"] == "fwd-bwd" and (tmp_path / "page.html").exists()
     assert main([*shlex.split(data["next"])[1:], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["note"].startswith("1F1B, 2 microbatches")
+    assert json.loads(capsys.readouterr().out)["note"].startswith("2 stages. A step of 2 microbatches under 1F1B ")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from splitkit.display import Shown, ShownOverTime
-from splitkit.errors import FileError
+from splitkit.errors import FileError, ViewError
 
 
 class Drawer:
@@ -38,3 +38,13 @@ def test_options_reach_the_drawer(tmp_path):
 def test_what_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(FileError, match="SK504: cannot write .*: it is a folder"):
         Shown().to_html(tmp_path)
+
+
+def test_the_name_of_a_file_says_what_is_written_to_it(tmp_path):
+    shown, wrong = Shown(), tmp_path / "page.PNG"
+    for name, what in (("page.html", "html"), ("page", "html"), ("page.SVG", "svg")):
+        shown.to_html(tmp_path / name)
+        assert (tmp_path / name).read_text() == f"{what} of Shown: {{}}"
+    with pytest.raises(ViewError, match=r"SK901: to_html writes a page, and .*page.PNG is not the name of one"):
+        shown.to_html(wrong)
+    assert not wrong.exists()

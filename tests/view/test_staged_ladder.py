@@ -87,7 +87,7 @@ def test_the_step_of_stages_is_never_longer_than_the_pipeline_said():
     step = recomputed()
     run = sk.simulate_schedule(step.stage_costs(captured()[1]), "1f1b", 4)
     assert 0.9 * step.plan.claim.value <= run.seconds <= step.plan.claim.value * (1 + 1e-9)
-    told = re.search(r"rank (\d+) decides: peak (\S+ \S+)", step.plan.note)
+    told = re.search(r"Rank (\d+) is .* limit of .*: (\S+ \S+) \(", step.plan.note)
     assert size(run.peaks[int(told[1])]) == told[2]
 
 

@@ -19,6 +19,7 @@ from splitkit.cli.common import plan_file
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
 from splitkit.errors import PipelineError, ScheduleError, UsageError
+from splitkit.pipeline.schedules import USUAL_MICROBATCHES
 from splitkit.units import size
 from splitkit.view.console.tables import facts, table
 
@@ -36,7 +37,7 @@ _PATIENCE = 300
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit profile --ranks N``: start the ranks, or be one of them."""
-    if args.microbatches < 2:
+    if args.microbatches == 1:
         raise UsageError("SK601", "--microbatches 1 makes no pipeline", "Give 2 or more.")
     if "RANK" in os.environ:
         return _rank(args)
@@ -63,20 +64,21 @@ def _profile(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.ranks.stage_chain import chain_of
 
     work, plan = train.planned_together(args)
+    count = args.microbatches or max(2, plan.request.microbatches or USUAL_MICROBATCHES)
     split = sk.split(work.gm, with_recompute(plan, args))
     if max(part.replicas for part in plan.parts.values()) > 1:
         remedy = "Plan without --replicas; in Python, without replicas=."
         raise PipelineError("SK801", "parts have replicas, but each stage is profiled on one rank", remedy)
-    orders, left_out = _orders(args, len(split.parts), dist.get_world_size())
+    orders, left_out = _orders(args, len(split.parts), count, dist.get_world_size())
     costs = sk.costs.flops(split.flow.root)  # only the bytes of these stages are used: times are measured
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")
     chain = chain_of(split)
     held = measurements.with_passed_on(chain, stages)
-    batch = train.batch_of(work, args.microbatches, 0)
+    batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
     runs, traces, static = [], {}, measurements.STATIC_BUFFERS
     with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
-        in_turn = measurements.one_by_one(widest, args.microbatches)
+        in_turn = measurements.one_by_one(widest, count)
         alone = measurements.run_steps(pipeline(split, in_turn), batch, args.repeat)
         times = {key: found for actions in _gathered(alone.actions) for key, found in actions.items()}
         advance()
@@ -96,7 +98,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "rank": dist.get_rank(),
         "model": work.source.to_dict(),
         "note": split.plan.note,
-        "microbatches": args.microbatches,
+        "microbatches": count,
         "cores": cores,
         "oversubscribed": dist.get_world_size() > cores,
         "stages": [{k: measurements.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(len(stages))],
@@ -113,7 +115,7 @@ def _named(path: str, schedule: str, count: int) -> str:
     return path if count == 1 else str(file.with_name(f"{file.stem}-{schedule}{file.suffix}"))
 
 
-def _orders(args: Namespace, stages: int, ranks: int) -> tuple[list[PipelineOrder], dict[str, str]]:
+def _orders(args: Namespace, stages: int, microbatches: int, ranks: int) -> tuple[list[PipelineOrder], dict[str, str]]:
     """Return the orders of ``--schedules``, or of all schedules that fit, with the reasons why the others do not."""
     from splitkit.pipeline.schedules import known_schedules
     from splitkit.runtime.ranks.order_runner import order_of
@@ -121,7 +123,7 @@ def _orders(args: Namespace, stages: int, ranks: int) -> tuple[list[PipelineOrde
     found, left_out = [], dict[str, str]()
     for name in args.schedules or [schedule.name for schedule in known_schedules()]:
         try:
-            found.append(order_of(train.schedule_or_order(name), stages, args.microbatches, ranks))
+            found.append(order_of(train.schedule_or_order(name), stages, microbatches, ranks))
         except ScheduleError as error:
             if args.schedules:
                 raise

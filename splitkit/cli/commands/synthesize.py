@@ -10,8 +10,10 @@ from splitkit.cli import placement
 from splitkit.cli.common import plan_file, planned_by
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
+from splitkit.costs.links import as_links, links_of
 from splitkit.errors import UsageError
 from splitkit.pipeline.order_file import order_to_csv
+from splitkit.pipeline.schedules import USUAL_MICROBATCHES
 from splitkit.prices import price_name
 from splitkit.units import read_size, size
 from splitkit.view.console.tables import facts
@@ -31,15 +33,17 @@ def run(args: Namespace) -> Outcome:
         raise UsageError("SK601", "--memory is a share, but no device is named", "Write bytes: --memory 80GiB.")
     placement.check_memory(Namespace(memory=args.memory, devices=None), least=False)
     memory = None if args.memory is None else read_size(args.memory)
-    links = None if args.links == "none" else args.links
     work, plan, costs = planned_by(args, plan_file(args, takes=("costs", "training")))
     plan = with_recompute(plan, args, work.gm)
     with work.clock.step("costs", "pricing the parts"):
-        stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=args.optimizer or "adam")
+        asked = plan.request
+        links = links_of(asked.links) if args.links is None else as_links(None if args.links == "none" else args.links)
+        optimizer = args.optimizer or asked.counted or "adam"
+        stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
     with work.clock.step("synthesize", "ordering the actions"):
         found = sk.synthesize(
             stages,
-            args.microbatches,
+            args.microbatches or asked.microbatches or USUAL_MICROBATCHES,
             memory,
             ranks=args.ranks,
             placement=args.placement,
@@ -47,19 +51,20 @@ def run(args: Namespace) -> Outcome:
             objective=args.objective,
             effort=args.effort,
         )
+    named = None if links is None else args.links or (asked.links if isinstance(asked.links, str) else "of the plan")
     data = {
         "command": "synthesize",
         "model": work.source.to_dict(),
         "prices": price_name(costs),
-        "links": links,
-        "optimizer": args.optimizer or "adam",
+        "links": named,
+        "optimizer": optimizer,
         **found.to_dict(),
         "order": args.output,
         "seconds": work.clock.seconds,
     }
     rows = {
         "prices": data["prices"],
-        "links": f"{links or 'none: transfers are free (--links nvlink4 prices them)'}",
+        "links": f"{named or 'none: transfers are free (--links nvlink4 prices them)'}",
         "memory": "no limit" if memory is None else f"{size(memory)} per rank",
         "took": f"capture {seconds_text(work.clock.seconds['capture'])}, "
         f"order {seconds_text(work.clock.seconds['synthesize'])}",

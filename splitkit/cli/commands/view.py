@@ -21,19 +21,25 @@ from splitkit.cli.common import (
 )
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.outputs import write_outputs
-from splitkit.cli.pages import drawn, is_svg, wrote
+from splitkit.cli.pages import drawn, wrote
 from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import CaptureError, UsageError
+from splitkit.files import suffix_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from splitkit.cli.commands.plan_training import CapturedStep
+    from splitkit.pipeline.order import PipelineOrder
+    from splitkit.pipeline.run import ScheduleRun
+    from splitkit.pipeline.stage_costs import StageCosts
     from splitkit.plans.plan_request import PlannedOptimizer
+    from splitkit.plans.record import Plan
 
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit view``."""
-    from splitkit.costs.links import links_of
     from splitkit.pipeline.measured_step import MeasuredStep
     from splitkit.prices import require_times
 
@@ -61,10 +67,7 @@ def run(args: Namespace) -> Outcome:
         if schedule is not None:
             require_times(costs)
             stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
-            count = args.microbatches or (2 * len(stages) if args.schedule else None)  # a trace says itself
-            usual = links_of(plan.request.links)  # then the step is the one that the plan was made for
-            links = {None: usual, "none": None}.get(args.links, args.links)
-            step = sk.simulate_schedule(stages, schedule, count, links=links)
+            step = _step(args, plan, stages, schedule)
         title = work.source.spec
         fields = {"model": source.source_record(work.source, args.output), **versions()}
         options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": step, "measured": measured}
@@ -96,7 +99,6 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
 
     The plan's own prices are used if no others are given.
     """
-    from splitkit.costs.links import links_of
     from splitkit.engine.joint_stages.staged_step import StagedStep
     from splitkit.pipeline.placed_prices import costs_of_plan
     from splitkit.prices import require_times
@@ -116,17 +118,28 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
         run = None
         if args.schedule is not None:
             require_times(costs)
-            links = {None: links_of(plan.request.links), "none": None}.get(args.links, args.links)
-            count = args.microbatches or 2 * len(step.stages)
-            run = sk.simulate_schedule(step.stage_costs(costs, optimizer=optimizer), args.schedule, count, links=links)
+            run = _step(args, plan, step.stage_costs(costs, optimizer=optimizer), args.schedule)
         options: dict[str, Any] = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": run}
         text = drawn(args.output, step, title=work.source.spec, **options)
     return _outcome(args, work, text)
 
 
+def _step(args: Namespace, plan: Plan, stages: Sequence[StageCosts], schedule: str | PipelineOrder) -> ScheduleRun:
+    """Simulate a step; what the command line does not say is as the plan was made for."""
+    from splitkit.costs.links import links_of
+    from splitkit.pipeline.defaults import planned_order
+
+    if isinstance(schedule, str):
+        schedule, count = planned_order(plan.request, schedule, args.microbatches, len(stages)), None
+    else:
+        count = args.microbatches
+    links = {None: links_of(plan.request.links), "none": None}.get(args.links, args.links)
+    return sk.simulate_schedule(stages, schedule, count, links=links)
+
+
 def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
     """Write the page of what a capture reached before it failed; return the error with the page in its remedy."""
-    if error.reached is None or is_svg(args.output):
+    if error.reached is None or suffix_of(args.output) == ".svg":
         return error
     from splitkit.view.capture_failure import capture_failure_html
 

@@ -99,9 +99,10 @@ def _instead(item: str) -> str:
     """Return what to write for an item that names no devices."""
     item = item.strip()
     if item.isascii() and item.isdigit():
-        return f"Say which devices, such as --devices {item}xh200; or use --stages {item} for unspecified devices."
+        few = max(1, min(int(item), MOST))
+        return f"Say which devices, such as --devices {few}xh200; or use --stages {few} for unspecified devices."
     if turned := _turned_around(item):
-        return f"Write {turned[2]}x{turned[1]}."
+        return f"Write {max(1, min(int(turned[2]), MOST))}x{turned[1]}."
     if "(" in item:
         return "Give a policy to --policy in place of --devices."
     return "Write 4xh200, h200,h200,a100 or FILE.toml."

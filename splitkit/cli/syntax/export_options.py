@@ -42,7 +42,7 @@ def add_export(commands: Commands[Parser]) -> None:
         "--schedule", metavar="NAME|FILE.csv", help=f"{words_of()}, or an order in torch's format (default: none)"
     )
     group.add_argument(
-        "--microbatches", type=positive, metavar="N", help="number of microbatches in a step (default: 2 per stage)"
+        "--microbatches", type=positive, metavar="N", help="number of microbatches in a step (default: the plan's own)"
     )
     group.add_argument("--order", metavar="FILE.csv", help="with --schedule: also write its actions in torch's format")
     group.add_argument(

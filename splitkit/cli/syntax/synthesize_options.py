@@ -21,9 +21,8 @@ def add_synthesize(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--microbatches",
         type=positive,
-        default=USUAL_MICROBATCHES,
         metavar="N",
-        help="number of microbatches in a step (default %(default)s)",
+        help=f"number of microbatches in a step (default: the plan's own, or {USUAL_MICROBATCHES})",
     )
     group.add_argument(
         "--ranks", type=positive, metavar="N", help="number of ranks that share the parts (default: one part on each)"
@@ -41,7 +40,9 @@ def add_synthesize(commands: Commands[Parser]) -> None:
     )
     add_links(group)
     group.add_argument(
-        "--optimizer", choices=("adam", "momentum", "sgd"), help="optimizer whose state takes memory (default adam)"
+        "--optimizer",
+        choices=("adam", "momentum", "sgd"),
+        help="optimizer whose state takes memory (default: the plan's own, or adam)",
     )
     add_recompute(group)
     group.add_argument(

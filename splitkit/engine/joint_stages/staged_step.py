@@ -235,7 +235,9 @@ class StagedStep(Shown):
         run: ShownOverTime | None = None,
         title: str = "",
     ) -> None:
-        """Write the page as one file that any browser shows; the options are those of `view`.
+        """Write the page as one file that any browser shows, or the still picture if its name ends in ``.svg``.
+
+        The options are those of `view`.
 
         Raises:
             ViewError: SK901 if it cannot be drawn, or not with these options.

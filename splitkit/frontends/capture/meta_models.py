@@ -86,7 +86,7 @@ def _computed_again(model: nn.Module, module: nn.Module) -> dict[str, torch.Tens
         copied = copy.copy(module)
         tables = attributes_of(copied)
         fresh = {
-            name: torch.full(b.shape, number, dtype=b.dtype) if b is not None else None
+            name: torch.full(b.shape, number, dtype=b.dtype, device="cpu") if b is not None else None
             for name, b in tables.buffers.items()
         }
         copied.__dict__["_buffers"] = fresh

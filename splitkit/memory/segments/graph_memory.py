@@ -8,7 +8,8 @@ these into arrays along an order, and `segment` reads the peak of any segment fr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -72,8 +73,14 @@ class GraphMemory:
         temporaries = Temporaries({})
         with TargetKernels(self.activations.kernels):
             self.nodes = {n: self._node(n, followers.get(n, []), temporaries) for n in self.flow.nodes}
+        self.settle(self._sizes)
+
+    def settle(self, sizes: list[int]) -> None:
+        """Set the bytes of each storage, and what follows from `nodes`."""
+        self._sizes = sizes
         self._views = self._views_of() if self.training else {}
         self._nbytes = {n: sum(map(tensor_bytes, tensors(value_of(n)))) for n in self.flow.index}
+        self.__dict__.pop("_tables", None)
 
     def _node(self, node: Node, followers: Sequence[Node], temporaries: Temporaries) -> NodeMemory:
         known = self.activations
@@ -212,6 +219,50 @@ def graph_memory(flow: Dataflow, training: bool, kernels: str | None = None) -> 
     """Return the memory of a forward graph on a device with these kernels; a fact of ``flow``, see `Dataflow.fact`."""
     # Without backward, no temporary memory of a run with gradients is asked for.
     return GraphMemory(flow, flow.fact(activations if training else activations_alone, kernels), training)
+
+
+def mixed_memory(on: Mapping[Node, GraphMemory]) -> GraphMemory:
+    """Return the memory of a graph whose nodes run on devices with different kernels.
+
+    Args:
+        on: placeable node -> the memory of the graph on the device of the node.
+    """
+    base = next(iter(on.values()))
+    flow, made = base.flow, copy(base)
+    values, saved, sizes = dict[Node, tuple[int, ...]](), dict[Node, tuple[int, ...]](), list[int]()
+    number: dict[tuple[int, int], int] = {}
+
+    def numbered(node: Node, memory: GraphMemory, storages: Iterable[int]) -> tuple[int, ...]:
+        """Number storages that a node makes or keeps; those of values that it reads are where these were made."""
+        near = [*node.all_input_nodes, node]
+        known = {
+            s: t for n in near for s, t in zip(memory.activations.values.get(n, ()), values.get(n, ()), strict=False)
+        }
+        found = []
+        for storage in storages:
+            if storage not in known and (id(memory), storage) not in number:
+                number[id(memory), storage] = len(sizes)
+                sizes.append(memory.storage_sizes[storage])
+            found.append(known[storage] if storage in known else number[id(memory), storage])
+        return tuple(found)
+
+    for node in base.activations.values:
+        memory = on.get(flow.followers.get(node, node), base)
+        values[node] = numbered(node, memory, memory.activations.values[node])
+        if node in memory.activations.saved:
+            saved[node] = numbered(node, memory, memory.activations.saved[node])
+    made.nodes = {}
+    for node, memory in on.items():
+        group = dict.fromkeys((node, *memory.nodes[node].makes))
+        storages = dict.fromkeys(s for n in group for s in values.get(n, ()))
+        kept = dict.fromkeys(s for n in group for s in saved.get(n, ())) if base.training else {}
+        casts = [s for s in memory.nodes[node].saves if s >= len(memory.activations.nbytes)]
+        saves = (*kept, *numbered(node, memory, casts))
+        made.nodes[node] = replace(memory.nodes[node], storages=tuple(storages), saves=saves)
+    estimated = {n: why for n, memory in on.items() if (why := memory.activations.estimated.get(n))}
+    made.activations = replace(base.activations, nbytes=tuple(sizes), values=values, saved=saved, estimated=estimated)
+    made.settle(sizes)
+    return made
 
 
 def is_dense(tensor: torch.Tensor, any_order: bool = True) -> bool:

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs, Device, roofline
 from splitkit.graph.node_selection import modules_matching
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.plans.parts import PartKey
 from splitkit.search.request import StageRequest
 
@@ -51,6 +52,13 @@ class DeviceRequest(StageRequest):
     def kind_seconds(self) -> tuple[Mapping[Node, float], ...]:
         """Seconds of every placeable node on each kind of device."""
         return tuple({n: prices.seconds(n) for n in self.flow.nodes} for prices in self.kind_prices)
+
+    @cached_property
+    def stage_prices(self) -> StagePrices:
+        """The costs of parts as stages, each with the kernels of its own device where devices differ."""
+        differ = len(self.kind_prices) > 1
+        kernels = {key: device.kernels for key, device in self.devices.items()} if differ else {}
+        return StagePrices(self.flow, self.prices, self.optimizer, divided=False, kernels=kernels)
 
     @cached_property
     def cpus(self) -> frozenset[int]:

@@ -25,6 +25,7 @@ from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Claim, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
+from splitkit.prices import unit_of
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.memory.traffic_bounds import least_load
@@ -40,7 +41,7 @@ from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import Solution, timeout_note
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.unequal.unequal_solver import on_unequal_links
-from splitkit.units import size
+from splitkit.units import duration, size
 
 _UNEQUAL = 3.0  # times as long as a solver that takes links to be alike may search where they are not
 
@@ -144,7 +145,8 @@ class DeviceSearch:
         busiest = self._keys[int(self._loads(found).argmax())]
         limiting = next((key for key in plan.parts if _root(key, self._keys) == busiest), busiest)
         claim = Claim(name, value, min(value, found.bound), found.solver, limiting, found.tolerance)
-        used = len(set(found.device.tolist()))
+        used, took = len(set(found.device.tolist())), duration(value, unit_of(self.demand.kind_prices[0]))
+        told = f"A sample takes {took}. {claim}" if self.latency else claim.told(took)
         memory = ""
         if any(limit is not None for limit in self.demand.capacities):
             held = dict(zip(self._keys, self._held_by(plan), strict=True))
@@ -153,7 +155,7 @@ class DeviceSearch:
             memory = f"; {peak}, {purpose(self.demand.optimizer)}: {held[fullest]}"
         return replace(
             plan,
-            note=f"{used} of {len(self._keys)} devices. {claim}{memory}{timeout_note(self.tries, self.clock)}",
+            note=f"{used} of {len(self._keys)} devices. {told}{memory}{timeout_note(self.tries, self.clock)}",
             claim=claim,
         )
 
@@ -181,8 +183,11 @@ class DeviceSearch:
 
     @cached_property
     def _holding(self) -> AdditiveMemory:
-        demand = self.demand
-        return AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+        demand, prices = self.demand, self.demand.stage_prices
+        kinds: Collection[str | None] = set(prices.kernels.values()) or (None,)
+        kept = [prices.memory_on(kernels).activations for kernels in kinds]
+        each = [AdditiveMemory.of(self._placing, one, demand.optimizer, demand.cache) for one in kept]
+        return AdditiveMemory(each[0].fixed, np.min([one.saved for one in each], axis=0))
 
     def _problem(self) -> Problem:
         demand, placing = self.demand, self._placing

@@ -50,12 +50,11 @@ class OffloadPlanner:
         early, late = found.run.waits
         limiting = FORWARD if early > late + found.seen.seconds else BACKWARD
         claim = Claim(OBJECTIVE, found.seconds, bound, f"{self.search.tried} timelines; HiGHS", limiting)
-        of = " (of plans in graph order)"
         note = (
-            f"peak within {size(budget)}: peak {size(found.run.peak)}, {size(found.seen.saved)} saved, "
-            f"{size(found.run.host)} of it on the host in {len(found.run.transfers)} values, "
-            f"{duration(found.seen.seconds)} computed again, {duration(found.run.exposed)} waited for copies; "
-            f"at least {duration(bound)}{of}, gap {claim.gap:.2%}"
+            f"The peak is {size(found.run.peak)} (within {size(budget)}). Forward saves {size(found.seen.saved)}, "
+            f"{size(found.run.host)} of it on the host in {len(found.run.transfers)} values. Backward recomputes for "
+            f"{duration(found.seen.seconds)}, and the step waits {duration(found.run.exposed)} for copies. No plan in "
+            f"graph order takes less than {duration(bound)} for both, which is {claim.gap:.2%} less"
         )
         return replace(self.described(found, note), claim=claim)
 
@@ -74,7 +73,8 @@ class OffloadPlanner:
             f"with {size(lowest.run.host)} on the host",
             f"Budget({peak}, {how}) takes that plan or a better one; a smaller batch or shorter sequence needs less.",
         )
-        note = f"peak as near as was found to {size(budget)}: {size(peak)}, {size(lowest.run.host)} on the host"
+        about = f"more than {size(budget)}, but the least found"
+        note = f"The peak is {size(peak)} ({about}); {size(lowest.run.host)} wait on the host"
         error.nearest, error.excess = self.described(lowest, note), peak - budget
         return error
 

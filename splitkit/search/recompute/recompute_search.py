@@ -14,7 +14,6 @@ comes from those that hold for every plan within the budget (`memory_limits.Memo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from time import monotonic
@@ -41,21 +40,6 @@ _COLUMNS = 1000  # of the largest program with snapshots that is solved in whole
 _CUTS = 12  # prices at which candidates are cut
 
 
-@dataclass(frozen=True)
-class Proof:
-    """What a search proved.
-
-    Attributes:
-        bound: a lower bound on the seconds of every plan within the budget; infinite if there is none.
-        programs: how many programs were solved.
-        limits: how many limits the last program had.
-    """
-
-    bound: float
-    programs: int
-    limits: int
-
-
 class RecomputeSearch:
     """Searches for plans of one joint graph; every plan that it meets goes into the pool.
 
@@ -71,7 +55,6 @@ class RecomputeSearch:
         self.until, self._share = monotonic() + seconds, seconds / 3
         self._problem = recompute_problem(self.savings)
         self._program = Program(self._problem)
-        self._programs = 0
 
     def anew(self) -> RecomputeSearch:
         """Return a search with the same deadline that knows nothing of what this one saw."""
@@ -100,11 +83,10 @@ class RecomputeSearch:
     def _snapshots(self) -> Snapshots:
         return Snapshots(self._moments, self._floors)
 
-    def saved(self, budget: int) -> Proof:
-        """Look for plans that save at most ``budget`` bytes."""
+    def saved(self, budget: int) -> float:
+        """Look for plans that save at most ``budget`` bytes; return a lower bound on their seconds."""
         problem = self.savings
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, budget)
-        self._programs += 1
         found = self._program.beside([limit], self._left(), _WINDOW, GAP)
         if found.runs is not None:
             self.pool.see(found.runs)
@@ -114,7 +96,7 @@ class RecomputeSearch:
             near, bound = hull.within(budget), max(bound, hull.bound(budget))
             if near is not None:
                 self.pool.see(near.runs)
-        return Proof(bound, self._programs, 1)
+        return bound
 
     def _cut(self, budget: int) -> float:
         """Try the cheapest plans at a few prices of a second; by weak duality each is a bound for the budget."""
@@ -136,24 +118,26 @@ class RecomputeSearch:
         cutting = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
         return self.pool.see(cheapest(cutting, 0.0, problem.why).runs)
 
-    def peak(self, budget: int) -> Proof:
-        """Look for plans whose peak is at most ``budget`` bytes."""
+    def peak(self, budget: int) -> float:
+        """Look for plans whose peak is at most ``budget`` bytes; return a lower bound on the seconds of all of them.
+
+        It is infinite if no plan in graph order fits.
+        """
         floors, bound = self._above_floors(budget)
-        looked = len(floors)
         if bound < np.inf:
-            bound, looked = self._closer(budget, floors, bound)
+            bound = self._closer(budget, floors, bound)
         if bound < np.inf and not self._is_proven(budget, bound):
             if not self._below(budget, floors):
                 self._cut(budget)
             if not self._is_proven(budget, bound):
                 self._descent.under(budget)
                 self._descent.cheaper(budget)
-        return Proof(bound, self._programs, looked)
+        return bound
 
     def bound(self, budget: int) -> float:
         """Return a lower bound on the seconds of plans in graph order whose peak is within the budget."""
         floors, bound = self._above_floors(budget)
-        return self._closer(budget, floors, bound)[0] if bound < np.inf else bound
+        return self._closer(budget, floors, bound) if bound < np.inf else bound
 
     def low_peak(self) -> Seen:
         """Return a plan with a low peak, found with no more effort than a search for a budget."""
@@ -196,23 +180,19 @@ class RecomputeSearch:
         """Return the limits that matter to every plan within a budget, and the bound that follows."""
         limits: list[Limit] = []
         while True:
-            self._programs += 1
             saved, bound = self._program.relaxed(limits, self._left())
             broken = [] if bound == np.inf else list(self._floors.over(saved, budget))
             limits += broken
             if not broken or not self._left():
                 return limits, bound
 
-    def _closer(self, budget: int, floors: list[Limit], bound: float) -> tuple[float, int]:
-        """Add snapshots at the moments where plans exceed the budget, until a plan is within it.
-
-        Returns:
-            A lower bound on the seconds of every plan, and the number of snapshots used.
+    def _closer(self, budget: int, floors: list[Limit], bound: float) -> float:
+        """Add snapshots at the moments where plans exceed the budget, until a plan is within it; return a lower bound
+        on the seconds of every plan.
         """
         limits, program, whole = list(floors), self._program, False
         snapshots: dict[int, Snapshot] = {}
         for _ in range(_ROUNDS):
-            self._programs += 1
             found = (program.search if whole else program.near)(limits, self._left(), _GAP)
             bound = max(bound, found.bound)
             if bound == np.inf:
@@ -228,11 +208,10 @@ class RecomputeSearch:
             limits += broken
             snapshots |= {moment: self._snapshots.at(moment, budget) for moment in fresh}
             program = Program(self._problem, list(snapshots.values())) if fresh else program
-        return bound, len(limits) + len(snapshots)
+        return bound
 
     def _rounded(self, program: Program, limits: list[Limit]) -> Bools:
         """Return the choice that recomputes what the relaxation recomputes rather than saves."""
-        self._programs += 1
         saved = program.relaxed(limits, self._left())[0] > 0.5
         runs = np.ones(len(self.savings.ops), np.bool_)
         runs[self.savings.maker[saved[self.savings.storage]]] = False
@@ -265,7 +244,6 @@ class RecomputeSearch:
 
     def _refine(self, limits: list[Limit]) -> None:
         """Look a little longer for a better plan within the limits of one found near a relaxation."""
-        self._programs += 1
         found = self._program.search(limits, self._left(), _GAP, _NODES)
         if found.runs is not None:
             self.pool.see(found.runs)
@@ -275,7 +253,6 @@ class RecomputeSearch:
         return max(0.0, min(self._share, self.until - monotonic()))
 
     def _solve(self, limits: list[Limit]) -> RecomputeSolution:
-        self._programs += 1
         found = self._program.near(limits, self._left(), _GAP)
         return self._program.search(limits, self._left(), _GAP) if found.runs is None and found.bound < inf else found
 

@@ -412,6 +412,13 @@ class StagePlanner:
         """Return a plan of other origin with a claim and a note."""
         return self._described(plan, self._cut(plan, 0.0))
 
+    def retold(self, plan: Plan) -> Plan:
+        """Return a plan that was made for another schedule, with the note for this one; its claim holds here, too."""
+        claim = plan.claim
+        assert claim is not None
+        cut = self._cut(plan, claim.bound)
+        return self._described(plan, replace(cut, solver=claim.solver, tolerance=claim.tolerance))
+
     def better(self, plan: Plan, other: Plan) -> Plan:
         """Return ``plan``, or another one of a lower bottleneck, for which the bound of ``plan`` holds too."""
         if self._value(other) >= self._value(plan) or plan.claim is None:

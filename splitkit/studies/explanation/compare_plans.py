@@ -25,7 +25,7 @@ from splitkit.short_repr import brief
 from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.paired_parts import name_of_part, paired
 from splitkit.studies.explanation.plan_graph import graph_of_plan
-from splitkit.studies.explanation.recompute_explanation import choices_of
+from splitkit.studies.explanation.recompute_explanation import choices_of, staged_run
 from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.units import duration, size
@@ -322,4 +322,9 @@ def _of_steps(
     if not staged[0]:
         figures.insert(0, ComparedFigure("peak", one.peak, two.peak, "bytes"))
         return figures, (found[0].plan.places, found[1].plan.places)
+    runs = [staged_run(joint, plan, costs) for plan in (first, second)]
+    if any(runs):
+        (step, fullest), (other, fuller) = ((run.seconds, max(run.peaks)) if run else (None, None) for run in runs)
+        figures.insert(0, ComparedFigure("step", step, other, unit))
+        figures.insert(1, ComparedFigure("fullest device", fullest, fuller, "bytes"))
     return figures, (first.places, second.places)

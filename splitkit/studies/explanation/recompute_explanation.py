@@ -9,10 +9,12 @@ from typing import Any
 from torch.fx import Node
 
 from splitkit.costs.named import priced
+from splitkit.engine.joint_stages.divide_stages import divide_stages
 from splitkit.engine.pair import divide
 from splitkit.errors import SplitError
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.profile import MemoryProfile, simulate_memory
+from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut
@@ -30,6 +32,7 @@ from splitkit.training.saved_values import op_of
 from splitkit.training.stage_parts import is_staged, stage_part
 from splitkit.units import duration, size
 from splitkit.view.console.tables import table
+from splitkit.view.data.planned_run import planned_run
 
 _SHOWN = 14
 _AT_PEAK = 5
@@ -93,6 +96,7 @@ class RecomputeExplanation(Told):
         seconds: the recompute time.
         step: the time of the step without recompute.
         peak: what is alive at the peak; ``None`` for plans in stages, whose ranks have peaks of their own.
+        run: for a plan in stages, the step of the schedule that it was made for, if it knows one.
         rows: a row for each kind of value, with equal layers folded.
         paid: the seconds that the policy itself pays for a byte (`MinCut`); ``None`` if it has no such price.
         variants: what other budgets cost; empty if nothing was planned again.
@@ -111,6 +115,7 @@ class RecomputeExplanation(Told):
     variants: tuple[BudgetVariant, ...]
     unit: str
     of: str = "saved"
+    run: ScheduleRun | None = None
 
     __repr__ = brief
 
@@ -140,6 +145,7 @@ class RecomputeExplanation(Told):
             "seconds": self.seconds,
             "step": self.step,
             "peak": None if self.peak is None else asdict(self.peak),
+            "figures": None if self.run is None else {"step": self.run.seconds, "peaks": list(self.run.peaks)},
             "rows": [row.to_dict() for row in self.rows],
             "paid": self.paid,
             "dearest": self.dearest,
@@ -165,8 +171,11 @@ class RecomputeExplanation(Told):
 
     def _peak(self) -> str:
         peak = self.peak
-        if peak is None:
+        if peak is None and self.run is None:
             return f"Each rank has a peak of its own. The plan says: {self.note}."
+        if peak is None:
+            assert self.run is not None
+            return f"{self.run.told}. Each rank has a peak of its own. {self.run.fullest()}."
         kinds = sorted(((n, name) for name, n in peak.kinds.items() if n), reverse=True)
         told = ", ".join(f"{size(n)} of {name}" for n, name in kinds)
         where = f" of {peak.module}" if peak.module else ""
@@ -305,7 +314,13 @@ def explain_recompute(
         tuple(_variants(choices, policy, costs)) if again and not staged else (),
         unit_of(costs),
         "peak" if isinstance(policy, Budget) and policy.of == "peak" else "saved",
+        staged_run(flow, plan, costs) if staged else None,
     )
+
+
+def staged_run(flow: JointFlow, plan: Plan, costs: Costs) -> ScheduleRun | None:
+    """Return the step of a plan in stages under the schedule that it was made for; ``None`` if it knows none."""
+    return planned_run(plan, divide_stages(flow, plan).stage_costs(costs))
 
 
 def choices_of(flow: JointFlow, plan: Plan, policy: object, costs: Costs) -> tuple[RecomputeChoices, Costs]:

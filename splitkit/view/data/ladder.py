@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from splitkit.graph.caches import given_caches
 from splitkit.graph.dataflow import Dataflow
+from splitkit.memory.segments.graph_memory import GraphMemory
 from splitkit.memory.segments.segment import OrderMemory
 from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.placed_prices import in_part
@@ -111,8 +112,13 @@ class LadderView(LadderModel):
         return self._prices.of(self.plan)
 
     @cached_property
+    def _graph_memory(self) -> GraphMemory:
+        """The memory of the graph, each node on the device of its part."""
+        return self._prices.memory_of(self.plan)
+
+    @cached_property
     def _memory(self) -> OrderMemory:
-        return self._prices.memory.order(self.nodes_of_rows)
+        return self._graph_memory.order(self.nodes_of_rows)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -148,7 +154,7 @@ class LadderView(LadderModel):
         order = self._memory
         if self._alternating[end - 1] > self._alternating[start]:
             nodes.sort(key=self.flow.index.__getitem__)
-            order = self._prices.memory.order([*self.nodes_of_rows[:start], nodes, *self.nodes_of_rows[end:]])
+            order = self._graph_memory.order([*self.nodes_of_rows[:start], nodes, *self.nodes_of_rows[end:]])
         key = self._keys[self.part_of_row(start)]
         return self._prices.stage(order, self._ends[start], self._ends[end], nodes, again, key)
 
@@ -268,7 +274,7 @@ class LadderView(LadderModel):
 
     @cached_property
     def _held(self) -> list[HeldStorage]:
-        return held_storages(self.flow, self._prices.memory, self.nodes_of_rows) if self.trains else []
+        return held_storages(self.flow, self._graph_memory, self.nodes_of_rows) if self.trains else []
 
     @cached_property
     def _saved(self) -> dict[tuple[int, int], dict[Node, int]]:

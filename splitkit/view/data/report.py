@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import Costs
+from splitkit.costs.training import forward_and_backward
 from splitkit.display import Shown
 from splitkit.engine.complete import complete_plan
 from splitkit.engine.split import Split
@@ -21,7 +23,7 @@ from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
-from splitkit.prices import checked, require_costs, unit_of
+from splitkit.prices import as_given, checked, includes_backward, require_costs, unit_of
 from splitkit.short_repr import brief
 from splitkit.units import quantity, size
 from splitkit.view.console.tables import table
@@ -44,7 +46,7 @@ class PartReport:
         parameter_bytes: the bytes of these parameters and of the buffers that it reads.
         bytes_in: the bytes of its inputs, without parameters.
         bytes_out: the bytes of its outputs.
-        share: its share of the total time, or of what else the prices count.
+        share: its share of the total time, or of what else the prices count; a checkpointed part runs forward again.
         device: the device that it runs on, if the plan says so.
         replicas: the number of devices that run it.
     """
@@ -124,11 +126,12 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     subgraphs = [step for step in extract_subgraphs(flow, whole) if isinstance(step, Subgraph)]
     parent = tuple(n for n, keys in whole.items() if PARENT in keys)
     paths = {n: module_path(n) for n in flow.nodes}
-    seconds = {key: checked(in_part(costs, key)).seconds for key in plan.parts}
-    work = sum(seconds.get(key, costs.seconds)(n) for n in flow.nodes for key in whole[n])
+    work = _work(flow, whole, costs)
+    most = sum(work.values())
+    shares = {key: seconds / most if most else 0.0 for key, seconds in work.items()}
 
     def row(
-        title: str, nodes: Iterable[Node], taken: Iterable[Node], given: Iterable[Node], key: PartKey
+        title: str, nodes: Iterable[Node], taken: Iterable[Node], given: Iterable[Node], key: PartKey, share: float
     ) -> PartReport:
         nodes = tuple(nodes)
         own = [n for n in nodes if flow.is_placeable(n)]
@@ -143,19 +146,36 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
             sum(map(tensor_bytes, tensors)),
             sum(costs.nbytes(n) for n in taken),
             sum(costs.nbytes(n) for n in given),
-            sum(map(seconds.get(key, costs.seconds), own)) / work if work else 0.0,
+            share,
             str(device) if device else None,
             plan.parts[key].replicas if key in plan.parts else 1,
         )
 
-    rows = [row(part_title(s.key), s.nodes, s.inputs, s.outputs, s.key) for s in subgraphs]
+    rows = [row(part_title(s.key), s.nodes, s.inputs, s.outputs, s.key, shares.get(s.key, 0.0)) for s in subgraphs]
     if any(flow.is_placeable(n) for n in parent):
-        rows.append(row("parent", parent, (), (), PARENT))
+        rows.append(row("parent", parent, (), (), PARENT, shares[PARENT]))
     inputs = [n for n in flow.index if n.op == "placeholder"]
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
     note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), note_hidden_nodes(flow.root))))
-    total = row("all", flow.index, inputs, outputs, PARENT)
+    total = row("all", flow.index, inputs, outputs, PARENT, sum(shares.values()))
     return Report(tuple(rows), total, note, _sizes_known(flow), plan.claim, unit_of(costs))
+
+
+def _work(flow: Dataflow, plan: Plan, costs: Costs) -> dict[PartKey, float]:
+    """Return part -> its seconds, with the forward that backward runs again if the part is checkpointed."""
+    own = {key: checked(in_part(costs, key)) for key in plan.parts}
+    trains = includes_backward(as_given(costs))
+    repeated = {key for key, part in plan.parts.items() if part.call == "checkpoint" and trains}
+    work, again, back = defaultdict[PartKey, float](float), defaultdict[PartKey, float](float), set[PartKey]()
+    for node in flow.nodes:
+        for key in plan[node]:
+            prices = own.get(key, costs)
+            work[key] += prices.seconds(node)
+            if key in repeated:
+                forward, backward = forward_and_backward(prices, node)
+                again[key] += forward
+                back |= {key} if backward else set()
+    return {key: seconds + (again[key] if key in back else 0.0) for key, seconds in work.items()}
 
 
 def part_title(key: PartKey) -> str:

@@ -58,4 +58,4 @@ def test_the_third_choice_is_worth_something():
     alone = planned(flow, costs, 2, "gpipe", 5, memory)
     plan = planned(flow, costs, 2, "gpipe", 5, memory, offload=4096.0)
     assert plan.offloaded and plan.claim.value < alone.claim.value
-    assert "on the host by stage and microbatch" in plan.note
+    assert "wait on the host, where a rank has " in plan.note
