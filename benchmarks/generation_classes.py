@@ -34,7 +34,7 @@ _SIZES: tuple[tuple[tuple[str, ...], int], ...] = (
     (("key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
     (("head_dim", "d_kv", "kv_channels"), 8),
     (("rotary_dim",), 4),
-    (("experts_per_tok", "experts_per_token", "moe_topk"), 2),
+    (("experts_per_tok", "experts_per_token", "moe_topk", "moe_k"), 2),
     (("n_group", "topk_group"), 1),
     (("num_experts", "local_experts", "routed_experts"), 4),
     (("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth"), 2),
@@ -53,7 +53,11 @@ _SIZES: tuple[tuple[tuple[str, ...], int], ...] = (
 
 def shrunk(config: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a configuration, as a dict, with small sizes and two layers, also in the configurations inside."""
-    made = {name: shrunk(value) if isinstance(value, dict) else value for name, value in config.items()}
+    made = {
+        name: shrunk(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if not str(name).isdigit() or int(name) < 2  # a layer
+    }
     layers = next((made[name] for name in ("num_hidden_layers", "num_layers") if name in made), None)
     for name, value in [(name, value) for name, value in made.items() if isinstance(name, str)]:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -62,10 +66,17 @@ def shrunk(config: Mapping[Any, Any]) -> dict[Any, Any]:
                 made[name] = value if value < VOCABULARY else 90 + sum(map(ord, name)) % 30
             elif size is not None:
                 made[name] = size if name.endswith("head_dim") else min(value, size)
+                if name.endswith("key_value_heads") and value == config.get(name.replace("key_value", "attention")):
+                    made[name] = min(value, 4)
         elif isinstance(value, list) and (len(value) == layers or name.endswith("layer_types")) and len(value) > 2:
             made[name] = [value[0], value[-1]]
     if "rope_type" in made:
-        made["mrope_section"] = [1, 1, 2]
+        made["mrope_section"] = [1, 1, 2] if made.get("partial_rotary_factor", 1.0) == 1.0 else [0, 1, 1]
+    if made.get("vocabulary_map", ()) is None:
+        made["vocabulary_map"] = {
+            "<image>": 100,
+            **{f"IMGIMG{letter}Z": 100 + i for i, letter in enumerate("ABCDEFGH")},
+        }
     if "model_type" in made:
         made |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return made
@@ -88,22 +99,42 @@ def model_of(class_name: str) -> Any:
     return model
 
 
-def inputs_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return what the model's ``generate`` reads: tokens, or sound or an image for an encoder."""
+def inputs_of(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield what the model's ``generate`` may read: tokens, or sound or an image for an encoder, of several shapes."""
     torch.manual_seed(1)
     main = getattr(model, "main_input_name", "input_ids")
-    made = {"input_features": (2, 8, 40), "input_values": (2, 2000), "flattened_patches": (2, 6, 770)}
-    if model.config.is_encoder_decoder and main in ("pixel_values", *made):
-        return {main: torch.randn(made.get(main, (2, 3, 16, 16)))}
-    return {"input_ids": torch.randint(3, 60, (2, 7))}
+    shapes = {
+        "input_features": [(2, 8, 40), (2, 40, 8), (2, 40, 80), (2, 80, 40), (2, 40, 160), (2, 40, 128)],
+        "input_values": [(2, 2000)],
+        "flattened_patches": [(2, 6, 770), (2, 6, 194)],
+        "pixel_values": [(2, 3, 16, 16)],
+    }
+    if model.config.is_encoder_decoder and main in shapes:
+        yield from ({main: torch.randn(shape)} for shape in shapes[main])
+        return
+    tokens = {"input_ids": torch.randint(3, 60, (2, 7))}
+    yield tokens
+    yield tokens | {"pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def generated(model: Any) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the first inputs from which the unsplit model generates, and its tokens."""
+    refused: Exception | None = None
+    for inputs in inputs_of(model):
+        given = {**inputs, "max_new_tokens": 5, "do_sample": False}
+        try:
+            return given, copy.deepcopy(model).generate(**given)
+        except Exception as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def outcome_of(class_name: str) -> tuple[str, str]:
     """Return the outcome of a class, and what was said."""
     try:
         model = model_of(class_name)
-        given = {**inputs_of(model), "max_new_tokens": 5, "do_sample": False}
-        want = copy.deepcopy(model).generate(**given)
+        given, want = generated(model)
     except Exception as error:
         return "not made", f"{type(error).__name__}: {error}"
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, cast
 
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit.checks import shown
 from splitkit.engine.module_names import unique_name
 from splitkit.errors import PlanError, listed
 from splitkit.graph.dataflow import calls_around
@@ -67,8 +69,10 @@ def hook_outputs(
 
     Raises:
         PolicyError: SK304 if no node was captured in a call of this module.
-        PlanError: SK221 if the call has several outputs or none, or several parts compute its output.
+        PlanError: SK221 if the call has several outputs or none, several parts compute its output, or the hook does not
+            take one argument.
     """
+    _check_arguments(path, hook)
     made = []
     for output in _outputs_of_calls([*nodes], path):
         keys = [key for key, copied in copies.items() if output in copied]
@@ -77,6 +81,17 @@ def hook_outputs(
             raise _refused(path, f"{where} its output {output.name}", [output])
         made.append((modules[keys[0]], copies[keys[0]][output]))
     return HookHandle(tuple((module, _inserted(module, node, path, hook)) for module, node in made))
+
+
+def _check_arguments(path: str, hook: Callable[[Any], Any]) -> None:
+    try:
+        signature(hook).bind(None)
+    except TypeError as error:
+        reason = f"a hook on {path!r} is called with the output of the module alone, but {shown(hook)}: {error}"
+        remedy = "Give a function of the output, and not of (module, args, output): lambda output: ..."
+        raise PlanError("SK221", reason, remedy) from None
+    except ValueError:
+        return  # functions of torch do not tell what they take
 
 
 def _inserted(module: fx.GraphModule, node: Node, path: str, hook: Callable[[Any], Any]) -> Node:

@@ -161,8 +161,8 @@ class Split(ShownPlan):
 
         Raises:
             PolicyError: SK304 if the graph has no node of such a module.
-            PlanError: SK221 if several values of the module, or none, are read outside of it, or several parts compute
-                its output.
+            PlanError: SK221 if several values of the module, or none, are read outside of it, several parts compute its
+                output, or the hook does not take one argument.
         """
         return hook_outputs({PARENT: self.module, **self.parts}, self.copies, self.flow.index, path, hook)
 

@@ -12,7 +12,7 @@ A net is paid once for each device, however many readers are there: that is what
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -62,6 +62,11 @@ class TransferTimes:
     def free(cls, count: int) -> TransferTimes:
         """Return times of zero between ``count`` places."""
         return cls(np.zeros((count, count)), np.full((count, count), np.inf))
+
+    def between(self, places: Ints) -> TransferTimes:
+        """Return the times between some of the places, in their order."""
+        pairs = np.ix_(places, places)
+        return replace(self, latency=self.latency[pairs], bandwidth=self.bandwidth[pairs])
 
     @property
     def joins(self) -> bool:

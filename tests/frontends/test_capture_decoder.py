@@ -145,6 +145,14 @@ def blip2():
     return transformers.Blip2ForConditionalGeneration(transformers.Blip2Config(**config))
 
 
+def speech_to_text():
+    """An encoder that returns a quarter of the positions that it reads, whose mask generate may be given."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 32, "conv_channels": 16}
+    config = transformers.Speech2TextConfig(**sizes, **heads, input_feat_per_channel=8, max_source_positions=40)
+    return transformers.Speech2TextForConditionalGeneration(config)
+
+
 def two_ways():
     """A mask that is not causal in a prompt without padding, where generate gives none."""
     config = transformers.GemmaConfig(**_SIZES, num_key_value_heads=1, head_dim=8)
@@ -158,6 +166,7 @@ REFUSED = {
     blip2: "its generate, given a prompt of text, fails",
     two_ways: "GemmaAttention is not causal without a mask",
     mpt: "could not be captured by export",
+    speech_to_text: "its attention_mask is of what its encoder reads, which is longer than its output",
 }
 
 

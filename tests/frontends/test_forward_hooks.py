@@ -131,9 +131,25 @@ def test_hooks_are_named_once_and_their_ops_are_kept():
     model[0].register_forward_hook(lambda module, args, output: stored.append(output) or output + 1)
     model[1].register_forward_hook(lambda module, args, output: output * 2)
     stored.clear()
-    with pytest.warns(UserWarning, match=r"forward hooks of 0 \(Inner\), 1 \(Linear\) run once.*hook\('0', hook\)"):
+    with pytest.warns(
+        UserWarning, match=r"forward hooks of 0 \(Inner\), 1 \(Linear\) run once.*hook\('0', lambda output"
+    ):
         gm = sk.capture(model, X)
     assert torch.equal(gm(X), model(X)) and len(stored) == 1
     with pytest.warns(UserWarning, match=r"forward hooks of 0 \(Inner\) run once"):  # the hook of 1 is called each time
         gm = sk.capture(model, X, how="symbolic_trace")
     assert torch.equal(gm(X), model(X)) and len(stored) == 2
+
+
+@pytest.mark.parametrize("path", ["", "0", "0.linear"])
+def test_the_advice_about_hooks_is_carried_out(path):
+    model, seen = nn.Sequential(Inner(), nn.Linear(4, 4)), []
+    model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append(output))
+    with pytest.warns(UserWarning, match="forward hooks of") as told:
+        split = sk.split(sk.capture(model, X), sk.policies.Stages(2))
+    advice = str(told[0].message).rsplit("alone: ", 1)[1]
+    assert advice == f"split.register_forward_hook({path!r}, lambda output: ...)." and not seen
+    found = []
+    eval(advice[:-1].replace("...", "found.append(output)"), {"split": split, "found": found})
+    split(X), model(X)
+    assert len(seen) == 1 and torch.equal(found[0], seen[0])

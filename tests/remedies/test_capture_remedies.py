@@ -584,6 +584,16 @@ def test_a_hook_on_a_module_with_several_outputs():
     assert seen[0].shape == (4, 4)
 
 
+def test_a_hook_that_takes_what_hooks_of_modules_take():
+    split, seen = sk.split(sk.capture(WithHalves(), X), Stages(2)), []
+    with refusal("SK221", "Give a function of the output, and not of (module, args, output): lambda output: ..."):
+        split.register_forward_hook("last", lambda module, args, output: seen.append(output))
+    split.register_forward_hook("last", lambda output: seen.append(output))
+    split.register_forward_hook("last", torch.sin)  # whose arguments nothing tells
+    split(X)
+    assert len(seen) == 1 and seen[0].shape == (4, 2)
+
+
 def test_a_weight_that_is_computed_at_each_read():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
     graph = torch.fx.Graph()

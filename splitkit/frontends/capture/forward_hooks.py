@@ -38,16 +38,17 @@ def warn_of_forward_hooks(model: nn.Module, how: str) -> None:
     """Warn of a user's forward hooks that run once, on tensors without data: no graph calls them."""
     tracer = fx.Tracer()  # which does not trace into modules of torch: a node calls them, with their hooks
     hooked = {
-        name or "the model": type(module).__name__
+        name: type(module).__name__
         for name, module in model.named_modules()
         if any(_hooks_of_user(module)) and not (how == "symbolic_trace" and tracer.is_leaf_module(module, name))
     }
     if hooked:
-        name = next(iter(hooked))
+        name, named = next(iter(hooked)), [f"{name or 'the model'} ({kind})" for name, kind in hooked.items()]
         warnings.warn(
-            f"forward hooks of {listed([f'{name} ({kind})' for name, kind in hooked.items()], 4)} run once, during the "
-            "capture, on tensors without data: the graph keeps the ops that they run, and what they store is removed "
-            f"again. A hook that stores outputs is set on the split: split.register_forward_hook({name!r}, hook).",
+            f"forward hooks of {listed(named, 4)} run once, during the capture, on tensors without data: the graph "
+            "keeps the ops that they run, and what they store is removed again. A hook that stores outputs is set on "
+            "the split, which calls it with the output alone: "
+            f"split.register_forward_hook({name!r}, lambda output: ...).",
             stacklevel=3,
         )
 

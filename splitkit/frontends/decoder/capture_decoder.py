@@ -23,6 +23,8 @@ from splitkit.frontends.decoder.recurrent_states import continued_states
 from splitkit.frontends.trace_settings import without_special_sizes
 from splitkit.graph.caches import ARGUMENTS, caches_of
 
+_CROSS = "cross_attention_cache"  # in the names of inputs: keys and values of the encoder's output
+
 
 def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.GraphModule:
     """Return the graph of one step of a transformers decoder: next tokens and KV caches in, logits and caches out.
@@ -73,6 +75,7 @@ def capture_decoder(model: nn.Module, batch: int = 2, tokens: int = 32) -> fx.Gr
     if not getattr(model.config, "is_encoder_decoder", False):
         return _with_caches(model, example_step(model, batch, tokens))
     gm = _with_caches(model, example_with_encoder(model, batch, tokens, filled=True))
+    _require_mask_of_encoder(model, gm)
     note_encoder_caches(gm, _captured(model, example_with_encoder(model, batch, tokens, filled=False)))
     return gm
 
@@ -82,6 +85,15 @@ def _with_caches(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
     if not caches_of(gm):
         raise not_a_decoder(model, "it does not return the cache that it was given")
     return gm
+
+
+def _require_mask_of_encoder(model: nn.Module, gm: fx.GraphModule) -> None:
+    """Refuse a model whose mask has the positions that its encoder reads, if these are not the positions it returns."""
+    given = {node.name: node for node in gm.graph.nodes if node.op == "placeholder"}
+    mask = given.get("attention_mask")
+    kept = {str(node.meta["val"].shape[2]) for name, node in given.items() if _CROSS in name}
+    if mask is not None and mask.users and kept and str(mask.meta["val"].shape[-1]) not in kept:
+        raise not_a_decoder(model, "its attention_mask is of what its encoder reads, which is longer than its output")
 
 
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:

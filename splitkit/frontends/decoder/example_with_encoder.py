@@ -62,7 +62,8 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
 
 
 def _encoder_width(model: Any) -> int:
-    for config in (getattr(model.get_encoder(), "config", model.config), model.config):
+    own = getattr(model.get_encoder(), "config", model.config)
+    for config in (own, own.get_text_config(), model.config):
         for name in ("d_model", "hidden_size"):
             if isinstance(width := getattr(config, name, None), int):
                 return width

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice, permutations
 
 import numpy as np
 import torch
@@ -30,19 +31,23 @@ from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.memory.traffic_bounds import least_load
 from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.stages.candidate_borders import CandidateBorders
 from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, nodes_listed
+from splitkit.search.stages.peak_search import PeakSearch
 from splitkit.search.stages.stage_search import NEAR
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.placement import problem as placement
+from splitkit.solvers.placement.evaluate import faults
 from splitkit.solvers.placement.latency.latency_solver import latency
 from splitkit.solvers.placement.memory_remedies import sets_fit, stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import Solution, timeout_note
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.unequal.unequal_solver import on_unequal_links
+from splitkit.solvers.placement.unequal.unequal_solver import MOST_EXACT, on_unequal_links
 from splitkit.units import duration, size
 
+_ORDERS, _WAYS = 5_040, 6  # orders of devices that are looked at; those, different in memory or kind, that are tried
 _UNEQUAL = 3.0  # times as long as a solver that takes links to be alike may search where they are not
 
 
@@ -72,11 +77,16 @@ class DeviceSearch:
 
     def plan(self) -> Plan:
         """Return the best plan; `StagePlanner.plan` explains shared nodes."""
-        found, plan = self._found()
+        sending = replace(self, sends=True)
+        try:
+            found, plan = self._found()
+        except NoPlanError:
+            if not self._placing.shared or len(self._placing.units) > MOST_EXACT:
+                raise
+            return sending._described(*sending._found())  # which holds fewer values
         value = self._value(found)
         worth = self._placing.shared_seconds > NEAR * value and value > found.bound * (1 + NEAR)
         if worth and not self.clock.is_over():
-            sending = replace(self, sends=True)
             with suppress(NoPlanError):  # there is one that fits
                 other, sent = sending._found()
                 if sending._value(other) < value:
@@ -86,19 +96,43 @@ class DeviceSearch:
     def _found(self) -> tuple[Solution, Plan]:
         """Return the solver's placement, or all nodes on one device where that is better or the only one that fits."""
         with bad_problems(self.demand.policy, self._placing):
-            problem = self._problem()
+            problem, known = self._problem(), len(self.tries)
             alone = [(found, self._plan_of(found)) for found in self._alone(problem)]
             choices = [(found, plan) for found, plan in alone if self._fitting.fits(plan)]
+            bound, refused = float(problem.seconds.min(axis=0).max()), None
             try:
-                best = self._fitting.best(problem)
-                bound = best[0].bound
-            except NoPlanError:
-                if not choices:
-                    self._require_keepable(problem)
-                    raise
-                best, bound = choices[0], float(problem.seconds.min(axis=0).max())
-            found, plan = min([best, *choices], key=lambda choice: self._value(choice[0]))
+                choices.insert(0, self._fitting.best(problem))
+                bound = choices[0][0].bound
+            except NoPlanError as error:
+                refused = error
+            if self.tries[known:] and (refused or len(self.tries) > known + 1):  # sums said too little of memory
+                of_all = self._of_all(problem, choices[0][0] if choices else self.tries[-1])
+                bound = max([bound, *(solution.bound for solution, _ in of_all)])
+                choices += of_all
+            if not choices:
+                assert refused is not None
+                self._require_keepable(problem)
+                raise refused
+            found, plan = min(choices, key=lambda choice: self._value(choice[0]))
             return replace(found, bound=max(bound, self._least_load)), plan
+
+    def _of_all(self, problem: Problem, found: Solution) -> list[tuple[Solution, Plan]]:
+        """Return the best placement of a small problem whose true peaks fit, if there is any."""
+        if self.latency or problem.units > MOST_EXACT or self.clock.is_over():
+            return []
+        best = on_unequal_links(
+            problem,
+            self._placing.prices(self._travel or TransferTimes.free(len(self._keys))),
+            replace(found, bound=0.0),
+            _UNEQUAL * self.seconds,
+            acyclic=self.pieces == 1,
+            clock=self.clock,
+            fits=lambda device, order: self._fitting.fits(self._plan_of(replace(found, device=device, order=order))),
+        )
+        if best is None:
+            return []
+        proven = best.solver == "all placements" and not self._placing.shared  # copies hold what others do not
+        return [(replace(best, bound=best.bound if proven else 0.0), self._plan_of(best))]
 
     @property
     def _least_load(self) -> float:
@@ -113,7 +147,7 @@ class DeviceSearch:
             NoPlanError: SK303.
         """
         demand = self.demand
-        roomy = replace(problem, devices=tuple(replace(slot, capacity=np.inf) for slot in problem.devices))
+        roomy = self._roomy(problem)
         if not demand.supported or self.pieces != 1 or stages_fit(roomy) is not False or sets_fit(roomy) is False:
             return
         nodes = [*demand.supported]
@@ -121,6 +155,9 @@ class DeviceSearch:
         more = "pieces=2, or more" if self.latency else "pieces=None"
         remedy = f"Give {more}: a device then runs several pieces; or let more devices run what stands between."
         raise NoPlanError("SK303", f"{type(demand.policy).__name__}: {reason}", remedy, nodes)
+
+    def _roomy(self, problem: Problem) -> Problem:
+        return replace(problem, devices=tuple(replace(slot, capacity=np.inf) for slot in problem.devices))
 
     def _alone(self, problem: Problem) -> Iterator[Solution]:
         """Place all units on one device, for each device that supports them all."""
@@ -223,7 +260,8 @@ class DeviceSearch:
             if self._travel is not None and self._travel.differs and not self.clock.is_over():
                 prices, acyclic = self._placing.prices(self._travel), self.pieces == 1
                 seconds = _UNEQUAL * self.seconds
-                found = on_unequal_links(problem, prices, found, seconds, acyclic=acyclic, clock=self.clock)
+                better = on_unequal_links(problem, prices, found, seconds, acyclic=acyclic, clock=self.clock)
+                found = better or found
         self.tries.append(found)
         return found, self._plan_of(found)
 
@@ -276,6 +314,48 @@ class DeviceSearch:
             limits=self.demand.capacities,
             optimizer=self.demand.optimizer,
             fit=sets_fit if self.pieces is None or self.latency else stages_fit,
+            truly=None if self.latency else self._truly,
+            clock=self.clock,
+        )
+
+    def _truly(self, found: Solution, plan: Plan) -> tuple[Solution, Plan]:
+        """Return the fastest stages that fit by true peaks along orders of the graph, or those that lack least memory.
+
+        Devices take the stages in any order, of which some are tried.
+        """
+        plain, size = replace(self, sends=True), len(self._keys)
+        units, choices = len(plain._placing.units), [(found, plan)]
+        mine = [plain._placing.index[unit] for unit in self._placing.units]
+        rank = {self._keys[device]: place for place, device in enumerate(found.order)}
+        known = np.arange(units) * size // units
+        if rank:
+            known = np.array([rank[plan.home(unit)] for unit in plain._placing.units], np.int64)
+        kinds = list(zip(self.demand.capacities, self.demand.kinds, strict=True))
+        ways = {tuple(kinds[d] for d in way): way for way in islice(permutations(range(size)), _ORDERS)}
+        for way in islice(ways.values(), _WAYS):
+            for stage in plain._peak_search(way).choices(known, lowest=False):
+                one = replace(found, device=np.array(way)[stage[mine]], order=way, solver="true peaks")
+                choices.append((one, self._plan_of(one)))
+        roomy = self._roomy(self._problem())
+        legal = [choice for choice in choices if not faults(roomy, choice[0].device)]
+        return min(legal, key=lambda choice: (self._fitting.lacks(choice[1]), self._value(choice[0])))
+
+    def _peak_search(self, way: tuple[int, ...]) -> PeakSearch:
+        """Return the search by true peaks for stages of which the first is on the first of some devices, and so on."""
+        demand, device, travel = self.demand, np.array(way), self._travel
+        cache = [sum(demand.cache.get(node, 0) for node in members) for members in self._placing.members]
+        return PeakSearch(
+            tracks=CandidateBorders(self._placing, demand.stage_prices, self._problem(), np.array(cache, np.int64)),
+            holding=self._holding,
+            flights=demand.flights(len(way), surely=False),
+            sure_flights=demand.flights(len(way), surely=True),
+            rank_of=way,
+            limits=demand.capacities,
+            travel=None if travel is None else travel.between(device),
+            tolerance=0.0,
+            peaks=lambda stage: [
+                one.total for one in self._held_by(Plan.of(self._placing.labels(device[stage], self._keys)))
+            ],
             clock=self.clock,
         )
 

@@ -103,7 +103,11 @@ class MemoryFit:
 
     def fits(self, plan: Plan) -> bool:
         """Return whether every memory is large enough for a plan."""
-        return all(limit is None for limit in self.limits) or max(self._over(plan)) <= 0
+        return all(limit is None for limit in self.limits) or not self.lacks(plan)
+
+    def lacks(self, plan: Plan) -> int:
+        """Return the bytes that all memories together lack for a plan."""
+        return sum(max(0, over) for over in self._over(plan))
 
     def _over(self, plan: Plan) -> list[int]:
         """Return the bytes by which each memory is too small."""

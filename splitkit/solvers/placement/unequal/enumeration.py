@@ -7,6 +7,8 @@ without changing anything are interchangeable: only the first is tried.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from splitkit.solvers.clock import Clock
@@ -15,6 +17,7 @@ from splitkit.solvers.placement.unequal.link_model import UnequalLinks
 
 _ROOM = 2.0**52
 _EVERY = 256  # steps between two checks of the clock
+_CHECKED = 100  # steps that cost as much as the true memory of one placement
 
 Paid = tuple[int, ...]
 """What each device pays for one value."""
@@ -31,16 +34,25 @@ class Enumeration:
         order: the groups in topological order.
         steps: how many placements of a single group are tried.
         clock: the deadline.
+        has_room: (n,) devices -> whether they have room, if the groups' bytes do not tell.
 
     Attributes:
         best: (n,) devices; None if nothing better than the known value was found.
         proven: whether all placements were tried or cut off.
     """
 
-    def __init__(self, linked: UnequalLinks, order: Ints, steps: int, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        linked: UnequalLinks,
+        order: Ints,
+        steps: int,
+        clock: Clock | None = None,
+        has_room: Callable[[Ints], bool] | None = None,
+    ) -> None:
         self.best: Ints | None = None
         self.proven = False
         self._linked, self._order, self._left, self._clock = linked, order.tolist(), steps, clock
+        self._has_room = has_room
         supported = np.isfinite(linked.work)
         most = np.where(supported, linked.work, 0.0).sum() + linked.devices * linked.prices.sum()
         self.scale = _ROOM / most if most else 1.0
@@ -85,7 +97,10 @@ class Enumeration:
         each device.
         """
         if position == len(self._order):
-            self._most, self.best = max(loads), np.array(self._device, np.int64)
+            whole = np.array(self._device, np.int64)
+            self._left -= 0 if self._has_room is None else _CHECKED
+            if self._has_room is None or self._has_room(whole):
+                self._most, self.best = max(loads), whole
             return True
         group, ways = self._order[position], []
         for device in self._choices(group):

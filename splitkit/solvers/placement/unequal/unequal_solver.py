@@ -1,8 +1,9 @@
-"""The search for a placement on devices whose links differ."""
+"""The search for a placement on devices whose links differ, or whose memory the sums of the units do not tell."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,15 +19,27 @@ from splitkit.solvers.placement.unequal.enumeration import Enumeration
 from splitkit.solvers.placement.unequal.link_model import LinkPrices, UnequalLinks
 from splitkit.solvers.placement.unequal.order_and_devices import best_on_order
 
-_MOST_EXACT = 64  # groups; with more there are too many placements to enumerate
+MOST_EXACT = 64
+"""Groups; with more there are too many placements to enumerate."""
 _STEPS = 60_000  # placements of a single group in a second
 _MOVES = 2_000  # placements whose loads are computed in a second
 _UNITS = 300  # of which a load costs as much as looking at it
+_CHECKED = 4  # loads that cost as much as the true memory of one placement
+
+Fits = Callable[[Ints, tuple[int, ...]], bool]
+"""Whether devices have room: (device of each unit, used devices in topological order if they are stages) -> answer."""
 
 
 def on_unequal_links(
-    problem: Problem, prices: LinkPrices, found: Solution, seconds: float, *, acyclic: bool, clock: Clock | None = None
-) -> Solution:
+    problem: Problem,
+    prices: LinkPrices,
+    found: Solution,
+    seconds: float,
+    *,
+    acyclic: bool,
+    clock: Clock | None = None,
+    fits: Fits | None = None,
+) -> Solution | None:
     """Return the best placement found when each value is priced by the link it crosses; small problems are proven.
 
     A solver that knows one price for each value has found a placement and a valid bound. From that placement, and from
@@ -40,17 +53,19 @@ def on_unequal_links(
         seconds: the time for the search, whose steps are counted.
         acyclic: whether the devices are stages.
         clock: the clock of the whole search that this is a part of.
+        fits: what tells whether devices have room, if sums over units do not; ``None`` is returned if none found fits.
     """
     start = time.monotonic()
-    search = _Search(problem, prices, seconds, acyclic=acyclic, clock=clock)
+    search = _Search(problem, prices, seconds, acyclic=acyclic, clock=clock, fits=fits)
     search.run(found)
-    device = search.best[search.group]
+    if not search.best.size:
+        return None
     proven = search.value if search.proven else 0.0
     solver = "all placements" if search.proven else search.found_by
     return replace(
         found,
-        device=device,
-        order=_order(search.linked, search.best) if acyclic else (),
+        device=search.best[search.group],
+        order=search.order(search.best),
         value=search.value,
         bound=min(search.value, max(found.bound, proven)),
         solver=solver or found.solver,
@@ -65,14 +80,21 @@ class _Search:
     """The best placement so far, and whether it is proven."""
 
     def __init__(
-        self, problem: Problem, prices: LinkPrices, seconds: float, *, acyclic: bool, clock: Clock | None
+        self,
+        problem: Problem,
+        prices: LinkPrices,
+        seconds: float,
+        *,
+        acyclic: bool,
+        clock: Clock | None,
+        fits: Fits | None,
     ) -> None:
         self.group = acyclic_groups(problem) if acyclic else colour_groups(problem)
         self.core = core_of(problem, self.group)
         self.linked = _linked(problem, prices, self.group, self.core.edges, acyclic=acyclic)
         self.best: Ints = np.zeros(0, np.int64)
         self.value, self.found_by, self.proven = np.inf, "", False
-        self._seconds, self._clock = seconds, clock
+        self._seconds, self._clock, self._fits = seconds, clock, fits
 
     def run(self, found: Solution) -> None:
         """Start from the given solution, then from orders; move groups; enumerate all placements."""
@@ -85,8 +107,16 @@ class _Search:
             if (device := best_on_order(self.linked, order)) is not None:
                 self._take(device, "lines over all orders of devices")
                 self._move(device)
-        if self.linked.size <= _MOST_EXACT:
+        if self.linked.size <= MOST_EXACT:
             self._try_all()
+
+    def order(self, device: Ints) -> tuple[int, ...]:
+        """Return the used devices in topological order; empty where there are no stages."""
+        return _order(self.linked, device) if self.linked.acyclic else ()
+
+    def _has_room(self, device: Ints) -> bool:
+        """Return whether a legal placement fits by its true memory."""
+        return self._fits is None or self._fits(device[self.group], self.order(device))
 
     def _is_over(self) -> bool:
         return self._clock is not None and self._clock.is_over()
@@ -96,14 +126,14 @@ class _Search:
         if not self.linked.is_legal(device):
             return False
         value = float(self.linked.loads(device).max())
-        if value >= self.value * (1 - 1e-12):
+        if value >= self.value * (1 - 1e-12) or not self._has_room(device):
             return False
         self.best, self.value, self.found_by = device.copy(), value, solver
         return True
 
     def _move(self, device: Ints) -> None:
         """Move single groups off the most loaded device as long as that helps."""
-        if not self.linked.is_legal(device):
+        if not self.linked.is_legal(device) or not self._has_room(device):
             return
         linked, now = self.linked, device.copy()
         left = int(_MOVES * self._seconds / max(1.0, linked.size / _UNITS) / 10)
@@ -115,7 +145,10 @@ class _Search:
                 trial = now.copy()
                 trial[group] = to
                 key = _key(linked.loads(trial))
-                if key < loads and linked.is_legal(trial):
+                if key >= loads or not linked.is_legal(trial):
+                    continue
+                left -= 0 if self._fits is None else _CHECKED
+                if self._has_room(trial):
                     now, loads, moved = trial, key, True
                     break
                 if left <= 0:
@@ -131,7 +164,8 @@ class _Search:
 
     def _try_all(self) -> None:
         place = order_by_key(self.core, np.arange(self.core.size, dtype=np.float64))
-        exact = Enumeration(self.linked, place, int(_STEPS * self._seconds), self._clock)
+        room = None if self._fits is None else self._has_room
+        exact = Enumeration(self.linked, place, int(_STEPS * self._seconds), self._clock, room)
         exact.run(self.value)
         if exact.best is not None:
             self._take(exact.best, "all placements")
