@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -89,6 +89,11 @@ def _bytes(node: Node, sizes: Mapping[str, int]) -> int:
     return math.prod(plain_size(n, sizes) for n in value.shape) * value.dtype.itemsize
 
 
+def weights_of(part: fx.GraphModule) -> int:
+    """Return the bytes of the weights of a part, tied ones once."""
+    return sum({id(tensor): tensor.nbytes for tensor in (*part.parameters(), *part.buffers())}.values())
+
+
 def graph_of_nodes(flow: Dataflow, nodes: Collection[Node]) -> fx.GraphModule:
     """Return the graph of some nodes, for `step_peak` only: it takes what others make, and returns what others read."""
     inside = {*nodes, *(node for node, maker in flow.followers.items() if maker in nodes)}
@@ -126,6 +131,7 @@ class DecoderSteps:
     caches: frozenset[str]
     chunk: int
     kernels: str | None
+    _peaks: dict[tuple[fx.GraphModule, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, flow: Dataflow, costs: object, chunk: int) -> DecoderSteps | None:
@@ -141,20 +147,20 @@ class DecoderSteps:
     def peak(self, part: fx.GraphModule, tokens: int) -> int:
         """Return the most bytes alive in a part with so many tokens of all sequences together in its caches."""
         each = -(-tokens // self.sequences)
-        query = min(each, max(1, self.chunk // self.sequences))
-        return step_peak(part, self.caches, step_sizes(self.flow.root, self.sequences, each, query), self.kernels)
+        if (part, each) not in self._peaks:
+            query = min(each, max(1, self.chunk // self.sequences))
+            sizes = step_sizes(self.flow.root, self.sequences, each, query)
+            self._peaks[part, each] = step_peak(part, self.caches, sizes, self.kernels)
+        return self._peaks[part, each]
 
     def room(self, part: fx.GraphModule, limit: int, most: int) -> int:
         """Return for how many tokens, the same of each sequence, a part has room, at most ``most``; -1 if for none.
 
         With one token more of each sequence, its peak is above the limit.
         """
-        peaks: dict[int, int] = {}
 
         def peak(each: int) -> int:
-            if each not in peaks:
-                peaks[each] = self.peak(part, each * self.sequences)
-            return peaks[each]
+            return self.peak(part, each * self.sequences)
 
         def between(low: int, high: int) -> int:
             return low + (high - low) * (limit - peak(low)) // (peak(high) - peak(low))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.pipeline.decoder_step import step_kernels, step_peak, step_sizes
+from splitkit.pipeline.decoder_step import step_kernels, step_peak, step_sizes, weights_of
 from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.plans.parts import PartKey
 from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
@@ -56,7 +56,6 @@ def decoder_memory(split: Split, *, sequences: int, tokens: int, query: int = 1)
     held = decoder_cache(split, sequences=sequences, tokens=tokens)
     root, costs, found = split.flow.root, costs_of_plan(split.plan, split.flow), {}
     for key, part in split.parts.items():
-        weights = {id(tensor): tensor.nbytes for tensor in (*part.parameters(), *part.buffers())}
         kernels = step_kernels(in_part(costs, key), root)
-        found[key] = PartMemory(sum(weights.values()), held[key], step_peak(part, caches, sizes, kernels))
+        found[key] = PartMemory(weights_of(part), held[key], step_peak(part, caches, sizes, kernels))
     return found

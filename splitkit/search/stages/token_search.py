@@ -130,7 +130,11 @@ class TokenSearch:
 
     def _graphs(self, plan: Plan) -> list[fx.GraphModule]:
         flow = self.demand.flow
-        return [graph_of_nodes(flow, {n for n in flow.nodes if plan.home(n) == key}) for key in self.keys]
+        homes = tuple(map(plan.home, flow.nodes))
+        if homes not in self._parts:
+            inside = [{n for n, home in zip(flow.nodes, homes, strict=True) if home == key} for key in self.keys]
+            self._parts[homes] = [graph_of_nodes(flow, nodes) for nodes in inside]
+        return self._parts[homes]
 
     @property
     def grows(self) -> bool:
@@ -159,7 +163,9 @@ class TokenSearch:
         per_token = self._cache_of(plan)[tight]
         stage = self.demand.stage_prices.of(plan)[tight]
         held = ByteBreakdown.of_stage(stage, cache=tokens * per_token)
-        held = replace(held, activations=held.activations + int(self.beside_cache(plan, tokens)[tight]))
+        if self._steps is not None:
+            peak = self._steps.peak(self._graphs(plan)[tight], tokens)
+            held = replace(held, activations=peak - held.weights - held.cache)
         loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
         slowest = duration(float(loads.max()), unit_of(self.demand.costs))
         return (
@@ -239,6 +245,10 @@ class TokenSearch:
 
     @cached_property
     def _rooms(self) -> dict[tuple[PartKey, ...], list[int]]:
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[tuple[PartKey, ...], list[fx.GraphModule]]:
         return {}
 
     @cached_property
