@@ -142,8 +142,7 @@ def test_devices_of_several_kinds():
     command(f"{PLAN} --stages 8 --replicas 1,2")
     with refusal("SK601", "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or use --tokens N."):
         command(f"{PLAN} {several} --objective tokens")
-    remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or leave --chunk out."
-    with refusal("SK601", remedy):
+    with refusal("SK601", "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or leave --chunk out."):
         command(f"{PLAN} {several} --tokens 8 --chunk 4")
     command(f"{CACHED} --devices 2xrtx-3090 --tokens 8 --chunk 4")
     command(f"{CACHED} --stages 2 --memory 24GiB,16GiB --tokens 8 --chunk 4")

@@ -18,6 +18,7 @@ from splitkit.studies.fit.blocks import ModelBlock
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.fit_result import FittedDevice
+from splitkit.studies.fit.inference_fit import weight_bytes
 from splitkit.studies.fit.layout import HeldBytes
 
 
@@ -48,6 +49,8 @@ class DecoderFit:
         Its claim counts the tokens of all requests.
         """
         limits = [card.limit for card in cards]
+        if weight_bytes(self.blocks) > sum(limits):
+            return None
         policy = Stages(len(cards), memory=limits, objective="tokens", chunk=self.chunk)
         try:
             return policy.assign(self.flow, default(self.flow))

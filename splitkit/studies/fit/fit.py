@@ -47,9 +47,10 @@ def fit(
 ) -> Fit:
     """Return whether a model fits devices, what each of them holds, and the most tokens that fit.
 
-    No weights are created or loaded: the model runs on torch's ``meta`` device, and every allocation of a step is
-    recorded. 5 % of each device stays free. The model is cut between its layers (the items of its lists of modules),
-    such that the most tokens fit::
+    No weights are created or loaded. A decoder is captured on torch's ``meta`` device and planned with
+    ``Stages(objective="tokens")``, so that plan and answer are the same. Any other model, and one with quantized
+    weights, runs on ``meta``, every allocation of a step is recorded, and it is cut between its layers (the items of
+    its lists of modules), such that the most tokens fit. 5 % of each device stays free::
 
         print(sk.fit("llama-3-70b/config.json", "8x24GiB", tokens=8192))
         sk.fit("config.json", ["rtx-3090", "rtx-4090"], train="adamw", tokens=2048).tokens
