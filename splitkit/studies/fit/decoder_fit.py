@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from splitkit.costs import default
-from splitkit.errors import NoPlanError
+from splitkit.errors import CaptureError, NoPlanError
 from splitkit.frontends.decoder.capture_decoder import capture_decoder
 from splitkit.graph.cache_bytes import cache_bytes
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
@@ -18,8 +18,8 @@ from splitkit.studies.fit.blocks import ModelBlock
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.fit_result import FittedDevice
-from splitkit.studies.fit.inference_fit import weight_bytes
 from splitkit.studies.fit.layout import HeldBytes
+from splitkit.studies.fit.next_step import has_attention_alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,14 +43,24 @@ class DecoderFit:
         """Facts about the graph of a step."""
         return analyze(capture_decoder(self.subject.in_mode(training=False), batch=self.requests))
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner counts all that generation takes, and its caches grow; else only a run tells."""
+        if self.subject.stored or self.subject.bits is not None or not has_attention_alone(self.subject.model):
+            return False
+        try:
+            return DecoderSteps.of(self.flow, default(self.flow), self.chunk) is not None and bool(
+                cache_bytes(self.flow)
+            )
+        except CaptureError:
+            return False
+
     def plan(self, cards: Sequence[Card]) -> Plan | None:
         """Return the plan with room for the most tokens, one stage on each device; ``None`` if none has room for one.
 
         Its claim counts the tokens of all requests.
         """
         limits = [card.limit for card in cards]
-        if weight_bytes(self.blocks) > sum(limits):
-            return None
         policy = Stages(len(cards), memory=limits, objective="tokens", chunk=self.chunk)
         try:
             return policy.assign(self.flow, default(self.flow))

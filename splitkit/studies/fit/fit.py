@@ -16,12 +16,11 @@ from splitkit.studies.fit.cards import Card, CardList, cards_of
 from splitkit.studies.fit.decoder_fit import DecoderFit
 from splitkit.studies.fit.fit_model import FitModel, fit_model
 from splitkit.studies.fit.fit_result import Fit, FittedDevice
-from splitkit.studies.fit.inference_fit import InferenceFit
+from splitkit.studies.fit.inference_fit import InferenceFit, weight_bytes
 from splitkit.studies.fit.next_step import (
     decoder_command,
     inference_command,
     is_decoder,
-    is_planned,
     sizes_of_inputs,
     training_command,
 )
@@ -144,12 +143,13 @@ def _for_inference(
     found = InferenceFit(subject, blocks_of(subject.model, subject.stored), requests, chunk, subject.bits)
     asked = wanted or 1
     decoder = DecoderFit(subject, found.blocks, requests, chunk)
-    planned = not subject.stored and found.bits is None and wanted is not None and is_planned(subject.model)
+    held = weight_bytes(found.blocks, found.bits) <= sum(card.limit for card in cards)
+    planned = wanted is not None and held and decoder.is_planned
     plan = decoder.plan(cards) if planned else None
     if plan is not None and plan.claim is not None:
         most: int | None = min(int(plan.claim.value) // requests, subject.longest or MOST_TOKENS)
     else:
-        most = None if wanted is None else 0 if planned else found.most_tokens(cards)
+        most = None if wanted is None else 0 if planned or not held else found.most_tokens(cards)
     fits = asked <= most if most is not None else found.layout(cards, asked) is not None
     if fits and plan is not None:
         devices = decoder.devices(cards, plan, asked)

@@ -21,16 +21,16 @@ def is_decoder(given: object, model: Any) -> bool:
     """Whether a model was given as a configuration, and `splitkit.capture_decoder` takes it."""
     named = isinstance(given, str | os.PathLike) and is_config(os.fspath(given))
     generates = getattr(model, "can_generate", lambda: False)()
-    return named and generates and (_has_attention_alone(model) or _has_known_states(model))
+    return named and generates and (_keeps_tokens_alone(model) or _has_known_states(model))
 
 
-def is_planned(model: Any) -> bool:
-    """Whether the planner counts all that generation takes: a decoder of tokens, with nothing in front of it."""
+def has_attention_alone(model: Any) -> bool:
+    """Whether a model is a decoder of tokens with nothing in front of it, whose layers keep keys and values alone."""
     generates = getattr(model, "can_generate", lambda: False)() and not model.config.is_encoder_decoder
-    return generates and model.config.get_text_config(decoder=True) is model.config and _has_attention_alone(model)
+    return generates and model.config.get_text_config(decoder=True) is model.config and _keeps_tokens_alone(model)
 
 
-def _has_attention_alone(model: Any) -> bool:
+def _keeps_tokens_alone(model: Any) -> bool:
     layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     # Mamba has cache_params, and hybrid models say which of their layers have other states
     return _keeps_tokens(model) and all(map(_is_attention, layers))
