@@ -31,7 +31,7 @@ CONFIGS = Path(__file__).parent / "configs"
 CASES = (
     ("llama-3-70b", "2xrtx-3090", ()),
     ("llama-3-70b", "2xrtx-3090", ("--dtype", "int4")),
-    ("llama-3-70b", "4xa6000", ("--tokens", "8192")),
+    ("llama-3-70b", "8x24GB", ()),
     ("llama-3-70b", "2xh100", ("--tokens", "8192", "--dtype", "float8", "--requests", "16")),
     ("llama-3-70b", "16xh100", ("--tokens", "4096", "--train", "adamw", "--recompute", "--microbatches", "32")),
     ("mixtral-8x22b", "4xrtx-4090", ("--dtype", "int4")),

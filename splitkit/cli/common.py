@@ -80,7 +80,7 @@ def prepare(wanted: Source) -> CapturedModel:
     with clock.step("capture", f"capturing {wanted.spec}"):
         if wanted.how == "decoder":
             example = Example(_evaluated(example, wanted.spec).model, (), {})
-            gm = sk.capture_decoder(example.model)
+            gm = sk.capture_decoder(example.model, **{k: n for k, n in wanted.sizes.items() if k == "batch"})
         else:
             gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
     made = replace(wanted, mode="train" if example.model.training else "eval")

@@ -154,6 +154,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="for inference: leave room for a KV cache of N tokens, over all requests in flight",
     )
+    group.add_argument(
+        "--chunk",
+        type=positive,
+        metavar="N",
+        help="with --how decoder and room for tokens: largest number of new tokens per step, over all requests "
+        "(default: one of each)",
+    )
 
 
 def _add_step(group: argparse._ArgumentGroup) -> None:

@@ -27,6 +27,7 @@ OPTIONS = (
     "optimizer",
     "objective",
     "tokens",
+    "chunk",
     "trace",
     "order",
 )
@@ -99,6 +100,9 @@ def _check_inference(args: Namespace) -> None:
     """Refuse a cache with options of training, and with objectives that do not count it."""
     given = "--objective tokens" if args.objective == "tokens" else "--tokens"
     if args.objective != "tokens" and args.tokens is None:
+        if args.chunk is not None:
+            remedy = "Add --objective tokens, or --tokens N."
+            raise UsageError("SK601", "--chunk needs a number of tokens for which there must be room", remedy)
         return
     if args.tokens is not None and args.objective in ("tokens", "latency"):
         remedy = "Leave --tokens out, or --objective: --tokens asks for the fastest stages with room for so many."
@@ -172,6 +176,7 @@ class Placement:
         objective: ``"throughput"``, ``"latency"`` or ``"tokens"``.
         replicas: the numbers of replicas that a stage may have; ``stages`` is then the number of devices.
         tokens: the tokens of cache for which there must be room.
+        chunk: the most new tokens of a step.
     """
 
     devices: DeviceList | None
@@ -185,6 +190,7 @@ class Placement:
     objective: str
     replicas: tuple[int, ...] = (1,)
     tokens: int = 0
+    chunk: int = 1
 
     @classmethod
     def of(cls, args: Namespace) -> Placement:
@@ -202,6 +208,9 @@ class Placement:
         if objective == "tokens" and devices is not None and not devices.alike:
             remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or use --tokens N."
             raise UsageError("SK601", "the largest cache is planned for devices of one kind", remedy)
+        if args.chunk is not None and devices is not None and not devices.alike:
+            remedy = "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or leave --chunk out."
+            raise UsageError("SK601", "--chunk is for devices of one kind", remedy)
         if devices is not None and devices.alike and objective != "latency":
             a_rank = 1 if args.schedule is None else schedule_named(args.schedule).usual_stages_per_rank
             stages = len(devices.devices) * a_rank
@@ -226,6 +235,7 @@ class Placement:
             objective=objective,
             replicas=args.replicas or (1,),
             tokens=args.tokens or 0,
+            chunk=args.chunk or 1,
         )
 
     def policy(self) -> Policy:
@@ -238,7 +248,7 @@ class Placement:
                 memory = self.devices.devices[0].memory
             options = self.schedule, self.microbatches, memory, self.links, self.optimizer
             if self.objective == "tokens" or self.tokens:
-                return Stages(self.stages, *options, objective=self.objective, tokens=self.tokens)
+                return Stages(self.stages, *options, objective=self.objective, tokens=self.tokens, chunk=self.chunk)
             return Stages(self.stages, *options, replicas=self.replicas)
         assert self.devices is not None
         given = list(self.devices.devices)

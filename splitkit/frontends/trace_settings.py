@@ -132,6 +132,14 @@ def without_special_sizes() -> Iterator[None]:
 
 
 @contextmanager
+def without_result_cache() -> Iterator[None]:
+    """Let fake tensors compute each result: to cache them takes longer than it saves where sizes are dynamic."""
+    config: Any = torch._dynamo.config
+    with config.patch(fake_tensor_cache_enabled=False):  # 2.11, 2.13, 2.15
+        yield
+
+
+@contextmanager
 def without_globals(function: Callable[..., Any]) -> Iterator[None]:
     """Remove what Dynamo adds to the globals of a function, which would keep model and inputs alive forever."""
     names: dict[str, Any] = function.__globals__

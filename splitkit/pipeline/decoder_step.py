@@ -1,14 +1,15 @@
 """The memory of a part of a decoder in one step, at any number of tokens: what everybody counts who asks for room.
 
 Most of it grows with the tokens, not only the caches: the mask, copies of keys and values for several query heads, and
-the caches of a layer before and after they have grown.
+the caches of a layer before and after they have grown. Attention takes what its kernel takes on the device that the
+step is planned for. A graph on ``meta`` would show the unfused kernel, which makes scores and copies of all keys.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -18,7 +19,11 @@ from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.fake_calls import hint
 from splitkit.graph.symbols import plain_size, symbols_of, value_of
+from splitkit.hardware.device_specs import Device
+from splitkit.memory.kernels.target_kernels import TargetKernels
 from splitkit.memory.profile import simulate_memory
+from splitkit.prices import kernels_of
+from splitkit.solvers.most_fitting import MOST_TOKENS, most_fitting
 
 _PROMPT = ("input_ids", "position_ids", "inputs_embeds", "decoder_input_ids", "decoder_position_ids")
 
@@ -47,7 +52,19 @@ def step_sizes(root: fx.GraphModule, sequences: int, tokens: int, query: int = 1
     return sizes
 
 
-def step_peak(part: fx.GraphModule, caches: Collection[str], sizes: Mapping[str, int]) -> int:
+def step_kernels(costs: object, root: fx.GraphModule) -> str | None:
+    """Return the kernels that a step runs: those of the device that costs are for, else those of the graph's device.
+
+    A graph on ``meta`` has no device: its step runs the kernels of the usual one.
+    """
+    values = (value_of(node) for node in root.graph.find_nodes(op="placeholder"))
+    on_meta = any(value.is_meta for value in values if isinstance(value, torch.Tensor))
+    return kernels_of(costs) or (Device.kernels if on_meta else None)
+
+
+def step_peak(
+    part: fx.GraphModule, caches: Collection[str], sizes: Mapping[str, int], kernels: str | None = None
+) -> int:
     """Return the most bytes alive while a part runs a step: weights, caches, and what it receives and computes.
 
     All that it receives is counted to the end of the step.
@@ -56,9 +73,11 @@ def step_peak(part: fx.GraphModule, caches: Collection[str], sizes: Mapping[str,
         part: the graph of the part.
         caches: the names of the inputs that are caches, of which the part gives up the old ones.
         sizes: symbol -> size.
+        kernels: as `step_kernels` says.
     """
     known = {str(symbol) for node in part.graph.nodes for symbol in symbols_of(node.meta.get("val"))}
-    run = simulate_memory(part, keep_inputs=False, sizes={name: n for name, n in sizes.items() if name in known})
+    with TargetKernels(kernels):
+        run = simulate_memory(part, keep_inputs=False, sizes={name: n for name, n in sizes.items() if name in known})
     given = [node for node in part.graph.find_nodes(op="placeholder") if node.name not in caches]
     return run.peak + sum(_bytes(node, sizes) for node in given)
 
@@ -68,6 +87,11 @@ def _bytes(node: Node, sizes: Mapping[str, int]) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return math.prod(plain_size(n, sizes) for n in value.shape) * value.dtype.itemsize
+
+
+def weights_of(part: fx.GraphModule) -> int:
+    """Return the bytes of the weights of a part, tied ones once."""
+    return sum({id(tensor): tensor.nbytes for tensor in (*part.parameters(), *part.buffers())}.values())
 
 
 def graph_of_nodes(flow: Dataflow, nodes: Collection[Node]) -> fx.GraphModule:
@@ -92,46 +116,57 @@ def graph_of_nodes(flow: Dataflow, nodes: Collection[Node]) -> fx.GraphModule:
 
 @dataclass(frozen=True)
 class DecoderSteps:
-    """Steps of a captured decoder that compute one token of each sequence, with any number of tokens in the caches.
+    """Steps of a captured decoder, with any number of tokens in the caches.
 
     Attributes:
         flow: facts about the graph.
         sequences: the sequences, as many as in the capture.
         caches: the names of the inputs that are caches.
+        chunk: the most new tokens of a step, of all sequences together, but at least one of each.
+        kernels: the kernels that run.
     """
 
     flow: Dataflow
     sequences: int
     caches: frozenset[str]
+    chunk: int
+    kernels: str | None
+    _peaks: dict[tuple[fx.GraphModule, int], int] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, flow: Dataflow) -> DecoderSteps | None:
+    def of(cls, flow: Dataflow, costs: object, chunk: int) -> DecoderSteps | None:
         """Return the steps of a graph; ``None`` if it takes no cache that may have any length."""
         given = [cache.given for cache in caches_of(flow.root)]
         values = [value for node in given if isinstance(value := value_of(node), torch.Tensor)]
         grow = [value for value in values if any(map(symbols_of, value.shape[1:]))]
-        return cls(flow, hint(grow[0].shape[0]), frozenset(node.name for node in given)) if grow else None
+        if not grow:
+            return None
+        names, kernels = frozenset(node.name for node in given), step_kernels(costs, flow.root)
+        return cls(flow, hint(grow[0].shape[0]), names, chunk, kernels)
 
     def peak(self, part: fx.GraphModule, tokens: int) -> int:
         """Return the most bytes alive in a part with so many tokens of all sequences together in its caches."""
-        return step_peak(part, self.caches, step_sizes(self.flow.root, self.sequences, -(-tokens // self.sequences)))
+        each = -(-tokens // self.sequences)
+        if (part, each) not in self._peaks:
+            query = min(each, max(1, self.chunk // self.sequences))
+            sizes = step_sizes(self.flow.root, self.sequences, each, query)
+            self._peaks[part, each] = step_peak(part, self.caches, sizes, self.kernels)
+        return self._peaks[part, each]
 
     def room(self, part: fx.GraphModule, limit: int, most: int) -> int:
-        """Return for how many tokens a part has room, within 0.1 % and at most ``most``; -1 if for none.
+        """Return for how many tokens, the same of each sequence, a part has room, at most ``most``; -1 if for none.
 
-        The peak is the greatest of functions that are linear in the tokens. So it lies below the line between two
-        points, and where that line meets the limit there is room.
+        With one token more of each sequence, its peak is above the limit.
         """
-        low, high = self.sequences, most
-        held = {tokens: self.peak(part, tokens) for tokens in (low, high)}
-        if held[high] <= limit:
-            return high
-        while held[low] <= limit:
-            step = max(self.sequences, low // 1000)
-            if low + step >= high:
-                return low
-            share = (limit - held[low]) / (held[high] - held[low])
-            for tokens in (low + int((high - low) * share) // self.sequences * self.sequences, low + step):
-                held[tokens] = self.peak(part, tokens)
-                low, high = (max(low, tokens), high) if held[tokens] <= limit else (low, min(high, tokens))
-        return -1
+
+        def peak(each: int) -> int:
+            return self.peak(part, each * self.sequences)
+
+        def between(low: int, high: int) -> int:
+            return low + (high - low) * (limit - peak(low)) // (peak(high) - peak(low))
+
+        longest = min(most // self.sequences, MOST_TOKENS)
+        if longest and peak(longest) <= limit:
+            return longest * self.sequences
+        found = most_fitting(lambda each: peak(each) <= limit, between, longest) if longest else 0
+        return found * self.sequences or -1

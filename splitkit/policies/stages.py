@@ -105,6 +105,8 @@ class Stages:
         objective: ``"tokens"`` or ``"throughput"``, for inference; ``None``: the slowest stage, without a cache.
         tokens: with ``objective="throughput"``, the tokens of all requests in flight, whose cache must fit.
         cache: node, or its name -> bytes of cache per token; by default the result of `splitkit.extend.cache_bytes`.
+        chunk: with an objective and the graph of `splitkit.capture_decoder`, the most new tokens of a step, of all
+            sequences together, but at least one of each: a chunk of a prompt takes more memory than one token does.
     """
 
     n: int
@@ -119,6 +121,7 @@ class Stages:
     objective: str | None = None
     tokens: int = 0
     cache: Mapping[str | Node, int] | None = None
+    chunk: int = 1
 
     def __post_init__(self) -> None:
         settle(self, "n", count)
@@ -133,6 +136,7 @@ class Stages:
         memory_of(self, None if least else self.memory, ranks)
         as_links(self.links)
         check_stage_optimizer(self.optimizer)
+        settle(self, "chunk", count)
         seconds(self, "seconds", self.seconds, endless=False)
         fraction(self, "tolerance", self.tolerance)
         replicas = self.replicas if self._replicated else None
@@ -151,7 +155,8 @@ class Stages:
         enough_nodes(flow, self.n)
         staging = self._staging(flow, costs)
         if self.objective is not None:
-            return InferenceStages(staging, cache_of(self._cached, flow, costs), self.tokens).plan(self.objective)
+            cache = cache_of(self._cached, flow, costs)
+            return InferenceStages(staging, cache, self.tokens, self.chunk).plan(self.objective)
         return staging.least() if is_word(self.memory, "least") else staging.plan()
 
     def retold(self, plan: Plan, flow: Dataflow, costs: Costs) -> Plan:

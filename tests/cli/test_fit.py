@@ -72,7 +72,7 @@ def test_the_next_command_plans_the_model(capsys, layers, options):
     assert len(planned["report"]["parts"]) == 2 and Path("plan.json").is_file()
     if "--train" in options:
         return
-    assert words[2:5] == [".", "--how", "decoder"]
+    assert words[2:7] == [".", "--size", "batch=1", "--how", "decoder"]
     # no --model: a configuration runs no code of a user
     assert main(["split", "plan.json", "-o", "stages"]) == 0
 

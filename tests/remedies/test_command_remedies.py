@@ -49,6 +49,7 @@ def command(words):
 
 
 PLAN = "plan my.py:net"
+CACHED = "plan gpt2 --size layers=2,width=32,heads=2"
 
 
 def test_options_that_a_plan_needs():
@@ -141,9 +142,17 @@ def test_devices_of_several_kinds():
     command(f"{PLAN} --stages 8 --replicas 1,2")
     with refusal("SK601", "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or use --tokens N."):
         command(f"{PLAN} {several} --objective tokens")
+    with refusal("SK601", "Name one kind, 2xrtx-3090, or give --stages 2 --memory 24GiB,16GiB; or leave --chunk out."):
+        command(f"{PLAN} {several} --tokens 8 --chunk 4")
+    command(f"{CACHED} --devices 2xrtx-3090 --tokens 8 --chunk 4")
+    command(f"{CACHED} --stages 2 --memory 24GiB,16GiB --tokens 8 --chunk 4")
 
 
 def test_options_of_inference():
+    with refusal("SK601", "Add --objective tokens, or --tokens N."):
+        command(f"{PLAN} --stages 2 --memory 1GiB --chunk 4")
+    command(f"{CACHED} --stages 2 --memory 1GiB --chunk 4 --objective tokens")
+    command(f"{CACHED} --stages 2 --memory 1GiB --chunk 4 --tokens 8")
     with refusal("SK601", "Leave --schedule, --optimizer, --training and --replicas out."):
         command(f"{PLAN} --stages 2 --memory 1GiB --objective tokens --schedule 1f1b")
     with refusal("SK601", "Give a size: --memory 24GiB."):

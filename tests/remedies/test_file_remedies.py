@@ -15,6 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from carried import Remedy, refusal
 from torch import nn
@@ -486,7 +487,26 @@ def loaded(file, want=None, dtype=None, model=None, x=X):
     return torch.equal(made(x), net()(x) if want is None else want)
 
 
+def pickled():
+    torch.save(net().state_dict(), "model.pt")
+    return "model.pt"
+
+
+def rewritten():
+    """The remedy as written, with the names of the files."""
+    call = "safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)"
+    names = {"FILE": pickled(), "NEW": "new.safetensors", "safetensors": safetensors, "torch": torch}
+    exec(call, names)
+    return "new.safetensors"
+
+
 WEIGHTS = [
+    Remedy(
+        "SK504",
+        "Write the tensors again: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW).",
+        lambda: loaded(pickled()),
+        lambda: loaded(rewritten()),
+    ),
     Remedy(
         "SK504",
         "Name a folder with {...}, {...} or a checkpoint of torch.distributed.checkpoint.",

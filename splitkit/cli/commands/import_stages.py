@@ -27,7 +27,7 @@ from splitkit.units import duration, size
 from splitkit.view.console.tables import table
 
 _TITLES = ("plan", "slowest stage", "step", "peak", "sent")
-_ELSEWHERE = ("devices", "replicas", "objective", "tokens", "trace", "order")
+_ELSEWHERE = ("devices", "replicas", "objective", "tokens", "chunk", "trace", "order")
 
 
 def plan_from_text(args: Namespace) -> Outcome:

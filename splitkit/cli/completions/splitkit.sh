@@ -8,7 +8,7 @@
 _shtab_splitkit_subparsers=(capture plan fit split export run train generate profile view explain compare sweep synthesize devices completion policies doctor)
 
 _shtab_splitkit_capture_option_strings=(-h --help --json --debug --size --how --dynamic --eval --loss --seed --code -o --output)
-_shtab_splitkit_plan_option_strings=(-h --help --json --debug --stages --devices --policy --what --on-cycle --memory --links --objective --tokens --schedule --microbatches --replicas --optimizer --recompute --from --form --costs --training --size --how --dynamic --eval --loss --seed -o --output --view --trace --order)
+_shtab_splitkit_plan_option_strings=(-h --help --json --debug --stages --devices --policy --what --on-cycle --memory --links --objective --tokens --chunk --schedule --microbatches --replicas --optimizer --recompute --from --form --costs --training --size --how --dynamic --eval --loss --seed -o --output --view --trace --order)
 _shtab_splitkit_fit_option_strings=(-h --help --json --debug --devices --tokens --requests --chunk --dtype --size --train --schedule --microbatches --recompute)
 _shtab_splitkit_split_option_strings=(-h --help --json --debug --model --size --how --dynamic --eval --loss --seed --stages --policy --costs --training --on-cycle -o --output --force)
 _shtab_splitkit_export_option_strings=(-h --help --json --debug --model --to -o --output --schedule --microbatches --order --memory --links --optimizer --recompute --size --how --dynamic --eval --loss --seed --stages --policy --costs --training --on-cycle)

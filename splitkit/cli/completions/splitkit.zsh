@@ -225,6 +225,7 @@ _shtab_splitkit_plan_options=(
   "--links[links between the devices, such as nvlink4, pcie4 or none\; \`splitkit devices\` lists them (default\: the usual links of such devices, or pcie4 if they differ)]:NAME:"
   "--objective[minimize the load of the busiest device (default) or the time of one sample\; or, for inference, leave room for the largest KV cache]:objective:(throughput latency tokens)"
   "--tokens[for inference\: leave room for a KV cache of N tokens, over all requests in flight]:N:"
+  "--chunk[with --how decoder and room for tokens\: largest number of new tokens per step, over all requests (default\: one of each)]:N:"
   "--schedule[gpipe, 1f1b, eager-1f1b, interleaved-1f1b, looped-bfs, interleaved-zero-bubble, zbv, dualpipev, v-half or v-min, or FILE.py\:NAME for a schedule of your own\; the step is simulated (default\: inference, one sample after another)]:NAME:"
   "--microbatches[number of microbatches in a step, each of the captured batch size (default\: 2 per stage)]:N:"
   "--replicas[numbers of replicas that a stage may have, such as 1,2,4\; each replica runs a share of the microbatches. --stages or --devices is then the number of devices (default\: 1)]:LIST:"

@@ -20,7 +20,7 @@ from splitkit.frontends.decoder.first_sizes import read_first_sizes
 from splitkit.frontends.decoder.language_model_step import drop_unread, language_model_entered
 from splitkit.frontends.decoder.masked_attention import masked_attention
 from splitkit.frontends.decoder.recurrent_states import continued_states
-from splitkit.frontends.trace_settings import without_special_sizes
+from splitkit.frontends.trace_settings import without_result_cache, without_special_sizes
 from splitkit.graph.caches import ARGUMENTS, caches_of
 
 _CROSS = "cross_attention_cache"  # in the names of inputs: keys and values of the encoder's output
@@ -105,6 +105,7 @@ def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
             masked_attention() as not_causal,
             continued_states(model),
             without_special_sizes(),
+            without_result_cache(),
             entered,
         ):
             gm = capture(model, dynamic=True, **step)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from zipfile import is_zipfile
 
 import torch
 
@@ -55,7 +56,7 @@ class Weights:
         ``model.safetensors`` come first; of others, such as ``model.fp16.safetensors``, one must be named.
 
         Raises:
-            FileError: SK504 if there is none of these, or several, SK505 if it is damaged.
+            FileError: SK504 if there is none of these, or several, or a file of ``torch.save``; SK505 if it is damaged.
         """
         path = Path(place)
         folder = path if path.is_dir() else path.parent
@@ -66,6 +67,9 @@ class Weights:
             return cls(path, {}, stored_looks(path), digests)
         _require_intact(folder, digests, [INDEX] if path.is_dir() else [])
         file = path if path.is_file() else _weight_file(path)
+        if is_zipfile(file):
+            remedy = "Write the tensors again: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)."
+            raise FileError("SK504", f"{file} is of torch.save, and weights are read from safetensors", remedy)
         files = _indexed(file) if file.suffix == ".json" else dict.fromkeys(stored_tensors(file), file)
         return cls(path, files, {}, digests, convert)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.pipeline.decoder_step import step_peak, step_sizes
+from splitkit.pipeline.decoder_step import step_kernels, step_peak, step_sizes, weights_of
+from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.plans.parts import PartKey
 from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
 from splitkit.units import size
@@ -22,7 +23,9 @@ class PartMemory:
         weights: of its parameters and buffers; a tied weight counts in each part that reads it.
         cache: what its caches hold after the step.
         peak: the most bytes alive at once: weights, caches, and what it receives and computes. All that it receives is
-            counted to the end of the step, so that it is rarely less than what is measured (T5: by 0.25 %).
+            counted to the end of the step, so that it is rarely less than what is measured (T5: by 0.25 %). Attention
+            takes what its kernel takes on the device that the plan's prices are for; without one, on the device of the
+            capture, or for a capture on ``meta`` on an A100.
     """
 
     weights: int
@@ -51,8 +54,8 @@ def decoder_memory(split: Split, *, sequences: int, tokens: int, query: int = 1)
     caches = {cache.given for cache in kept_caches(split)}
     sizes = step_sizes(split.flow.root, sequences, tokens, query)
     held = decoder_cache(split, sequences=sequences, tokens=tokens)
-    found = {}
+    root, costs, found = split.flow.root, costs_of_plan(split.plan, split.flow), {}
     for key, part in split.parts.items():
-        weights = {id(tensor): tensor.nbytes for tensor in (*part.parameters(), *part.buffers())}
-        found[key] = PartMemory(sum(weights.values()), held[key], step_peak(part, caches, sizes))
+        kernels = step_kernels(in_part(costs, key), root)
+        found[key] = PartMemory(weights_of(part), held[key], step_peak(part, caches, sizes, kernels))
     return found

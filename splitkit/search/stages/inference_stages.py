@@ -24,11 +24,13 @@ class InferenceStages:
         staging: the search for fast stages, which knows the request.
         cache: node -> bytes of cache per token.
         tokens: the tokens for which there must be room, for throughput.
+        chunk: for the graph of a decoder, the most new tokens of a step, of all sequences together.
     """
 
     staging: StagePlanner
     cache: Mapping[Node, int]
     tokens: int
+    chunk: int = 1
 
     def plan(self, objective: str) -> Plan:
         """Return the plan for ``"tokens"`` or ``"throughput"``.
@@ -41,7 +43,7 @@ class InferenceStages:
     @property
     def _search(self) -> TokenSearch:
         staging = self.staging
-        return TokenSearch(staging.demand, staging.keys, self.cache, staging.tolerance, staging.clock)
+        return TokenSearch(staging.demand, staging.keys, self.cache, self.chunk, staging.tolerance, staging.clock)
 
     def _most(self) -> Plan:
         if (plan := self._search.most()) is not None:

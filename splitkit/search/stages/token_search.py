@@ -51,6 +51,7 @@ class TokenSearch:
         demand: the request, for inference, with the memory of each rank.
         keys: the names of the stages.
         cache: node -> bytes of cache per token.
+        chunk: for the graph of a decoder, the most new tokens of a step, of all sequences together.
         tolerance: relative; how much slower than the fastest the slowest stage may be where that makes stages even.
         clock: the deadline.
     """
@@ -58,6 +59,7 @@ class TokenSearch:
     demand: StageRequest
     keys: tuple[PartKey, ...]
     cache: Mapping[Node, int]
+    chunk: int = 1
     tolerance: float = 0.0
     clock: Clock = field(default_factory=endless_clock, repr=False)
 
@@ -114,9 +116,13 @@ class TokenSearch:
         """Return for how many tokens each stage has room, by its true peak, up to the least room before it."""
         key = tuple(map(plan.home, self.demand.flow.nodes))
         if key not in self._rooms:
-            stages = self.demand.stage_prices.of(plan)
-            room = cache_room(stages, self._cache_of(plan), self._limits)
-            if self._steps is not None and (most := min(room)) > 0:
+            stages, cache = self.demand.stage_prices.of(plan), self._cache_of(plan)
+            if self._steps is None:
+                room = cache_room(stages, cache, self._limits)
+            else:
+                weights = [replace(stage, saved_bytes=0, temporary_bytes=0) for stage in stages]
+                room = cache_room(weights, cache, self._limits)
+                most = min(room)
                 for i, part in enumerate(self._graphs(plan)):
                     room[i] = most = self._steps.room(part, self._limits[i], most)
             self._rooms[key] = room
@@ -124,7 +130,11 @@ class TokenSearch:
 
     def _graphs(self, plan: Plan) -> list[fx.GraphModule]:
         flow = self.demand.flow
-        return [graph_of_nodes(flow, {n for n in flow.nodes if plan.home(n) == key}) for key in self.keys]
+        homes = tuple(map(plan.home, flow.nodes))
+        if homes not in self._parts:
+            inside = [{n for n, home in zip(flow.nodes, homes, strict=True) if home == key} for key in self.keys]
+            self._parts[homes] = [graph_of_nodes(flow, nodes) for nodes in inside]
+        return self._parts[homes]
 
     @property
     def grows(self) -> bool:
@@ -153,7 +163,9 @@ class TokenSearch:
         per_token = self._cache_of(plan)[tight]
         stage = self.demand.stage_prices.of(plan)[tight]
         held = ByteBreakdown.of_stage(stage, cache=tokens * per_token)
-        held = replace(held, activations=held.activations + int(self.beside_cache(plan, tokens)[tight]))
+        if self._steps is not None:
+            peak = self._steps.peak(self._graphs(plan)[tight], tokens)
+            held = replace(held, activations=peak - held.weights - held.cache)
         loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
         slowest = duration(float(loads.max()), unit_of(self.demand.costs))
         return (
@@ -165,7 +177,7 @@ class TokenSearch:
         """Return the error for memory that has no room for a token, with a memory that has."""
         held = map(ByteBreakdown.of_stage, self.demand.stage_prices.of(plan))
         each = [one.total + nbytes for one, nbytes in zip(held, self._cache_of(plan), strict=True)]
-        need = max(each)
+        need = max(self.peaks(plan, 1) or each)
         name = type(self.demand.policy).__name__
         reason = f"{name}: for inference, the stages hold weights and activations, but not the cache of one token"
         remedy = f"Give {need} bytes ({size(need)}) to each of {len(self.keys)} devices: for that there is a plan."
@@ -236,10 +248,14 @@ class TokenSearch:
         return {}
 
     @cached_property
+    def _parts(self) -> dict[tuple[PartKey, ...], list[fx.GraphModule]]:
+        return {}
+
+    @cached_property
     def _steps(self) -> DecoderSteps | None:
         """The steps of a decoder, if the graph's caches are its own."""
         flow = self.demand.flow
-        return DecoderSteps.of(flow) if self.cache == cache_bytes(flow) else None
+        return DecoderSteps.of(flow, self.demand.costs, self.chunk) if self.cache == cache_bytes(flow) else None
 
     @cached_property
     def _sums(self) -> Floats:

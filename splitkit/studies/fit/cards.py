@@ -39,8 +39,9 @@ class Card:
 
     @property
     def limit(self) -> int:
-        """The bytes that may be used: 95 % of the memory."""
-        return self.memory - self.memory // _KEPT_FREE
+        """The bytes that may be used: 95 % of the memory, rounded down to what ``--memory`` says."""
+        usable = self.memory - self.memory // _KEPT_FREE
+        return usable >> 20 << 20 if usable >= 2**30 else usable >> 10 << 10 if usable >= 2**20 else usable
 
 
 def cards_of(devices: CardList) -> tuple[Card, ...]:

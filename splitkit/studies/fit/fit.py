@@ -9,12 +9,14 @@ from splitkit.checks import count, shown
 from splitkit.errors import PolicyError
 from splitkit.pipeline.defaults import microbatches_of, ranks_of
 from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.solvers.most_fitting import MOST_TOKENS
 from splitkit.studies.fit.alternatives import inference_alternatives, training_alternatives
 from splitkit.studies.fit.blocks import blocks_of
 from splitkit.studies.fit.cards import Card, CardList, cards_of
+from splitkit.studies.fit.decoder_fit import DecoderFit
 from splitkit.studies.fit.fit_model import FitModel, fit_model
 from splitkit.studies.fit.fit_result import Fit, FittedDevice
-from splitkit.studies.fit.inference_fit import InferenceFit
+from splitkit.studies.fit.inference_fit import InferenceFit, weight_bytes
 from splitkit.studies.fit.next_step import (
     decoder_command,
     inference_command,
@@ -44,9 +46,10 @@ def fit(
 ) -> Fit:
     """Return whether a model fits devices, what each of them holds, and the most tokens that fit.
 
-    No weights are created or loaded: the model runs on torch's ``meta`` device, and every allocation of a step is
-    recorded. 5 % of each device stays free. The model is cut between its layers (the items of its lists of modules),
-    such that the most tokens fit::
+    No weights are created or loaded. A decoder is captured on torch's ``meta`` device and planned with
+    ``Stages(objective="tokens")``, so that plan and answer are the same. Any other model, and one with quantized
+    weights, runs on ``meta``, every allocation of a step is recorded, and it is cut between its layers (the items of
+    its lists of modules), such that the most tokens fit. 5 % of each device stays free::
 
         print(sk.fit("llama-3-70b/config.json", "8x24GiB", tokens=8192))
         sk.fit("config.json", ["rtx-3090", "rtx-4090"], train="adamw", tokens=2048).tokens
@@ -138,14 +141,24 @@ def _for_inference(
 ) -> Fit:
     wanted = _wanted(subject, tokens)
     found = InferenceFit(subject, blocks_of(subject.model, subject.stored), requests, chunk, subject.bits)
-    most = None if wanted is None else found.most_tokens(cards)
     asked = wanted or 1
+    decoder = DecoderFit(subject, found.blocks, requests, chunk)
+    held = weight_bytes(found.blocks, found.bits) <= sum(card.limit for card in cards)
+    planned = wanted is not None and held and decoder.is_planned
+    plan = decoder.plan(cards) if planned else None
+    if plan is not None and plan.claim is not None:
+        most: int | None = min(int(plan.claim.value) // requests, subject.longest or MOST_TOKENS)
+    else:
+        most = None if wanted is None else 0 if planned or not held else found.most_tokens(cards)
     fits = asked <= most if most is not None else found.layout(cards, asked) is not None
-    layout, step, line = found.even_layout(cards, most if fits and most else asked), found.step(asked), found.line
-    devices = [
-        FittedDevice(card, tuple(block.name for block in line[i:j]), found.holds(step, i, j))
-        for card, (i, j) in zip(cards, layout, strict=True)
-    ]
+    if fits and plan is not None:
+        devices = decoder.devices(cards, plan, asked)
+    else:
+        layout, step, line = found.even_layout(cards, most if fits and most else asked), found.step(asked), found.line
+        devices = [
+            FittedDevice(card, tuple(block.name for block in line[i:j]), found.holds(step, i, j))
+            for card, (i, j) in zip(cards, layout, strict=True)
+        ]
 
     def cast(name: str) -> InferenceFit:
         other = fit_model(model, name, sizes)
@@ -154,7 +167,7 @@ def _for_inference(
     others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
     command, as_stored = "", dtype is None and not subject.stored
     if fits and most is not None and is_decoder(model, subject.model):
-        command = decoder_command(model, subject.model, devices, as_stored)
+        command = decoder_command(model, subject.model, devices, requests, chunk, as_stored)
     elif fits:
         given = sizes_of_inputs(model, sizes, requests, min(asked, max(1, chunk // requests)))
         command = inference_command(model, devices, given, as_stored)

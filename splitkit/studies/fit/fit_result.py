@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from splitkit.short_repr import brief
+from splitkit.solvers.most_fitting import MOST_TOKENS
 from splitkit.studies.fit.blocks import shown_names
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.layout import HeldBytes
-from splitkit.studies.fit.most_tokens import MOST_TOKENS
 from splitkit.units import size
 from splitkit.view.console.tables import table
 

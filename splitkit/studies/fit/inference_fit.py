@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from splitkit.solvers.most_fitting import most_fitting
 from splitkit.studies.fit.blocks import ModelBlock, Weight
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_runs import StepBytes, inference_step
 from splitkit.studies.fit.layout import HeldBytes, Range, fitting_layout, most_even_layout
-from splitkit.studies.fit.most_tokens import most_fitting
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,11 +20,20 @@ from splitkit.testing.factory import is_program
 def is_decoder(given: object, model: Any) -> bool:
     """Whether a model was given as a configuration, and `splitkit.capture_decoder` takes it."""
     named = isinstance(given, str | os.PathLike) and is_config(os.fspath(given))
-    if not named or not getattr(model, "can_generate", lambda: False)():
-        return False
+    generates = getattr(model, "can_generate", lambda: False)()
+    return named and generates and (_keeps_tokens_alone(model) or _has_known_states(model))
+
+
+def has_attention_alone(model: Any) -> bool:
+    """Whether a model is a decoder of tokens with nothing in front of it, whose layers keep keys and values alone."""
+    generates = getattr(model, "can_generate", lambda: False)() and not model.config.is_encoder_decoder
+    return generates and model.config.get_text_config(decoder=True) is model.config and _keeps_tokens_alone(model)
+
+
+def _keeps_tokens_alone(model: Any) -> bool:
     layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     # Mamba has cache_params, and hybrid models say which of their layers have other states
-    return (_keeps_tokens(model) and all(map(_is_attention, layers))) or _has_known_states(model)
+    return _keeps_tokens(model) and all(map(_is_attention, layers))
 
 
 def _keeps_tokens(model: Any) -> bool:
@@ -44,13 +53,17 @@ def _is_attention(layer: object) -> bool:
     return name.endswith("attention") and not name.startswith("linear")
 
 
-def decoder_command(model: object, made: Any, devices: Sequence[FittedDevice], as_stored: bool) -> str:
+def decoder_command(
+    model: object, made: Any, devices: Sequence[FittedDevice], requests: int, chunk: int, as_stored: bool
+) -> str:
     """Return ``splitkit plan`` for a step of generation, with the most tokens in the caches if these grow.
 
     Args:
         model: the model as the user gave it.
         made: the model.
         devices: what each device holds.
+        requests: the requests whose caches are held.
+        chunk: the most new tokens of a step.
         as_stored: whether the weights count as the model has them.
     """
     used = [device for device in devices if device.names]
@@ -58,8 +71,8 @@ def decoder_command(model: object, made: Any, devices: Sequence[FittedDevice], a
     if as_stored:
         limits = [_memory(device.card.limit) for device in used]
         words += ["--memory", ",".join(limits if len(set(limits)) > 1 else limits[:1])]
-        words += ["--objective", "tokens"] if _keeps_tokens(made) else []
-    return _command(model, {}, words)
+        words += ["--objective", "tokens", "--chunk", str(chunk)] if _keeps_tokens(made) else []
+    return _command(model, {"batch": requests}, words)
 
 
 def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Mapping[str, int], as_stored: bool) -> str:
@@ -96,7 +109,7 @@ def training_command(
 
 def _memory(nbytes: int) -> str:
     """Return bytes, rounded down, as ``--memory`` takes them."""
-    return f"{nbytes >> 20}MiB" if nbytes >= 2**30 else f"{nbytes >> 10}KiB"
+    return f"{nbytes >> 20}MiB" if nbytes >= 2**30 else f"{nbytes >> 10}KiB" if nbytes >= 2**20 else f"{nbytes}B"
 
 
 def _command(model: object, sizes: Mapping[str, int], words: Sequence[str]) -> str:

@@ -9,12 +9,12 @@ from functools import cached_property
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.solvers.most_fitting import most_fitting
 from splitkit.studies.fit.blocks import ModelBlock, Weight
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_fit import weight_bytes
 from splitkit.studies.fit.layout import HeldBytes, Range, fitting_layout, most_even_layout
-from splitkit.studies.fit.most_tokens import most_fitting
 from splitkit.studies.fit.training_runs import TrainingBytes, training_step
 
 
