@@ -34,7 +34,7 @@ POLICIES = {
 CASES = [
     *some_of_all(SMALL, POLICIES, ["products"]),
     *some_of_all(["gpt2"], POLICIES, ["products", "after recompute"]),
-    *(pytest.param(n, p, marks=pytest.mark.campaign) for n in {*TRANSFORMERS} - {"gpt2"} for p in POLICIES),
+    *(pytest.param(n, p, marks=pytest.mark.campaign) for n in sorted({*TRANSFORMERS} - {"gpt2"}) for p in POLICIES),
 ]
 
 

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tiers import ENTRIES, MOST, judged, slow_tests
+from tiers import ENTRIES, MOST, function_of, judged, slow_tests
 
 STAY = {"a.py::slow": 2.0, "b.py::slow[x]": 4.0}
 
@@ -65,6 +65,15 @@ import pytest
 def test_x():
     pass
 """
+
+
+def test_each_entry_names_a_test():
+    stay, campaigns = slow_tests()
+    root, sources = Path(__file__).parents[2], {}
+    for name in stay.keys() | campaigns:
+        file, function = function_of(name).split("::")
+        source = sources.setdefault(file, (root / file).read_text() if (root / file).exists() else "")
+        assert f"def {function}(" in source or f"    {function} = " in source, name
 
 
 def test_what_was_not_tested_is_said_last(tmp_path):
