@@ -1,6 +1,6 @@
 """Which tests are slow: ``python tests/tools/slowtests.py TIMES`` makes campaigns of those without an entry.
 
-``pytest -n auto --times TIMES`` has written the file. A test that is to stay in the default tier gets a group with its
+``pytest -n auto --times=TIMES`` has written the file. A test that is to stay in the default tier gets a group with its
 reason in ``tests/slow_tests.toml`` by hand.
 """
 
