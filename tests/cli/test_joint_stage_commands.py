@@ -31,7 +31,7 @@ def planned(tmp_path_factory):
 def test_a_plan_of_stages_says_what_each_stage_does(planned):
     file, data = planned
     assert [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
-    assert "wait" in data["note"] and "ZBVZeroBubble, 4 microbatches" in data["note"]
+    assert "are deferred" in data["note"] and "4 microbatches under ZBVZeroBubble" in data["note"]
     assert all(row["saved"] >= 0 and row["waiting"] is not None for row in data["stages"])
     assert sum(row["sent"] for row in data["stages"][:3]) > 0 == data["stages"][3]["sent"]
     held = json.loads(Path(file).read_text())

@@ -21,6 +21,7 @@ from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -40,6 +41,13 @@ def _dispatched(name: str) -> Any:
     return getattr(functional, name)
 
 
+def _recompiled(make: Callable[..., fx.GraphModule], args: tuple[Any, ...]) -> fx.GraphModule:
+    """The pickler leaves a module without code."""
+    gm = make(*args)
+    gm.recompile()
+    return gm
+
+
 class Pickler(GraphPickler):
     """Torch's pickler of graphs (2.13), for graphs that also say which functions of `nn.functional` they come from."""
 
@@ -48,8 +56,10 @@ class Pickler(GraphPickler):
     }
 
     def reducer_override(self, obj: Any) -> Any:
-        name = self._DISPATCHED.get(obj) if isinstance(obj, FunctionType) else None
-        return (_dispatched, (name,)) if name else super().reducer_override(obj)
+        if isinstance(obj, FunctionType) and (name := self._DISPATCHED.get(obj)):
+            return _dispatched, (name,)
+        made = super().reducer_override(obj)
+        return (_recompiled, made) if isinstance(obj, fx.GraphModule) else made
 
 
 class Captured(NamedTuple):

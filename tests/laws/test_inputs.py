@@ -119,7 +119,8 @@ WORD = (*NEVER, 0, 1.5, INF, HUGE, "lots")
 FIELDS = {
     "Stages": (placed(Stages), {"n": 2}, {
         "n": (*COUNT, None), "schedule": WORD, "memory": LIMIT, "links": WORD, "optimizer": WORD, "seconds": TIME,
-        "tolerance": (*SHARE, None), "replicas": (*NEVER[:-1], None, 0, 1.5, INF, HUGE, [], [0], [1.5], "12")}),
+        "chunk": COUNT, "tolerance": (*SHARE, None),
+        "replicas": (*NEVER[:-1], None, 0, 1.5, INF, HUGE, [], [0], [1.5], "12")}),
     "Stages, 1f1b": (placed(Stages), {"n": 2, "schedule": "1f1b"}, {
         "n": (*COUNT, None), "microbatches": COUNT, "memory": LIMIT, "optimizer": WORD}),
     "Stages, tokens": (placed(Stages), {"n": 2, "objective": "throughput", "tokens": 5}, {

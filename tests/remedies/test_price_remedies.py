@@ -253,13 +253,13 @@ def test_devices_that_are_none(tmp_path, monkeypatch):
 
 
 def test_a_profile_of_stages_that_no_schedule_puts_on_the_ranks():
-    args = SimpleNamespace(schedules=None, microbatches=4)
+    args = SimpleNamespace(schedules=None)
     for ranks in (2, 3):
         with refusal("SK330", "Split into {...} or {...} stages.") as error:
-            _orders(args, 2 * ranks + 1, ranks)
+            _orders(args, 2 * ranks + 1, 4, ranks)
         for stages in map(int, re.findall(r"\d+", error.value.remedy)):
             for microbatches in (2, 3, 4, 8):
-                found, _ = _orders(SimpleNamespace(schedules=None, microbatches=microbatches), stages, ranks)
+                found, _ = _orders(args, stages, microbatches, ranks)
                 assert found and all(len(order.ranks) == ranks for order in found)
 
 
