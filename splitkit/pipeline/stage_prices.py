@@ -147,8 +147,9 @@ class StagePrices:
         self._given, self.activations = known is not None, self.memory.activations
 
     def memory_on(self, kernels: str | None) -> GraphMemory:
-        """Return the memory of the graph on a device with these kernels; by default those that ``costs`` are for."""
-        return self.flow.fact(graph_memory, self.optimizer is not None, kernels or kernels_of(self.costs))
+        """Return the memory of the graph on a device with these kernels; by default the first's, or as ``costs`` say."""
+        kernels = kernels or next(iter(self.kernels.values()), None) or kernels_of(self.costs)
+        return self.flow.fact(graph_memory, self.optimizer is not None, kernels)
 
     def memory_of(self, plan: Plan) -> GraphMemory:
         """Return the memory of the graph in which each node runs with the kernels of the device of its home."""
