@@ -31,7 +31,7 @@ def slow_tests():
     """``({test: its seconds} of those that stay, campaigns)``; a name without ``[`` stands for all its cases."""
     found = tomllib.loads(ENTRIES.read_text())
     stay = {name: seconds for group in found["stay"] for name, seconds in group["tests"].items()}
-    return stay, {*found["campaigns"]["tests"]}
+    return stay, {f"{file}::{test}" for file, tests in found["campaigns"].items() for test in tests}
 
 
 def function_of(test):

@@ -71,7 +71,7 @@ def test_each_entry_names_a_test():
     stay, campaigns = slow_tests()
     root, sources = Path(__file__).parents[2], {}
     for name in stay.keys() | campaigns:
-        file, function = function_of(name).split("::")
+        file, *_, function = function_of(name).split("::")
         source = sources.setdefault(file, (root / file).read_text() if (root / file).exists() else "")
         assert f"def {function}(" in source or f"    {function} = " in source, name
 

@@ -37,9 +37,11 @@ def main() -> None:
     known = stay.keys() | campaigns
     new = {test for test in slow(measured) if not {test, function_of(test)} & known}
     every = {test for test in campaigns | new if "[" not in test or function_of(test) not in campaigns | new}
-    ENTRIES.write_text(
-        HEAD + "[campaigns]\ntests = [\n" + "".join(f"  {json.dumps(test)},\n" for test in sorted(every)) + "]\n"
-    )
+    by_file = defaultdict(list)
+    for file, _, test in (name.partition("::") for name in sorted(every)):
+        by_file[file].append(f"  {json.dumps(test)},\n")
+    lines = "".join(f"{json.dumps(file)} = [\n{''.join(tests)}]\n" for file, tests in by_file.items())
+    ENTRIES.write_text(f"{HEAD}[campaigns]\n{lines}")
     print(f"{len(new)} new campaigns, {len(every)} in all, {len(stay)} stay")
 
 
