@@ -344,6 +344,7 @@ def main() -> None:
     )
     parser.add_argument("--each", type=float, default=10, help="CPU seconds for the tests of one bug, without it")
     parser.add_argument("--only", default="", help="a piece of path:function that gets bugs")
+    parser.add_argument("--campaigns", action="store_true", help="also the campaigns of the package's tests")
     parser.add_argument("--tests", nargs="*", help="test files, instead of those that belong to the package")
     told = parser.parse_args()
     if os.environ.get("SPLITKIT_MUTATION_COPY") != str(HERE):
@@ -352,7 +353,8 @@ def main() -> None:
 
     campaign = Campaign(told.package, told.count, told.seed, told.budget, told.each, told.only)
     files = told.tests or _tests_of(told.package)
-    code = pytest.main(["-q", "-s", *files], plugins=[campaign])
+    tier = ["-m", ""] if told.campaigns else []
+    code = pytest.main(["-q", "-s", *tier, *files], plugins=[campaign])
     if code:
         raise SystemExit(f"pytest ended with {code}")
     print(f"{told.package}: {table(campaign.verdicts)}")
