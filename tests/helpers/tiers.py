@@ -6,7 +6,7 @@ stays in the default tier, else as a campaign. A whole run of the default tier n
 fails where one is very slow.
 
 Seconds are those of the machine on which the file was written: the tests that stay tell how much slower this one is.
-The first test of a file in a process is not judged, because it pays for what the tests of the file share.
+The first test of a file, or the first after another file, is not judged: it pays for what the tests of the file share.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Tier:
     def __init__(self, config):
         self.config = config
         self.collects_all = config.args_source is config.ArgsSource.TESTPATHS and not config.option.keyword
-        self.seen, self.measured, self.skipped = set(), [], Counter()
+        self.file: Path | None = None
+        self.measured, self.skipped = [], Counter()
 
     @property
     def whole(self):
@@ -85,8 +86,7 @@ class Tier:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        item.first_of_file = item.path not in self.seen
-        self.seen.add(item.path)
+        item.first_of_file, self.file = item.path != self.file, item.path
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
