@@ -23,8 +23,8 @@ import pytest
 MOST = 0.8
 """Seconds of processor time."""
 
-TOLD, FAILS = 2, 5
-"""Times `MOST`: a test without an entry is named from twice as much on, and fails the run from five times on. Which of
+TOLD, FAILS = 2, 10
+"""Times `MOST`: a test without an entry is named from twice as much on, and fails the run from ten times on. Which of
 several tests makes what they share depends on the order and on the number of processes, and must fail none of them.
 """
 
