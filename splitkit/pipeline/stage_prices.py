@@ -147,7 +147,7 @@ class StagePrices:
         self._given, self.activations = known is not None, self.memory.activations
 
     def memory_on(self, kernels: str | None) -> GraphMemory:
-        """Return the memory of the graph on a device with these kernels; by default the first's, or as ``costs`` say."""
+        """Return the memory of the graph on a device with these kernels; by default the first's, or those of ``costs``."""
         kernels = kernels or next(iter(self.kernels.values()), None) or kernels_of(self.costs)
         return self.flow.fact(graph_memory, self.optimizer is not None, kernels)
 
