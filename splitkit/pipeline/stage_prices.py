@@ -147,7 +147,7 @@ class StagePrices:
         self._given, self.activations = known is not None, self.memory.activations
 
     def memory_on(self, kernels: str | None) -> GraphMemory:
-        """Return the memory of the graph on a device with these kernels; by default the first's, or those of ``costs``."""
+        """Return the memory of the graph with these kernels; by default the first's, or what ``costs`` say."""
         kernels = kernels or next(iter(self.kernels.values()), None) or kernels_of(self.costs)
         return self.flow.fact(graph_memory, self.optimizer is not None, kernels)
 
