@@ -27,7 +27,7 @@ from splitkit.view.console.console import show_spinner
 if TYPE_CHECKING:
     from torch import fx
 
-    from splitkit.costs import Costs, Device
+    from splitkit.costs import Costs, Device, Links
     from splitkit.plans.record import Plan
 
 
@@ -85,6 +85,15 @@ def prepare(wanted: Source) -> CapturedModel:
             gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
     made = replace(wanted, mode="train" if example.model.training else "eval")
     return CapturedModel(made, example, gm, clock)
+
+
+def links_asked(args: Namespace, plan: Plan) -> Links | None:
+    """Return the links that ``--links`` names, or where it is left out, the links that the plan was made for."""
+    from splitkit.costs.links import as_links, links_of
+
+    return (
+        links_of(plan.request.links) if args.links is None else as_links(None if args.links == "none" else args.links)
+    )
 
 
 def example_of(wanted: Source) -> Example:

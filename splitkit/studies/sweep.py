@@ -164,8 +164,7 @@ class Sweeper:
     links: str | Links | None = None
     optimizer: Literal["adam", "momentum", "sgd"] = "adam"
     recompute: bool = False
-    _known: dict[object, Plan] = field(default_factory=dict, init=False, repr=False)
-    _priced: dict[object, tuple[StageCosts, ...]] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[object, tuple[Plan, tuple[StageCosts, ...]]] = field(default_factory=dict, init=False, repr=False)
     _fitted: dict[object, Plan | str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -224,11 +223,12 @@ class Sweeper:
         ranks = pipeline_order(schedule, stages, microbatches).rank_of
         several = len({*ranks}) < len(ranks)
         key = (stages, schedule, microbatches) if several else (stages, None if self.links is None else ranks)
-        made = self._made(self._known.get(key), stages, schedule, microbatches, None)
+        known = self._known.get(key)
+        made = self._made(known and known[0], stages, schedule, microbatches, None)
         plan = checkpointed(made) if self.recompute else made
-        if key not in self._known:
-            self._known[key], self._priced[key] = made, self._prices.of(plan)
-        return plan, self._priced[key]
+        if known is None:
+            known = self._known[key] = made, self._prices.of(plan)
+        return plan, known[1]
 
     def _within(self, stages: int, schedule: str, microbatches: int, run: ScheduleRun) -> Plan | str:
         """Return stages that fit the memory, or why there are none; reused for runs with the same peaks."""

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import placement
-from splitkit.cli.common import plan_file, planned_by
+from splitkit.cli.common import links_asked, plan_file, planned_by
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
-from splitkit.costs.links import as_links, links_of
 from splitkit.errors import UsageError
 from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
@@ -37,7 +36,7 @@ def run(args: Namespace) -> Outcome:
     plan = with_recompute(plan, args, work.gm)
     with work.clock.step("costs", "pricing the parts"):
         asked = plan.request
-        links = links_of(asked.links) if args.links is None else as_links(None if args.links == "none" else args.links)
+        links = links_asked(args, plan)
         optimizer = args.optimizer or asked.counted or "adam"
         stages = sk.stage_costs(sk.analyze(work.gm), plan, costs, optimizer=optimizer)
     with work.clock.step("synthesize", "ordering the actions"):

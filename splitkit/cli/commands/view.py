@@ -14,6 +14,7 @@ from splitkit.cli.common import (
     CapturedModel,
     check_drawn_schedule,
     decoded,
+    links_asked,
     plan_file,
     planned_by,
     read_plan,
@@ -126,15 +127,13 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
 
 def _step(args: Namespace, plan: Plan, stages: Sequence[StageCosts], schedule: str | PipelineOrder) -> ScheduleRun:
     """Simulate a step; what the command line does not say is as the plan was made for."""
-    from splitkit.costs.links import links_of
     from splitkit.pipeline.defaults import planned_order
 
     if isinstance(schedule, str):
         schedule, count = planned_order(plan.request, schedule, args.microbatches, len(stages)), None
     else:
         count = args.microbatches
-    links = {None: links_of(plan.request.links), "none": None}.get(args.links, args.links)
-    return sk.simulate_schedule(stages, schedule, count, links=links)
+    return sk.simulate_schedule(stages, schedule, count, links=links_asked(args, plan))
 
 
 def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:

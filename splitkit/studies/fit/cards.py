@@ -40,8 +40,12 @@ class Card:
     @property
     def limit(self) -> int:
         """The bytes that may be used: 95 % of the memory, rounded down to what ``--memory`` says."""
-        usable = self.memory - self.memory // _KEPT_FREE
-        return usable >> 20 << 20 if usable >= 2**30 else usable >> 10 << 10 if usable >= 2**20 else usable
+        return read_size(memory_word(self.memory - self.memory // _KEPT_FREE)) or 0
+
+
+def memory_word(nbytes: int) -> str:
+    """Return bytes, rounded down, as ``--memory`` takes them."""
+    return f"{nbytes >> 20}MiB" if nbytes >= 2**30 else f"{nbytes >> 10}KiB" if nbytes >= 2**20 else f"{nbytes}B"
 
 
 def cards_of(devices: CardList) -> tuple[Card, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from splitkit.costs import default
+from torch.fx import Node
+
+from splitkit.costs import Costs, default
 from splitkit.errors import CaptureError, NoPlanError
 from splitkit.frontends.decoder.capture_decoder import capture_decoder
 from splitkit.graph.cache_bytes import cache_bytes
@@ -49,11 +51,21 @@ class DecoderFit:
         if self.subject.stored or self.subject.bits is not None or not has_attention_alone(self.subject.model):
             return False
         try:
-            return DecoderSteps.of(self.flow, default(self.flow), self.chunk) is not None and bool(
-                cache_bytes(self.flow)
-            )
+            return self._steps is not None and bool(self._cached)
         except CaptureError:
             return False
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return default(self.flow)
+
+    @cached_property
+    def _steps(self) -> DecoderSteps | None:
+        return DecoderSteps.of(self.flow, self._costs, self.chunk)
+
+    @cached_property
+    def _cached(self) -> Mapping[Node, int]:
+        return cache_bytes(self.flow)
 
     def plan(self, cards: Sequence[Card]) -> Plan | None:
         """Return the plan with room for the most tokens, one stage on each device; ``None`` if none has room for one.
@@ -63,14 +75,13 @@ class DecoderFit:
         limits = [card.limit for card in cards]
         policy = Stages(len(cards), memory=limits, objective="tokens", chunk=self.chunk)
         try:
-            return policy.assign(self.flow, default(self.flow))
+            return policy.assign(self.flow, self._costs)
         except NoPlanError:
             return None
 
     def devices(self, cards: Sequence[Card], plan: Plan, tokens: int) -> list[FittedDevice]:
         """Return what each device holds with so many tokens of each request."""
-        flow, cached, found = self.flow, cache_bytes(self.flow), []
-        steps = DecoderSteps.of(flow, default(flow), self.chunk)
+        flow, cached, steps, found = self.flow, self._cached, self._steps, []
         assert steps is not None, "a decoder whose caches grow"
         for key, card in enumerate(cards):
             nodes = [node for node in flow.nodes if plan.home(node) == key]

@@ -11,6 +11,7 @@ from typing import Any
 from splitkit.errors import CaptureError
 from splitkit.frontends.decoder.example_step import example_step
 from splitkit.frontends.decoder.generate_calls import QUERY
+from splitkit.studies.fit.cards import memory_word
 from splitkit.studies.fit.fit_result import FittedDevice
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_files import is_config
@@ -69,7 +70,7 @@ def decoder_command(
     used = [device for device in devices if device.names]
     words = ["--how", "decoder", "--stages", str(len(used))]
     if as_stored:
-        limits = [_memory(device.card.limit) for device in used]
+        limits = [memory_word(device.card.limit) for device in used]
         words += ["--memory", ",".join(limits if len(set(limits)) > 1 else limits[:1])]
         words += ["--objective", "tokens", "--chunk", str(chunk)] if _keeps_tokens(made) else []
     return _command(model, {"batch": requests}, words)
@@ -90,9 +91,9 @@ def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Map
     evaluated = [] if isinstance(model, str) and is_program(model) else ["--eval"]
     words = [*evaluated, "--stages", str(len(used))]
     if as_stored and len({device.card.limit for device in used}) == 1:
-        words += ["--memory", _memory(min(room)), "--optimizer", "none"]
+        words += ["--memory", memory_word(min(room)), "--optimizer", "none"]
     elif as_stored:
-        memory = [_memory(nbytes) for nbytes in room]
+        memory = [memory_word(nbytes) for nbytes in room]
         words = [*evaluated, "--policy", f"Stages({len(used)}, memory={memory}, optimizer=None)"]
     return _command(model, sizes, words)
 
@@ -102,14 +103,9 @@ def training_command(
 ) -> str:
     """Return ``splitkit plan`` for a step of the pipeline; arguments as for `inference_command`."""
     words = ["--stages", str(len(devices)), "--schedule", found.schedule, "--microbatches", str(found.microbatches)]
-    words += ["--memory", _memory(min(device.card.limit for device in devices))] if as_stored else []
+    words += ["--memory", memory_word(min(device.card.limit for device in devices))] if as_stored else []
     words += ["--optimizer", found.optimizer]
     return _command(model, sizes, words + ["--recompute"] * found.recompute)
-
-
-def _memory(nbytes: int) -> str:
-    """Return bytes, rounded down, as ``--memory`` takes them."""
-    return f"{nbytes >> 20}MiB" if nbytes >= 2**30 else f"{nbytes >> 10}KiB" if nbytes >= 2**20 else f"{nbytes}B"
 
 
 def _command(model: object, sizes: Mapping[str, int], words: Sequence[str]) -> str:
