@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import inspect
@@ -43,7 +44,8 @@ EXAMPLES = [
 ]  # fmt: skip
 """Files of `splitkit.testing` that make examples: a bug there makes another example, and no wrong result."""
 
-CAUGHT, SURVIVED, ENDLESS = "caught", "SURVIVED", "endless"
+CAUGHT, SURVIVED, ENDLESS, LATE = "caught", "SURVIVED", "endless", "campaign"
+"""What came of a bug: a test of the default tier failed, none failed, one did not end, only a campaign failed."""
 
 
 @dataclass
@@ -53,10 +55,12 @@ class Clean:
     Attributes:
         seconds: how long it takes.
         calls: the functions of splitkit that it calls, (file, qualified name).
+        campaign: whether it belongs to the campaigns, which are asked about what the default tier lets through.
     """
 
     seconds: float = 0.0
     calls: set[tuple[str, str]] = field(default_factory=set)
+    campaign: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Campaign:
         count: how many bugs.
         seed: which.
         budget: seconds of processor time that the tests of the package may take without a bug, those that mirror it
-            first; what comes after is left out.
+            first; what comes after is left out. Campaigns have the same again.
         each: seconds of processor time that the tests of one bug may take without it: those that call the function, and
             again the others of their files.
         only: where given, the files (or ``file:function``) that get bugs, by a piece of their path.
@@ -136,16 +140,19 @@ class Campaign:
         mirrors = {f"test_{file.stem}" for file in self.root.glob("*.py")}  # of the files at the top
         own = [item for item in items if f"tests/{self.package}/" in str(item.path) or item.path.stem in mirrors]
         ordered = [*own, *(item for item in items if item not in own)]
+        late = {i for i, item in enumerate(ordered) if item.get_closest_marker("campaign")}
         read, write = os.pipe()
 
         def measure() -> int:
             found: list[tuple[int, Clean]] = []
-            end = _cpu_seconds() + self.budget
+            left = {False: self.budget, True: self.budget}
             for i, item in enumerate(ordered):
-                if _cpu_seconds() > end:
-                    break
+                if left[i in late] <= 0:
+                    continue
                 with _calls(str(self.root)) as clean:
                     passes = self._passes(item)
+                clean.campaign = i in late
+                left[clean.campaign] -= clean.seconds
                 if passes:
                     found.append((i, clean))
                 else:
@@ -194,19 +201,25 @@ class Campaign:
 
     def _verdict(self, file: Path, mutant: Any, clean: dict[Any, Clean]) -> Verdict:
         name = str(file.relative_to(self.root))
-        chosen = self._chosen(name, mutant.change.function, clean)
-        expected = sum(clean[item].seconds for item in chosen)
+        tiers = [
+            self._chosen(name, mutant.change.function, {i: c for i, c in clean.items() if c.campaign is campaign})
+            for campaign in (False, True)
+        ]
         original = file.read_text()
         began = time.monotonic()
+        outcome, asked = SURVIVED, 0
         self._write(file, mutant.source)
         try:
-            child = self._fork(lambda: self._tried(file, (original, mutant.source), chosen))
-            outcome = _outcome(child, 30 + 10 * expected)
+            for caught, chosen in zip((CAUGHT, LATE), tiers, strict=True):
+                if outcome == SURVIVED and chosen:
+                    asked += len(chosen)
+                    tried = functools.partial(self._tried, file, (original, mutant.source), chosen)
+                    outcome = _outcome(self._fork(tried), 30 + 10 * sum(clean[item].seconds for item in chosen), caught)
         finally:
             self._write(file, original)
         change = mutant.change
         return Verdict(
-            name, mutant.line, change.function, change.kind, mutant.diff, outcome, len(chosen), time.monotonic() - began
+            name, mutant.line, change.function, change.kind, mutant.diff, outcome, asked, time.monotonic() - began
         )
 
     def _chosen(self, name: str, function: str, clean: dict[Any, Clean]) -> list[Any]:
@@ -314,14 +327,14 @@ def _codes(code: CodeType) -> list[CodeType]:
     return [f for const in code.co_consts if isinstance(const, CodeType) for f in (const, *_codes(const))]
 
 
-def _outcome(child: int, seconds: float) -> str:
+def _outcome(child: int, seconds: float, caught: str) -> str:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child, signal.SIGKILL)  # what its tests started
-            return SURVIVED if status == 0 else CAUGHT
+            return SURVIVED if status == 0 else caught
         time.sleep(0.02)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -331,7 +344,10 @@ def _outcome(child: int, seconds: float) -> str:
 def table(verdicts: Iterable[Verdict]) -> str:
     counts = Counter(v.outcome for v in verdicts)
     caught = counts[CAUGHT] + counts[ENDLESS]
-    return f"{sum(counts.values())} planted, {caught} caught ({counts[ENDLESS]} by time), {counts[SURVIVED]} survived"
+    return (
+        f"{sum(counts.values())} planted, {caught} caught ({counts[ENDLESS]} by time), "
+        f"{counts[LATE]} more by campaigns, {counts[SURVIVED]} survived"
+    )
 
 
 def main() -> None:
@@ -344,7 +360,9 @@ def main() -> None:
     )
     parser.add_argument("--each", type=float, default=10, help="CPU seconds for the tests of one bug, without it")
     parser.add_argument("--only", default="", help="a piece of path:function that gets bugs")
-    parser.add_argument("--campaigns", action="store_true", help="also the campaigns of the package's tests")
+    parser.add_argument(
+        "--campaigns", action="store_true", help="also campaigns, for what the default tier lets through"
+    )
     parser.add_argument("--tests", nargs="*", help="test files, instead of those that belong to the package")
     told = parser.parse_args()
     if os.environ.get("SPLITKIT_MUTATION_COPY") != str(HERE):
