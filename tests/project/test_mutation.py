@@ -116,4 +116,4 @@ def test_a_campaign_plants_bugs_in_a_copy_and_says_which_the_tests_catch():
 
 def test_the_table_counts():
     verdicts = [Verdict("a.py", 1, "f", "not", "", outcome, 1, 0.0) for outcome in (CAUGHT, CAUGHT, SURVIVED)]
-    assert table(verdicts) == "3 planted, 2 caught (0 by time), 1 survived"
+    assert table(verdicts) == "3 planted, 2 caught (0 by time), 0 more by campaigns, 1 survived"
