@@ -71,7 +71,9 @@ def test_the_readme_stays_short():
 
 def test_the_changelog_is_kept():
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert "Keep a Changelog" in text and "## [Unreleased]" in text
+    assert "Keep a Changelog" in text and re.findall(r"^## (.*)$", text, re.M)[:2] == ["Since", "0.1.0, unreleased"]
+    first = text.split("## 0.1.0, unreleased")[1].split("\n## ")[0]
+    assert len(first.split()) < 1500, "what splitkit does, in users' words: history is in git"
 
 
 def test_every_file_of_the_project_is_free_of_paths_of_one_machine():
