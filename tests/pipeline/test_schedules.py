@@ -108,7 +108,7 @@ assert not {"torch", "numpy"} & set(sys.modules)
 
 
 def test_the_docs_list_all_schedules():
-    docs = Path(__file__).parents[2] / "docs" / "placement.md"
+    docs = Path(__file__).parents[2] / "docs" / "schedules.md"
     rows = re.findall(r"^\| `([\w-]+)`.* \| (1|2[^|]*) \| (yes|no) \|", docs.read_text(), re.MULTILINE)
     local = {1: "1", 2: "2, as a V", None: "2, or from `ranks=`"}
     told = [(s.word, local[s.stages_per_rank], "yes" if s.divided else "no") for s in known_schedules()]
