@@ -2,6 +2,11 @@
 
 A segment may need less memory as it grows, because it then makes values that it received before. The lower bound for
 every part with its nodes (`OrderMemory.lower_bound`) never decreases: it says which cuts are worth asking for.
+
+For the first k parts, over the segments from i to j that fit the k-th device::
+
+    traffic[0, 0] = 0
+    traffic[k, j] = min over i of traffic[k - 1, i] + bytes that cross at j
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 A step of m microbatches on stages of times t is at least ``max_j (m t_j + sum of t_i before j)``, if each device has
 one stage: the first microbatch must get to stage j, and its last gradient back to the first stage. Both programs take
 times that depend on the number of the stage, since earlier stages hold more microbatches.
+
+For ``least_path``, with the seconds ``t`` of stage s from cut i to cut j, and ``link`` of the messages over a cut::
+
+    after[p, end] = nothing
+    after[s, i] = min over j of max(m t(s, i, j), t(s, i, j) + link(j) + after[s + 1, j])
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 This is the dynamic program of PipeDream (Narayanan et al., SOSP 2019, section 3.1) over borders, devices left and
 replicas, extended by the transfers at both ends of a stage, which depend on the replicas of its neighbours.
+
+With ``r`` devices for the stage that begins at border i, and ``q`` for the one that follows at border j::
+
+    best[j, used + r, r, q] = min over i < j and the replicas a of the stage before of
+                              max(best[i, used, a, r], load of the stage from i to j)
 """
 
 from __future__ import annotations

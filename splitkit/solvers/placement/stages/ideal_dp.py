@@ -4,6 +4,10 @@ It is exact: a stage is the difference of two ideals, and `ideals` leaves out no
 load of the next stage depends only on the two ideals and the level, and the greatest load overall is the maximum of the
 value of the ideal and that load. So of two ways to reach an ideal at a level, the cheaper one is enough (Bellman's
 principle, for a maximum instead of a sum).
+
+With ``load(A, B)`` of the stage ``B - A`` on the device that the step to the level uses::
+
+    best[level, B] = min over steps to the level, and ideals A within B, of max(best[level before, A], load(A, B))
 """
 
 from __future__ import annotations

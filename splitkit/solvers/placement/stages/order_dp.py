@@ -3,6 +3,11 @@
 A stage is a segment of the order. What it pays for nets follows from counts of the pins in it: a net counts once for
 each pin, minus once for each pair of neighbouring pins that are both in it, minus once if all pins are in it. Pairs and
 whole nets are intervals, and two-dimensional prefix sums give how many of them lie inside each segment.
+
+A level says which devices are used up (`DeviceSteps`), and a step from one level to the next uses one more device::
+
+    best[level 0, place 0] = 0
+    best[level, j] = min over steps to the level, and places i < j, of max(best[level before, i], load(i, j))
 """
 
 from __future__ import annotations

@@ -13,6 +13,10 @@ both sides, the cheapest way first::
 
 Each solver is given the best value as a limit and returns only what is below it, so the later ones have less to do.
 Steps are counted, and seconds are converted to steps, so that every machine finds the same plan.
+
+Measured by switching off one at a time (``benchmarks/solver_components.py``): without `over_ideals`, 7 of 9 bounds of
+published workloads are 1.9 to 53.6 % weaker; without the Lagrangian shares, the bound of a T5 in six stages over PCIe 4
+under 1F1B is 6.6 % lower.
 """
 
 from __future__ import annotations
