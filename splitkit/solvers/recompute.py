@@ -154,7 +154,7 @@ class Program:
         return csr_array(matrix), np.repeat([0.0, 1.0], [len(problem.reads), len(needed)])
 
     def _with(self, snapshots: Sequence[Snapshot], edges: csr_array, least: Floats) -> tuple[csr_array, Floats]:
-        """Return the same rows and those of the snapshots, whose own columns are placed side by side."""
+        """Return the rows with the rows of the snapshots below; each snapshot has columns of its own."""
         shared = self.ops + self.storages
         height, width = 0, shared
         rows, columns, values = list[Ints](), list[Ints](), list[Floats]()
@@ -214,7 +214,7 @@ class Program:
         return Bounds(np.where(free | (x < 0.5), 0.0, self._most), np.where(free | (x > 0.5), self._most, 0.0))
 
     def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> RecomputeSolution:
-        """Return a choice near the best fractional choice; the bound is that of the fractional one.
+        """Return a whole choice near the best fractional choice, whose value is the bound.
 
         Values that are whole in the relaxation are fixed, and the best choice of the few others is searched (relaxation
         enforced neighbourhood search: Berthold 2014). A vertex of the relaxation has about as many fractional values as

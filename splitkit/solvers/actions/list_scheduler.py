@@ -34,7 +34,7 @@ class ListRule:
 
 
 def list_rules(problem: OrderProblem) -> Iterator[ListRule]:
-    """Yield rules, those that are best on published times first.
+    """Yield rules, the best ones on published times first.
 
     The first input part of a stage comes back after its microbatch has been to the last stage. ``most`` is the number
     of forwards that fit into this time, a few more or fewer; or as in 1F1B; or only memory limits it.
@@ -136,7 +136,7 @@ class ListScheduler:
         return known
 
     def first(self, rank: int, kind: int) -> Choice | None:
-        """Return the first action of a kind that its rank can run, of equal ones that of the stage it prefers."""
+        """Return the action of a kind that can start first on a rank; of equally early ones, the preferred stage's."""
         found: list[Choice] = []
         for stage in self.problem.of_rank[rank]:
             start = self.state.start(stage, kind)

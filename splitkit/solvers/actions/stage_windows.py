@@ -285,6 +285,6 @@ def window_shape(problem: OrderProblem, stage: int) -> tuple[int, int, int]:
 
 
 def window_cells(problem: OrderProblem, stage: int) -> int:
-    """Return the work of a stage in a round of `tighten`, in states; a level costs as much as 1000 of them besides."""
+    """Return the work of one round of `tighten` for a stage, in states; each level counts as 1000 more states."""
     levels, deep, wide = window_shape(problem, stage)
     return 2 * levels * (deep * wide + 1000)

@@ -159,7 +159,7 @@ class NestedCuts:
         return self.network._corner(side)
 
     def last_within(self, limit: int) -> Corner:
-        """Return the last cut whose first cost is at most ``limit``; that of the first cut must be."""
+        """Return the last cut whose first cost is at most ``limit``; the first cut must be within it."""
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high + 1) // 2
@@ -186,7 +186,7 @@ def _whole(costs: Floats) -> Ints:
 
 
 def _steps(cut: Cut, free: Bools, rank: Ints) -> Iterator[Ints]:
-    """Yield groups of vertices such that after each the source's side is that of a minimum cut.
+    """Yield groups of vertices; after each group, all vertices so far are the source's side of a minimum cut.
 
     The groups are the strongly connected components of the residual network; each joins after all that it leads to.
     """

@@ -60,7 +60,7 @@ class LazyChains:
         return self._settled(np.maximum, None)
 
     def even(self, limit: float) -> BestChain | None:
-        """Return the chain with the least sum of squared costs of those within a limit; None if there is none."""
+        """Return the chain within a limit that has the least sum of squared costs; None if there is none."""
         return self._settled(lambda own, then: own**2 + then, limit)
 
     def _settled(self, joined: Callable[[Floats, Floats], Floats], limit: float | None) -> BestChain | None:

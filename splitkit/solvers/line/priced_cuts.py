@@ -17,8 +17,8 @@ _ROUNDING, _MARGIN = 1e-12, 1e-9
 def best_borders(
     work: Floats, prices: Floats, held: Ints, capacity: Floats, tolerances: Sequence[float] = (0.0,)
 ) -> list[list[int]]:
-    """Return the first item of each stage in the division with the least sum of squared loads, among those whose
-    greatest load is nearly the least.
+    """Return the borders that balance loads best among divisions of nearly the least bottleneck, as the first item of
+    each stage.
 
     A stage's load is its work, and the prices of the cuts at both of its ends::
 

@@ -105,7 +105,7 @@ class ReplicatedChains:
         return len(self.first) * self.devices * around * max(1, self.places)
 
     def best(self, aim: Aim) -> Replicated | None:
-        """Return the best chain, of equal ones that with the fewest devices; None if there is none."""
+        """Return the best chain, with the fewest devices among equally good ones; None if there is none."""
         return next(iter(sorted(self.ends(aim), key=lambda found: found.value)), None)
 
     def ends(self, aim: Aim) -> Iterator[Replicated]:

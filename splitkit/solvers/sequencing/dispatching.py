@@ -60,7 +60,7 @@ class Dispatch:
         return made
 
     def _release(self, ready: list[int]) -> None:
-        """Start the operations without a machine that can start now, and those that can start then."""
+        """Run all ready operations that need no machine, and those that they make ready; queue the others."""
         while ready:
             operation = ready.pop()
             if self.problem.machines[operation]:

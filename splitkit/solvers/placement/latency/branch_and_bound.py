@@ -95,7 +95,7 @@ class BranchAndBound:
                 self._room[device] += self._bytes[group]
 
     def _choices(self, group: int) -> list[int]:
-        """Return the places open to a unit of a group; of equal empty devices, those of one only."""
+        """Return the places where a unit of a group can go; of equal empty devices, only the first one's places."""
         used = set(self._device.values())
         places: list[int] = []
         for device in range(len(self._room)):

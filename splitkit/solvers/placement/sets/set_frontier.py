@@ -259,7 +259,7 @@ def _narrow(size: int, nets: Nets, of_unit: list[list[int]], start: int) -> tupl
 
 
 def _entered(held: dict[int, int], nets: set[int], taken: bool, costs: list[float]) -> tuple[dict[int, int], float]:
-    """What is held of each net after one more pin of some, in the set or not; what it costs."""
+    """Return what a set has of each net (none, all, some) after one more unit, taken or not, and what that costs."""
     paid, pin = 0.0, _ALL if taken else _NONE
     for net in sorted(nets):
         so_far = held.get(net, pin)

@@ -69,7 +69,7 @@ class Closures:
         return value, ideal
 
     def least_cost(self, cost: Ints, inside: Bools, outside: Bools) -> int:
-        """Return the least cost of an ideal when units have no price; the arguments are those of `least`."""
+        """Return the least cost of an ideal when units have no price; arguments as for `least`."""
         nothing = np.zeros(self._size, np.int64)
         return self._cut(cost, inside, outside, nothing, nothing)[1]
 

@@ -76,11 +76,11 @@ class DeviceSteps:
         return in_flight_of_stage(self.in_flight, after)
 
     def most(self, level: int, limit: int) -> int:
-        """Return the most least work that the devices of a level can do when no load exceeds ``limit``."""
+        """Return an upper bound on what a level's devices do within ``limit``, in work at each unit's fastest class."""
         return int(min(self.reach[level] * limit * (1 + 1e-12) + 1, BIG))
 
     def rest(self, level: int, limit: int) -> int:
-        """Return the most least work that the remaining devices can do when no load exceeds ``limit``."""
+        """Return the upper bound of `most` for the remaining devices."""
         return int(min(self.left[level] * limit * (1 + 1e-12) + 1, BIG))
 
 
@@ -140,7 +140,7 @@ def device_steps(core: Core, in_flight: tuple[int, ...], *, ordered: bool, fill:
 
 
 def class_speeds(core: Core) -> list[float]:
-    """Return the most least work that each class of devices does per unit of its own time."""
+    """Return the most work, counted at each unit's fastest class, that each class of devices does in a unit of time."""
     found = []
     for work, barred in zip(core.work, core.barred, strict=True):
         counted = ~barred & (core.least_work > 0)

@@ -24,7 +24,7 @@ from splitkit.solvers.placement.stages.ideals import Ideals
 
 
 def dominance_applies(core: Core, device_steps: DeviceSteps) -> bool:
-    """Return whether a stage may always lose a unit: none must be filled, and no earlier stage has more in flight."""
+    """Return whether taking a unit out of a stage never makes another stage worse, even if the stage becomes empty."""
     # Without the unit its stage may be empty. Then it is left out (which `fill` forbids), and the stages before it have
     # one stage less after them: they must not hold more for that. Where the order of devices is fixed, it stays, empty.
     flights = device_steps.in_flight
