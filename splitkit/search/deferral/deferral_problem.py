@@ -109,7 +109,7 @@ class Deferrals:
         return _grouped(self.before, len(self.ops))
 
     def choose(self, early: Bools, late: Bools) -> Deferral:
-        """Return the choice in which each part computes of these ops what somebody needs.
+        """Return the choice in which each part computes only those of its allowed ops that are needed.
 
         Args:
             early: (n,) bool; ops that the input part may compute, with all that they need.
@@ -130,7 +130,7 @@ class Deferrals:
         return Deferral(self, self.closed(needed), runs)
 
     def closed(self, ops: list[int]) -> Bools:
-        """Return (n,) whether an op is among these or one of them needs it."""
+        """Return (n,) marks of the given ops and of all ops that they need."""
         found, stack = np.zeros(len(self.ops), np.bool_), list(ops)
         while stack:
             op = stack.pop()

@@ -319,7 +319,7 @@ class DeviceSearch:
         )
 
     def _truly(self, found: Solution, plan: Plan) -> tuple[Solution, Plan]:
-        """Return the fastest stages that fit by true peaks along orders of the graph, or those that lack least memory.
+        """Return the fastest stages along orders of the graph whose true peaks fit, or which exceed memory the least.
 
         Devices take the stages in any order, of which some are tried.
         """

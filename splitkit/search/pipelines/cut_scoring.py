@@ -77,7 +77,7 @@ class CutScoring:
         return self.tried[key]
 
     def shortfall(self, ends: Sequence[int]) -> int:
-        """Return the bytes that ranks lack together if all stages save the least that they can."""
+        """Return the total bytes by which ranks exceed their memory if all stages save as little as possible."""
         spans = list(zip((0, *ends[:-1]), ends, strict=True))
         lacking = (
             self.choices.shortfall(rank, [spans[s] for s in load.stages])
@@ -235,7 +235,7 @@ class CutScoring:
         return None
 
     def _reserve(self, rank: int, reserve: int, over: int, scored: ScoredCuts) -> int:
-        """Return what a rank must leave free so that it chooses points that need less by what is too much.
+        """Return the bytes that a rank must leave free in its next choice, to hold ``over`` bytes less than now.
 
         Messages come on top of what ranks hold, and a reserve as large as they are may allow the same points again.
         """

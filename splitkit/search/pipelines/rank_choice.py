@@ -49,7 +49,7 @@ class RankChoice:
         return self._known[key]
 
     def shortfall(self, rank: int, spans: Sequence[Span]) -> int:
-        """Return the bytes that a rank lacks if its stages save the least that they can; 0 without limit."""
+        """Return the bytes by which a rank exceeds its limit, if any, when its stages save as little as possible."""
         limit = self.limits[rank]
         if limit is None:
             return 0

@@ -84,7 +84,7 @@ class StageFrontier:
 
     @property
     def least_saved(self) -> int:
-        """The fewest bytes that a microbatch can hold besides those that are held in any case."""
+        """The fewest bytes that a stage can save of a microbatch, beyond what it holds in any case."""
         return self._hull.corners[0].first
 
     def corners(self) -> list[FrontierPoint]:
@@ -98,7 +98,7 @@ class StageFrontier:
         return self._hull.priced()
 
     def least(self, saved: int) -> float:
-        """Return a bound like that of `bound`, by an integer program, and remember its choice for `within`."""
+        """Return the bound of `bound`, tightened by an integer program, whose choice is kept for `within`."""
         problem, most = self.problem.savings, saved - self.problem.held
         if most < 0:
             return float("inf")

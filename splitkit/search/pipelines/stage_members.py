@@ -37,7 +37,7 @@ class GradientSum:
     nbytes: int
 
     def own(self, start: int, end: int) -> list[int]:
-        """Return the numbers of the terms that a stage computes, if another one has some, too."""
+        """Return the indices of the terms that a stage computes; empty if it computes all of them."""
         found = [i for i, place in enumerate(self.places) if start <= place < end]
         return [] if len(found) == len(self.places) else found
 

@@ -34,7 +34,7 @@ class StageTransfers:
         self._returned = {r for n in output_nodes((*flow.outputs, *flow.gradients)) for r in flow.storages.under(n)}
 
     def movable(self, problem: StageProblem, choice: Choice) -> dict[int, Node]:
-        """Return storage of the problem -> the saved value that is it, for all that can go to the host."""
+        """Return storage of the problem -> the saved value that fills it, for the storages that can go to the host."""
         savings, found = problem.savings, dict[int, Node]()
         saved = np.flatnonzero(choice.saved).tolist()
         storages = savings.storage[saved].tolist()
@@ -86,5 +86,5 @@ def _ends(ops: Sequence[int], seconds: Sequence[float]) -> dict[int, float]:
 
 
 def _rests(seconds: Sequence[float]) -> list[float]:
-    """Return for each entry the sum of it and all that follow."""
+    """Return suffix sums: for each entry, its sum with all later entries."""
     return list(accumulate(reversed(seconds)))[::-1]

@@ -73,7 +73,7 @@ class OffloadBound:
         self._floors = floors = MemoryFloors(moments)
         self._snapshots, self._problem = Snapshots(moments, floors), recompute_problem(model.savings)
         self._clock = np.concatenate([[0.0], np.cumsum(np.array(model.seconds)[floors.steps])])
-        # Time that some plans have between two moments and others have not, besides what recompute costs them.
+        # Slack in seconds that recomputing may add between two moments, beyond its price.
         real = np.array([model.seconds[model.savings.flow.index[op]] for op in model.savings.ops])
         price = np.where(np.isfinite(model.savings.price), model.savings.price, real)
         self._spare = float(np.maximum(real - price, 0.0).sum())

@@ -65,7 +65,7 @@ def _orders(timeline: OffloadTimeline) -> Iterator[list[int]]:
 def _greedy(
     timeline: OffloadTimeline, order: Sequence[int], budget: int, host: float, shorten: bool = True
 ) -> OffloadRun | None:
-    """Return the run of the shortest beginning of an order that fits, without those values that are not needed."""
+    """Return the run that offloads the shortest prefix of an order that fits, less values that need not go."""
     if not timeline.fits(order, budget):
         return None
     low, high = 0, len(order)  # a longer beginning frees more
@@ -77,7 +77,7 @@ def _greedy(
 
 
 def _needed(timeline: OffloadTimeline, chosen: Sequence[int], budget: int) -> list[int]:
-    """Return the values without those that the budget does not need; the last ones are dropped first."""
+    """Drop values, the last one first, as long as the budget is kept; return the rest."""
     free, nbytes = budget - timeline.trace.timeline + timeline.absent(chosen), timeline.trace.nbytes
     kept = list(chosen)
     for item in reversed(chosen):

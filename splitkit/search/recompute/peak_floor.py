@@ -89,7 +89,7 @@ class Bounds:
         return self._bytes_with(there) + int(self._peaks.transient[node]) + more
 
     def _cut(self, before: set[int], after: set[int], there: set[int]) -> int:
-        """Return the bytes, besides those ``there``, from which everything that comes after can be computed."""
+        """Return the fewest bytes, besides the storages ``there``, that are alive between ``before`` and ``after``."""
         peaks = self._peaks
         place = len(peaks.nodes) + 2
         roots = [s for s, source in enumerate(peaks.storages.source) if source == s]

@@ -104,12 +104,12 @@ class Pool:
         return Seen(self.savings, np.frombuffer(runs, np.bool_), result.peak, result.saved, seconds)
 
     def see(self, runs: Bools) -> Seen:
-        """Simulate the choice in which backward computes those of ``runs`` that it needs, unless it is known."""
+        """Simulate the choice in which backward computes the ops of ``runs`` that it needs, if it is not yet known."""
         choice = self.savings.choose(runs)
         return self._seen.get(choice.runs.tobytes()) or self._simulate(choice)[0]
 
     def trace(self, runs: Bools) -> tuple[Seen, PeakTrace]:
-        """Return the same, with its run."""
+        """Return the choice of `see` and its simulated run."""
         return self._simulate(self.savings.choose(runs))
 
     def _simulate(self, choice: Choice) -> tuple[Seen, PeakTrace]:
@@ -125,11 +125,11 @@ class Pool:
         return self.see(np.array(runs, np.bool_))
 
     def best(self, fits: Callable[[Seen], bool]) -> Seen | None:
-        """Return the quickest of those that fit; of equal ones, the one with the lowest peak."""
+        """Return the quickest choice that fits; of equally quick ones, the one with the lowest peak."""
         return min(filter(fits, self), key=lambda seen: (seen.seconds, seen.peak, seen.saved), default=None)
 
     def lowest(self) -> Seen:
-        """Return the one with the lowest peak; of equal ones, the quickest."""
+        """Return the choice with the lowest peak; of equally low ones, the quickest."""
         return min(self, key=lambda seen: (seen.peak, seen.seconds))
 
 

@@ -103,8 +103,9 @@ class StagePeaks:
         return wanted
 
     def within(self, capacity: Floats) -> Floats:
-        """Return (k, p) bytes of each stage in each place, without what waits for its rank; 0 where there is no
-        limit, infinite for what does not fit and for what no fitting stages can be next to.
+        """Return (k, p) bytes of each stage in each place, without messages that wait for its rank.
+
+        It is 0 where there is no limit, and infinite for stages that do not fit, or have no neighbours that fit.
         """
         track = self.track
         track.price(self.unpriced(capacity))

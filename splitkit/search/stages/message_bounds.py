@@ -20,7 +20,7 @@ from splitkit.solvers.placement.problem import Ints
 
 
 def counted(placing: PlacementModel, travel: TransferTimes | None, places: int, stages: int) -> float:
-    """Return a lower bound on the bottleneck of ``places`` non-empty places of stages, in seconds."""
+    """Return a lower bound on the largest load of ``places`` non-empty places of stages, in seconds."""
     least = least_load(placing, travel, places)
     if travel is None or is_free(placing, travel) or not placing.units:
         return least

@@ -66,7 +66,7 @@ class PeakSearch:
     _simulated: dict[bytes, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def least(self, known: Ints) -> Ints:
-        """Return (n,) stages with the lowest maximum peak of the limited ranks found; at most that of ``known``.
+        """Return (n,) stages with the lowest maximum peak found over the limited ranks, at most that of ``known``.
 
         It is the lowest of all if all borders of the graph were enumerated.
         """
@@ -88,7 +88,7 @@ class PeakSearch:
         return best
 
     def choices(self, known: Ints, *, lowest: bool) -> list[Ints]:
-        """Return (n,) stages that fit, if any are found; if none are, or if ``lowest``, those with the lowest peak."""
+        """Return divisions (n,) into stages that fit; if none are found, or if ``lowest``, one with the lowest peak."""
         least = self.least(known)
         if lowest:
             return [least]

@@ -176,7 +176,7 @@ class StagePlanner:
         )
 
     def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
-        """Return stages that fit by true peaks; if none do, or if ``lowest``, those that need the least memory."""
+        """Return stages whose true peaks fit; if there are none, or if ``lowest``, those with the least memory."""
         plain = self._plain
         known = np.array([plan.home(unit) for unit in plain._placing.units], np.int64)
         plans = [plain._plan_of(stage) for stage in plain._peak_search.choices(known, lowest=lowest)]
@@ -375,8 +375,10 @@ class StagePlanner:
         return worst, run.seconds, squares, float(max(run.peaks)), float(self.demand.traffic(plan))
 
     def _preferred(self, measures: Sequence[tuple[float, ...]]) -> int:
-        """Return the best; where ranks have several stages, the best of those with about the shortest step, since a
-        rank's load does not say how long others wait for the first of its stages.
+        """Return the index of the best measures.
+
+        Where ranks have several stages, only steps near the shortest one compete: the load of a rank does not say how
+        long other ranks wait for its first stage.
         """
         paid, left = min(self.tolerance, NEAR), list(range(len(measures)))
         if self.tolerance and self.demand.schedule is not None and len(self._limits) < len(self.keys):

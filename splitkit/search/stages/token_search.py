@@ -150,7 +150,7 @@ class TokenSearch:
         return all(peak <= limit for peak, limit in zip(self.peaks(plan, tokens), self._limits, strict=False))
 
     def beside_cache(self, plan: Plan, tokens: int) -> Ints:
-        """Return (k,) bytes that each stage needs with so many tokens beside its cache, and not in the capture."""
+        """Return (k,) bytes beyond cache and captured activations that each stage needs at so many tokens."""
         if self._steps is None:
             return np.zeros(len(self.keys), np.int64)
         pairs = zip(self.demand.stage_prices.of(plan), self._cache_of(plan), strict=True)
