@@ -57,7 +57,7 @@ class MemoryByStage:
         ]
 
     def _weights(self, rank: int) -> tuple[int, list[int]]:
-        """Return the bytes that a rank holds throughout, and those of one of each of the columns of its points."""
+        """Return the bytes that a rank holds throughout, and the bytes for one count of each column of its points."""
         own = [self.units[stage] for stage in self.owned[rank]]
         return sum(unit[0] for unit in own), [1, *(nbytes for unit in own for nbytes in unit[1:])]
 
@@ -109,7 +109,7 @@ def _counts(run: StepTrace, first: Ints) -> Iterator[Changes]:
 
 
 def _points(counts: Ints, seconds: Floats, nbytes: Ints, static: int) -> tuple[tuple[float, ...], ...]:
-    """Return the states of most bytes and the last states at each time, without those that are as before."""
+    """Return, for each time, the state with the most bytes and the last state; equal states in a row are one."""
     nothing = (static, *[0] * (counts.shape[1] - 1))
     most: dict[float, tuple[int, tuple[int, ...]]] = {0.0: (static, nothing)}
     after = dict.fromkeys((0.0,), nothing)

@@ -114,7 +114,7 @@ class MessageOrder(PipelineOrder):
 
 
 def readers(order: PipelineOrder) -> dict[int, int]:
-    """Return the number of each action that computes a message to another rank -> that of the action that reads it."""
+    """Return maker -> reader of each message to another rank, as numbers of actions."""
     rank = order.columns.rank.tolist()
     pairs = ((maker, reader) for reader, maker in enumerate(order.links.data.tolist()))
     return {maker: reader for maker, reader in pairs if maker >= 0 and rank[maker] != rank[reader]}

@@ -85,7 +85,7 @@ def load_order(path: PathLike) -> PipelineOrder:
 
 
 def _row(number: int, cells: list[str]) -> Iterator[str]:
-    """Yield the cells of a row, those of a pair one after the other."""
+    """Yield the actions of a row; a cell that pairs actions yields each of them."""
     for column, cell in enumerate(cells, 1):
         word = cell.strip()
         pair = _PAIR.fullmatch(word)

@@ -65,7 +65,7 @@ class OrderedMessages:
 
     @property
     def gap(self) -> float:
-        """By what fraction the step may be longer than that of the best order; 0 if it is proven to be the best."""
+        """The fraction by which the step may exceed the best order's; 0 if it is proven to be the best."""
         return self.seconds / self.bound - 1 if self.bound else 0.0
 
     def __str__(self) -> str:
@@ -127,7 +127,7 @@ def _require_work(order: PipelineOrder) -> None:
 
 
 def _problem(step: PricedStep, communicators: Communicators) -> tuple[SequencingProblem, list[int]]:
-    """Return the job shop of a step, and the actions that compute its operations after those that are actions."""
+    """Return the job shop of a step, actions first and messages after them, and the action that makes each message."""
     order, count = step.order, len(step.durations)
     read = readers(order)
     makers, rank, data = list(read), order.columns.rank.tolist(), order.links.data.tolist()

@@ -64,7 +64,7 @@ def replica_of(whole: StageCosts, replicas: int, gradients: int = 0) -> StageCos
 
 
 def temporary_share(nbytes: int, replicas: int, gradients: int) -> int:
-    """Return an upper bound on the temporary bytes of a replica; ``gradients`` of them at most are not divided."""
+    """Return an upper bound on a replica's temporary bytes, of which at most ``gradients`` are not divided."""
     return min(nbytes, share(nbytes + (replicas - 1) * gradients, replicas))
 
 

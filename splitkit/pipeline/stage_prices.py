@@ -359,7 +359,7 @@ def _both(costs: Costs, flow: Dataflow) -> Costs:
 
 
 def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:
-    """Return the nodes of a part that is given as a set of them."""
+    """Return the nodes of a part that is given as a set of nodes; refuse anything else (SK301)."""
     found = items_of(nodes)
     strange = [nodes] if found is None else [n for n in found if not isinstance(n, Node) or not flow.is_placeable(n)]
     if found is None or strange:

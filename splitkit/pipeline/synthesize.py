@@ -257,7 +257,7 @@ def _problem(run: ScheduleRun, limits: Sequence[int | None], objective: OrderObj
 
 
 def _travel(run: ScheduleRun) -> tuple[tuple[float, float], ...]:
-    """Return the seconds of the messages of each stage's forward and input part, those of its first microbatch."""
+    """Return the seconds of each stage's forward message and gradient message, taken from the first microbatch."""
     _, stage, kind, microbatch = run.order.columns
     took = (run.arrivals - run.departures)[microbatch == 0]
     of = {

@@ -202,7 +202,7 @@ class _Stage:
             (value,) = self._nodes[readers[0]].makes
 
     def _sent(self, value: Node) -> _Gradient:
-        """Return the same for a gradient that is sent back, which is copied if it is not contiguous."""
+        """Return the memory of a gradient that is sent upstream: `_memory`, or a copy where that is not contiguous."""
         found = self._memory(value)
         alike = self._nbytes(found[0]) == self._nbytes(value)
         ends = [t for v in (value, found[0]) for t in tensors(value_of(v))]
