@@ -212,7 +212,7 @@ class BehindEmbeddings(BeforeStages):
 
 
 def _further(module: Any) -> tuple[str, ...]:
-    """Return what a module reads besides tokens and what belongs to a step."""
+    """Return the names of the inputs that a module reads besides tokens and the arguments of a step."""
     names = inspect.signature(type(module).forward).parameters
     starts = ("decoder_", "encoder_", "output_", "head_mask", "cross_")
     return tuple(name for name in names if name not in (*_OWN, *_STEP) and not name.startswith(starts))

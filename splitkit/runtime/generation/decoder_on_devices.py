@@ -116,7 +116,7 @@ def _readers(parent: fx.GraphModule, given: fx.Node) -> list[fx.Node]:
 
 
 def _bypass(parent: fx.GraphModule, sent: fx.Node, value: fx.Node) -> None:
-    """Remove a copy, and let those who receive it read another value."""
+    """Remove a copy between devices; its receivers read ``value`` instead."""
     for user in list(sent.users):
         if isinstance(parent.get_submodule(str(user.target)), Receive):
             user.replace_all_uses_with(value)

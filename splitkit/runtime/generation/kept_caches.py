@@ -40,7 +40,7 @@ class KeptCache:
         return any(map(symbols_of, self.like.shape[1:]))
 
     def sizes(self, sequences: int, positions: int) -> list[int]:
-        """Return the sizes of the tensor; those that may vary but for the first are its positions."""
+        """Return the sizes of the tensor: its first dimension is the sequences, others that vary are the positions."""
         rest = [positions if symbols_of(size) else int(size) for size in self.like.shape[1:]]
         return [sequences, *rest]
 

@@ -52,7 +52,7 @@ class BorderValue:
         return replace(self, like=like)
 
     def padded_to(self, count: int) -> BorderValue:
-        """Return the value sent as a flat tensor of ``count`` elements, of which it may need only the first."""
+        """Return the value, to be sent as a flat tensor of ``count`` elements that it may not fill."""
         return replace(self, padded=count)
 
     def sent(self, train: bool) -> BorderValue:

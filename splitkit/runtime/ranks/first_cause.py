@@ -105,7 +105,7 @@ def _has_agent() -> bool:
 
 
 def _listened(store: Any, own: int, others: Sequence[int]) -> tuple[str, list[bool], list[bool]]:
-    """Return the line in the store; else which of the other ranks beat, and which of them miss a rank themselves."""
+    """Return the cause in the store, or whether each other rank is alive, and whether it misses a rank itself."""
     store.set_timeout(timedelta(seconds=PATIENCE))
     store.add(_missing(own), 1)
     before = [store.add(beat_key(rank), 0) for rank in others]

@@ -1,4 +1,4 @@
-"""Decide as which tensors the gradients of a staged training step come back over a border.
+"""Choose the buffers in which gradients of a staged training step are sent upstream over a border.
 
 Torch's pipelining sends one gradient back for each activation that requires one, and takes its shape from it. The
 graphs of a staged step may send back any values, so each of them travels in the slot of an activation of its size and
