@@ -354,7 +354,7 @@ def allocations(run: Callable[[], Any]) -> list[int]:
 
 
 def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
-    """Return `allocations` in groups; a group ends where a ``record_function`` whose name starts so ends.
+    """Return `allocations`, one list for each ``record_function`` whose name has this prefix.
 
     The public profiler only has sums by op, which do not give a peak, and in 2.13 and 2.15 it writes two lines to
     standard error each time; the legacy one (2.11, 2.13, 2.15) does not.

@@ -185,7 +185,7 @@ def _involved(uses: Mapping[Hashable, list[Use]], inputs: Set[Hashable]) -> dict
 
 
 class _Order:
-    """Uses in graph order; whether another use runs out of order with one of them takes logarithmic time."""
+    """Uses sorted by graph order, so that a use out of order with one of them is found in logarithmic time."""
 
     def __init__(self, uses: Iterable[Use]) -> None:
         known = sorted(uses)

@@ -131,5 +131,5 @@ def _copies_of_one_memory(tensors: list[Tensor]) -> dict[int, Tensor]:
 
 
 def _is_computed(tensor: Tensor) -> bool:
-    """Return whether autograd computed a tensor: it may be written in place, a leaf that requires grad may not."""
+    """Return whether a tensor is no leaf of autograd, and may therefore be written in place."""
     return tensor.requires_grad and not tensor.is_leaf

@@ -39,7 +39,7 @@ class Buckets:
         self._caps()
 
     def _caps(self) -> tuple[int, int]:
-        """The size at which the bucket that is ready first is full, and that of every other bucket."""
+        """The bytes at which the first bucket is full, and at which every other bucket is full."""
         cap = checks.nbytes(self, "bytes", self.bytes, 1)
         return (cap if self.first is None else checks.nbytes(self, "first", self.first, 1)), cap
 

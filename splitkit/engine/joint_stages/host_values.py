@@ -65,7 +65,7 @@ class HostValue:
 
 
 def host_values(held: Mapping[str, Any]) -> list[HostValue]:
-    """Return those of the values that a stage holds that are moved."""
+    """Return the held values of a stage that move to the host."""
     return [value for value in held.values() if isinstance(value, HostValue)]
 
 

@@ -137,7 +137,7 @@ class StageGraphs:
         return sum(self.storages(names).values())
 
     def storages(self, names: Iterable[str]) -> dict[Origin, int]:
-        """Return the storages of some values, as on a rank of its own, with their bytes; not those that the caller has.
+        """Return storage -> bytes of some values as a rank owns them, without storages of the caller's inputs.
 
         What a stage receives is a copy there, even if it was a view of an input, or two values one storage, before.
 

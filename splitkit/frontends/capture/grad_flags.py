@@ -40,7 +40,7 @@ class GradFlags:
         return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
 
     def set(self, tensor: torch.Tensor, tracer: Any) -> None:
-        """Refuse the call, or remember its line."""
+        """Raise if the call changes gradients where it may not; else record its line."""
         self.where = self.where or user_line()
         # A gradient is missing only where the tensor comes from a parameter that trains, or is one.
         own = {tracer.tensor_tracker[t].proxy.node: t for t in self._own() if t in tracer.tensor_tracker}

@@ -1,4 +1,4 @@
-"""Finds what a capture that failed had reached: the graph that its tracer was recording."""
+"""Recovers the partial graph of a failed capture for its error: what the tracer had recorded so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the inputs of one step of a decoder of transformers, with which it is captured."""
+"""Make example inputs of one step of a transformers decoder, for its capture."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class _Halves(torch.autograd.Function):
 
 
 def _indices(joint: Joint, named: Mapping[int, str]) -> dict[int, int]:
-    """Return position of an output -> index of the primal that ``named`` gives for it by name."""
+    """Return output position -> index of the primal of the same name in ``named``."""
     placeholders = joint.graph_module.graph.find_nodes(op="placeholder")
     primals = [n.name for n in placeholders if n.name not in joint.signature.tangents]
     index = {name: i for i, name in enumerate(primals)}
