@@ -231,7 +231,7 @@ def require_undamaged(place: Path, rank: int, ranks: int) -> None:
 
 
 def _of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """Return the names of the files that a rank wrote, or that one of several in its place reads."""
+    """Return the files that a rank reads: what it wrote, divided by rank modulo ``ranks`` if their number changed."""
     found = {name: _WRITER.fullmatch(name) for name in sorted(names)}
     return [name for name, match in found.items() if (int(match[1]) if match else 0) % ranks == rank]
 

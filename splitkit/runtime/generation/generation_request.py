@@ -1,4 +1,4 @@
-"""Describes what is to be generated and what came of it, and refuses requests that cannot be answered."""
+"""Describes requests for text and their results, and refuses requests that cannot be answered."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ class Generator:
                 )
 
     def _know(self, number: int, request: Request | None, left: Iterable[int]) -> None:
-        """On the last rank, forget how the tokens of some requests are chosen, and learn how one is to be."""
+        """On the last rank, drop the samplers of requests that have left, and make the sampler of a new request."""
         if not self.is_last:
             return
         for gone in left:

@@ -24,7 +24,7 @@ _READ_HERE = {"self", *ARGUMENTS, "return_dict", "use_cache", "logits_to_keep", 
 
 
 class ModelStep:
-    """What takes the arguments of a model's ``forward``, and returns its outputs.
+    """A step that takes the arguments of a model's ``forward``, and returns its outputs.
 
     Attributes:
         decoder: the parts on their devices.

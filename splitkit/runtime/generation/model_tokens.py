@@ -62,7 +62,7 @@ class ModelTokens:
         )
 
     def or_given(self, ends: int | Collection[int] | None, pad: int | None, positions: int | None) -> ModelTokens:
-        """Return these with what a user gave in place of the model's."""
+        """Return the tokens, with the values that a user gave in place of the model's."""
         given = {"eos_token_id": None if ends is None else _row(ends), "pad_token_id": pad, "positions": positions}
         return replace(self, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 

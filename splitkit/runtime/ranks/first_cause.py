@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 def report_cause(line: str) -> str:
-    """Write what failed to the store, unless another rank did so before; return what is there then."""
+    """Write the cause of a failure to the store, unless another rank has; return the cause that it has then."""
 
     def write() -> str:
         return str(_torch.default_store().clone().compare_set(KEY, "", line).decode())
