@@ -282,7 +282,7 @@ class Budget:
         return least.choice.plan(f"{self._told(least, exact)}. {proven}{search.ending}")
 
     def _told(self, seen: Seen, about: str) -> str:
-        """Return what a plan takes, as sentences without the last full stop; ``about`` is said of what is limited."""
+        """Return what a plan takes, as sentences without the last full stop; ``about`` is said of the limited bytes."""
         peak, saved = (size(nbytes) for nbytes in (seen.peak, seen.saved))
         peak, saved = (f"{peak} ({about})", saved) if self.of == "peak" else (peak, f"{saved} ({about})")
         again = duration(seen.seconds, seen.choice.savings.time_unit)

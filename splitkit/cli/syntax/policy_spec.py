@@ -46,7 +46,7 @@ class PolicySpec:
         return _Spelled(self.text, self._made())
 
     def _made(self) -> Any:
-        """Make the policy, after those among its parameters."""
+        """Make the policy, after the policies among its parameters."""
         make = _load(self.name)
         args = [value._made() if isinstance(value, PolicySpec) else value for value in self.args]
         kwargs = {k: value._made() if isinstance(value, PolicySpec) else value for k, value in self.kwargs.items()}

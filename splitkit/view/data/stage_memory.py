@@ -50,7 +50,7 @@ class HeldStorage:
     crosses: tuple[tuple[int, int], ...]
 
     def owner(self, saver: Node) -> Node:
-        """Return the node that makes it, or the one that saves what no node makes."""
+        """Return the node that makes the storage, or the node that saves it if no node makes it."""
         return saver if self.maker is None else self.maker
 
     def to_list(self, place: Mapping[Node, int]) -> list[Any]:
