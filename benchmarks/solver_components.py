@@ -34,7 +34,6 @@ from splitkit.search.replicas import replica_search
 from splitkit.search.stages import balancing, rank_borders, stage_search
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.latency import latency_solver
-from splitkit.solvers.placement.multilevel import multilevel, vcycle
 from splitkit.solvers.placement.sets import set_solver
 from splitkit.solvers.placement.stages import contiguous, ideal_dp, linked_annealing, stage_solver
 from splitkit.solvers.placement.unequal import unequal_solver
@@ -125,11 +124,6 @@ COMPONENTS = [
     Component("unequal: moves", unequal_solver._Search, "_move", to(nothing)),
     Component("unequal: all placements", unequal_solver._Search, "_try_all", to(nothing)),
     Component("devices: bound by messages", device_search, "least_load", to(zero)),
-    Component("multilevel: coarse start", vcycle.VCycle, "fresh", to(nothing)),
-    Component("multilevel: more cycles", vcycle.VCycle, "again", to(given(1))),
-    Component("multilevel: moves", vcycle, "refine_stages", to(given(1))),
-    Component("multilevel: ties", vcycle.VCycle, "ties", to(lambda *_: [])),
-    Component("multilevel: contiguous first", multilevel, "MOST_EXACT", to(0)),
     Component("memory: all cuts of small graphs", memory_search.MemorySearch, "_exactly", to(nothing)),
     Component("memory: orders but the first", memory_search, "orders", to(lambda _: [])),
     Component("replicas: fitting to memory", replica_search.ReplicaSearch, "_fitting", to(nothing)),
