@@ -118,7 +118,6 @@ COMPONENTS = [
     Component("latency: list scheduling", latency_solver, "list_schedules", to(lambda *_: [])),
     Component("latency: moves", latency_solver.PieceAnnealing, "run", to(nothing)),
     Component("latency: chain bound", latency_solver, "chain_bound", to(zero)),
-    Component("latency: integer program", latency_solver, "path_bound", to(zero)),
     Component("latency: tree", latency_solver, "_searched", to(lambda *_: False)),
     Component("unequal: lines", unequal_solver, "best_on_order", to(nothing)),
     Component("unequal: moves", unequal_solver._Search, "_move", to(nothing)),
