@@ -110,7 +110,6 @@ COMPONENTS = [
     Component("stages: nets for copies", stage_search, "with_copies", to(given(0))),
     Component("all: shared values sent", placement_model.PlacementModel, "shared_seconds", to(0.0)),
     Component("sets: annealing", _SETS, "_anneal", to(nothing)),
-    Component("sets: windows", _SETS, "_replace", to(nothing)),
     Component("sets: joining", _SETS, "_join", to(nothing)),
     Component("sets: cover", _SETS, "_cover", to(nothing)),
     Component("sets: integer program", _SETS, "_program", to(nothing)),
