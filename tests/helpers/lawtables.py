@@ -129,8 +129,6 @@ JOINT_LAWS: dict[str, Policy] = {
     "Remat modules": Remat(modules="*"),
     "MinCut": MinCut(),
     "MinCut, fewest bytes": MinCut(0.0),
-    "MinCut like functorch": MinCut.functorch(),
-    "MinCut like torch": MinCut.like_torch(),
     "Precompute": Precompute(),
     "Precompute listed, of recompute": Precompute(RecomputeAll(), movable=every_third),
     "Budget, all": Budget(1.0),

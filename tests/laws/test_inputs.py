@@ -174,7 +174,7 @@ FIELDS = {
     "Frontier, host": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given), {
         "of": "peak", "offload": 1e9}, {"host": LIMIT}),
     "MinCut": (halved(MinCut), {}, {
-        "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5), "rules": (5, "x")}),
+        "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5)}),
     "Remat": (halved(Remat), {}, {
         "modules": (*NEVER, None, 5, []), "keep": (NAN, -1, None, b"mm", [None], torch.tensor(2), object())}),
     "Precompute": (halved(Precompute), {}, {"base": (*NEVER, None, SaveAll), "movable": (NAN, -1, [None])}),

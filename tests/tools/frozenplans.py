@@ -89,7 +89,6 @@ def forward_policies(gm: Any) -> dict[str, Any]:
 def joint_policies() -> dict[str, Any]:
     return {
         "MinCut": MinCut(),
-        "MinCut.functorch": MinCut.functorch(),
         "Precompute": Precompute(),
         "SplitBackward": SplitBackward(),
         "Budget(0.6, saved)": Budget(0.6, of="saved"),
