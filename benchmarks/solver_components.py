@@ -89,7 +89,6 @@ _RECOMPUTE = recompute_search.RecomputeSearch
 COMPONENTS = [
     Component("stages: orders but the first", stage_solver, "orders", lambda own: lambda core: islice(own(core), 1)),
     Component("stages: ideals", _STAGES, "over_ideals", to(nothing)),
-    Component("stages: ideals, relaxed first", stage_solver, "_RELAXED", to(())),
     Component("stages: reordering", _STAGES, "by_reordering", to(nothing)),
     Component("stages: annealing", _STAGES, "by_annealing", to(nothing)),
     Component("stages: joining", bounds, "joining_bound", to(given(1))),
