@@ -12,7 +12,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.autograd.saved_storages import activations
-from splitkit.policies import Acyclic, Best, Devices, Expert, MemoryBudget, RoundRobin, Stages
+from splitkit.policies import Best, Devices, Expert, MemoryBudget, RoundRobin, Stages
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.placement.stages.contiguous import contiguous
@@ -64,7 +64,6 @@ WITHOUT_BACKWARD = {
     "a mapping": lambda gm: sk.plan(gm, RoundRobin(2)),
     "work": lambda gm: sk.plan(gm, Stages(2)),
     "links": lambda gm: sk.plan(gm, Stages(2, links="pcie4")),
-    "acyclic": lambda gm: sk.plan(gm, Acyclic(2, links="pcie4")),
     "the best without memory": lambda gm: sk.plan(gm, Best(2, links="pcie4")),
     "a split": lambda gm: sk.split(gm, Stages(2)),
     "a split with links": lambda gm: sk.split(gm, Stages(2, links="pcie4")),

@@ -17,7 +17,6 @@ from splitkit.costs import Device, Link, Links
 from splitkit.errors import NoPlanError, SplitError
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.policies import (
-    Acyclic,
     AroundOps,
     AtMarkers,
     Best,
@@ -144,7 +143,6 @@ FIELDS = {
     "Best": (placed(Best), {"policies": 2}, {
         "policies": (*NEVER, None, 0, [], [3], INF, HUGE, "Stages"), "memory": LIMIT, "links": WORD,
         "seconds": (*NEVER, None, HUGE, "1"), "schedule": WORD, "microbatches": COUNT, "optimizer": WORD}),
-    "Acyclic": (placed(Acyclic), {"n": 2}, {"n": (*COUNT, None), "memory": LIMIT, "links": WORD}),
     "Buckets": (placed(Buckets), {"bytes": 100}, {"bytes": (*SIZE, 0), "first": (*LIMIT, 0)}),
     "ByParameterBytes": (placed(ByParameterBytes), {"limit": "1GiB"}, {"limit": (*SIZE, 0)}),
     "ByName": (placed(ByName), {"parts": {}}, {"parts": (*NEVER, None, 5, "layers.*", [], {1: 2})}),
@@ -176,7 +174,7 @@ FIELDS = {
     "Frontier, host": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given), {
         "of": "peak", "offload": 1e9}, {"host": LIMIT}),
     "MinCut": (halved(MinCut), {}, {
-        "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5), "rules": (5, "x")}),
+        "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5)}),
     "Remat": (halved(Remat), {}, {
         "modules": (*NEVER, None, 5, []), "keep": (NAN, -1, None, b"mm", [None], torch.tensor(2), object())}),
     "Precompute": (halved(Precompute), {}, {"base": (*NEVER, None, SaveAll), "movable": (NAN, -1, [None])}),
@@ -307,7 +305,6 @@ FORWARD = {
     "MemoryBudget": lambda case, given: MemoryBudget("1GiB", 2).assign(case.flow, given),
     "MemoryBudget, inference": lambda case, given: MemoryBudget("1GiB", 2, optimizer=None).assign(case.flow, given),
     "Best": lambda case, given: Best(2, seconds=1).assign(case.flow, given),
-    "Acyclic": lambda case, given: Acyclic(2, links="nvlink4").assign(case.flow, given),
     "Expert": lambda case, given: Expert(2).assign(case.flow, given),
     "plan": lambda case, given: sk.plan(case.gm, Stages(2, seconds=1), given),
     "split": lambda case, given: sk.split(case.gm, Stages(2, seconds=1), costs=given),
@@ -324,7 +321,7 @@ JOINT = {
     "Frontier": lambda case, given: Frontier(case.joint, given).points,
     "split": lambda case, given: case.joint.split(MinCut(), given),
 }
-OF_BYTES = ("Stages", "Stages with links", "Devices", "Devices, latency", "Acyclic", "plan", "report")
+OF_BYTES = ("Stages", "Stages with links", "Devices", "Devices, latency", "plan", "report")
 """Doors that ask for the bytes of values."""
 
 
@@ -376,7 +373,6 @@ UNREACHED = (
     [
         lambda links: Stages(2, links=links),
         lambda links: Stages(2, "1f1b", links=links),
-        lambda links: Acyclic(2, links=links),
         lambda links: Best(2, links=links),
         lambda links: Devices(["h200", "h200"], links=links),
         lambda links: Devices(["h200", "h200"], links=links, objective="latency"),

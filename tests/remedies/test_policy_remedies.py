@@ -253,13 +253,6 @@ SIMPLE = [
     ),
     Remedy(
         "SK302",
-        "Rules take splitkit.training.choices.Savings, and return ({op: reason}, an array of what each storage "
-        "weighs).",
-        lambda: step(MinCut(rules=lambda savings: 3)),
-        lambda: step(MinCut(rules=lambda savings: ({}, savings.nbytes))).plan,
-    ),
-    Remedy(
-        "SK302",
         "Give bytes per second, from 0 to {...}, such as 1e12; or None to defer products.",
         lambda: SplitBackward(price=-1),
         (lambda: step(SplitBackward(price=1e12)).plan, lambda: step(SplitBackward(price=None)).plan),

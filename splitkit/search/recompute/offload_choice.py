@@ -7,7 +7,7 @@ have the most time; the largest first is the rule of torchtitan's memory policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, combinations
 from math import inf
 
@@ -41,17 +41,8 @@ def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return chain.from_iterable(combinations(items, count) for count in range(len(items) + 1))
 
 
-def largest_first(timeline: OffloadTimeline, budget: int, host: float = inf) -> OffloadRun | None:
-    """Return the run that offloads the largest values until the budget is kept, and nothing else is decided."""
-    return _greedy(timeline, sorted(timeline.values, key=_largest(timeline)), budget, host, shorten=False)
-
-
 def _rank(run: OffloadRun) -> tuple[float, int, int]:
     return run.exposed, run.host, run.peak
-
-
-def _largest(timeline: OffloadTimeline) -> Callable[[int], tuple[int, int]]:
-    return lambda item: (-int(timeline.trace.nbytes[item]), item)
 
 
 def _orders(timeline: OffloadTimeline) -> Iterator[list[int]]:
@@ -59,12 +50,10 @@ def _orders(timeline: OffloadTimeline) -> Iterator[list[int]]:
     yield sorted(items, key=lambda i: (int(trace.born[i]), i))
     yield sorted(items, key=lambda i: (-int(timeline.first[i]), i))
     yield sorted(items, key=lambda i: (int(trace.left[i] - timeline.first[i]) * int(trace.nbytes[i]), i))
-    yield sorted(items, key=_largest(timeline))
+    yield sorted(items, key=lambda i: (-int(trace.nbytes[i]), i))
 
 
-def _greedy(
-    timeline: OffloadTimeline, order: Sequence[int], budget: int, host: float, shorten: bool = True
-) -> OffloadRun | None:
+def _greedy(timeline: OffloadTimeline, order: Sequence[int], budget: int, host: float) -> OffloadRun | None:
     """Return the run that offloads the shortest prefix of an order that fits, less values that need not go."""
     if not timeline.fits(order, budget):
         return None
@@ -72,8 +61,7 @@ def _greedy(
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if timeline.fits(order[:middle], budget) else (middle + 1, high)
-    chosen = list(order[:high])
-    return _judged(timeline, _needed(timeline, chosen, budget) if shorten else chosen, budget, host)
+    return _judged(timeline, _needed(timeline, order[:high], budget), budget, host)
 
 
 def _needed(timeline: OffloadTimeline, chosen: Sequence[int], budget: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.plans.policy_text import policy_text
-from splitkit.policies import Acyclic, Best, Budget, ByName, Devices, Expert, MinCut, Remat, RoundRobin, SplitBackward
+from splitkit.policies import Best, Budget, ByName, Devices, Expert, MinCut, Remat, RoundRobin, SplitBackward
 from splitkit.policies import Stages as StagesPolicy
 from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.units import duration
@@ -142,8 +142,8 @@ def test_names_of_the_model_are_escaped():
 POLICIES = [
     StagesPolicy(4),
     StagesPolicy(2, "1f1b", 8, memory=["1GiB", "2GiB"], links="nvlink4"),
-    Acyclic(3, memory="1GiB"),
-    Best([StagesPolicy(3), Acyclic(3)]),
+    StagesPolicy(3, memory="1GiB"),
+    Best([StagesPolicy(3), Expert(3)]),
     Budget("2GiB"),
     Budget(card="24GiB", optimizer="adamw"),
     ByName({"layers.*": 1}),
