@@ -21,7 +21,7 @@ from splitkit.view.console.tables import table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-NEEDED = {"torch": (2, 11), "numpy": (), "scipy": (), "networkx": (), "rich": ()}
+NEEDED = {"torch": (2, 11), "numpy": (), "scipy": (), "networkx": (), "rich": (), "shtab": ()}
 OPTIONAL = ("transformers",)
 
 
