@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from argparse import Namespace
 
 from splitkit.cli.outcome import Outcome
 
@@ -11,7 +10,7 @@ FILES = ("FILE", "PATH", "DIR", "FOLDER", "MODEL", "PLAN", "TRACE", "CONFIG", "a
 """Words in the metavar of an argument that names a file."""
 
 
-def run(args: argparse.Namespace) -> Outcome:
+def run(args: Namespace) -> Outcome:
     """Run ``splitkit completion``."""
     script = completion_script(args.shell)
     return Outcome({"command": "completion", "shell": args.shell, "script": script}, [script.rstrip("\n")])
@@ -24,17 +23,7 @@ def completion_script(shell: str) -> str:
     from splitkit.cli.parser import make_parser
 
     parser = make_parser()
-    for own in _parsers(parser):
-        for action in own._actions:
-            if isinstance(action.metavar, str) and any(word in action.metavar for word in FILES):
-                vars(action)["complete"] = shtab.FILE
+    for action in parser.every_argument():
+        if isinstance(action.metavar, str) and any(word in action.metavar for word in FILES):
+            vars(action)["complete"] = shtab.FILE
     return shtab.complete(parser, shell)
-
-
-def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield a parser and those of its commands."""
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for own in action.choices.values():
-                yield from _parsers(own)

@@ -68,6 +68,10 @@ class Parser(argparse.ArgumentParser):
             raise UsageError("SK601", reason, self._split_size(unknown[0]) or remedy)
         return found
 
+    def every_argument(self) -> list[argparse.Action]:
+        """Return the arguments of the parser and of its commands."""
+        return [*self._actions, *(action for own in self.commands().values() for action in own.every_argument())]
+
     def commands(self) -> dict[str, Parser]:
         """Return the parsers of the commands by name, and nothing for the parser of a command."""
         found = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
