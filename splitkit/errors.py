@@ -85,7 +85,6 @@ CODES: dict[str, str] = {
     "SK601": "the command was used wrongly",
     "SK602": "a model is given without the function that makes it",
     "SK603": "an output would overwrite a file that is needed",
-    "SK604": "a default in the settings file or the environment is wrong",
     "SK701": "the split differs from the whole",
     "SK702": "the graph that was split differs from the model",
     "SK703": "the model differs from itself",

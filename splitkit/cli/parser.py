@@ -35,8 +35,6 @@ SHELLS = ("bash", "zsh", "fish")
 EPILOG = """exit codes:
   0 success   1 error   2 wrong usage   3 no plan fits   4 the split differs from the unsplit model   130 interrupted
 
-defaults of options: splitkit.toml (links = "nvlink4"), or the environment (SPLITKIT_LINKS=nvlink4)
-
 example:
   splitkit plan gpt2 --stages 4 -o plan.json && splitkit run plan.json --check"""
 

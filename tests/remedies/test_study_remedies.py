@@ -20,7 +20,6 @@ from splitkit.memory.autograd.saved_storages import activations
 from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, Pipeline, SaveAll, Stages
-from splitkit.studies.deferral_frontier import DeferralFrontier
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 OWN = """import torch
@@ -75,11 +74,6 @@ def sweep(graph=None, stages=(2,), microbatches=(4,), schedules=("1f1b",), **opt
 
 def joint():
     return stagedsteps.captured()[0]
-
-
-def frontier(stage):
-    made, prices = stagedsteps.captured()
-    return DeferralFrontier(made, prices, Pipeline(2, microbatches=4, links="nvlink4"), stage).points
 
 
 def priced(**options):
@@ -189,7 +183,6 @@ CASES = [
         lambda: priced(activations=3),
         (lambda: priced(activations=activations(sk.analyze(gm()))) == priced(), priced),
     ),
-    Remedy("SK302", "Give one of them.", lambda: frontier(7), (lambda: bool(frontier(0)), lambda: bool(frontier(1)))),
     Remedy(
         "SK314",
         "Make a plan with splitkit.plan(gm, policy), and keep gm.",
