@@ -39,7 +39,6 @@ from splitkit.policies import (
     SplitBackward,
     Stages,
 )  # fmt: skip
-from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.studies.frontier import Frontier
 
 INF, NAN, HUGE = float("inf"), float("nan"), 10**400
@@ -181,10 +180,6 @@ FIELDS = {
     "SplitBackward": (halved(SplitBackward), {}, {
         "price": (*NEVER, INF, np.float32("inf"), HUGE, 1e308, "1e11"),
         "policy": (NAN, -1, None, 1j, b"80GiB", "SaveAll", ["x"], [None], int, SaveAll)}),
-    "DeferralFrontier": (lambda case, **given: DeferralFrontier(case.joint, case.joint_prices, **given).points, {}, {
-        "policy": (NAN, -1, None, "SaveAll", [None]), "stage": (*NEVER, None, 1, 1.5, INF, HUGE, "0")}),
-    "DeferralFrontier.within": (lambda case, **given: DeferralFrontier(case.joint).within(**given), {}, {
-        "limit": (*NEVER, None, HUGE, "-1B")}),
     "Frontier": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given).points, {}, {
         "of": (*WORD, None), "budgets": (*COUNT, None), "price": WORD}),
     "within": (lambda case, **given: Frontier(case.joint).within(**given), {}, {"nbytes": (*NEVER, None, HUGE, "-1B")}),

@@ -33,7 +33,6 @@ from splitkit.policies import (
     SplitBackward,
     Stages,
 )
-from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.studies.explanation.explain import explain
 from splitkit.studies.frontier import Frontier
 
@@ -528,12 +527,6 @@ SIMPLE = [
         "Use True or False.",
         lambda: Pipeline(2, recompute=3),
         (lambda: step(Pipeline(2, recompute=True)).plan, lambda: step(Pipeline(2, recompute=False)).plan),
-    ),
-    Remedy(
-        "SK302",
-        "Give a whole number: 0.",
-        lambda: DeferralFrontier(joint()[0], stage="x"),
-        lambda: DeferralFrontier(joint()[0], stage=0),
     ),
     Remedy(
         "SK302",
