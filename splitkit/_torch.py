@@ -108,11 +108,6 @@ def inputs_of(node: fx.Node) -> Collection[fx.Node]:
     return node._input_nodes.keys()
 
 
-def make_wrapper(kind: Any, size: Any, dtype: torch.dtype) -> Any:
-    """Make a tensor of a subclass that has a size but no memory of its own (2.11, 2.13, 2.15)."""
-    return torch.Tensor._make_wrapper_subclass(kind, size, dtype=dtype)
-
-
 def schema_of(op: Any) -> Any:
     """Return the schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
     return op._schema

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from smallnets import UNet
 from torch import fx, nn
 from train_both import train_both
 
@@ -31,7 +32,6 @@ from splitkit.pipeline.torch_orders import torch_cells
 from splitkit.prices import Costs
 from splitkit.runtime import pipeline
 from splitkit.testing import models
-from splitkit.testing.small_nets import UNet
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2}
 
