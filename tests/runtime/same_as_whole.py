@@ -148,10 +148,8 @@ def prepare() -> None:
     for case in json.loads(sys.argv[1]):
         gm, inputs = copy.deepcopy(captured(case["model"])[:2])
         plan = sk.Plan.from_dict(gm.graph, planned(case["model"], case["stages"]))
-        counts = case.get("replicas", 1)
-        counts = counts if isinstance(counts, list) else [counts] * len(plan.parts)
-        how = [{"replicas": n, "call": case.get("call", "plain")} for n in counts]
-        parts = {key: replace(part, **more) for (key, part), more in zip(plan.parts.items(), how, strict=True)}
+        how = {"replicas": case.get("replicas", 1), "call": case.get("call", "plain")}
+        parts = {key: replace(part, **how) for key, part in plan.parts.items()}
         PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=parts))))
 
 
