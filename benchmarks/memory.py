@@ -24,6 +24,7 @@ import estimator
 import torch
 from rich.console import Console
 from rich.table import Table
+from small_nets import NETS, loss_or_sum
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 from torch._inductor.fx_passes import memory_estimator as inductors
@@ -32,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import splitkit as sk
 from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.testing import models
-from splitkit.testing.small_nets import NETS, loss_or_sum
 
 ATEN = torch.ops.aten
 

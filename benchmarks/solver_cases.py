@@ -16,6 +16,7 @@ import graphs
 import numpy as np
 import placement
 import stages
+from small_nets import loss_or_sum
 
 import splitkit as sk
 from splitkit.policies import Devices, MemoryBudget, Stages
@@ -24,7 +25,6 @@ from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.testing import models
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

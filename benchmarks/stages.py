@@ -34,6 +34,7 @@ from recompute import Sum
 from rich.console import Console
 from rich.table import Table
 from rules import RULES
+from small_nets import UNet
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -47,7 +48,6 @@ from splitkit.policies import Stages
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.small_nets import UNet
 
 MICROBATCHES = 16
 LINK = "nvlink4"

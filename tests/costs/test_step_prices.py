@@ -7,6 +7,7 @@ import pytest
 import torch
 from campaigns import these_first
 from capturedmodels import captured_example
+from smallnets import loss_or_sum
 from torch import fx, nn
 
 import splitkit as sk
@@ -19,7 +20,6 @@ from splitkit.frontends.capture.capture import capture
 from splitkit.graph.ops import declare
 from splitkit.graph.ops import declared as ops
 from splitkit.pipeline.stage_prices import stage_costs
-from splitkit.testing.small_nets import loss_or_sum
 from tests.costs.test_measured import QUICK, TINY, state_of, untouched
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from campaigns import these_first
 from jointmodels import TEXT, eager, example
+from smallnets import loss_or_sum
 from torch import nn
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
@@ -23,7 +24,6 @@ import splitkit as sk
 from splitkit.frontends.compile import memory_budget_solver
 from splitkit.policies import Budget, Remat, SaveAll
 from splitkit.testing.models import build
-from splitkit.testing.small_nets import loss_or_sum
 
 ROOT = Path(__file__).parents[2]
 

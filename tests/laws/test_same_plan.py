@@ -16,13 +16,13 @@ import pytest
 import torch
 from jointmodels import captured, step_of
 from lawtables import JOINT_LAWS, LAWS, LIKE_ANOTHER, STAGED_LAWS, asked, sized, written
+from smallnets import loss_or_sum
 from torch import fx, nn
 
 import splitkit as sk
 from splitkit.costs import roofline, unit
 from splitkit.errors import NoPlanError
 from splitkit.policies import Budget, MinCut, Precompute, RoundRobin, SaveAll, Stages
-from splitkit.testing.small_nets import loss_or_sum
 
 FORWARD_GRAPH, JOINT_GRAPHS = "tied language model, exported", ("branches",)
 CUT = "cut short by time: another machine may find another plan"
