@@ -22,7 +22,7 @@ import splitkit as sk
 from splitkit import costs
 from splitkit.cli.commands.profile_ranks import _orders
 from splitkit.costs.recorded import costs_of
-from splitkit.costs.timing.step_prices import require_steps
+from splitkit.costs.timing.measured import require_steps
 from splitkit.errors import SplitError
 from splitkit.graph.ops import declared as declarations
 from splitkit.pipeline.order_file import load_order
@@ -143,7 +143,7 @@ def test_a_backward_that_has_no_price():
 
 def test_an_op_that_may_run_only_once():
     def ask(**options):
-        return costs.measured(acting(), (X,), cache=False, min_run_time=1e-6, **options)
+        return costs.measured(acting(), (X,), min_run_time=1e-6, **options)
 
     with refusal("SK324", "Declare it with splitkit.extend.declare, or estimate backward: training(measured(gm, "):
         ask(backward=True)
@@ -161,7 +161,7 @@ def test_backward_where_there_are_no_hooks_of_its_clock():
     with refusal("SK324", "Estimate it there: splitkit.costs.training(splitkit.costs.measured(gm, inputs, device))."):
         require_steps(sk.analyze(graph()), torch.device("cuda"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    estimated = costs.training(costs.measured(graph(), (X,), device, min_run_time=1e-6, cache=False))
+    estimated = costs.training(costs.measured(graph(), (X,), device, min_run_time=1e-6))
     assert sk.plan(graph(), Stages(2), estimated).claim.value > 0
 
 
@@ -207,8 +207,6 @@ def test_a_trace_of_another_graph(tmp_path):
         costs.traced(other, file)
     with refusal("SK326", "Trace the captured model in eager mode, with inputs of the captured sizes."):
         costs.traced(gm, traced(net(), tmp_path / "sizes.json", X[:2]))
-    with refusal("SK325", "Read the trace for this graph: splitkit.costs.traced(gm, FILE)."):
-        sk.plan(other, Stages(2), costs.traced(gm, file))
     assert sk.plan(other, Stages(2), costs.traced(other, longer)).claim.value > 0
 
 
