@@ -12,9 +12,6 @@ import torch
 from carried import Remedy, refusal
 from test_command_remedies import FACTORY, command
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +20,6 @@ from splitkit import costs
 from splitkit.cli.commands.profile_ranks import _orders
 from splitkit.costs.recorded import costs_of
 from splitkit.costs.timing.measured import require_steps
-from splitkit.errors import SplitError
 from splitkit.graph.ops import declared as declarations
 from splitkit.pipeline.order_file import load_order
 from splitkit.pipeline.stage_costs import StageCosts
@@ -261,7 +257,7 @@ def test_a_profile_of_stages_that_no_schedule_puts_on_the_ranks():
                 assert found and all(len(order.ranks) == ranks for order in found)
 
 
-# ------------------------------------------------------------ SK306, SK307: what saves a value
+# ------------------------------------------------------------ SK307: what saves a value
 
 
 class Layer(nn.Module):
@@ -318,34 +314,7 @@ def compiled(backend):
     return gradients(model, torch.compile(model, backend=backend), WIDE)
 
 
-def partitioned():
-    return compiled(aot_autograd(fw_compiler=lambda gm, _: gm, partition_fn=sk.inductor_partitioner(KEEP)))
-
-
-def refused(run):
-    """Run, and raise the error that dynamo has wrapped."""
-    try:
-        run()
-    except Exception as error:
-        cause = error
-        while cause is not None and not isinstance(cause, SplitError):
-            cause = cause.__cause__ or getattr(cause, "inner_exception", None)
-        raise cause or error from error
-
-
-def test_saved_values_that_inductor_would_write_over():
-    with refusal("SK306", "Set torch._functorch.config.donated_buffer = False, or use splitkit.backend(policy, inner="):
-        refused(partitioned)
-    with functorch_config.patch(donated_buffer=False):
-        torch.testing.assert_close(partitioned(), gradients(model := TwoViews(), model, WIDE))
-
-
 @pytest.mark.campaign
 def test_saved_values_that_inductor_does_not_write_over():
     want = compiled("eager")
     torch.testing.assert_close(compiled(sk.backend(KEEP, inner="inductor")), want)
-    with (
-        functorch_config.patch(donated_buffer=False),
-        inductor_config.patch(custom_partitioner_fn=sk.inductor_partitioner(KEEP)),
-    ):
-        torch.testing.assert_close(compiled("inductor"), want)
