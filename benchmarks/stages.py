@@ -129,7 +129,7 @@ class Case:
         if measure:
             given = example.args or dict(example.kwargs)
             with patch.object(time, "perf_counter", time.process_time):  # others may use the processor meanwhile
-                self.costs: Costs = sk.costs.measured(self.gm, given, cache=False, min_run_time=0.05, backward=True)
+                self.costs: Costs = sk.costs.measured(self.gm, given, min_run_time=0.05, backward=True)
         else:
             self.costs = sk.costs.training(sk.costs.roofline(self.gm, "h100"))
         self.flow = sk.analyze(self.gm)

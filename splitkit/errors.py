@@ -43,7 +43,6 @@ CODES: dict[str, str] = {
     "SK303": "no plan fits",
     "SK304": "a pattern or name matches nothing",
     "SK305": "the model sets a memory budget of its own",
-    "SK306": "Inductor would write over a saved value",
     "SK307": "torch's selective checkpointing cannot carry out the plan",
     "SK310": "a node of a partition is not in the graph, or in two partitions",
     "SK311": "partitions that are to be fused wait for each other",

@@ -567,18 +567,6 @@ SIMPLE = [
             lambda: torch.allclose(torch.compile(net := Net(), backend=sk.backend("2GiB"))(X), net(X)),
         ),
     ),
-    Remedy(
-        "SK302",
-        "Give splitkit.backend(...), a function or a name such as 'inductor'.",
-        lambda: sk.dry_run(Net(), X, backend=3),
-        (lambda: sk.dry_run(Net(), X, backend=sk.backend("2GiB")), lambda: sk.dry_run(Net(), X, backend="aot_eager")),
-    ),
-    Remedy(
-        "SK302",
-        "Choose one of {...}, or give splitkit.backend(...).",
-        lambda: sk.dry_run(Net(), X, backend="nosuch"),
-        (lambda: sk.dry_run(Net(), X, backend="aot_eager"), lambda: sk.dry_run(Net(), X, backend=sk.backend("2GiB"))),
-    ),
     # ------------------------------------------------------------ SK304: a name that matches nothing
     Remedy(
         "SK304",
