@@ -22,7 +22,7 @@ from splitkit.pipeline.inseparable_nodes import together_because
 from splitkit.pipeline.purpose import purpose
 from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan
-from splitkit.policies import Acyclic, Devices, MemoryBudget, Stages
+from splitkit.policies import Devices, MemoryBudget, Stages
 from splitkit.prices import Costs
 from splitkit.search.devices.device_request import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
@@ -276,7 +276,7 @@ def _others(pricing: StagePricing, plan: Plan, policy: object) -> Iterator[tuple
         count, asked = len(pricing.devices_of(plan)), pricing.request
         if 1 < count <= _MOST_STAGES and not pricing.replicated:
             yield f"Stages({count})", lambda: Stages(count, links=asked.links, optimizer=asked.optimizer)
-    if isinstance(policy, Stages | Acyclic):
+    if isinstance(policy, Stages):
         each = _stages_of_rank(policy)
         number = pricing.microbatches(parts)
         yield "one more device", lambda: _with_count(policy, policy.n + each, number)
@@ -291,7 +291,7 @@ def _others(pricing: StagePricing, plan: Plan, policy: object) -> Iterator[tuple
         if len(given) > 1:
             fewer = {key: device for key, device in given.items() if key != last}
             yield "one device fewer", lambda: _with_devices(policy, fewer)
-    if isinstance(policy, Stages | Acyclic | MemoryBudget) and policy.memory not in (None, "least"):
+    if isinstance(policy, Stages | MemoryBudget) and policy.memory not in (None, "least"):
         yield "10 % more memory", lambda: replace(policy, memory=_scaled(policy.memory))
     if isinstance(policy, Devices):
         limits = pricing.limits(parts)
@@ -299,20 +299,18 @@ def _others(pricing: StagePricing, plan: Plan, policy: object) -> Iterator[tuple
             yield "10 % more memory", lambda: replace(policy, memory=[int(MORE * (limit or 0)) for limit in limits])
 
 
-def _stages_of_rank(policy: Stages | Acyclic) -> int:
+def _stages_of_rank(policy: Stages) -> int:
     """Return how many stages a device runs."""
-    if isinstance(policy, Acyclic) or policy.schedule is None or policy.replicas != (1,):
+    if policy.schedule is None or policy.replicas != (1,):
         return 1
     return policy.n // (max(ranks_of(policy.schedule, policy.microbatches, policy.n)) + 1)
 
 
-def _with_count(policy: Stages | Acyclic, count: int, microbatches: int) -> Stages | Acyclic:
+def _with_count(policy: Stages, count: int, microbatches: int) -> Stages:
     """Return the policy for another number of stages, with the same number of microbatches."""
     memory: Any = policy.memory
     if isinstance(memory, Sequence) and not isinstance(memory, str):
         memory = [*memory, *[memory[-1]] * (count - len(memory))][:count]
-    if isinstance(policy, Acyclic):
-        return replace(policy, n=count, memory=memory)
     degrees: Any = policy.replicas
     step = None if policy.schedule is None else microbatches
     return replace(
