@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from small_nets import loss_or_sum
 from torch import nn
 from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -36,7 +37,6 @@ from splitkit.costs.formulas.kernel_loops import is_random
 from splitkit.errors import message_line
 from splitkit.policies import Budget
 from splitkit.testing import models
-from splitkit.testing.small_nets import loss_or_sum
 
 BUDGETS = (0.0, 0.1, 0.3, 0.5, 1.0)
 WHO = ("torch", "splitkit")

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
+from small_nets import loss_or_sum
 from smallblocks import BLOCKS
 
 import splitkit as sk
@@ -34,7 +35,6 @@ from splitkit.policies import SaveAll
 from splitkit.search.recompute.memory_limits import MomentLimits
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.search.recompute.recompute_search import RecomputeSearch
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.choices import Savings, savings
 from splitkit.training.joint_storages import STATIC
 from splitkit.training.peaks import Peaks

@@ -38,6 +38,7 @@ from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.joint_positions import JointPositions
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
+from splitkit.search.pipelines.stage_hull import StageHull
 from splitkit.search.pipelines.stage_problem import StageProblem
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.testing import models
@@ -128,7 +129,7 @@ class Rivals:
     def once(self, ends: Sequence[int], memory: int) -> Way | None:
         """Return given cuts with one min-cut price for all stages."""
         spans = list(pairwise([0, *ends]))
-        hulls = [self.frontiers.of(*span).priced_corners() for span in spans]
+        hulls = [priced(StageHull(self.problems.problem(*span).savings)) for span in spans]
         prices = sorted({price for hull in hulls for price, _ in hull})
         for price in prices:
             chosen = [max((c for c in hull if c[0] <= price), key=lambda c: c[0])[1] for hull in hulls]
@@ -141,6 +142,13 @@ class Rivals:
         costs = [self.problems.costs_of(self.problems.problem(*span), choice) for span, choice in stages]
         run = simulate_schedule(costs, self.order, links=self.links)
         return Way(tuple(span[1] for span, _ in stages), tuple(choice for _, choice in stages), run)
+
+
+def priced(hull: StageHull) -> list[tuple[float, Choice]]:
+    """(seconds a byte, choice) of all corners: the least price of a byte at which it is the best."""
+    choices, corners = hull.all_corners(), hull.corners
+    prices = [(a.second - b.second) * hull.tick / (b.first - a.first) for a, b in pairwise(corners)]
+    return list(zip([*prices, 0.0], choices, strict=True))
 
 
 def _nearest(legal: np.ndarray, position: int) -> int:

@@ -109,7 +109,7 @@ def main() -> None:
     made = models.build("gpt2", **sizes)
     joint = sk.capture_joint(made.model.eval(), *made.args, **made.kwargs)
     given = [*joint.primals(*made.args, **made.kwargs), *joint.tangents()]
-    costs = sk.costs.measured(joint.graph_module, given, cache=False)
+    costs = sk.costs.measured(joint.graph_module, given)
     ways = plans(joint, costs, args.ranks, args.microbatches, args.share)
     batch = rolled_batch(made, args.microbatches, 0, 0)
     context = multiprocessing.get_context("fork")

@@ -27,7 +27,7 @@ from torch.utils.benchmark import Timer
 import splitkit as sk
 from splitkit import costs
 from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.measuring_run import Measured
+from splitkit.costs.timing.measured_prices import Measured
 from splitkit.testing import models
 
 ROUNDS = 7
@@ -82,7 +82,7 @@ def measure(name: str, gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[s
     """One row: ms, and ratios."""
     before = real(lambda: gm(*args, **kwargs), ROUNDS)
     start = time.perf_counter()
-    found = measured(gm, kwargs or args, cache=False)
+    found = measured(gm, kwargs or args)
     took = time.perf_counter() - start
     whole = statistics.mean([before, real(lambda: gm(*args, **kwargs), ROUNDS)])
     guess = costs.roofline(gm, "cpu")

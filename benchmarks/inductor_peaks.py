@@ -1,10 +1,10 @@
-"""The peak of a training step as Inductor runs it: planned, predicted without a run, and measured on the CPU.
+"""The peak of a training step as Inductor runs it: planned, and measured on the CPU.
 
 ``python benchmarks/inductor_peaks.py [--models gpt2 llama ...] [--json]`` compiles small models by
 ``torch.compile(model, backend="inductor")`` and by ``backend=splitkit.backend(budget, "inductor")`` at several budgets.
 Columns, in bytes above what the caller holds: *plan*, the peak of the plan if its halves run op by op, which is what
-`splitkit.policies.Budget` bounds; *predicted*, `splitkit.dry_run` with the backend; *measured*, `measure_memory` of the
-second real step; *allocator*, what torch's allocator took in the same step. A C++ compiler is needed.
+`splitkit.policies.Budget` bounds; *measured*, `measure_memory` of the second real step; *allocator*, what torch's
+allocator took in the same step. A C++ compiler is needed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def row(name: str, budget: str | float) -> dict[str, Any]:
     example = models.build(name, **SIZES[name])
     model, inputs = example.model, example.kwargs
     backend: Any = "inductor" if budget == "torch" else NotingBackend(Budget(budget), "inductor")
-    predicted = sk.dry_run(model, **inputs, backend=backend)
     compiled = torch.compile(model, backend=backend)
 
     def step(module: torch.nn.Module, **given: Any) -> None:
@@ -62,7 +61,7 @@ def row(name: str, budget: str | float) -> dict[str, Any]:
     found = sk.measure_memory(step, model, **inputs, allocator=True)
     held = found.baseline
     plan = None if budget == "torch" else backend.simulated - held
-    peaks = {"predicted": predicted.peak, "measured": found.peak, "allocator": found.allocator_peak or 0}
+    peaks = {"measured": found.peak, "allocator": found.allocator_peak or 0}
     return {"model": name, "budget": budget, "plan": plan, **{kind: peak - held for kind, peak in peaks.items()}}
 
 

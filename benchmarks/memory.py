@@ -24,6 +24,7 @@ import estimator
 import torch
 from rich.console import Console
 from rich.table import Table
+from small_nets import NETS, loss_or_sum
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 from torch._inductor.fx_passes import memory_estimator as inductors
@@ -32,7 +33,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import splitkit as sk
 from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.testing import models
-from splitkit.testing.small_nets import NETS, loss_or_sum
 
 ATEN = torch.ops.aten
 
@@ -67,7 +67,7 @@ def reality(name: str, example: models.Example, peer: dict[str, Any], workspace:
     row["inductor"] = max(peer["build_memory_profile"](gm.graph, lambda n: n.op not in ("placeholder", "get_attr")))
     if workspace:
         inputs = example.args or dict(example.kwargs)
-        costs = sk.costs.measured(gm, inputs, cache=False, min_run_time=0.001)
+        costs = sk.costs.measured(gm, inputs, min_run_time=0.001)
         row["with workspace"] = sk.simulate_memory(gm, workspace=costs.workspace).peak
     yield row
 
@@ -90,11 +90,11 @@ def reality(name: str, example: models.Example, peer: dict[str, Any], workspace:
 
 def workspace_of(pair: sk.Pair, primals: list[Any], tangents: list[Any]) -> Callable[[fx.Node], int]:
     """What the kernels of both halves take, measured."""
-    forward = sk.costs.measured(pair.forward, primals, cache=False, min_run_time=0.001)
+    forward = sk.costs.measured(pair.forward, primals, min_run_time=0.001)
     made = pair.forward(*primals)[pair.outputs :]
     count = len(pair.saved)
     given = [*made[count:], *made[:count], *tangents]
-    backward = sk.costs.measured(pair.backward, given, cache=False, min_run_time=0.001)
+    backward = sk.costs.measured(pair.backward, given, min_run_time=0.001)
     return lambda node: (forward if node.graph is pair.forward.graph else backward).workspace(node)
 
 

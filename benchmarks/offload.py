@@ -23,18 +23,25 @@ import splitkit as sk
 from splitkit.costs.links import HostLink
 from splitkit.errors import NoPlanError
 from splitkit.policies import Budget
-from splitkit.search.recompute.offload_choice import largest_first
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.testing import models
 from splitkit.training.checkpoints import eager_plan
 from splitkit.training.choices import savings
-from splitkit.training.offload_timeline import OffloadModel
+from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
 from splitkit.training.peaks import Peaks
 
 LINKS = {"pcie5": 50e9, "nvlink-c2c": 350e9}
 """Bytes per second: PCIe 5 with 16 lanes as torch assumes it, and a GB200's own link as torchtitan measured it."""
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0, -0.1, -0.2)
+
+
+def largest_first(timeline: OffloadTimeline, budget: int) -> OffloadRun | None:
+    """Return the run that offloads the largest values until the budget is kept, and nothing else is decided."""
+    order = sorted(timeline.values, key=lambda item: (-int(timeline.trace.nbytes[item]), item))
+    count = next((few for few in range(len(order) + 1) if timeline.fits(order[:few], budget)), None)
+    transfers = None if count is None else timeline.transfers(order[:count], budget)
+    return None if transfers is None else timeline.run(transfers)
 
 
 class Step:

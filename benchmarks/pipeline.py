@@ -226,7 +226,7 @@ class Prepared:
     def measured(self) -> Any:
         """Prices of the ops, in seconds of the processor."""
         with patch.object(time, "perf_counter", time.process_time):
-            return sk.costs.measured(self.gm, (self.case.x,), cache=False, min_run_time=0.02, backward=True)
+            return sk.costs.measured(self.gm, (self.case.x,), min_run_time=0.02, backward=True)
 
 
 def waited() -> float:

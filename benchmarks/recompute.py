@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from small_nets import ResNet, UNet, loss_or_sum
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -31,7 +32,6 @@ from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.small_nets import ResNet, UNet, loss_or_sum
 
 BUDGETS = (1.0, 0.8, 0.5, 0.3, 0.2, 0.1, 0.0)
 PRICES: dict[str, Callable[[torch.fx.GraphModule], Costs]] = {

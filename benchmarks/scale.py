@@ -28,13 +28,8 @@ from rich.table import Table
 import splitkit as sk
 from splitkit.policies import MemoryBudget
 from splitkit.solvers.placement.evaluate import faults, loads
-from splitkit.solvers.placement.multilevel.multilevel import multilevel
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
-from splitkit.solvers.placement.solution import Solution
 from splitkit.solvers.placement.stages.contiguous import contiguous
-
-MOST_CONTIGUOUS = 10_000
-"""Nodes up to which `contiguous` runs beside `multilevel`."""
 
 
 def greedy(work: Floats, count: int) -> Ints:
@@ -97,37 +92,28 @@ def by_rule(problem: Problem, rule: str) -> float:
 def row(kind: str, nodes: int, devices: int) -> dict[str, Any]:
     """Place one graph."""
     problem = graphs.problem(kind, nodes, devices)
-    found = multilevel(problem)
-    other = contiguous(problem) if problem.units <= MOST_CONTIGUOUS else None
-    bound = max(found.bound, other.bound if other else 0.0)
+    found = contiguous(problem)
     return {
         "kind": kind,
         "nodes": problem.units,
         "edges": len(problem.edges),
         "devices": devices,
         "value": found.value,
-        "bound": min(bound, found.value),
-        "gap": max(0.0, 1 - bound / found.value),
+        "bound": found.bound,
+        "gap": found.gap,
         "seconds": found.seconds,
         "solver": found.solver,
-        "contiguous": None if other is None else _beside(other, found.value),
         "ratios": {rule: by_rule(problem, rule) / found.value for rule in RULES},
     }
 
 
-def _beside(other: Solution, value: float) -> dict[str, float]:
-    return {"ratio": other.value / value, "seconds": other.seconds}
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What is claimed."""
-    beside = [r["contiguous"]["ratio"] for r in rows if r["contiguous"]]
     return {
         "graphs": len(rows),
         "mean_gap": float(np.mean([r["gap"] for r in rows])),
         "largest_gap": max(r["gap"] for r in rows),
         "longest_seconds": {str(n): max(r["seconds"] for r in rows if r["nodes"] == n) for n in _sizes(rows)},
-        "contiguous_ratio": float(np.exp(np.mean(np.log(beside)))) if beside else None,
         "ratios": {rule: float(np.exp(np.mean([np.log(r["ratios"][rule]) for r in rows]))) for rule in RULES},
         "least_ratios": {rule: min(r["ratios"][rule] for r in rows) for rule in RULES},
     }
@@ -171,11 +157,10 @@ def main() -> None:
         return
     table = Table()
     columns = ["kind", "nodes", "devices", "value", "bound", "gap", "seconds", "solver"]
-    for title in [*columns, "contiguous", "its seconds", *RULES]:
+    for title in [*columns, *RULES]:
         table.add_column(title)
     for found in rows:
-        beside = found["contiguous"] or {}
-        cells = [*(found[title] for title in columns), beside.get("ratio"), beside.get("seconds")]
+        cells = [found[title] for title in columns]
         cells += [found["ratios"][rule] for rule in RULES]
         table.add_row(*("" if c is None else f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells))
     Console(width=200).print(table, data["summary"], data["memory"])

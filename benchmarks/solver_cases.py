@@ -16,15 +16,15 @@ import graphs
 import numpy as np
 import placement
 import stages
+from small_nets import loss_or_sum
 
 import splitkit as sk
-from splitkit.policies import Acyclic, Devices, MemoryBudget, Stages
+from splitkit.policies import Devices, MemoryBudget, Stages
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.multilevel.multilevel import multilevel
+from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.testing import models
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 
@@ -68,7 +68,6 @@ POLICIES: dict[str, Callable[[float], Any]] = {
     "8 stages on 4 ranks, pcie4": lambda s: Stages(8, "interleaved1f1b", 16, links="pcie4", seconds=s),
     "6 stages, nodes of 3, 1f1b": lambda s: Stages(6, "1f1b", 16, links=NODES, seconds=s),
     "6 devices, pcie4, 1f1b, replicas": lambda s: Stages(6, "1f1b", 16, links="pcie4", replicas=(1, 2, 4), seconds=s),
-    "4 acyclic stages, nvlink4": lambda _: Acyclic(4, links="nvlink4"),
     "2 devices, pcie5": lambda s: Devices({"a": "h200", "b": "a100"}, links="pcie5", seconds=s),
     "3 devices, unequal links": lambda s: Devices(THREE, links=UNEQUAL, seconds=s),
     "3 devices, unequal links, sets": lambda s: Devices(THREE, links=UNEQUAL, pieces=None, seconds=s),
@@ -172,5 +171,5 @@ def _ends(model: str) -> tuple[int, int]:
 
 
 def _random(kind: str, count: int, seconds: float) -> Outcome:
-    found = multilevel(graphs.problem(kind, count, 8), seconds=seconds)
+    found = contiguous(graphs.problem(kind, count, 8), seconds=seconds)
     return Outcome((found.value,), found.bound, found.solver)

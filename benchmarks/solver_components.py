@@ -34,9 +34,8 @@ from splitkit.search.replicas import replica_search
 from splitkit.search.stages import balancing, rank_borders, stage_search
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.latency import latency_solver
-from splitkit.solvers.placement.multilevel import multilevel, vcycle
 from splitkit.solvers.placement.sets import set_solver
-from splitkit.solvers.placement.stages import contiguous, ideal_dp, linked_annealing, stage_solver
+from splitkit.solvers.placement.stages import contiguous, linked_annealing, stage_solver
 from splitkit.solvers.placement.unequal import unequal_solver
 
 NEAR = 1e-9
@@ -90,8 +89,6 @@ _RECOMPUTE = recompute_search.RecomputeSearch
 COMPONENTS = [
     Component("stages: orders but the first", stage_solver, "orders", lambda own: lambda core: islice(own(core), 1)),
     Component("stages: ideals", _STAGES, "over_ideals", to(nothing)),
-    Component("stages: ideals, relaxed first", stage_solver, "_RELAXED", to(())),
-    Component("stages: ideals, dominance", ideal_dp, "dominance_applies", to(lambda *_: False)),
     Component("stages: reordering", _STAGES, "by_reordering", to(nothing)),
     Component("stages: annealing", _STAGES, "by_annealing", to(nothing)),
     Component("stages: joining", bounds, "joining_bound", to(given(1))),
@@ -111,7 +108,6 @@ COMPONENTS = [
     Component("stages: nets for copies", stage_search, "with_copies", to(given(0))),
     Component("all: shared values sent", placement_model.PlacementModel, "shared_seconds", to(0.0)),
     Component("sets: annealing", _SETS, "_anneal", to(nothing)),
-    Component("sets: windows", _SETS, "_replace", to(nothing)),
     Component("sets: joining", _SETS, "_join", to(nothing)),
     Component("sets: cover", _SETS, "_cover", to(nothing)),
     Component("sets: integer program", _SETS, "_program", to(nothing)),
@@ -119,17 +115,11 @@ COMPONENTS = [
     Component("latency: list scheduling", latency_solver, "list_schedules", to(lambda *_: [])),
     Component("latency: moves", latency_solver.PieceAnnealing, "run", to(nothing)),
     Component("latency: chain bound", latency_solver, "chain_bound", to(zero)),
-    Component("latency: integer program", latency_solver, "path_bound", to(zero)),
     Component("latency: tree", latency_solver, "_searched", to(lambda *_: False)),
     Component("unequal: lines", unequal_solver, "best_on_order", to(nothing)),
     Component("unequal: moves", unequal_solver._Search, "_move", to(nothing)),
     Component("unequal: all placements", unequal_solver._Search, "_try_all", to(nothing)),
     Component("devices: bound by messages", device_search, "least_load", to(zero)),
-    Component("multilevel: coarse start", vcycle.VCycle, "fresh", to(nothing)),
-    Component("multilevel: more cycles", vcycle.VCycle, "again", to(given(1))),
-    Component("multilevel: moves", vcycle, "refine_stages", to(given(1))),
-    Component("multilevel: ties", vcycle.VCycle, "ties", to(lambda *_: [])),
-    Component("multilevel: contiguous first", multilevel, "MOST_EXACT", to(0)),
     Component("memory: all cuts of small graphs", memory_search.MemorySearch, "_exactly", to(nothing)),
     Component("memory: orders but the first", memory_search, "orders", to(lambda _: [])),
     Component("replicas: fitting to memory", replica_search.ReplicaSearch, "_fitting", to(nothing)),

@@ -43,7 +43,6 @@ SEARCHES = {
         "latency: OperatorGraphs_bert_l-3_inference",
         "latency: OperatorGraphs_resnet50_inference",
     ),
-    "splitkit.solvers.placement.multilevel": ("t5: 4 acyclic stages, nvlink4", "random: cells 1000"),
     "splitkit.solvers.placement.sets": ("noncontiguous: OperatorGraphs_bert_l-3_training",),
     "splitkit.solvers.placement.unequal": ("t5: 3 devices, unequal links",),
     "splitkit.solvers.recompute": ("gpt2: recompute 0.4", "t5: recompute 0.6"),

@@ -34,6 +34,7 @@ from recompute import Sum
 from rich.console import Console
 from rich.table import Table
 from rules import RULES
+from small_nets import UNet
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -47,7 +48,6 @@ from splitkit.policies import Stages
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.small_nets import UNet
 
 MICROBATCHES = 16
 LINK = "nvlink4"
@@ -129,7 +129,7 @@ class Case:
         if measure:
             given = example.args or dict(example.kwargs)
             with patch.object(time, "perf_counter", time.process_time):  # others may use the processor meanwhile
-                self.costs: Costs = sk.costs.measured(self.gm, given, cache=False, min_run_time=0.05, backward=True)
+                self.costs: Costs = sk.costs.measured(self.gm, given, min_run_time=0.05, backward=True)
         else:
             self.costs = sk.costs.training(sk.costs.roofline(self.gm, "h100"))
         self.flow = sk.analyze(self.gm)

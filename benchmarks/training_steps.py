@@ -23,6 +23,7 @@ import torch
 from recompute import Sum
 from rich.console import Console
 from rich.table import Table
+from small_nets import ResNet, loss_or_sum
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
@@ -36,7 +37,6 @@ from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing import models
 from splitkit.testing.models import Example
-from splitkit.testing.small_nets import ResNet, loss_or_sum
 from splitkit.training.flow import as_joint
 
 Step = Callable[[], object]

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from small_nets import loss_or_sum
 
 import splitkit as sk
 from splitkit.testing import models
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.view.console.tables import table
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from browser import Browser
 
 MOUNT = """(() => { const options = splitkit.options; splitkit.destroy(); const start = performance.now();

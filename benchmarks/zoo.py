@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from small_nets import loss_or_sum
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from zoo_models import Row, rows
@@ -45,7 +46,6 @@ from zoo_models import Row, rows
 import splitkit as sk
 from splitkit.frontends.joint.step_module import DividedStep
 from splitkit.frontends.joint.train_step import TrainingStep, sum_of_outputs
-from splitkit.testing.small_nets import loss_or_sum
 
 SECONDS, BYTES = 600, 8 << 30  # of one architecture, until its process is ended
 BUDGET = 0.7

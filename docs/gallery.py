@@ -8,7 +8,6 @@ from pathlib import Path
 import splitkit as sk
 from splitkit.extend import Plan, Policy
 from splitkit.policies import (
-    Acyclic,
     AroundOps,
     Buckets,
     Budget,
@@ -27,7 +26,6 @@ FOLDER = Path(__file__).parent / "gallery"
 
 FORWARD: dict[str, Policy] = {
     "stages": Stages(4, links="nvlink4"),
-    "acyclic": Acyclic(4),
     "devices": Devices(["h200", "a100"], links="nvlink4"),
     "memory_budget": MemoryBudget("1MiB"),
     "expert": Expert(4),

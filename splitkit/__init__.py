@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from splitkit.frontends.checkpoint.dry_run import dry_run as dry_run
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
-    from splitkit.frontends.compile.inductor_partitioner import inductor_partitioner as inductor_partitioner
-    from splitkit.frontends.compile.memory_budget_solver import memory_budget_solver as memory_budget_solver
     from splitkit.frontends.decoder.capture_decoder import capture_decoder as capture_decoder
     from splitkit.frontends.joint.joint_capture import Joint as Joint
     from splitkit.frontends.joint.joint_capture import capture_joint as capture_joint
@@ -126,11 +124,9 @@ _HOME = {
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
     "import_plan": "exports.import_plan",
-    "inductor_partitioner": "frontends.compile.inductor_partitioner",
     "inline": "engine.inlining.inline",
     "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",
-    "memory_budget_solver": "frontends.compile.memory_budget_solver",
     "order_messages": "pipeline.order_messages",
     "plan": "engine.split",
     "report": "view.data.report",

@@ -108,11 +108,6 @@ def inputs_of(node: fx.Node) -> Collection[fx.Node]:
     return node._input_nodes.keys()
 
 
-def make_wrapper(kind: Any, size: Any, dtype: torch.dtype) -> Any:
-    """Make a tensor of a subclass that has a size but no memory of its own (2.11, 2.13, 2.15)."""
-    return torch.Tensor._make_wrapper_subclass(kind, size, dtype=dtype)
-
-
 def schema_of(op: Any) -> Any:
     """Return the schema of an overload: name, arguments, returns (2.11, 2.13, 2.15)."""
     return op._schema
@@ -432,27 +427,6 @@ def action_schedule(
     return made
 
 
-def message_schedule(stage: Any, count: int, loss: Any, row: Iterable[str]) -> Any:
-    """Make a pipeline schedule that computes, sends and receives in the given order of one rank, unchecked.
-
-    2.11, 2.13, 2.15; ``tests/project/test_torch_private.py`` fails when it disappears.
-
-    Args:
-        stage: the stage of this rank.
-        count: the number of its microbatches.
-        loss: torch's ``loss_fn``; ``None`` if the row has no backward.
-        row: the actions as torch writes them: ``0F0``, ``0SEND_F0``.
-    """
-    from torch.distributed.pipelining import schedules
-
-    runtime: Any = schedules._PipelineScheduleRuntime
-    read: Any = schedules._Action.from_str
-    made = runtime([stage], count, loss_fn=loss, scale_grads=False)
-    text = _with_waits(row) if _sends_are_awaited() else row
-    made.pipeline_order_with_comms = {made.rank: [read(action) for action in text]}
-    return made
-
-
 def _sends_are_awaited() -> bool:
     """Whether rows must say when each message must have been sent: since 2.15."""
     from torch.distributed.pipelining import schedules
@@ -478,18 +452,6 @@ def _with_waits(row: Iterable[str]) -> list[str]:
         if "SEND" in action:
             sent.append(action.replace("SEND", "WAIT_SEND"))
     return made + sent
-
-
-def skip_warm_up(stage: Any) -> None:
-    """Prevent a pipeline stage from exchanging messages with its neighbours before its first microbatch.
-
-    Before the first microbatch, 2.11 sends the number of the stage, 2.13 asks each neighbour whether all metadata is
-    static, and 2.15 asks all ranks at once. Our metadata is static.
-    """
-    static = torch.ones((), dtype=torch.int32)
-    stage._get_init_p2p_neighbors_ops = list
-    stage._warmup_forward_vote = lambda *args, **kwargs: static
-    stage._warmup_backward_result = lambda *args, **kwargs: static
 
 
 def default_store() -> Any:

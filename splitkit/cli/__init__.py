@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib import import_module
 from typing import cast
 
-from splitkit.cli import distribution, outputs, own_schedules, settings
+from splitkit.cli import distribution, outputs, own_schedules
 from splitkit.cli.interrupts import raise_interrupt, remembered_interrupts
 from splitkit.cli.outcome import Outcome, jsonable
 from splitkit.cli.parser import make_parser
@@ -63,20 +63,12 @@ def exit_code(error: Exception) -> int:
 
 def _parse_and_run(words: list[str]) -> int:
     parser = make_parser()
-    used = settings.apply_settings(parser, words)
     try:
         args = parser.parse_args(words)
     except SystemExit as done:  # --help and --version
         sys.stdout.flush()
         return int(done.code or 0)
-    if used and sys.stderr.isatty():
-        print(f"defaults: {', '.join(used)}", file=sys.stderr)
-    try:
-        return _run(args)
-    except SplitError as error:
-        if used and exit_code(error) == USAGE:  # the options that contradict each other may not be on the command line
-            error.remedy = f"{error.remedy} Defaults in effect: {', '.join(used)}.".strip()
-        raise
+    return _run(args)
 
 
 def _run(args: Namespace) -> int:

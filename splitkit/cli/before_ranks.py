@@ -80,13 +80,12 @@ def _require_order(args: Namespace, counts: Sequence[int]) -> None:
     """Refuse a schedule that does not allow these numbers of replicas of each stage, processes and microbatches."""
     from splitkit.pipeline.order_file import load_order
     from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
-    from splitkit.runtime.ranks.replicas import require_ranks, require_replicable
+    from splitkit.runtime.ranks.replicas import require_replicable
 
     counts = counts if args.dp is None else [args.dp] * len(counts)
     if not counts or min(counts) < 1:
         return
     schedule: Any = load_order(args.schedule) if args.schedule.endswith(".csv") else args.schedule
     microbatches = microbatches_or_usual(schedule, args.microbatches)
-    require_ranks(counts, args.nproc)
     require_replicable((), counts, args.nproc, microbatches)
-    placed_order(schedule, counts, microbatches, args.nproc)
+    placed_order(schedule, counts[0], len(counts), microbatches, args.nproc)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from splitkit import __version__
-from splitkit.cli.completions import SHELLS
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, sizes_of_memory, words
 from splitkit.cli.syntax.explain_options import add_compare, add_explain
@@ -31,10 +30,10 @@ from splitkit.cli.syntax.options import (
 from splitkit.cli.syntax.synthesize_options import add_synthesize
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules, words_of
 
+SHELLS = ("bash", "zsh", "fish")
+
 EPILOG = """exit codes:
   0 success   1 error   2 wrong usage   3 no plan fits   4 the split differs from the unsplit model   130 interrupted
-
-defaults of options: splitkit.toml (links = "nvlink4"), or the environment (SPLITKIT_LINKS=nvlink4)
 
 example:
   splitkit plan gpt2 --stages 4 -o plan.json && splitkit run plan.json --check"""

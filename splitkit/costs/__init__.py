@@ -9,9 +9,8 @@ from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Links
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.measuring_run import Measured
-from splitkit.costs.timing.step_prices import MeasuredSteps
-from splitkit.costs.timing.traced import Traced, TracedSteps, traced
+from splitkit.costs.timing.measured_prices import Measured, MeasuredSteps
+from splitkit.costs.timing.traced import traced
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
 from splitkit.graph.byte_sizes import nodes_without_values
@@ -30,8 +29,6 @@ __all__ = [
     "Measured",
     "MeasuredSteps",
     "Roofline",
-    "Traced",
-    "TracedSteps",
     "Unit",
     "default",
     "devices",

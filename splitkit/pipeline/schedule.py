@@ -5,7 +5,7 @@ Imports neither torch nor numpy, so that the command line can list schedules at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,8 +30,8 @@ class Schedule:
         name: its name in results. Users may write it in any case, with or without hyphens.
         order: makes the actions of each rank. May be left out if ``window`` is given.
         window: for a schedule with one stage per rank that runs forward until this many microbatches are in flight, and
-            then backward and forward in turn (`splitkit.pipeline.windowed`). Only with it can stages have different
-            numbers of replicas, and the page simulate other numbers of stages.
+            then backward and forward in turn (`splitkit.pipeline.windowed`). Only with it can the page simulate other
+            numbers of stages.
         stages_per_rank: the number of stages on each rank; ``None`` for any number, two unless the ranks are given.
         placement: ``"loop"``: stage s is on rank s mod ranks. ``"V"``: of two stages on each rank, the first ones go
             from the first rank to the last, the second ones back.
@@ -97,23 +97,22 @@ class Schedule:
         """Return the rank of a stage."""
         return 2 * ranks - 1 - stage if self.placement == "V" and stage >= ranks else stage % ranks
 
-    def windows(self, counts: Sequence[int], microbatches: int) -> list[int] | None:
-        """Return the most microbatches that a replica of each stage has in flight; ``None`` without ``window``.
+    def windows(self, stages: int, microbatches: int) -> list[int] | None:
+        """Return the most microbatches that each stage has in flight; ``None`` without ``window``.
 
         Args:
-            counts: the replicas of each stage.
-            microbatches: of a step, of all replicas together.
+            stages: the number of stages.
+            microbatches: of a step.
 
         Raises:
             ScheduleError: SK331 for windows under which stages could deadlock.
         """
         if self.window is None:
             return None
-        most = [-(-microbatches // count) for count in counts]
-        found = [min(self.window(counts, stage), own) for stage, own in enumerate(most)]
+        found = [min(self.window(stages, stage), microbatches) for stage in range(stages)]
         if min(found) < 1:
             raise ScheduleError("SK331", f"{self.name} has a window of {min(found)} microbatches", "Use 1 or more.")
-        if pair := stalls(found, counts):
+        if pair := stalls(found):
             before, stage = pair
             text = f"{self.name} may never end: stage {stage} has {found[stage]} microbatches in flight, and"
             remedy = "Let earlier stages have at least as many in flight."
@@ -129,7 +128,7 @@ class Schedule:
         self.require(stages, microbatches, ranks)
         if self.order is not None:
             return tuple(tuple(actions) for actions in self.order(stages, microbatches, ranks))
-        numbers, windows = range(microbatches), self.windows([1] * stages, microbatches) or []
+        numbers, windows = range(microbatches), self.windows(stages, microbatches) or []
         return tuple(tuple(windowed_row(stage, numbers, window)) for stage, window in enumerate(windows))
 
     def usual_ranks(self, stages: int) -> int:

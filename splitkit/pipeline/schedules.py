@@ -141,11 +141,6 @@ def is_single(schedule: Schedule) -> bool:
     return schedule.is_single
 
 
-def has_window(schedule: Schedule) -> bool:
-    """Whether stages can have different numbers of replicas, for `words_of`."""
-    return schedule.window is not None
-
-
 def register_schedule(schedule: Schedule) -> None:
     """Register a schedule under its name, for policies, `splitkit.simulate_schedule`, pipelines, pages and sweeps.
 

@@ -5,8 +5,6 @@ The *window* of a stage is the most microbatches that it has in flight, between 
     window 1    F0 B0 F1 B1 F2 B2          the last stage of 1F1B
     window 2    F0 F1 B0 F2 B1 B2          the stage before it
     window 3    F0 F1 F2 B0 B1 B2          all three microbatches, as in GPipe
-
-Replicas of a stage take microbatches in turn, as in PipeDream (Narayanan et al., SOSP 2019).
 """
 
 from __future__ import annotations
@@ -16,51 +14,45 @@ from collections.abc import Callable, Iterator, Sequence
 from splitkit.checks import MOST
 from splitkit.pipeline.action import Action
 
-Window = Callable[[Sequence[int], int], int]
-"""(replicas of each stage, a stage) -> the most microbatches that a replica of the stage has in flight."""
+Window = Callable[[int, int], int]
+"""(number of stages, a stage) -> the most microbatches that the stage has in flight."""
 
 
-def unlimited(counts: Sequence[int], stage: int) -> int:
+def unlimited(stages: int, stage: int) -> int:
     """Return a window for all microbatches of a step, as in GPipe (Huang et al., NeurIPS 2019)."""
     return MOST
 
 
-def as_stages_behind(counts: Sequence[int], stage: int) -> int:
-    """Return one microbatch plus one per later stage: 1F1B, or PipeDream-flush (Narayanan et al., ICML 2021).
-
-    With d replicas it is ceil(v / d), where v is d plus 2 e - 1 for each later stage with e replicas. PipeDream adds e
-    instead. Then stages without work wait for a replica that has just begun another microbatch, and a step with 1, 4
-    and 1 replicas takes twice as long.
-    """
-    return 1 + -(-sum(2 * count - 1 for count in counts[stage + 1 :]) // counts[stage])
+def as_stages_behind(stages: int, stage: int) -> int:
+    """Return one microbatch plus one per later stage: 1F1B, or PipeDream-flush (Narayanan et al., ICML 2021)."""
+    return stages - stage
 
 
-def twice_as_stages_behind(counts: Sequence[int], stage: int) -> int:
+def twice_as_stages_behind(stages: int, stage: int) -> int:
     """Return one microbatch plus two per later stage: eager 1F1B (Zhuang et al., MLSys 2023, as Alpa runs it).
 
     A message between two stages then has the time of one microbatch to arrive, hidden behind computation.
     """
-    return 1 + -(-2 * sum(2 * count - 1 for count in counts[stage + 1 :]) // counts[stage])
+    return 1 + 2 * (stages - 1 - stage)
 
 
-def stalls(windows: Sequence[int], counts: Sequence[int]) -> tuple[int, int] | None:
+def stalls(windows: Sequence[int]) -> tuple[int, int] | None:
     """Find two stages whose windows may deadlock, the earlier one first; ``None`` if there are none.
 
-    Proof: let m be the least microbatch whose backward is not done. Until it is, a replica of a stage with window w and
-    d replicas runs forward of microbatch m + (w - 1) d at most. An earlier stage with w' and d' reaches that forward
-    without needing a backward of m or later if (w - 1) d < w' d'. If this holds for all pairs of stages, backward of m
-    completes from the last stage to the first.
+    Proof: let m be the least microbatch whose backward is not done. Until it is, a stage with window w runs forward of
+    microbatch m + w - 1 at most. An earlier stage with window w' reaches that forward without needing a backward of m
+    or later if w <= w'. If this holds for all pairs of stages, backward of m completes from the last stage to the
+    first.
 
     Args:
-        windows: stage -> its window, at most the number of microbatches of one replica.
-        counts: stage -> number of replicas.
+        windows: stage -> its window, at most the number of microbatches.
     """
-    least, first = windows[0] * counts[0], 0
-    for stage, (window, count) in enumerate(zip(windows, counts, strict=True)):
-        if stage and (window - 1) * count >= least:
+    first = 0
+    for stage, window in enumerate(windows):
+        if window > windows[first]:
             return first, stage
-        if window * count < least:
-            least, first = window * count, stage
+        if window < windows[first]:
+            first = stage
     return None
 
 

@@ -30,7 +30,7 @@ class ShownPlan(Shown):
         The explanation prints as text, has ``to_dict()``, and a notebook shows it as HTML.
 
         Args:
-            where: a node or its name, or a part or its name, to explain instead of the whole plan.
+            where: a node or its name, to explain instead of the whole plan.
             policy: the policy whose limits hold (memory, schedule, links); by default the one that made the plan, if
                 the plan has recorded it.
             costs: the prices; by default those that the plan was made with.
@@ -38,7 +38,7 @@ class ShownPlan(Shown):
                 planning.
 
         Raises:
-            PlanError: SK314 if the plan has no such part or node, SK315 for a part of a training step.
+            PlanError: SK314 if the graph has no such node.
             PolicyError: SK301 if ``policy`` is not a policy.
         """
         return Shown.explainer()(self, where, policy=policy, costs=costs, again=again)

@@ -1,6 +1,5 @@
 """Policies: frozen dataclasses that decide which part computes which node."""
 
-from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.around_ops import AroundOps
 from splitkit.policies.at_markers import AtMarkers
 from splitkit.policies.best import Best
@@ -26,7 +25,6 @@ from splitkit.policies.stages import Stages
 from splitkit.search.recompute.plan_pool import PlanPool as PlanPool  # an argument of Budget, not a policy
 
 __all__ = [
-    "Acyclic",
     "AroundOps",
     "AtMarkers",
     "Best",

@@ -17,7 +17,6 @@ from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
-from splitkit.policies.acyclic import Acyclic
 from splitkit.policies.expert import Expert
 from splitkit.policies.stages import Stages
 from splitkit.prices import Optimizer
@@ -46,7 +45,7 @@ class Best:
 
     Attributes:
         policies: the policies, or anything else that `splitkit.plan` accepts (functions, mappings, plans). A number
-            ``n`` stands for ``Stages(n)``, ``Acyclic(n)`` and ``Expert(n)`` with the same links, memory and schedule.
+            ``n`` stands for ``Stages(n)`` and ``Expert(n)`` with the same links, memory and schedule.
         seconds: the time after which no further policy is started.
         schedule: the schedule of the pipeline, as in `Stages`.
         microbatches: the number of microbatches in a step, two per part by default.
@@ -109,8 +108,7 @@ class Best:
         if not isinstance(n, int):
             return n
         stages = Stages(n, self.schedule, self.microbatches, self.memory, self.links, self.optimizer, tolerance=0)
-        one_each = None if self.schedule else self.memory  # under a schedule, a rank may run two stages
-        return stages, Acyclic(n, memory=one_each, links=self.links), Expert(n)
+        return stages, Expert(n)
 
     def _described(self, winner: _Entry, entries: Sequence[_Entry], scoring: Scoring) -> Plan:
         plan, score = winner.made
@@ -134,17 +132,17 @@ class Best:
         A problem with fewer constraints (no links, no memory, forward only) is a relaxation, so its bound holds too.
         """
         policy, claim = entry.policy, entry.plan.claim if entry.plan is not None else None
-        if claim is None or claim.objective != "bottleneck" or not isinstance(policy, Stages | Acyclic):
+        if claim is None or claim.objective != "bottleneck" or not isinstance(policy, Stages):
             return None
         if score.visits or policy.n != score.parts or as_links(policy.links) not in (None, as_links(self.links)):
             return None
-        schedule = getattr(policy, "schedule", None)
-        if schedule not in (None, self.schedule):
+        if policy.schedule not in (None, self.schedule):
             return None
-        if policy.links is not None and _ranks(policy.n, schedule) != _ranks(policy.n, self.schedule):
+        if policy.links is not None and _ranks(policy.n, policy.schedule) != _ranks(policy.n, self.schedule):
             return None  # messages between stages of one rank are free
         if policy.memory is not None:
-            held = (policy.memory, getattr(policy, "microbatches", None), _counted(policy, scoring))
+            optimizer = counted_optimizer(policy.optimizer, policy.schedule, scoring.demand.prices)
+            held = (policy.memory, policy.microbatches, optimizer)
             if held != (self.memory, self.microbatches, scoring.demand.optimizer):
                 return None
         return claim
@@ -153,13 +151,6 @@ class Best:
         reasons = "; ".join(map(str, entries))
         remedy = next((entry.remedy for entry in entries if entry.remedy), "")
         return NoPlanError("SK303", f"Best: none of {len(entries)} policies has a plan: {reasons}", remedy)
-
-
-def _counted(policy: Stages | Acyclic, scoring: Scoring) -> Optimizer:
-    """Return the optimizer whose state a policy counts."""
-    if not isinstance(policy, Stages):
-        return None
-    return counted_optimizer(policy.optimizer, policy.schedule, scoring.demand.prices)
 
 
 def _ranks(stages: int, schedule: str | None) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,22 +17,14 @@ from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
 from splitkit.search.recompute.network import CutNetwork, cheapest
-from splitkit.search.recompute.torch_rules import functorch_rules, torch_rules
 from splitkit.training.choices import Savings, savings
 from splitkit.training.flow import as_joint
 from splitkit.units import duration
 from splitkit.units import size as in_bytes
 
-Rules = Callable[[Savings], tuple[Mapping[Node, str], NDArray[np.float64]]]
-"""From the arrays of a joint graph to the ops that may not be computed again, besides, each with the reason, and what
-saving each storage weighs, shape (k,)."""
-
 _MOST = 1e100  # times a price, still finite
 _RATE = 1e11  # the default of MinCut.price
 _SIZE = "It takes a node and returns bytes of at least 0; infinite for values that may not be saved."
-_RULES = (
-    "Rules take splitkit.training.choices.Savings, and return ({op: reason}, an array of what each storage weighs)."
-)
 
 
 @dataclass(frozen=True)
@@ -57,75 +49,35 @@ class MinCut:
             on the device of the costs; for another price of such seconds, plan with `splitkit.costs.fused`.
         size: a function that returns the cost of saving a node's value; by default the bytes of its storage. An
             infinite cost means that the value is never saved.
-        rules: bans and weights of your own; see `functorch` and `like_torch`. Views are still free.
     """
 
     price: float | Literal["fused"] = 1e11
     size: Callable[[Node], float] | None = None
-    rules: Rules | None = None
 
     def __post_init__(self) -> None:
         price: object = self.price
         if not (is_number(price) and float(price) <= _MOST) and not is_word(price, "fused"):
             remedy = f"Give bytes per second, from 0 to {_MOST:.0e}, such as 1e11; or 'fused'."
             raise PolicyError("SK302", f"MinCut has price={shown(price)}", remedy)
-        functions: dict[str, tuple[object, str]] = {"size": (self.size, _SIZE), "rules": (self.rules, _RULES)}
-        for name, (value, remedy) in functions.items():
-            if value is not None and not callable(value):
-                raise PolicyError("SK302", f"MinCut has {name}={value!r:.200}, which is not a function", remedy)
-
-    @classmethod
-    def functorch(cls) -> MinCut:
-        """Return the first rule of functorch (2022): save the fewest bytes; listed ops are free to recompute."""
-        return cls(price=0.0, rules=functorch_rules)
-
-    @classmethod
-    def like_torch(cls) -> MinCut:
-        """Return nearly the rule of torch's ``min_cut_rematerialization_partition``: `torch_rules`."""
-        return cls(price=0.0, rules=torch_rules)
+        size: object = self.size
+        if size is not None and not callable(size):
+            raise PolicyError("SK302", f"MinCut has size={size!r:.200}, which is not a function", _SIZE)
 
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return a plan with the parts ``"forward"`` and ``"backward"``.
 
         Raises:
-            PolicyError: SK302 for a graph that is not a joint graph, and if ``size`` or ``rules`` fail or do not return
-                a number of bytes.
-            NoPlanError: SK303 if ``size`` or ``rules`` leave no plan.
+            PolicyError: SK302 for a graph that is not a joint graph, and if ``size`` fails or does not return a number
+                of bytes.
+            NoPlanError: SK303 if ``size`` leaves no plan.
         """
         joint = as_joint(self, flow)
         rate = _RATE if isinstance(self.price, str) else float(self.price)
         problem = savings(joint, priced(joint, costs, self.price) if isinstance(self.price, str) else costs)
-        banned, weights = _ruled(problem, self.rules) if self.rules else ({}, problem.nbytes.astype(np.float64))
-        if self.size is not None:
-            weights = _weights(problem, self.size)
-        saves = set(problem.maker[problem.savable].tolist())
-        fixed = problem.fixed | np.array([n in banned and i in saves for i, n in enumerate(problem.ops)], np.bool_)
-        choice = cheapest(CutNetwork.of(problem, weights, fixed), rate, {**banned, **problem.why})
+        weights = problem.nbytes.astype(np.float64) if self.size is None else _weights(problem, self.size)
+        choice = cheapest(CutNetwork.of(problem, weights, problem.fixed), rate, problem.why)
         again = duration(choice.seconds, problem.time_unit)
         return choice.plan(f"min-cut: {in_bytes(choice.nbytes)} saved, {again} computed again")
-
-
-def _ruled(problem: Savings, rules: Rules) -> tuple[Mapping[Node, str], NDArray[np.float64]]:
-    """Call the user's rules and check what they return."""
-    try:
-        banned, found = rules(problem)
-        given: object = banned
-        weights = np.asarray(found, np.float64)
-    except SplitError:
-        raise
-    except Exception as error:
-        reason = f"the rules {rules!r} of MinCut fail: {type(error).__name__}: {error}"
-        raise PolicyError("SK302", reason, _RULES) from error
-    flaw = ""
-    if not isinstance(given, Mapping):
-        flaw = f"a {type(given).__name__} as the ops that may not run again"
-    elif weights.shape != problem.nbytes.shape:
-        flaw = f"weights of shape {weights.shape} for {len(problem.nbytes)} storages"
-    elif not (weights >= 0).all():
-        flaw = "a weight that is negative, or nan"
-    if flaw:
-        raise PolicyError("SK302", f"the rules {rules!r} of MinCut give {flaw}", _RULES)
-    return banned, weights
 
 
 def _weights(problem: Savings, size: Callable[[Node], float]) -> NDArray[np.float64]:

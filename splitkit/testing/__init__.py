@@ -1,34 +1,23 @@
-"""Test splits and plans: compare a split with the whole, check a plan, and find models and random graphs to try.
+"""Test splits and plans: compare a split with the whole, check a plan, and find models and hard graphs to try.
 
-``python -m splitkit.testing --plans 20000`` runs the fuzzer. Names are imported on first use: the command line needs
-the names of models before it imports torch.
+Names are imported on first use: the command line needs the names of models before it imports torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from splitkit.testing.fuzzing import FuzzReport as FuzzReport
-    from splitkit.testing.fuzzing import fuzz as fuzz
     from splitkit.testing.graph_zoo import Specimen as Specimen
     from splitkit.testing.graph_zoo import zoo as zoo
     from splitkit.testing.oracle import assert_emitted_as_planned as assert_emitted_as_planned
     from splitkit.testing.oracle import assert_legal as assert_legal
     from splitkit.testing.oracle import assert_same as assert_same
-    from splitkit.testing.random_graphs import random_graph as random_graph
-    from splitkit.testing.random_graphs import random_inputs as random_inputs
-    from splitkit.testing.random_graphs import random_plan as random_plan
 
 _MODULES = {
-    "FuzzReport": "fuzzing",
     "Specimen": "graph_zoo",
     "assert_emitted_as_planned": "oracle",
     "assert_legal": "oracle",
     "assert_same": "oracle",
-    "fuzz": "fuzzing",
-    "random_graph": "random_graphs",
-    "random_inputs": "random_graphs",
-    "random_plan": "random_graphs",
     "zoo": "graph_zoo",
 }
 

@@ -1,11 +1,10 @@
-"""Ops and a registered region that make the ambient state visible in values, for the fuzzer and the zoo."""
+"""Ops and a registered region that make the ambient state visible in values, for the zoo and for fuzzers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from splitkit import _torch
 from splitkit.graph.ambient import SETTINGS, register_region
 from splitkit.graph.ops import declare
 
@@ -33,17 +32,6 @@ def observe(x: Tensor) -> Tensor:
     return x + (_level + sum(2.0 ** -(1 + place) for place, digit in enumerate(digits) if digit))
 
 
-def close_all() -> None:
-    """Leave every region that a failed graph has left open."""
-    exit_level(0)
-    torch.set_default_dtype(torch.float32)
-    torch.set_autocast_enabled("cpu", False)
-    while _torch.TOP_HOOKS(True) is not None:
-        _torch.POP_HOOKS()
-    while _torch.functorch_depth():
-        _torch.CLOSE_VMAP[0]()
-
-
 class Divided(nn.Module):
     """A saved-tensor hook that divides a tensor, so that gradients show it."""
 
@@ -54,24 +42,6 @@ class Divided(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x / by`` for floating-point tensors, and ``x`` for others."""
         return x / self.by if x.is_floating_point() else x
-
-
-class Hidden(nn.Module):
-    """A leaf module unknown to splitkit that reads, writes or returns a buffer, which it reaches through a list."""
-
-    def __init__(self, held: list[Tensor], does: str) -> None:
-        super().__init__()
-        self.held, self.does = held, does
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map shape (n, n) to the same shape."""
-        (held,) = self.held
-        if self.does == "lend":
-            return held
-        if self.does == "write":
-            held.add_(x.detach().mean())
-            return x * 1
-        return x + held
 
 
 register_region("level", enter_level, exit_level)

@@ -10,6 +10,7 @@ from typing import Any
 
 import simgpu
 import torch
+from randomstageplans import all_on_host
 from torch import nn
 
 import splitkit as sk
@@ -19,7 +20,6 @@ from splitkit.memory.kernels import host_copies
 from splitkit.memory.measurement import measure_memory
 from splitkit.plans.offloaded import Offloaded
 from splitkit.policies import Budget
-from splitkit.testing.random_stage_plans import all_on_host
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import simgpu
 import torch
+from smallnets import UNet
 from torch import nn
 
 import splitkit as sk
@@ -17,7 +18,6 @@ from splitkit.graph.losses import loss_of
 from splitkit.runtime import to_devices
 from splitkit.runtime.devices import accelerators, device_copies, device_graphs
 from splitkit.testing import models
-from splitkit.testing.small_nets import UNet
 
 SMALL = {"layers": 2, "width": 32, "heads": 2, "batch": 2}
 TEXT = {**SMALL, "vocab": 64, "seq": 8}

@@ -17,11 +17,6 @@ def script(name):
     return module
 
 
-def test_hirschbergs_knapsack_is_over_its_budget():
-    found = script("knapsack_over_budget").outcomes(100)
-    assert found["torch dp_knapsack_sliding_hirschberg"] > 0 and found["splitkit"] == found["torch dp"] == 0
-
-
 def test_two_runs_of_checkpointed_blocks_hold_several():
     found = script("shared_checkpointed_blocks").outcomes(2)
     assert found["torch's partitioner"] > found["eager"] >= found["splitkit least"]

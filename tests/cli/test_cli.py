@@ -350,7 +350,7 @@ def test_policy_expressions(text, args, kwargs):
     "text, says",
     [
         ("Stagse(2)", "Did you mean Stages"),
-        ("Nothing(2)", "Choose one of Acyclic, AroundOps"),
+        ("Nothing(2)", "Choose one of AroundOps"),
         ("Stages(__import__('os').getpid())", "is not a literal"),
         ("Stages(open)", "is not a literal"),
         ("__import__('os').system('true')", "not the name of a policy"),

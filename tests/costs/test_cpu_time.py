@@ -1,4 +1,4 @@
-"""On a busy machine prices are the time that ops take by themselves, say that it was busy, and are not kept."""
+"""On a busy machine prices are the time that ops take by themselves, and say that it was busy."""
 
 import os
 import subprocess
@@ -12,8 +12,6 @@ from capturedmodels import captured_example
 from torch import fx, nn
 
 from splitkit.costs.timing import cpu_time
-from splitkit.costs.timing.cache import CostCache, read_cost_file
-from splitkit.costs.timing.call_timing import Record
 from splitkit.costs.timing.cpu_time import OwnTime, waiting_seconds
 from splitkit.costs.timing.measured import measured
 from splitkit.costs.timing.op_timing import MeasuredRuns
@@ -91,23 +89,16 @@ def graph(monkeypatch, one_thread):
     return capture(Both(), torch.zeros(2), how="symbolic_trace")
 
 
-def kept_in(path):
-    """The keys that a cache holds."""
-    return [key for records in read_cost_file(path).values() for key in records] if path.exists() else []
-
-
 @pytest.mark.parametrize("others", [0, 6.0])
-def test_prices_leave_out_what_others_take(others, graph, monkeypatch, tmp_path):
+def test_prices_leave_out_what_others_take(others, graph, monkeypatch):
     """A sleeping op takes its time, though its thread holds no processor meanwhile."""
     monkeypatch.setitem(NOW, 0, Machine(others=others))
     NOW[0].put_in(monkeypatch)
-    kept = tmp_path / "costs.json"
-    costs = measured(graph, torch.zeros(2), cache=kept, min_run_time=1e-4)
+    costs = measured(graph, torch.zeros(2), min_run_time=1e-4)
     work, sleep = (n for n in graph.graph.nodes if n.op == "call_function")
     assert costs.seconds(work) == pytest.approx(1e-2, rel=0.3)
     assert costs.seconds(sleep) == pytest.approx(4e-2, rel=0.3)
     assert costs.busy == bool(others) == costs.note.endswith("busy with other work: the prices may be too high")
-    assert len(kept_in(kept)) == (0 if costs.busy else 2)
 
 
 class Trained(nn.Module):
@@ -119,35 +110,23 @@ class Trained(nn.Module):
         return works(x * self.weight).sum()
 
 
-def test_steps_say_that_the_machine_was_busy(graph, monkeypatch, tmp_path):
+def test_steps_say_that_the_machine_was_busy(graph, monkeypatch):
     monkeypatch.setitem(NOW, 0, Machine(others=6.0))
     NOW[0].put_in(monkeypatch)
     gm = capture(Trained(), torch.zeros(2), how="symbolic_trace")
-    costs = measured(gm, torch.zeros(2), cache=tmp_path / "costs.json", min_run_time=1e-4, backward=True)
+    costs = measured(gm, torch.zeros(2), min_run_time=1e-4, backward=True)
     work = next(n for n in gm.graph.nodes if n.target is works)
     assert costs.busy and "busy with other work" in costs.note and costs.seconds(work) == pytest.approx(1e-2, rel=0.3)
-    assert not kept_in(tmp_path / "costs.json")
 
 
 def test_runs_that_nothing_disturbed_are_the_ones_that_count(graph):
     node = next(n for n in graph.graph.nodes if n.target is works)
     runs = MeasuredRuns()
     runs.add({node: 1.0}, busy=True)
-    assert runs.records({node: "key"})["key"] == Record(1.0, 0, busy=True) and not runs.enough
+    assert runs.seconds({node: "group"}) == {node: 1.0} and not runs.quiet and not runs.enough
     runs.add({node: 3.0}, busy=False)
     runs.add({node: 2.0}, busy=False)
-    assert runs.records({node: "key"})["key"] == Record(2.0, 0) and runs.enough
-
-
-def test_a_price_of_a_busy_machine_is_known_to_one_call_only(tmp_path):
-    kept = CostCache(tmp_path / "costs.json", "here")
-    kept.put("mm", Record(1.0, 0))
-    kept.put("add", Record(1.0, 0))
-    kept.save()
-    kept.put("mm", Record(2.0, 0, busy=True))
-    kept.save()
-    assert kept.get("mm") == Record(2.0, 0, busy=True)
-    assert kept_in(tmp_path / "costs.json") == ["add"]
+    assert runs.seconds({node: "group"}) == {node: 2.0} and runs.quiet and runs.enough
 
 
 def test_with_several_threads_the_time_that_passes_counts(monkeypatch):
@@ -172,21 +151,21 @@ def test_a_kernel_that_counts_no_waiting_shows_it_by_the_work(others, monkeypatc
 
 @pytest.mark.campaign
 @pytest.mark.skipif(waiting_seconds() is None, reason="this kernel does not count how long threads wait")
-def test_prices_beside_endless_loops_are_near_the_truth(one_thread, tmp_path):
-    """They were 5 to 9 times too high, and kept."""
+def test_prices_beside_endless_loops_are_near_the_truth(one_thread):
+    """They were 5 to 9 times too high."""
     example, gm = captured_example("gpt2", layers=2, width=256, heads=4, vocab=1000, seq=64)
 
-    def price(kept: bool) -> float:
-        costs = measured(gm, example.kwargs, cache=tmp_path / "costs.json" if kept else False, backward=True)
-        assert costs.busy or not kept
+    def price(beside: bool) -> float:
+        costs = measured(gm, example.kwargs, backward=True)
+        assert costs.busy or not beside
         return sum(map(costs.seconds, gm.graph.nodes))
 
-    alone = price(kept=False)
+    alone = price(beside=False)
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * (os.cpu_count() or 1))]
     try:
-        beside = price(kept=True)
+        beside = price(beside=True)
     finally:
         for loop in loops:
             loop.kill()
             loop.wait()
-    assert beside < 2 * alone and not kept_in(tmp_path / "costs.json")
+    assert beside < 2 * alone

@@ -13,10 +13,10 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.costs.timing import call_timing as timing
-from splitkit.costs.timing import measuring_run as door
-from splitkit.costs.timing.cache import read_cost_file
+from splitkit.costs.timing import measured as door
+from splitkit.costs.timing import measuring_run
 from splitkit.costs.timing.measured import measured
+from splitkit.costs.timing.run_inputs import Private
 from splitkit.errors import CostError, GraphError
 from splitkit.frontends.capture.capture import capture
 from splitkit.testing.oracle import assert_same
@@ -24,20 +24,6 @@ from splitkit.testing.trial import bitwise, named_tensors
 
 QUICK = {"min_run_time": 1e-4}
 TINY = {"layers": 2, "width": 32, "heads": 2, "vocab": 100, "seq": 8}
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """The keys of what is measured, one entry a measurement."""
-    calls = []
-
-    def record(prepare, *args):
-        run = prepare()
-        calls.append(run.func)
-        return timing.time_call(prepare, *args)
-
-    monkeypatch.setattr(door, "time_call", record)
-    return calls
 
 
 def state_of(gm, inputs):
@@ -60,7 +46,7 @@ def untouched(before, gm, inputs):
 def measure(gm, inputs, **options):
     """Measure, and see that nothing is touched and every node has its price."""
     before = state_of(gm, inputs)
-    costs = measured(gm, inputs, cache=options.pop("cache", False), **{**QUICK, **options})
+    costs = measured(gm, inputs, **{**QUICK, **options})
     untouched(before, gm, inputs)
     assert all(costs.seconds(n) >= 0 and costs.workspace(n) >= 0 for n in gm.graph.nodes)
     return costs
@@ -71,25 +57,15 @@ def ops(gm, name):
 
 
 @pytest.mark.parametrize("name", these_first(["gpt2"], ["bert", "t5", "mixtral"]))
-def test_transformers_in_training_mode(name, counted):
+def test_transformers_in_training_mode(name):
     example, gm = captured_example(name, **TINY)
     costs = measure(gm, example.kwargs)
-    assert 10 < len(counted) < len(gm.graph.nodes) / 2
     by_flops = max(gm.graph.nodes, key=sk.costs.flops(gm).flops)
     assert costs.seconds(by_flops) > 0 and costs.flops(by_flops) == sk.costs.flops(gm).flops(by_flops)
     assert costs.note.startswith("measured on cpu")
     reader = by_flops.all_input_nodes[1]
     assert costs.nbytes(reader) == sk.costs.flops(gm).nbytes(reader) > 0
     assert costs.param_bytes(by_flops) == sk.costs.flops(gm).param_bytes(by_flops)
-
-
-def test_layers_of_one_shape_are_measured_once(counted):
-    inner = [copy.deepcopy(nn.Linear(8, 8)) for _ in range(5)]
-    gm = capture(nn.Sequential(*inner, nn.Linear(8, 3)), torch.randn(4, 8))
-    costs = measure(gm, torch.randn(4, 8))
-    assert counted == [torch.ops.aten.linear.default] * 2
-    linears = ops(gm, "linear")
-    assert len({costs.seconds(n) for n in linears[:5]}) == 1 and costs.seconds(linears[0]) > 0
 
 
 class Convolutions(nn.Module):
@@ -160,7 +136,7 @@ def test_a_run_sees_the_values_of_a_real_run():
     gm = capture(model, x)
     torch.manual_seed(3)
     seen.clear()
-    costs = measured(gm, x, cache=False, **QUICK)
+    costs = measured(gm, x, **QUICK)
     (node,) = ops(gm, "note")
     first = seen[0]
     assert costs.seconds(node) > 0 and len(seen) > 3 and all(torch.equal(first, value) for value in seen)
@@ -177,56 +153,11 @@ class Views(nn.Module):
         return a.reshape(-1), b.expand(3, 4, 2).diagonal(), same[1:]
 
 
-def test_views_cost_their_dispatch_and_are_not_looped_over(counted):
+def test_views_cost_their_dispatch():
     gm = capture(Views(), torch.randn(4, 4))
     costs = measure(gm, torch.randn(4, 4))
     called = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     assert [n for n in gm.graph.nodes if costs.seconds(n)] == called and len(called) > 8
-    assert counted == [torch.ops.aten.reshape.default]  # it copies
-
-
-def test_prices_are_those_of_ops_among_the_others(monkeypatch):
-    """Dispatch, new memory and cold caches count: the times of a run, not those of an op alone in a loop."""
-    loops = []
-
-    def slow(prepare, *args):
-        loops.append(timing.time_call(prepare, *args))
-        return timing.Record(1e3, 7)
-
-    monkeypatch.setattr(door, "time_call", slow)
-    gm = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8))
-    costs = measure(gm, torch.randn(4, 8))
-    priced = [n for n in gm.graph.nodes if costs.seconds(n)]
-    assert len(loops) == 2 and len(priced) == 3 and all(costs.seconds(n) < 1 for n in priced)  # by the run, not alone
-    assert {costs.workspace(n) for n in priced} == {7}
-    first, last = (n for n in priced if "linear" in n.name)
-    assert costs.seconds(first) == costs.seconds(last)  # one group
-
-
-class Precise(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        x = self.a(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            x = self.b(x)
-        with torch.no_grad():
-            return self.a(x.float())
-
-
-def test_regions_are_in_force(tmp_path, counted):
-    gm = capture(Precise(), torch.randn(4, 32))
-    assert ops(gm, "autocast")
-    path = tmp_path / "costs.json"
-    costs = measure(gm, torch.randn(4, 32), cache=path)
-    (entries,) = read_cost_file(path).values()
-    (inside,) = [key for key in entries if "linear" in key and "autocast" in key]
-    (outside,) = [key for key in entries if "linear" in key and "autocast" not in key]
-    assert inside == f"{outside} under autocast cpu bfloat16"
-    assert counted.count(torch.ops.aten.linear.default) == 2  # the third is like the first
-    assert all(costs.seconds(n) == 0 for n in ops(gm, "autocast"))
 
 
 class Choice(nn.Module):
@@ -238,75 +169,14 @@ class Choice(nn.Module):
         return torch.cond(x.sum() > 0, lambda y: self.small(y), lambda y: self.large(y), (x,)) * 2
 
 
-def test_higher_order_ops_and_their_bodies(tmp_path):
+def test_higher_order_ops_and_their_bodies():
     gm = capture(Choice(), torch.randn(3, 4))
-    path = tmp_path / "costs.json"
-    costs = measure(gm, torch.ones(3, 4), cache=path)
+    costs = measure(gm, torch.ones(3, 4))
     (node,) = ops(gm, "cond")
     assert costs.seconds(node) > 0
-    (entries,) = read_cost_file(path).values()
-    assert any(key.startswith("cond") or "cond" in key.split("(")[0] for key in entries)
 
 
-def test_symbolic_sizes_are_those_of_the_inputs(tmp_path):
-    gm = capture(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(5, 4), dynamic=True)
-    path = tmp_path / "costs.json"
-    measure(gm, torch.randn(9, 4), cache=path)
-    (entries,) = read_cost_file(path).values()
-    assert any("float32[9,4]" in key for key in entries) and not any("[5,4]" in key for key in entries)
-    gm(torch.randn(7, 4))  # no guard was added
-
-
-def test_a_second_call_only_reads(tmp_path, counted):
-    x = torch.randn(4, 8)
-    gm = capture(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)), x)
-    first = measure(gm, x, cache=tmp_path / "costs.json")
-    written = (tmp_path / "costs.json").read_bytes()
-    assert counted
-    counted.clear()
-    second = measure(gm, x, cache=tmp_path / "costs.json")
-    assert not counted and (tmp_path / "costs.json").read_bytes() == written
-    assert [first.seconds(n) for n in gm.graph.nodes] == [second.seconds(n) for n in gm.graph.nodes]
-    assert [first.workspace(n) for n in gm.graph.nodes] == [second.workspace(n) for n in gm.graph.nodes]
-    torch.set_num_threads(2)
-    measure(gm, x, cache=tmp_path / "costs.json")
-    assert counted  # another number of threads is another machine
-
-
-def test_the_cache_of_the_user(tmp_path, monkeypatch, counted):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    gm = capture(nn.Linear(4, 4), torch.randn(2, 4))
-    measured(gm, torch.randn(2, 4), **QUICK)
-    measured(gm, torch.randn(2, 4), **QUICK)
-    assert len(counted) == 1 and (tmp_path / "splitkit" / "costs.json").is_file()
-
-
-def test_ctrl_c_keeps_what_is_measured(tmp_path, monkeypatch, counted):
-    gm = capture(Precise(), torch.randn(4, 32))
-    x, real = torch.randn(4, 32), door.time_call
-
-    def stops(*args):
-        if len(counted) == 1:
-            assert torch.is_autocast_enabled("cpu")
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(door, "time_call", stops)
-    before = state_of(gm, x)
-    with pytest.raises(KeyboardInterrupt):
-        measured(gm, x, cache=tmp_path / "costs.json", **QUICK)
-    untouched(before, gm, x)
-    (entries,) = read_cost_file(tmp_path / "costs.json").values()
-    assert len(entries) == len(counted) == 1
-    monkeypatch.setattr(door, "time_call", real)
-    counted.clear()
-    measure(gm, x, cache=tmp_path / "costs.json")
-    (entries,) = read_cost_file(tmp_path / "costs.json").values()
-    assert counted.count(torch.ops.aten.linear.default) == 1  # the one that is not kept yet
-    assert len(entries) > 1
-
-
-def test_what_acts_outside_runs_once(counted):
+def test_what_acts_outside_runs_once():
     said = []
 
     def say(x):
@@ -320,8 +190,8 @@ def test_what_acts_outside_runs_once(counted):
     for n in graph.nodes:
         n.meta["val"] = torch.empty(2)
     gm = fx.GraphModule(nn.Module(), graph)
-    assert measured(gm, torch.ones(2), cache=False).seconds(node) > 0
-    assert len(said) == 1 and not counted
+    assert measured(gm, torch.ones(2)).seconds(node) > 0
+    assert len(said) == 1
 
 
 def test_workspace_is_what_is_taken_beyond_the_results():
@@ -367,14 +237,14 @@ def test_nodes_that_were_added_later_are_named():
             ask(added)
 
 
-def test_inputs_that_do_not_fit_are_refused_before_anything_is_measured(counted):
+def test_inputs_that_do_not_fit_are_refused():
     gm = capture(nn.Linear(4, 4), torch.randn(2, 4))
     for inputs in ((), (torch.ones(2, 4), 1), {"y": torch.ones(2, 4)}):
         with pytest.raises(CostError, match="SK324"):
-            measured(gm, inputs, cache=False)
+            measured(gm, inputs)
     with pytest.raises(CostError, match=r"SK324.*linear \(aten.linear.default\) fails") as caught:
-        measured(gm, torch.ones(2, 5), cache=False)
-    assert caught.value.nodes == ("linear",) and not counted
+        measured(gm, torch.ones(2, 5))
+    assert caught.value.nodes == ("linear",)
 
 
 @pytest.mark.parametrize(
@@ -383,51 +253,28 @@ def test_inputs_that_do_not_fit_are_refused_before_anything_is_measured(counted)
 def test_devices_that_are_not_there(device, why):
     gm = capture(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(CostError, match=rf"SK321: the graph cannot be measured on '{device}': .*{why}"):
-        measured(gm, torch.randn(2, 4), device, cache=False)
+        measured(gm, torch.randn(2, 4), device)
 
 
 def test_a_graph_without_values_is_refused():
     gm = fx.symbolic_trace(nn.Linear(4, 4))
     with pytest.raises(GraphError, match="SK102"):
-        measured(gm, torch.randn(2, 4), cache=False)
+        measured(gm, torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
 def test_time_must_be_positive(seconds):
     gm = capture(nn.Linear(4, 4), torch.randn(2, 4))
     with pytest.raises(CostError, match=r"SK324: min_run_time is"):
-        measured(gm, torch.randn(2, 4), cache=False, min_run_time=seconds)
-
-
-def test_values_are_freed_after_their_last_use(monkeypatch):
-    class Chain(nn.Module):
-        def forward(self, x):
-            for i in range(12):
-                x = torch.add(x, i)
-            return x
-
-    gm, alive = capture(Chain(), torch.randn(777)), []
-
-    def record(*args):
-        alive.append(sum(type(t) is torch.Tensor and t.shape == (777,) for t in gc.get_objects(0)))
-        return timing.time_call(*args)
-
-    x = torch.randn(777)
-    monkeypatch.setattr(door, "time_call", record)
-    gc.disable()  # then what it makes is of the youngest generation
-    try:
-        measured(gm, x, cache=False, **QUICK)
-    finally:
-        gc.enable()
-    assert len(alive) == 12 and max(alive) <= min(alive) + 1
+        measured(gm, torch.randn(2, 4), min_run_time=seconds)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda gm: costs.measured(gm, None, cache=False), "SK324.*NoneType"),
-        (lambda gm: costs.measured(gm, torch.ones(3), None, cache=False), "SK321.*None"),
-        (lambda gm: costs.measured(gm, torch.ones(3, device="meta"), cache=False), "SK324.*meta"),
+        (lambda gm: costs.measured(gm, None), "SK324.*NoneType"),
+        (lambda gm: costs.measured(gm, torch.ones(3), None), "SK321.*None"),
+        (lambda gm: costs.measured(gm, torch.ones(3, device="meta")), "SK324.*meta"),
     ],
 )
 def test_measuring_without_inputs_or_a_device_is_refused_with_the_reason(call, said):
@@ -435,7 +282,7 @@ def test_measuring_without_inputs_or_a_device_is_refused_with_the_reason(call, s
         call(captured(lambda self, x: x.sin(), torch.ones(3)))
 
 
-def test_a_graph_inside_a_node_makes_its_tensors_on_the_measuring_device(tmp_path):
+def test_a_graph_inside_a_node_makes_its_tensors_on_the_measuring_device():
     class Inside(nn.Module):
         def forward(self, x):
             return torch.cond(x.sum() > 0, lambda x: x + torch.arange(4), lambda x: x - 1, (x,))
@@ -448,14 +295,166 @@ def test_a_graph_inside_a_node_makes_its_tensors_on_the_measuring_device(tmp_pat
         node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
     for body in bodies:
         body.recompile()
-    prices = measured(gm, torch.ones(4), cache=tmp_path / "costs.json", **QUICK)
+    prices = measured(gm, torch.ones(4), **QUICK)
     assert sum(prices.seconds(node) for node in gm.graph.nodes) > 0
 
 
 def test_a_terminal_is_shown_how_far_measuring_is(monkeypatch, capsys):
     gm = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4))
-    measured(gm, torch.ones(2, 4), cache=False, **QUICK)
+    measured(gm, torch.ones(2, 4), **QUICK)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    measured(gm, torch.ones(2, 4), cache=False, **QUICK)
+    measured(gm, torch.ones(2, 4), **QUICK)
     assert "measuring" in capsys.readouterr().err
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs that are timed, and before them the one that finds out what the ops are."""
+    found = []
+
+    def kept(kind):
+        class Kept(kind):
+            def __init__(self, *args):
+                super().__init__(*args)
+                found.append(self)
+
+        return Kept
+
+    for name in ("FirstRun", "MeasuringRun"):
+        monkeypatch.setattr(door, name, kept(getattr(measuring_run, name)))
+    return found
+
+
+def test_layers_of_one_shape_have_one_price(runs):
+    inner = [copy.deepcopy(nn.Linear(8, 8)) for _ in range(5)]
+    gm = capture(nn.Sequential(*inner, nn.Linear(8, 3)), torch.randn(4, 8))
+    costs = measure(gm, torch.randn(4, 8))
+    linears = ops(gm, "linear")
+    assert len({costs.seconds(n) for n in linears[:5]}) == 1 and costs.seconds(linears[0]) > 0
+    first, *timed = runs
+    assert len({first.groups[n] for n in linears}) == 2 and len(timed) >= 3
+    means = [sum(run.seconds[n] for n in linears[:5]) / 5 for run in timed]
+    assert costs.seconds(linears[0]) == pytest.approx(min(means))
+
+
+@pytest.mark.parametrize("how", ["export", "symbolic_trace"])
+def test_what_the_time_of_an_op_depends_on(how, runs):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x) + self.b(x)
+            return torch.softmax(y, 0), torch.softmax(y, 0), torch.softmax(y, 1), y.t() + 1, (y + 1) + 1
+
+    gm = capture(Net(), torch.randn(4, 4), how=how)
+    measure(gm, torch.randn(4, 4))
+    groups = runs[0].groups
+    same = lambda *nodes: len({groups[n] for n in nodes}) == 1  # noqa: E731
+    one, other, along = ops(gm, "softmax")
+    assert same(one, other) and not same(one, along)
+    modules = [n for n in groups if "linear" in str(n.target) or n.op == "call_module"]
+    assert len(modules) == 2 and same(*modules)
+    sums = [n for n in ops(gm, "add") if len(n.all_input_nodes) == 1]
+    assert len(sums) == 3 and len({groups[n] for n in sums}) == 2  # a transposed argument is another
+
+
+class Precise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.a(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.b(x)
+        with torch.no_grad():
+            return self.a(x.float())
+
+
+def test_regions_are_in_force(runs):
+    gm = capture(Precise(), torch.randn(4, 32))
+    assert ops(gm, "autocast")
+    costs = measure(gm, torch.randn(4, 32))
+    first, inside, last = ops(gm, "linear")
+    assert runs[0].groups[first] == runs[0].groups[last] != runs[0].groups[inside]
+    assert all(costs.seconds(n) == 0 for n in ops(gm, "autocast"))
+
+
+def test_an_error_in_a_region_leaves_no_mode(monkeypatch):
+    gm = capture(Precise(), torch.randn(4, 32))
+
+    def stops(self, *args):
+        if torch.is_autocast_enabled("cpu"):
+            raise KeyboardInterrupt
+        return args[-1]()
+
+    monkeypatch.setattr(measuring_run.MeasuringRun, "_timed", stops)
+    x = torch.randn(4, 32)
+    before = state_of(gm, x)
+    with pytest.raises(KeyboardInterrupt):
+        measured(gm, x, **QUICK)
+    untouched(before, gm, x)
+
+
+def test_symbolic_sizes_are_those_of_the_inputs(runs):
+    gm = capture(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), torch.randn(5, 4), dynamic=True)
+    measure(gm, torch.randn(9, 4))
+    texts = str([*runs[0].groups.values()])
+    assert "[9, 4]" in texts and "[5, 4]" not in texts
+    gm(torch.randn(7, 4))  # no guard was added
+
+
+def test_values_are_freed_after_their_last_use(monkeypatch):
+    class Chain(nn.Module):
+        def forward(self, x):
+            for i in range(12):
+                x = torch.add(x, i)
+            return x
+
+    gm, alive, real = capture(Chain(), torch.randn(777)), [], measuring_run.MeasuringRun._timed
+
+    def record(self, *args):
+        alive.append(sum(type(t) is torch.Tensor and t.shape == (777,) for t in gc.get_objects(0)))
+        return real(self, *args)
+
+    x = torch.randn(777)
+    monkeypatch.setattr(measuring_run.MeasuringRun, "_timed", record)
+    gc.disable()  # then what it makes is of the youngest generation
+    try:
+        measured(gm, x, **QUICK)
+    finally:
+        gc.enable()
+    assert len(alive) >= 36 and max(alive) <= min(alive) + 1
+
+
+def test_on_a_gpu_events_around_each_launch_are_read_after_the_run(monkeypatch):
+    """Each op is launched behind a pause; the time of a view does not count."""
+    gm = capture(nn.Sequential(nn.Flatten(), nn.ReLU(), nn.Tanh()), torch.randn(2, 3, 4))
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append(self)
+
+        def elapsed_time(self, end):
+            assert log.index(None) > log.index(end) == log.index(self) + 1, "after the run, one behind the other"
+            return 7.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append(None))
+    monkeypatch.setattr(measuring_run._torch, "CUDA_SLEEP", lambda cycles: log.append(cycles))
+    flow, cpu = sk.analyze(gm), torch.device("cpu")
+    private = Private(flow, cpu)
+    values = private.inputs(torch.randn(2, 3, 4))
+    private.device = torch.device("cuda", 0)
+    run = measuring_run.MeasuringRun(flow, private)
+    with torch.no_grad():
+        run.measure(values)
+    _, relu, tanh = flow.nodes
+    assert run.seconds == {relu: 7e-3, tanh: 7e-3} and log[::3] == [measuring_run.PAUSE] * 3 + [None]

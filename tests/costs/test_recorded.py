@@ -14,6 +14,7 @@ import torch
 from campaigns import these_first
 from capturedmodels import captured_example
 from keptfacts import kept_facts  # noqa: F401
+from smallnets import loss_or_sum
 from torch import fx, nn
 from zoographs import specimens
 
@@ -27,7 +28,6 @@ from splitkit.policies import Budget, ByName, MinCut, Stages
 from splitkit.prices import includes_backward, unit_of
 from splitkit.studies.explanation.recorded_policy import recorded_policy
 from splitkit.testing import models
-from splitkit.testing.small_nets import loss_or_sum
 
 MINE = costs.Device("mine <b>", {"float32": 3e12, "float8": 7.5e13}, 1.1e11, 7 * 2**30, 1.7e-6, "a data sheet")
 
@@ -65,7 +65,7 @@ def gpt2():
 
 
 def measured(gm, example, **more):
-    return costs.measured(gm, dict(example.kwargs) or example.args, cache=False, min_run_time=1e-4, **more)
+    return costs.measured(gm, dict(example.kwargs) or example.args, min_run_time=1e-4, **more)
 
 
 EVERY = {

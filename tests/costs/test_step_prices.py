@@ -7,26 +7,25 @@ import pytest
 import torch
 from campaigns import these_first
 from capturedmodels import captured_example
+from smallnets import loss_or_sum
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.costs.timing import step_prices as door
-from splitkit.costs.timing.cache import read_cost_file
+from splitkit.costs.timing import measured as door
 from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.step_prices import MeasuredSteps
+from splitkit.costs.timing.measured_prices import MeasuredSteps
 from splitkit.errors import CostError
 from splitkit.frontends.capture.capture import capture
 from splitkit.graph.ops import declare
 from splitkit.graph.ops import declared as ops
 from splitkit.pipeline.stage_prices import stage_costs
-from splitkit.testing.small_nets import loss_or_sum
 from tests.costs.test_measured import QUICK, TINY, state_of, untouched
 
 
 def measure(gm, inputs, **options):
     """Measure steps, and see that nothing is touched."""
     before = state_of(gm, inputs)
-    costs = measured(gm, inputs, backward=True, **{"cache": False, **QUICK, **options})
+    costs = measured(gm, inputs, backward=True, **{**QUICK, **options})
     untouched(before, gm, inputs)
     assert isinstance(costs, MeasuredSteps) and all(p.grad is None for p in gm.parameters())
     return costs
@@ -41,12 +40,12 @@ def stepped(monkeypatch):
     """One entry a step that was run."""
     steps = []
 
-    class Counted(door._Step):
+    class Counted(door.MeasuringRun):
         def __init__(self, *args):
             super().__init__(*args)
             steps.append(self)
 
-    monkeypatch.setattr(door, "_Step", Counted)
+    monkeypatch.setattr(door, "MeasuringRun", Counted)
     return steps
 
 
@@ -81,13 +80,13 @@ def test_a_step_is_freed_without_the_garbage_collector(monkeypatch):
     """Its gradients stood in the way of the next step's: nodes of autograd hold hooks, which held the step."""
     alive = []
 
-    class Watched(door._Step):
+    class Watched(door.MeasuringRun):
         def __init__(self, *args):
             assert sum(seen() is not None for seen in alive) <= 1, "but for the last one, all are gone"
             super().__init__(*args)
             alive.append(weakref.ref(self))
 
-    monkeypatch.setattr(door, "_Step", Watched)
+    monkeypatch.setattr(door, "MeasuringRun", Watched)
     gc.collect()
     gc.disable()
     try:
@@ -129,7 +128,7 @@ def test_each_op_that_trains_has_a_backward(name, stepped):
     for node in gm.graph.nodes:
         if trains.flops(node) > sk.costs.flops(gm).flops(node) > 0:  # a product of which a factor requires grad
             assert costs.backward(node) > 0, node.name
-            assert costs.seconds(node) == pytest.approx(costs._seconds[node][0] * (1 + costs.backward(node)))
+            assert costs.seconds(node) == pytest.approx(costs.both(node)[0] * (1 + costs.backward(node)))
         assert costs.flops(node) == trains.flops(node) and costs.nbytes(node) == trains.nbytes(node)
         assert costs.workspace(node) >= 0 and costs.param_bytes(node) >= 0
     assert costs.note.startswith("measured on cpu, forward and backward") and costs.gm is gm
@@ -186,20 +185,6 @@ def test_modules_and_buffers_stay_as_they_are(stepped):
     assert all(costs.backward(n) > 0 for n in gm.graph.nodes if n.op == "call_module" and n.target in ("1", "3"))
 
 
-def test_a_second_call_only_reads(tmp_path, stepped):
-    gm = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8))
-    inputs = torch.randn(4, 8)
-    first = measure(gm, inputs, cache=tmp_path / "costs.json")
-    assert stepped
-    stepped.clear()
-    second = measure(gm, inputs, cache=tmp_path / "costs.json")
-    assert not stepped
-    for n in gm.graph.nodes:
-        assert (first.seconds(n), first.backward(n)) == (second.seconds(n), second.backward(n))
-    plain = measured(gm, inputs, cache=tmp_path / "costs.json", **QUICK)
-    assert not hasattr(plain, "backward")  # the same file holds both
-
-
 def test_plans_take_them_as_prices_of_training():
     example, gm = captured_example("gpt2", **TINY)
     costs = measure(gm, example.kwargs)
@@ -220,12 +205,12 @@ def test_what_cannot_be_measured_is_refused(stepped):
         n.meta["val"] = torch.empty(2)
     gm = fx.GraphModule(nn.Module(), graph)
     with pytest.raises(CostError, match=r"(?s)SK324.*outside.*training\(measured"):
-        measured(gm, torch.ones(2), cache=False, backward=True)
+        measured(gm, torch.ones(2), backward=True)
     joint = sk.capture_joint(nn.Sequential(nn.Linear(4, 1)), torch.randn(2, 4), loss=loss_or_sum).graph_module
     with pytest.raises(CostError, match="SK324.*backward is in this graph already"):
-        measured(joint, (), cache=False, backward=True)
+        measured(joint, (), backward=True)
     with pytest.raises(CostError, match="SK324.*backward is 1"):
-        measured(gm, torch.ones(2), cache=False, backward=1)
+        measured(gm, torch.ones(2), backward=1)
     assert not stepped
 
 
@@ -242,31 +227,3 @@ def test_a_backward_that_fails_is_said(declared):
     node, *_ = declared(Never.apply)
     with pytest.raises(CostError, match="SK324.*no such gradient"):
         measure(node.graph.owning_module, torch.ones(64, 64, requires_grad=True))
-
-
-class Reached(nn.Module):
-    """Two results of one and the same op, of which the loss depends on the first only, or on both."""
-
-    def __init__(self, both):
-        super().__init__()
-        self.a, self.b, self.both = nn.Linear(16, 16), nn.Linear(16, 16), both
-
-    def forward(self, x):
-        one, other = self.a(x), self.b(x)
-        return {"loss": (one.exp() + (other if self.both else other.detach())).sum(), "other": other.tanh()}
-
-
-def test_a_backward_that_the_loss_does_not_reach_is_not_kept(tmp_path):
-    path, x = tmp_path / "costs.json", torch.randn(4, 16)
-
-    def prices(both):
-        gm = capture(Reached(both), x)
-        costs = measured(gm, x, cache=path, backward=True, **QUICK)
-        return {n.name: costs.backward(n) for n in gm.graph.nodes if "call" in n.op}
-
-    alone = prices(False)
-    assert alone["tanh"] == 0 and alone["exp"] > 0
-    texts = [key for records in read_cost_file(path).values() for key in records if key.startswith("backward")]
-    assert texts and not [key for key in texts if "tanh" in key or "linear" in key]
-    both = prices(True)
-    assert both["tanh"] == 0 and both["linear"] > 0 and both["linear_1"] > 0

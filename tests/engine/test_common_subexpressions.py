@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from campaigns import these_first
+from smallnets import loss_or_sum
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ from splitkit.graph.fake_runs import values_again
 from splitkit.graph.storages import storage_key, tensors
 from splitkit.policies import RecomputeAll, SaveAll
 from splitkit.testing.models import build
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import JointFlow
 
 TINY = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "batch": 2, "seq": 8}

@@ -12,7 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from campaigns import these_first
+from fuzzing import usable_inputs
 from handgraphs import graph_of
+from inlined import assert_inlines
+from opaquecode import close_all
+from randomgraphs import random_graph, random_plan
 from torch import fx, nn
 from zoographs import specimens
 
@@ -28,10 +32,8 @@ from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.policies import RoundRobin, Stages
-from splitkit.testing import assert_same, random_graph, random_plan
-from splitkit.testing.fuzzing import usable_inputs
-from splitkit.testing.oracle import assert_inlines
-from splitkit.testing.visible_state import close_all, observe
+from splitkit.testing import assert_same
+from splitkit.testing.visible_state import observe
 
 ZOO = specimens()
 

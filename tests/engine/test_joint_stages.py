@@ -9,6 +9,7 @@ import pytest
 import torch
 from campaigns import these_first
 from jointmodels import NAMES, TRANSFORMERS, assert_stages_alike, captured, ran
+from randomstageplans import random_stage_plan
 from torch import nn
 
 import splitkit as sk
@@ -17,7 +18,6 @@ from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.errors import CycleError, PlanError
 from splitkit.frontends.joint.step_module import DividedStep
 from splitkit.plans.record import Plan
-from splitkit.testing.random_stage_plans import random_stage_plan
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_parts import StagePart
 from splitkit.training.stage_plan import stage_plan

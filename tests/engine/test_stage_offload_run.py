@@ -9,6 +9,7 @@ import pytest
 import torch
 from campaigns import these_first
 from jointmodels import NAMES, SMALL, assert_stages_alike, captured, ran
+from randomstageplans import all_on_host, random_stage_plan
 
 from splitkit.engine.joint_stages.divide_stages import divide_stages
 from splitkit.engine.joint_stages.host_values import HostValue
@@ -16,7 +17,6 @@ from splitkit.errors import PlanError
 from splitkit.memory.kernels import host_copies
 from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.record import Plan
-from splitkit.testing.random_stage_plans import all_on_host, random_stage_plan
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 

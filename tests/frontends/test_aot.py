@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from campaigns import every_third, some_of_all, these_first
+from smallnets import loss_or_sum
 from torch import nn
 from torch._functorch.partitioners import default_partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -25,7 +26,6 @@ from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.graph.ops import effects_of
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
 
 

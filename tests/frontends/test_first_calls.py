@@ -180,7 +180,7 @@ def test_the_same_example_twice_is_one_tensor():
 
 def measured(gm):
     inputs = [torch.randn(node.meta["val"].shape) for node in gm.graph.find_nodes(op="placeholder")]
-    return sk.costs.measured(gm, inputs, cache=False, min_run_time=1e-4)
+    return sk.costs.measured(gm, inputs, min_run_time=1e-4)
 
 
 @pytest.mark.parametrize("door", ["apply", "backend"])

@@ -19,13 +19,13 @@ from jointmodels import (
     example,
     ran,
 )
+from smallnets import loss_or_sum
 from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from splitkit.errors import CaptureError, CycleError, GraphError, PlanError, PolicyError
 from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.policies import RecomputeAll, Remat, RoundRobin, SaveAll
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable
 
 CAPTURED = ["gpt2", "llama", "t5", "conv"]

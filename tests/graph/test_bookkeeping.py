@@ -12,7 +12,6 @@ from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.graph.dataflow import module_path
 from splitkit.plans.kept_books import keep_books
 from splitkit.policies import (
-    Acyclic,
     Buckets,
     ByParameterBytes,
     Devices,
@@ -113,7 +112,6 @@ def test_what_is_read_or_given_back_is_no_bookkeeping():
 POLICIES = [
     Stages(3),
     Stages(2, schedule="1f1b"),
-    Acyclic(3),
     Devices(["a100", "a100"]),
     Devices(["a100", "a100"], pieces=None),
     Buckets(100),

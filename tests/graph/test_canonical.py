@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from randomgraphs import random_graph
 from torch import fx, nn
 from zoographs import specimens
 
@@ -14,7 +15,6 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.graph.canonical import canonical_form, is_numbered
 from splitkit.graph.scope import is_state_op
-from splitkit.testing.random_graphs import random_graph
 
 
 def shuffled(gm: fx.GraphModule, seed: int) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from smallnets import loss_or_sum
 from torch import fx, nn
 
 from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.graph.joint_marks import backward_nodes, is_joint, is_marked_backward, mark_of
-from splitkit.testing.small_nets import loss_or_sum
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_backward_is_measured_from_the_loss_alone(monkeypatch, gives, numbers):
         return backward(tensors, *given, **options)
 
     monkeypatch.setattr(torch.autograd, "backward", seen)
-    sk.costs.measured(sk.capture(net(gives), X), (X,), cache=False, min_run_time=1e-6, backward=True)
+    sk.costs.measured(sk.capture(net(gives), X), (X,), min_run_time=1e-6, backward=True)
     assert began == numbers
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from capturedmodels import stored
+from smallnets import NETS, Writing, loss_or_sum
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +17,6 @@ import splitkit as sk
 from splitkit.costs import roofline
 from splitkit.frontends.joint.joint_capture import Joint, capture_joint
 from splitkit.testing.models import Example, build
-from splitkit.testing.small_nets import NETS, Writing, loss_or_sum
 
 WIDER = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
 TINY = {"layers": 1, "width": 32, "heads": 4, "batch": 2}

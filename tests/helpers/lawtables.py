@@ -17,7 +17,6 @@ from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine
 from splitkit.policies import (
-    Acyclic,
     AroundOps,
     AtMarkers,
     Best,
@@ -77,9 +76,8 @@ PLACERS: dict[str, Policy] = {
     "Devices": Devices(["h100", "h100", "a100"], links="pcie4", seconds=0.5),
     "Devices(pieces=None)": Devices(["h100"] * 2, links="pcie4", pieces=None, seconds=0.5),
     "Devices('latency')": Devices({"cuda:0": "h100", "cuda:1": "l4"}, links="pcie4", objective="latency", seconds=0.5),
-    "Acyclic(3, links)": Acyclic(3, links="pcie4"),
     "MemoryBudget(parts=2)": MemoryBudget("1GiB", parts=2),
-    "Best": Best([Stages(3), RoundRobin(2), Acyclic(2)], links="nvlink4"),
+    "Best": Best([Stages(3), RoundRobin(2)], links="nvlink4"),
 }
 """Policies that need to know the sizes of values, and search long."""
 
@@ -131,8 +129,6 @@ JOINT_LAWS: dict[str, Policy] = {
     "Remat modules": Remat(modules="*"),
     "MinCut": MinCut(),
     "MinCut, fewest bytes": MinCut(0.0),
-    "MinCut like functorch": MinCut.functorch(),
-    "MinCut like torch": MinCut.like_torch(),
     "Precompute": Precompute(),
     "Precompute listed, of recompute": Precompute(RecomputeAll(), movable=every_third),
     "Budget, all": Budget(1.0),

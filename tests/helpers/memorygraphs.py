@@ -8,13 +8,13 @@ from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
+from fuzzing import FuzzReport, try_plan, usable_inputs
+from opaquecode import Wrapped, wrapper_of
 from torch import fx, nn
 from torch.nn.utils import parametrizations
 
 from splitkit import _torch
 from splitkit.errors import PlanError
-from splitkit.testing.fuzzing import FuzzReport, try_plan, usable_inputs
-from splitkit.testing.opaque_code import Wrapped
 
 SIZE = 8
 
@@ -32,7 +32,7 @@ class Unnamed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        return _torch.make_wrapper(cls, held.shape, dtype=held.dtype)
+        return wrapper_of(cls, held)
 
     def __init__(self, held):
         self.box = {"held": [held]}

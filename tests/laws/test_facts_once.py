@@ -12,7 +12,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.autograd.saved_storages import activations
-from splitkit.policies import Acyclic, Best, Devices, Expert, MemoryBudget, RoundRobin, Stages
+from splitkit.policies import Best, Devices, Expert, MemoryBudget, RoundRobin, Stages
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.placement.stages.contiguous import contiguous
@@ -64,7 +64,6 @@ WITHOUT_BACKWARD = {
     "a mapping": lambda gm: sk.plan(gm, RoundRobin(2)),
     "work": lambda gm: sk.plan(gm, Stages(2)),
     "links": lambda gm: sk.plan(gm, Stages(2, links="pcie4")),
-    "acyclic": lambda gm: sk.plan(gm, Acyclic(2, links="pcie4")),
     "the best without memory": lambda gm: sk.plan(gm, Best(2, links="pcie4")),
     "a split": lambda gm: sk.split(gm, Stages(2)),
     "a split with links": lambda gm: sk.split(gm, Stages(2, links="pcie4")),
@@ -127,7 +126,7 @@ def test_facts_serve_as_a_graph_for_prices_and_are_not_found_again(gm, monkeypat
 
 
 def test_measured_prices_take_facts(gm):
-    measured = sk.costs.measured(sk.analyze(gm), (torch.randn(2, 8),), cache=False, min_run_time=0.001)
+    measured = sk.costs.measured(sk.analyze(gm), (torch.randn(2, 8),), min_run_time=0.001)
     assert measured.gm is gm and measured.seconds(sk.analyze(gm).nodes[-1]) > 0
 
 

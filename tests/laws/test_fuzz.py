@@ -11,13 +11,13 @@ from importlib import import_module
 import pytest
 import torch
 from campaigns import these_first
+from fuzzing import FuzzReport, fuzz, try_plan, usable_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memorygraphs import fuzz_memory
+from randomgraphs import random_graph
 
 from splitkit.errors import CheckError
-from splitkit.testing.fuzzing import FuzzReport, fuzz, try_plan, usable_inputs
-from splitkit.testing.random_graphs import random_graph
 
 SEEN = FuzzReport()
 

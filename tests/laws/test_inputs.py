@@ -17,7 +17,6 @@ from splitkit.costs import Device, Link, Links
 from splitkit.errors import NoPlanError, SplitError
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.policies import (
-    Acyclic,
     AroundOps,
     AtMarkers,
     Best,
@@ -40,7 +39,6 @@ from splitkit.policies import (
     SplitBackward,
     Stages,
 )  # fmt: skip
-from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.studies.frontier import Frontier
 
 INF, NAN, HUGE = float("inf"), float("nan"), 10**400
@@ -144,7 +142,6 @@ FIELDS = {
     "Best": (placed(Best), {"policies": 2}, {
         "policies": (*NEVER, None, 0, [], [3], INF, HUGE, "Stages"), "memory": LIMIT, "links": WORD,
         "seconds": (*NEVER, None, HUGE, "1"), "schedule": WORD, "microbatches": COUNT, "optimizer": WORD}),
-    "Acyclic": (placed(Acyclic), {"n": 2}, {"n": (*COUNT, None), "memory": LIMIT, "links": WORD}),
     "Buckets": (placed(Buckets), {"bytes": 100}, {"bytes": (*SIZE, 0), "first": (*LIMIT, 0)}),
     "ByParameterBytes": (placed(ByParameterBytes), {"limit": "1GiB"}, {"limit": (*SIZE, 0)}),
     "ByName": (placed(ByName), {"parts": {}}, {"parts": (*NEVER, None, 5, "layers.*", [], {1: 2})}),
@@ -176,17 +173,13 @@ FIELDS = {
     "Frontier, host": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given), {
         "of": "peak", "offload": 1e9}, {"host": LIMIT}),
     "MinCut": (halved(MinCut), {}, {
-        "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5), "rules": (5, "x")}),
+        "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5)}),
     "Remat": (halved(Remat), {}, {
         "modules": (*NEVER, None, 5, []), "keep": (NAN, -1, None, b"mm", [None], torch.tensor(2), object())}),
     "Precompute": (halved(Precompute), {}, {"base": (*NEVER, None, SaveAll), "movable": (NAN, -1, [None])}),
     "SplitBackward": (halved(SplitBackward), {}, {
         "price": (*NEVER, INF, np.float32("inf"), HUGE, 1e308, "1e11"),
         "policy": (NAN, -1, None, 1j, b"80GiB", "SaveAll", ["x"], [None], int, SaveAll)}),
-    "DeferralFrontier": (lambda case, **given: DeferralFrontier(case.joint, case.joint_prices, **given).points, {}, {
-        "policy": (NAN, -1, None, "SaveAll", [None]), "stage": (*NEVER, None, 1, 1.5, INF, HUGE, "0")}),
-    "DeferralFrontier.within": (lambda case, **given: DeferralFrontier(case.joint).within(**given), {}, {
-        "limit": (*NEVER, None, HUGE, "-1B")}),
     "Frontier": (lambda case, **given: Frontier(case.joint, case.joint_prices, **given).points, {}, {
         "of": (*WORD, None), "budgets": (*COUNT, None), "price": WORD}),
     "within": (lambda case, **given: Frontier(case.joint).within(**given), {}, {"nbytes": (*NEVER, None, HUGE, "-1B")}),
@@ -221,9 +214,8 @@ FIELDS = {
     "StageCosts": (lambda case, **given: StageCosts(**{"forward": 1.0, "backward_input": 1.0, **given}), {}, {
         "forward": (*NEVER, None, INF, HUGE, np.float32("inf")), "saved_bytes": (*NEVER, None, 1.5, INF, HUGE, 2**63),
         "activation_bytes": (*NEVER, None, 1.5, INF, HUGE), "unit": (NAN, None, 5)}),
-    "measured": (lambda case, **given: costs.measured(case.gm, torch.randn(2, 4), **given), {"cache": False}, {
-        "min_run_time": (*NEVER, None, 0, INF, HUGE, "1"), "device": ("x", HUGE, "cuda:99"),
-        "cache": (NAN, 5, [], object())}),
+    "measured": (lambda case, **given: costs.measured(case.gm, torch.randn(2, 4), **given), {}, {
+        "min_run_time": (*NEVER, None, 0, INF, HUGE, "1"), "device": ("x", HUGE, "cuda:99")}),
 }  # fmt: skip
 """Door: (how it is gone through, what is given besides, the bad values of each field)."""
 
@@ -307,7 +299,6 @@ FORWARD = {
     "MemoryBudget": lambda case, given: MemoryBudget("1GiB", 2).assign(case.flow, given),
     "MemoryBudget, inference": lambda case, given: MemoryBudget("1GiB", 2, optimizer=None).assign(case.flow, given),
     "Best": lambda case, given: Best(2, seconds=1).assign(case.flow, given),
-    "Acyclic": lambda case, given: Acyclic(2, links="nvlink4").assign(case.flow, given),
     "Expert": lambda case, given: Expert(2).assign(case.flow, given),
     "plan": lambda case, given: sk.plan(case.gm, Stages(2, seconds=1), given),
     "split": lambda case, given: sk.split(case.gm, Stages(2, seconds=1), costs=given),
@@ -324,7 +315,7 @@ JOINT = {
     "Frontier": lambda case, given: Frontier(case.joint, given).points,
     "split": lambda case, given: case.joint.split(MinCut(), given),
 }
-OF_BYTES = ("Stages", "Stages with links", "Devices", "Devices, latency", "Acyclic", "plan", "report")
+OF_BYTES = ("Stages", "Stages with links", "Devices", "Devices, latency", "plan", "report")
 """Doors that ask for the bytes of values."""
 
 
@@ -376,7 +367,6 @@ UNREACHED = (
     [
         lambda links: Stages(2, links=links),
         lambda links: Stages(2, "1f1b", links=links),
-        lambda links: Acyclic(2, links=links),
         lambda links: Best(2, links=links),
         lambda links: Devices(["h200", "h200"], links=links),
         lambda links: Devices(["h200", "h200"], links=links, objective="latency"),

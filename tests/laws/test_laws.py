@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 from campaigns import some_of_all
+from inlined import assert_inlines
 from lawtables import (
     JOINT_LAWS,
     LAWS,
@@ -31,7 +32,7 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, relay
 from splitkit.policies import ByName
 from splitkit.testing import assert_legal, assert_same
-from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines
+from splitkit.testing.oracle import assert_emitted_as_planned
 
 ZOO = specimens()
 _PLANS = {}

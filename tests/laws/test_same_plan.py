@@ -16,13 +16,13 @@ import pytest
 import torch
 from jointmodels import captured, step_of
 from lawtables import JOINT_LAWS, LAWS, LIKE_ANOTHER, STAGED_LAWS, asked, sized, written
+from smallnets import loss_or_sum
 from torch import fx, nn
 
 import splitkit as sk
 from splitkit.costs import roofline, unit
 from splitkit.errors import NoPlanError
-from splitkit.policies import Acyclic, Budget, MinCut, Precompute, RoundRobin, SaveAll, Stages
-from splitkit.testing.small_nets import loss_or_sum
+from splitkit.policies import Budget, MinCut, Precompute, RoundRobin, SaveAll, Stages
 
 FORWARD_GRAPH, JOINT_GRAPHS = "tied language model, exported", ("branches",)
 CUT = "cut short by time: another machine may find another plan"
@@ -123,7 +123,7 @@ def _planned_and_dropped(number):
     gm = fx.symbolic_trace(net)
     if number % 15 == 3:
         sk.extend.propagate(gm, x)
-        for policy in (Stages(2, links="pcie4"), Acyclic(2)):
+        for policy in (Stages(2, links="pcie4"), Stages(3)):
             sk.split(gm, policy)
         sk.simulate_memory(gm)
     split = sk.split(gm, Stages(2))

@@ -8,7 +8,10 @@ from functools import cache
 import pytest
 import torch
 from campaigns import few_of_many, these_first
+from fuzzing import usable_inputs
 from hypothesis import strategies as st
+from randomgraphs import is_exotic, random_graph
+from smallnets import NETS
 from torch import nn
 from zoographs import specimens
 
@@ -17,10 +20,7 @@ from splitkit._torch import ENTER_AUTOCAST
 from splitkit.errors import GraphError
 from splitkit.memory.profile import CUDA_BLOCK, simulate_memory
 from splitkit.testing import models
-from splitkit.testing.fuzzing import usable_inputs
 from splitkit.testing.graph_zoo import zoo
-from splitkit.testing.random_graphs import is_exotic, random_graph
-from splitkit.testing.small_nets import NETS
 
 KIB = 1024
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}

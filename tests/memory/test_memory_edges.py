@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from opaquecode import Hidden
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
 import splitkit as sk
 from splitkit.errors import GraphError, SplitError
-from splitkit.testing.visible_state import Hidden
 
 X = torch.randn(8, 16)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from campaigns import these_first
 from jointmodels import wide, wider
+from smallnets import NETS, loss_or_sum
 from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
@@ -18,7 +19,6 @@ from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
-from splitkit.testing.small_nets import NETS, loss_or_sum
 from splitkit.training.peaks import Peaks
 
 WAYS = {

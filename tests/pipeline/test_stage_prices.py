@@ -11,6 +11,7 @@ from campaigns import these_first
 from capturedmodels import captured_example
 from keptmodels import LANGUAGE, MODELS, Convolutions, LossOnly, Mixed
 from savedbytes import Parts, kept_by_autograd, storages, tensors_of
+from smallnets import loss_or_sum
 from torch import nn
 
 import splitkit as sk
@@ -22,7 +23,6 @@ from splitkit.pipeline.stage_prices import StagePrices, peaks_of_visits, run_ord
 from splitkit.policies import Devices, RoundRobin, Stages
 from splitkit.search.plan_figures import StagePricing
 from splitkit.testing.models import build
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.units import size
 from splitkit.view.renderers import pictured
 

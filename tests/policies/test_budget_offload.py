@@ -14,7 +14,6 @@ from splitkit.costs import Link, Links, roofline
 from splitkit.errors import CostError, NoPlanError, PolicyError
 from splitkit.policies import Budget, SaveAll
 from splitkit.search.recompute.offload_bound import OffloadBound
-from splitkit.search.recompute.offload_choice import largest_first
 from splitkit.search.recompute.offload_search import OffloadSearch
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.search.recompute.recompute_search import RecomputeSearch
@@ -87,6 +86,14 @@ def step():
 
 def taken(plan):
     return plan.claim.value
+
+
+def largest_first(timeline, budget):
+    """Return the run that offloads the largest values until the budget is kept, and nothing else is decided."""
+    order = sorted(timeline.values, key=lambda item: (-int(timeline.trace.nbytes[item]), item))
+    count = next((few for few in range(len(order) + 1) if timeline.fits(order[:few], budget)), None)
+    transfers = None if count is None else timeline.transfers(order[:count], budget)
+    return None if transfers is None else timeline.run(transfers)
 
 
 @pytest.mark.parametrize("link", [5e9, 50e9, 500e9])

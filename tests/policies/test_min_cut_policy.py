@@ -11,7 +11,6 @@ from capturedmodels import captured_example
 from choices import Prices, every_plan, saved, spent, steps
 from hypothesis import strategies as st
 from jointgraphs import Hand
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
@@ -123,38 +122,10 @@ def refusing(_):
     raise NoPlanError("SK303", "mine")
 
 
-@pytest.mark.parametrize("field", ["size", "rules"])
 @pytest.mark.parametrize("value", [5, "bytes", []])
-def test_what_is_no_function_is_refused(field, value):
-    with pytest.raises(PolicyError, match=f"SK302: MinCut has {field}=.*, which is not a function\n"):
-        MinCut(**{field: value})
-
-
-@pytest.mark.parametrize(
-    ("rules", "flaw"),
-    [
-        (lambda problem: None, "fail: TypeError"),
-        (lambda problem: 1 / 0, "fail: ZeroDivisionError"),
-        (lambda problem: ({}, None), "weights of shape"),
-        (lambda problem: ({}, "much"), "fail: ValueError"),
-        (lambda problem: ({}, problem.nbytes[:-1]), r"weights of shape \(0,\) for 1 storages"),
-        (lambda problem: ({}, problem.nbytes[:, None]), "weights of shape"),
-        (lambda problem: ({}, -1.0 * problem.nbytes), "a weight that is negative"),
-        (lambda problem: ({}, math.nan * problem.nbytes), "a weight that is negative, or nan"),
-        (lambda problem: (list(problem.ops), problem.nbytes), "a list as the ops"),
-    ],
-)
-def test_bad_rules_are_refused(rules, flaw):
-    with pytest.raises(PolicyError, match=rf"SK302: the rules .* of MinCut .*{flaw}.*\n  Rules take"):
-        divide(one_op(), MinCut(rules=rules), Prices())
-    with pytest.raises(NoPlanError, match="SK303: mine"):
-        divide(one_op(), MinCut(rules=refusing), Prices())
-
-
-def test_rules_may_weigh_in_lists_and_whole_numbers():
-    for weights in (lambda p: p.nbytes, lambda p: p.nbytes.tolist()):
-        policy = MinCut(rules=lambda problem, weights=weights: ({}, weights(problem)))
-        assert divide(one_op(), policy, Prices()).saved == divide(one_op(), MinCut(), Prices()).saved
+def test_what_is_no_function_is_refused(value):
+    with pytest.raises(PolicyError, match="SK302: MinCut has size=.*, which is not a function\n"):
+        MinCut(size=value)
 
 
 def test_another_graph_is_refused():
@@ -185,24 +156,10 @@ def test_the_defaults_repeat_cheap_ops_and_no_products(gpt2):
     assert again.isdisjoint({aten.mm.default, aten.addmm.default, aten.bmm.default})
 
 
-def test_the_first_rule_of_functorch_repeats_listed_ops_and_views_only(gpt2):
-    pair = gpt2.split(MinCut.functorch())
-    again = [n for n, keys in pair.plan.items() if set(keys) == {FORWARD, BACKWARD}]
-    names = {str(n.target.overloadpacket) for n in again}
-    assert "aten.mul" in names
-    assert names.isdisjoint({"aten.mm", "aten.addmm", "aten.bmm", "aten.native_layer_norm", "aten._softmax"})
-
-
-def test_the_rule_like_torchs_saves_nearly_what_torch_saves(gpt2):
-    ours, theirs = gpt2.split(MinCut.like_torch()), gpt2.partition(min_cut_rematerialization_partition)
-    assert saved(ours) == pytest.approx(saved(theirs), rel=0.1)
-    assert saved(ours) < saved(gpt2.split(SaveAll())) * 0.9
-
-
 def test_no_rule_of_ours_is_better_by_the_price(gpt2):
     prices, price = costs.roofline(gpt2.graph_module, "a100"), 1e11
     best = cost(gpt2.flow, MinCut(price=price), prices)
-    for other in (SaveAll(), RecomputeAll(), Remat(["aten.mm", "aten.addmm"]), MinCut.functorch(), MinCut.like_torch()):
+    for other in (SaveAll(), RecomputeAll(), Remat(["aten.mm", "aten.addmm"])):
         pair = gpt2.split(other, prices)
         assert best <= saved(pair) + price * spent(gpt2.flow, pair, prices)
 

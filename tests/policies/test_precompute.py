@@ -10,6 +10,7 @@ import torch
 from campaigns import these_first
 from jointgraphs import Hand
 from jointmodels import wide
+from smallnets import loss_or_sum
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -20,7 +21,6 @@ from splitkit.errors import PolicyError
 from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
 
 

@@ -18,7 +18,6 @@ from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.graph.joint_marks import forward_owners
 from splitkit.plans.record import Plan
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, SplitBackward
-from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 from splitkit.training.waiting_values import waiting_bytes, waiting_values
@@ -231,26 +230,6 @@ def test_terms_of_a_tied_parameter_stay_in_their_stages():
     plan = SplitBackward(policy=in_stages(flow, 2, save_all_plan(flow))).assign(flow, costs)
     late = [n.target for n in plan.members(("weight", 1))]
     assert late.count(torch.ops.aten.mm.default) >= 5  # those of a block, and that of the head
-
-
-def test_the_frontier_has_every_division_that_is_best_at_some_price(layers):
-    joint, _, x = layers
-    costs = Prices(joint.flow)
-    frontier = DeferralFrontier(joint, costs)
-    waits = [point.waiting for point in frontier.points]
-    assert waits[0] == 0 and waits == sorted(waits) and len(waits) > 2
-    assert frontier.within(0) is frontier.points[0] and frontier.within("1GiB") is frontier.points[-1]
-    assert "points" in str(frontier)
-    for point, after in zip(frontier.points, (*frontier.points[1:], None), strict=True):
-        assert waiting_bytes(joint.flow, point.plan, 0) == point.waiting == point.to_dict()["waiting"]
-        price = point.price * 2 if after is None else (point.price + after.price) / 2
-        found = SplitBackward(price).assign(joint.flow, costs)
-        assert found.claim.value == pytest.approx(point.waiting + price * point.moved)
-        assert frontier.at(price) is point
-        assert sum(point.seconds) == pytest.approx(sum(frontier.points[0].seconds))
-    run_parts(joint, frontier.points[1].plan, (x,), {})
-    with pytest.raises(PolicyError, match="SK302"):
-        _ = DeferralFrontier(joint, costs, stage=1).points
 
 
 def test_a_first_stage_computes_its_chain_early_and_keeps_the_products():

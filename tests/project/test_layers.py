@@ -163,7 +163,7 @@ SAME_NAMES = {
     "load": "the weights of a split are loaded, and so is an example model of `splitkit.testing.models`",
     "run": "each command of the command line has one, and the parser calls it",
     "fit": "`splitkit.fit` fits a model to devices, and `splitkit.costs.links.fit` a link to measured times",
-    "main": "the entry points of the package, the command line and the fuzzer",
+    "main": "the entry points of the package and the command line",
 }
 """Functions that share a name, and why."""
 

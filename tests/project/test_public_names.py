@@ -24,7 +24,7 @@ FRONT_DOOR = MODULES | {
     "NoPlanError", "Pair", "Part", "Plan", "PlanError", "PolicyError", "ScheduleError", "ScheduleRun", "Split",
     "SplitError", "StagedStep", "SynthesizedOrder", "analyze", "apply", "backend", "capture", "capture_decoder",
     "capture_joint", "checkpoint_context", "compare", "compare_plans", "dry_run", "explore", "export", "fit",
-    "generator", "import_plan", "inductor_partitioner", "inline", "load", "measure_memory", "memory_budget_solver",
+    "generator", "import_plan", "inline", "load", "measure_memory",
     "order_messages", "plan", "report", "serve", "simulate_memory", "simulate_schedule",
     "split", "split_module", "stage_costs", "sweep", "synthesize",
 }  # fmt: skip

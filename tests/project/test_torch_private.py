@@ -387,33 +387,6 @@ def test_an_order_of_ones_own_is_torchs_to_run(tmp_path):
         dist.destroy_process_group()
 
 
-def test_a_row_with_messages_is_torchs_to_run(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        meta, made = torch.empty(2, 4, device="meta"), list[list[torch.Tensor]]()
-        for loss, row in ((lambda y, t: y.sum(), ["0F0", "0F1", "0B0", "0B1"]), (None, ["0F0", "0F1"])):
-            stage = PipelineStage(
-                torch.nn.Linear(4, 4), 0, 1, torch.device("cpu"),
-                input_args=meta.clone(), output_args=meta.clone().requires_grad_(),
-            )  # fmt: skip
-            asked = {"_get_init_p2p_neighbors_ops", "_warmup_forward_vote", "_warmup_backward_result"} & set(dir(stage))
-            assert asked or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15), (
-                "it lets neighbours meet otherwise"
-            )
-            _torch.skip_warm_up(stage)
-            losses = [] if loss else None
-            schedule = _torch.message_schedule(stage, 2, loss, row)
-            schedule.step(torch.randn(4, 4), target=torch.zeros(4), losses=losses, return_outputs=False)
-            made.append(losses or [])
-            assert (stage.submod.weight.grad is not None) == bool(loss)
-        assert [len(losses) for losses in made] == [2, 0]
-    finally:
-        dist.destroy_process_group()
-
-
 def test_dispatch_modes_wrapped_tensors_and_storages_are_told_apart():
     from torch._subclasses import FakeTensorMode
     from torch.testing._internal.two_tensor import TwoTensor

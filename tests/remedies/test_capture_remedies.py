@@ -747,12 +747,6 @@ def test_experts_that_look_at_their_tokens():
     assert found.peak == sk.measure_memory(lambda m: m(input_ids=ids, labels=ids).loss.backward(), model).peak
 
 
-def test_a_compiled_dry_run_of_tensors_elsewhere():
-    with refusal("SK401", "Give the model and the inputs on the CPU."):
-        sk.dry_run(Net().to("meta"), X.to("meta"), loss=torch.sum, backend="aot_eager")
-    assert dry(Net(), backend="aot_eager")
-
-
 class Scaled(Net):
     """Reads a factor of an object, or a number."""
 

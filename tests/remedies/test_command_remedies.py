@@ -304,25 +304,6 @@ def test_models_and_files():
     command("explain plan.json")
 
 
-def test_defaults_of_the_settings_file(monkeypatch):
-    def plan(settings):
-        Path("splitkit.toml").write_text(settings)
-        return command(f"{PLAN} --stages 2")
-
-    with refusal("SK604", "{...}"):
-        plan("[plan]\nlinkz = 'nvlink4'\n")
-    with refusal("SK604", "Correct it, or remove the file."):
-        plan("this is not TOML")
-    with refusal("SK604", "Write {...}."):
-        plan("[plan]\nmicrobatches = 'many'\n")
-    with refusal("SK604", "Write true or false."):
-        plan("[plan]\ntraining = 'perhaps'\n")
-    plan("[plan]\nlinks = 'nvlink4'\n")
-    plan("[plan]\ntraining = true\n")
-    Path("splitkit.toml").unlink()
-    command(f"{PLAN} --stages 2")
-
-
 def test_plans_that_a_command_cannot_use():
     with refusal("SK601", "Add --stages N or --policy EXPR, or give a plan."):
         command("run my.py:net")
@@ -415,11 +396,6 @@ def test_words_on_the_command_line():
     with refusal("SK603", "Give {...} a file."):
         command(f"{PLAN} --stages 2 -o -")
     command(f"{PLAN} --stages 2 -o plan.json")
-    Path("splitkit.toml").write_text("[plan]\nlinks = 1979-05-27\n")
-    with refusal("SK604", "Write a text, a number, true, false, or a list of texts."):
-        command(f"{PLAN} --stages 2")
-    Path("splitkit.toml").write_text("[plan]\nlinks = 'nvlink4'\n")
-    command(f"{PLAN} --stages 2")
 
 
 def test_files_of_devices():

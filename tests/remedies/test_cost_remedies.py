@@ -257,7 +257,6 @@ SIMPLE = [
     ),
     Remedy("SK324", "Give True or False.", lambda: measured(backward=3), lambda: measured(backward=True)),
     Remedy("SK324", "Give a number above 0.", lambda: measured(min_run_time=0), lambda: measured(min_run_time=1e-6)),
-    Remedy("SK324", "Name a file, or give True or False.", lambda: measured(cache=3.5), lambda: measured(cache=False)),
     Remedy(
         "SK324",
         "Measure it without backward=True: measured(joint, inputs).",
@@ -268,7 +267,7 @@ SIMPLE = [
 
 
 def measured(device="cpu", **options):
-    return planned(costs.measured(graph(), (X,), device=device, **{"min_run_time": 1e-6, "cache": False, **options}))
+    return planned(costs.measured(graph(), (X,), device=device, **{"min_run_time": 1e-6, **options}))
 
 
 def joint_inputs():

@@ -24,7 +24,6 @@ import splitkit as sk
 from splitkit import cli, files
 from splitkit.cli import before_ranks
 from splitkit.cli.commands import generate, import_stages
-from splitkit.costs.timing.cache import CostCache
 from splitkit.costs.timing.profiler_trace import load_steps
 from splitkit.engine.serialization.argument_data import encode_argument
 from splitkit.errors import FileError
@@ -181,12 +180,6 @@ WRITES = [
         lambda: load_steps(text("no.json", "{}")),
         lambda: bool(load_steps(profiled("t.json"))),
     ),
-    Remedy(
-        "SK504",
-        "Name a file for the cache, or go without: cache=False.",
-        lambda: CostCache(Path(), "here"),
-        (lambda: CostCache(Path("costs.json"), "here"), lambda: bool(measured_costs(cache=False))),
-    ),
 ]
 
 
@@ -211,10 +204,6 @@ def measured(name, **changed):
     data["traceEvents"] = [event | changed if event.get("ph") == "X" else event for event in data["traceEvents"]]
     Path(name).write_text(json.dumps(data))
     return sk.MeasuredStep.load(name)
-
-
-def measured_costs(**options):
-    return sk.costs.measured(sk.capture(net(), X), X, min_run_time=1e-6, **options)
 
 
 @pytest.mark.parametrize("remedy", WRITES, ids=lambda r: f"{r.code} {r.told[:40]}")

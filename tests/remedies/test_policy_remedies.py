@@ -33,7 +33,6 @@ from splitkit.policies import (
     SplitBackward,
     Stages,
 )
-from splitkit.studies.deferral_frontier import DeferralFrontier
 from splitkit.studies.explanation.explain import explain
 from splitkit.studies.frontier import Frontier
 
@@ -250,13 +249,6 @@ SIMPLE = [
         "It takes a node and returns bytes of at least 0; infinite for values that may not be saved.",
         lambda: step(MinCut(size=lambda node: -1)),
         lambda: step(MinCut(size=lambda node: 0)).plan,
-    ),
-    Remedy(
-        "SK302",
-        "Rules take splitkit.training.choices.Savings, and return ({op: reason}, an array of what each storage "
-        "weighs).",
-        lambda: step(MinCut(rules=lambda savings: 3)),
-        lambda: step(MinCut(rules=lambda savings: ({}, savings.nbytes))).plan,
     ),
     Remedy(
         "SK302",
@@ -538,12 +530,6 @@ SIMPLE = [
     ),
     Remedy(
         "SK302",
-        "Give a whole number: 0.",
-        lambda: DeferralFrontier(joint()[0], stage="x"),
-        lambda: DeferralFrontier(joint()[0], stage=0),
-    ),
-    Remedy(
-        "SK302",
         "A rule answers for a node. A function that is meant as an op goes in a list: [torch.mm].",
         lambda: split(AroundOps(torch.mm)),
         lambda: split(AroundOps([torch.mm])),
@@ -580,18 +566,6 @@ SIMPLE = [
             ),
             lambda: torch.allclose(torch.compile(net := Net(), backend=sk.backend("2GiB"))(X), net(X)),
         ),
-    ),
-    Remedy(
-        "SK302",
-        "Give splitkit.backend(...), a function or a name such as 'inductor'.",
-        lambda: sk.dry_run(Net(), X, backend=3),
-        (lambda: sk.dry_run(Net(), X, backend=sk.backend("2GiB")), lambda: sk.dry_run(Net(), X, backend="aot_eager")),
-    ),
-    Remedy(
-        "SK302",
-        "Choose one of {...}, or give splitkit.backend(...).",
-        lambda: sk.dry_run(Net(), X, backend="nosuch"),
-        (lambda: sk.dry_run(Net(), X, backend="aot_eager"), lambda: sk.dry_run(Net(), X, backend=sk.backend("2GiB"))),
     ),
     # ------------------------------------------------------------ SK304: a name that matches nothing
     Remedy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from argparse import Namespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch import nn
 
 import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
+from splitkit.cli.part_flags import with_part_flags
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
+from splitkit.policies import Stages
 from splitkit.runtime import (
     PipelineModule,
     joint_pipeline,
@@ -30,7 +33,7 @@ from splitkit.runtime.ranks import torch_stages
 from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.order_runner import order_of, placed_order
 from splitkit.runtime.ranks.rank_device import _require_effective_autocast
-from splitkit.runtime.ranks.replicas import require_ranks, require_replicable
+from splitkit.runtime.ranks.replicas import require_replicable
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.testing.pipeline_check import UnsplitModel
@@ -173,8 +176,15 @@ def evaluates(pipe, model=None):
 ORDER = pipeline_order("1F1B", 2, 4, 2)
 
 
+def shared_out(policy, dp=None):
+    """Give the replicas of a plan to four ranks, as `splitkit train` does."""
+    plan = with_part_flags(sk.plan(sk.capture(net(), X[:2]), policy), Namespace(dp=dp, recompute=False))
+    counts = [part.replicas for part in plan.parts.values()]
+    require_replicable((), counts, 4, 4)
+    return placed_order("1f1b", counts[0], len(counts), 4, 4)
+
+
 REPLICAS = [
-    Remedy("SK330", "Start {...} processes.", lambda: require_ranks((2, 1, 1), 3), lambda: require_ranks((2, 1, 1), 4)),
     Remedy(
         "SK330",
         "Use a multiple of {...}.",
@@ -189,9 +199,9 @@ REPLICAS = [
     ),
     Remedy(
         "SK330",
-        "Use {...} or more.",
-        lambda: require_replicable((), (2, 1, 1), 4, 1),
-        lambda: require_replicable((), (2, 1, 1), 4, 2),
+        "Plan with one number of replicas, such as Stages(4, replicas=(2,)), or give splitkit train --dp 2.",
+        lambda: require_replicable((), (2, 1, 1), 4, 4),
+        (lambda: shared_out(Stages(4, replicas=(2,))), lambda: shared_out(Stages(2), dp=2)),
     ),
     Remedy(
         "SK330",
@@ -211,14 +221,6 @@ REPLICAS = [
 @pytest.mark.parametrize("remedy", REPLICAS, ids=lambda remedy: remedy.told[:40])
 def test_replicas(remedy):
     remedy.carry_out()
-
-
-def test_schedules_for_uneven_replicas():
-    with refusal("SK330", "Use {...}, or the same number of replicas for all parts: splitkit train --dp 2.") as caught:
-        placed_order(ORDER, (2, 1), 4, 3)
-    named = re.split(r", | or ", re.match(r"Use (.*?), or the same", caught.value.remedy)[1])
-    assert named and all(placed_order(name, (2, 1), 4, 3)[1] == (2, 1) for name in named)
-    assert placed_order("GPipe", (2, 2), 4, 4)[1] == (2, 2)
 
 
 SIMPLE = [

@@ -234,14 +234,14 @@ SIMPLE = [
     Remedy(
         "SK331",
         "Use 1 or more.",
-        lambda: registered(window=lambda counts, stage: 0),
-        lambda: registered(window=lambda counts, stage: 1),
+        lambda: registered(window=lambda stages, stage: 0),
+        lambda: registered(window=lambda stages, stage: 1),
     ),
     Remedy(
         "SK331",
         "Let earlier stages have at least as many in flight.",
-        lambda: registered(window=lambda counts, stage: 1 + stage),
-        lambda: registered(window=lambda counts, stage: 2 - stage),
+        lambda: registered(window=lambda stages, stage: 1 + stage),
+        lambda: registered(window=lambda stages, stage: 2 - stage),
     ),
     # ------------------------------------------------------------ SK332: costs of stages
     Remedy(
@@ -278,14 +278,14 @@ SIMPLE = [
     Remedy(
         "SK333",
         "Give order= in place of window=.",
-        lambda: registered(window=lambda counts, stage: 1, divided=True),
+        lambda: registered(window=lambda stages, stage: 1, divided=True),
         lambda: registered(divided, divided=True),
     ),
     Remedy(
         "SK333",
         "Give order=, or window= and no order.",
         lambda: Schedule("mine"),
-        (lambda: registered(one_by_one), lambda: registered(window=lambda counts, stage: 1)),
+        (lambda: registered(one_by_one), lambda: registered(window=lambda stages, stage: 1)),
     ),
     Remedy(
         "SK333",

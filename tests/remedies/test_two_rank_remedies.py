@@ -128,7 +128,7 @@ def shards(rank):
         assert torch.allclose(evaluation.evaluate(X, target=T).float(), square(Net()(X), T))
     pipe.shard()
     assert right(pipe, trains=lambda name: name != "b.weight")
-    with refusal("SK801", "Give all parts the same number of replicas: splitkit train --dp 2 --fsdp."):
+    with refusal("SK801", "Give all parts several replicas: splitkit train --dp 2 --fsdp."):
         made().shard()
     pipe = replicated()
     pipe.shard()

@@ -85,16 +85,15 @@ def run(rank: int, what: str) -> None:
     labels = {n: int(i >= 2 * borders) + int(i >= 4) for i, n in enumerate(sk.analyze(gm).nodes)}
     if what == "once":
         plan = planned_once(gm, lambda: sk.plan(gm, sk.policies.Stages(300)))
-    if what == "replica_rows":
-        labels = {n: max(label - 1, 0) for n, label in labels.items()}
+    if what == "replicas":
+        labels = dict.fromkeys(labels, 0)
     plan = sk.plan(gm, labels if what != "once" else plan)
-    if what == "replica_rows":  # the first stage on ranks 0 and 1, the second on rank 2
-        parts = {key: replace(part, replicas=2 - i) for i, (key, part) in enumerate(plan.parts.items())}
-        plan = replace(plan, parts=parts)
+    if what == "replicas":
+        plan = replace(plan, parts={key: replace(part, replicas=3) for key, part in plan.parts.items()})
     split = sk.split(gm, plan)
-    count = 8 if what == "replica_rows" or (what == "count" and rank == 2) else 4
+    count = 9 if what == "replicas" else 8 if what == "count" and rank == 2 else 4
     pipe = pipeline(split, "1f1b", count)
-    x = torch.randn(16 if what == "replica_rows" else 8, 8)
+    x = torch.randn(18 if what == "replicas" else 8, 8)
     pipe.step(x)
     part: Any = pipe.modules[0]
     if rank == (2 if what.endswith("last") else 1):
@@ -116,7 +115,7 @@ def spoil(part: nn.Module, what: str) -> None:
         calls.append(1)
         if len(calls) < 3:
             return None
-        if what in ("raise", "replica_rows"):
+        if what in ("raise", "replicas"):
             raise ValueError("no such thing")
         if what == "die":
             os._exit(9)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from smallnets import UNet
 from torch import fx, nn
 from train_both import train_both
 
@@ -31,7 +32,6 @@ from splitkit.pipeline.torch_orders import torch_cells
 from splitkit.prices import Costs
 from splitkit.runtime import pipeline
 from splitkit.testing import models
-from splitkit.testing.small_nets import UNet
 
 TINY = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2}
 
@@ -148,10 +148,8 @@ def prepare() -> None:
     for case in json.loads(sys.argv[1]):
         gm, inputs = copy.deepcopy(captured(case["model"])[:2])
         plan = sk.Plan.from_dict(gm.graph, planned(case["model"], case["stages"]))
-        counts = case.get("replicas", 1)
-        counts = counts if isinstance(counts, list) else [counts] * len(plan.parts)
-        how = [{"replicas": n, "call": case.get("call", "plain")} for n in counts]
-        parts = {key: replace(part, **more) for (key, part), more in zip(plan.parts.items(), how, strict=True)}
+        how = {"replicas": case.get("replicas", 1), "call": case.get("call", "plain")}
+        parts = {key: replace(part, **how) for key, part in plan.parts.items()}
         PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=parts))))
 
 

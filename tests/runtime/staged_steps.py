@@ -9,6 +9,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from randomstageplans import all_on_host, random_stage_plan
+from smallnets import loss_or_sum
 from torch import nn
 
 import splitkit as sk
@@ -16,8 +18,6 @@ from splitkit.pipeline.host_windows import host_windows, most_on_host
 from splitkit.runtime import joint_pipeline
 from splitkit.runtime.ranks.joint_stage import JointStage
 from splitkit.testing import models
-from splitkit.testing.random_stage_plans import all_on_host, random_stage_plan
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_parts import StagePart
 from splitkit.training.stage_plan import stage_plan

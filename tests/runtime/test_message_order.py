@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
+from splitkit import _torch
 from splitkit.pipeline.message_order import waits
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
 from splitkit.pipeline.torch_orders import torch_message_order
 from splitkit.runtime.ranks.order_runner import _forward
-from splitkit.runtime.ranks.replicas import Replicas, replica_rows, with_messages
 
 Peer = Callable[[int, int, int], int]
 """Rank, stage and microbatch of its own numbering -> the rank that has this microbatch in the stage."""
@@ -80,20 +79,6 @@ def test_no_schedule_waits_in_a_ring(name, ranks):
         assert not waits_in_a_ring(rows, lambda rank, stage, number: order.rank_of[stage])
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (1, 3, 2), (4, 1, 2)])
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "eager-1f1b"])
-def test_no_replicas_that_take_turns_wait_in_a_ring(name, counts):
-    ends = list(accumulate(counts))
-    replicas = Replicas(tuple(tuple(range(e - n, e)) for n, e in zip(counts, ends, strict=True)), 0, 0, None)
-    rows = with_messages(replicas, replica_rows(pipeline_order(name, len(counts), 12), replicas))
-
-    def peer(rank: int, stage: int, number: int) -> int:
-        place = next(i for i, end in enumerate(ends) if rank < end)
-        return replicas.rank_of(stage, replicas.ranks[place].index(rank) + number * counts[place])
-
-    assert not waits_in_a_ring(rows, peer)
-
-
 def test_a_ring_is_seen():
     """Each rank sends before it receives, as a rank would that thinks of itself only."""
     rows = [
@@ -103,3 +88,11 @@ def test_a_ring_is_seen():
     assert waits_in_a_ring(rows, lambda rank, stage, number: stage % 2)
     mended = [["0F0", "0SEND_F0", "2RECV_F0", "0F1", "0SEND_F1", "2F0", "2SEND_F0"], rows[1]]
     assert not waits_in_a_ring(mended, lambda rank, stage, number: stage % 2)
+
+
+def test_messages_end_where_torch_asks_for_it():
+    row = ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1"]
+    made = _torch._with_waits(row)
+    assert [a for a in made if "WAIT" not in a] == row
+    assert made.index("0WAIT_SEND_F0") + 1 == made.index("0B0") and made.index("0WAIT_SEND_F1") + 1 == made.index("0B1")
+    assert _torch._with_waits(["1RECV_F0", "1F0", "1B0", "1SEND_B0"])[-1] == "1WAIT_SEND_B0"

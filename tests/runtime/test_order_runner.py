@@ -49,7 +49,7 @@ def test_a_rank_without_a_stage_is_refused():
 def test_a_refusal_counts_the_ranks_of_each_pipeline():
     """ "On 2 ranks" was no help to one who had started 4 processes with ``--dp 2``."""
     with pytest.raises(ScheduleError, match="on 2 ranks, in each of 2 pipelines") as caught:
-        placed_order("1f1b", (2, 2, 2, 2), 8, 4)
+        placed_order("1f1b", 2, 4, 8, 4)
     assert caught.value.code == "SK330" and "use 4 ranks, or split into 2 stages" in caught.value.remedy
 
 

@@ -43,7 +43,6 @@ CASES = [case(m, s, n) for m in MODELS for s, n in SCHEDULES if s in PAIRS[m]]
 if not OLD:
     CASES.append(case("llama", "1f1b", 2, by="folder"))
     CASES.append(case("plain", "1f1b", 1, replicas=[2]))
-    CASES.append(case("plain", "1f1b", 2, replicas=[2, 1], ranks=3))
 
 LONG = [] if OLD else [case("gpt2", "interleaved1f1b", 8, ranks=4), case("t5", "zbvzerobubble", 8, ranks=4)]
 LONG += [] if OLD else [case("t5", "1f1b", 2, by="folder")]

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from campaigns import these_first
+from fuzzing import assert_same_but_for_noise, usable_inputs
+from randomgraphs import random_graph, random_plan
 from same_as_whole import TINY, Odd
+from smallnets import UNet
 from torch import fx, nn
 
 import splitkit as sk
@@ -24,9 +27,6 @@ from splitkit.errors import CheckError, PipelineError, PlanError
 from splitkit.runtime import to_devices
 from splitkit.runtime.devices import device_copies, device_graphs, writes_across_devices
 from splitkit.testing import models
-from splitkit.testing.fuzzing import assert_same_but_for_noise, usable_inputs
-from splitkit.testing.random_graphs import random_graph, random_plan
-from splitkit.testing.small_nets import UNet
 
 CPUS = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]  # to torch one CPU: every crossing value is copied all the same
 

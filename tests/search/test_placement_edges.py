@@ -65,18 +65,6 @@ def test_the_bound_of_best_holds_where_two_stages_share_a_rank(case, schedule, l
     assert best.claim.bound <= alone.claim.value + 1e-9
 
 
-@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zbv"])
-def test_best_takes_no_proof_of_acyclic_stages_where_two_share_a_rank(schedule):
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    graph.output(graph.call_function(torch.sin, (graph.call_function(torch.relu, (x,)),)))
-    gm = fx.GraphModule(nn.Module(), graph)
-    sk.extend.propagate(gm, torch.ones(4))
-    links = sk.costs.Links(sk.costs.Link(1e9, 1.0))
-    best = sk.plan(gm, Best(2, schedule=schedule, links=links), Prices({"relu": 1.0, "sin": 2.0}))
-    assert best.claim.value == 3.0 and "Acyclic" not in best.claim.solver
-
-
 def test_the_claimed_makespan_is_that_of_the_pieces_as_they_run():
     """Left of two towers, then their sum: two pieces of one device, with the other's tower between."""
     graph = fx.Graph()

@@ -53,22 +53,6 @@ def test_the_corners_are_those_of_all_cuts(net):
         assert not (start.side & ~end.side).any()
 
 
-@st.composite
-def two_costs_anywhere(draw):
-    """A network whose edges all have both costs, so that the sides of corners need not be nested."""
-    size, cost = draw(st.integers(3, 7)), st.integers(0, 6) | st.just(INFINITE)
-    ends = st.tuples(st.sampled_from([0, *range(2, size)]), st.integers(1, size - 1))
-    edges = draw(st.lists(st.tuples(ends, cost, cost), min_size=1, max_size=14))
-    rows = [(tail, head, first, second) for (tail, head), first, second in edges]
-    return TwoCosts(size, *np.array(rows, np.int64).T, nested=False)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(two_costs_anywhere())
-def test_corners_that_are_not_nested_are_those_of_all_cuts(net):
-    corners_of_all_cuts(net)
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(two_costs())
 def test_cuts_between_corners_lie_on_the_hull(net):

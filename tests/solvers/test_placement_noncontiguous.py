@@ -15,7 +15,6 @@ from splitkit.solvers.placement.contract import contracted_core
 from splitkit.solvers.placement.core import core_of
 from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.sets.neighbourhood_search import NeighbourhoodSearch
 from splitkit.solvers.placement.sets.packing import pack_sets
 from splitkit.solvers.placement.sets.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
@@ -83,35 +82,6 @@ def test_annealing_finds_what_stages_cannot():
     found = noncontiguous(problem)
     assert found.value == 6 and found.optimal
     assert loads(problem, found.device).tolist() == [6, 6]
-
-
-@few_of_many(20, 60, cases.problems(units=7))
-def test_windows_keep_to_everything_and_end_no_worse(problem):
-    problem = replace(problem, in_flight=(), ordered=False)
-    core = core_of(problem, colour_groups(problem))
-    places = DeviceTable.of_problem(problem, core)
-    start = pack_sets(core, places)
-    if start is None:
-        return
-    windows = NeighbourhoodSearch(problem, core, start)
-    windows.run(2.0, Clock(60), 0.0)
-    device = windows.device[core.group]
-    assert not faults(problem, device)
-    assert max(cases.load_by_definition(problem, device)) <= max(cases.load_by_definition(problem, start[core.group]))
-    # All units are in one window in the end, so that the best is found.
-    assert loads(problem, device).max() == pytest.approx(cases.best_sets(problem), rel=1e-5, abs=1e-9)
-
-
-def test_windows_of_few_units_help_where_single_moves_do_not():
-    """Two pairs that exchange dear values are swapped; each single move makes it worse."""
-    nets = [(3.0, (i, i + 1)) for i in range(0, 12, 2)]
-    problem = Problem.of(np.ones((1, 12)), nets, [], [Slot()] * 3)
-    core = core_of(problem, colour_groups(problem))
-    start = np.arange(12) % 3  # every pair apart: each device pays for all of its units
-    windows = NeighbourhoodSearch(problem, core, start)
-    windows.run(5.0, Clock(60), 0.0)
-    assert loads(problem, start).tolist() == [16] * 3
-    assert loads(problem, windows.device).tolist() == [4] * 3
 
 
 def test_too_little_memory_is_told_with_what_would_do():

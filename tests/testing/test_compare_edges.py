@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from fuzzing import _alike
 from torch import fx, nn
 
 import splitkit as sk
@@ -17,7 +18,6 @@ from splitkit.engine.split import split
 from splitkit.policies import RoundRobin
 from splitkit.testing import assert_same
 from splitkit.testing.compare import compare
-from splitkit.testing.fuzzing import _alike
 from splitkit.testing.trial import bitwise
 
 

@@ -28,7 +28,6 @@ from splitkit.engine.joint_stages.staged_step import StagedStep  # noqa: E402
 from splitkit.errors import SplitError  # noqa: E402
 from splitkit.frontends.joint.joint_capture import Joint  # noqa: E402
 from splitkit.policies import (  # noqa: E402
-    Acyclic,
     Budget,
     Devices,
     Expert,
@@ -82,7 +81,6 @@ def forward_policies(gm: Any) -> dict[str, Any]:
         "Devices(pieces=None)": Devices(["h100"] * 2, links="pcie4", pieces=None),
         "Devices(latency)": Devices({"cuda:0": "h100", "cuda:1": "l4"}, links="pcie4", objective="latency"),
         "Devices(memory)": Devices({"cuda:0": "h100", "cpu": "cpu"}, links="pcie4", memory=int(total * 0.6)),
-        "Acyclic(3)": Acyclic(3),
         "MemoryBudget": MemoryBudget(int(total * 0.5)),
         "Expert(2)": Expert(2),
     }
@@ -91,7 +89,6 @@ def forward_policies(gm: Any) -> dict[str, Any]:
 def joint_policies() -> dict[str, Any]:
     return {
         "MinCut": MinCut(),
-        "MinCut.functorch": MinCut.functorch(),
         "Precompute": Precompute(),
         "SplitBackward": SplitBackward(),
         "Budget(0.6, saved)": Budget(0.6, of="saved"),

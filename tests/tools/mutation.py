@@ -38,10 +38,7 @@ HERE = Path(__file__).resolve().parents[2]
 ALSO = {"search": "policies", "testing": "laws/test_fuzz.py", "policies": "laws/test_inputs.py"}
 """Package -> other tests of it, below ``tests/``: policies ask searches, `test_inputs.py` gives policies bad values."""
 
-EXAMPLES = [
-    "graph_zoo", "models", "opaque_code", "random_graphs", "sequential_order", "small_nets", "specimens",
-    "visible_state",
-]  # fmt: skip
+EXAMPLES = ["graph_zoo", "models", "specimens", "visible_state"]
 """Files of `splitkit.testing` that make examples: a bug there makes another example, and no wrong result."""
 
 CAUGHT, SURVIVED, ENDLESS, LATE = "caught", "SURVIVED", "endless", "campaign"

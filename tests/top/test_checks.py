@@ -12,7 +12,7 @@ from torch import nn
 import splitkit as sk
 from splitkit import checks, costs
 from splitkit.errors import CostError, GraphError, PolicyError
-from splitkit.policies import Acyclic, Buckets, Budget, Random, RoundRobin, Stages
+from splitkit.policies import Buckets, Budget, Random, RoundRobin, Stages
 
 INF, NAN = float("inf"), float("nan")
 
@@ -81,7 +81,7 @@ def test_a_field_of_a_frozen_dataclass_is_held_as_plain_python():
 
 def test_policies_take_the_ints_of_numpy_and_bytes_as_texts():
     four = np.int64(4)
-    for policy in (RoundRobin, Random, Stages, Acyclic):
+    for policy in (RoundRobin, Random, Stages):
         assert policy(four) == policy(4)
     assert Buckets("25MiB")._caps() == (25 * 2**20,) * 2 == Buckets(25 * 2**20)._caps()
     assert Buckets("25MiB", "1MiB")._caps() == (2**20, 25 * 2**20)

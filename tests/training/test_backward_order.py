@@ -8,6 +8,7 @@ import pytest
 from campaigns import these_first
 from jointgraphs import Hand
 from jointmodels import WIDER, wide
+from smallnets import NETS, loss_or_sum
 
 from splitkit.costs import unit
 from splitkit.engine.pair import divide
@@ -15,7 +16,6 @@ from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
-from splitkit.testing.small_nets import NETS, loss_or_sum
 from splitkit.training.emission_order import EmissionOrder, _Half
 from splitkit.training.flow import BACKWARD, FORWARD, recompute, save_all_plan, unrepeatable
 

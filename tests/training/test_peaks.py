@@ -8,6 +8,7 @@ import torch
 from campaigns import these_first
 from jointgraphs import Hand
 from jointmodels import wide
+from smallnets import NETS, loss_or_sum
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,6 @@ from splitkit.frontends.joint.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
-from splitkit.testing.small_nets import NETS, loss_or_sum
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

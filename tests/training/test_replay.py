@@ -8,10 +8,10 @@ from campaigns import few_of_many, these_first
 from choices import steps
 from hypothesis import strategies as st
 from jointmodels import wide
+from smallnets import NETS
 
 from splitkit.costs import unit
 from splitkit.testing import models
-from splitkit.testing.small_nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 from splitkit.training.replay import Replay

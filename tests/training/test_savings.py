@@ -9,11 +9,11 @@ from campaigns import these_first
 from choices import Prices, saved
 from jointgraphs import Hand
 from jointmodels import MODELS, assert_steps_alike, captured, ran
+from smallnets import NETS
 from torch.utils.checkpoint import CheckpointPolicy
 
 from splitkit import costs
 from splitkit.engine.pair import divide
-from splitkit.testing.small_nets import NETS
 from splitkit.training.choices import savings
 from splitkit.training.flow import BACKWARD, FORWARD
 

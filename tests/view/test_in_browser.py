@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 from browser import NEEDS_CHROMIUM
+from smallnets import loss_or_sum
 from steeredpages import GPT2, SLIDE, assert_quiet, border, borders, middle, planned, shown, side, widget
 from torch import nn
 
 import splitkit as sk
 from splitkit.policies import RecomputeAll, SaveAll, Stages
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView

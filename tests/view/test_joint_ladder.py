@@ -11,13 +11,13 @@ import torch
 from campaigns import these_first
 from capturedmodels import joint_graph
 from jointmodels import wide
+from smallnets import UNet, loss_or_sum
 from steeredpages import STEP
 from torch import nn
 
 import splitkit as sk
 from splitkit.graph.joint_marks import backward_nodes, forward_outputs
 from splitkit.policies import Budget, RecomputeAll, SaveAll
-from splitkit.testing.small_nets import UNet, loss_or_sum
 from splitkit.units import size
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.svg.halves_svg import halves_svg

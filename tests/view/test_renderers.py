@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from capturedmodels import captured_example
+from smallnets import loss_or_sum
 from svgtexts import SVG, outside, overlaps, texts_of
 from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -22,7 +23,6 @@ from splitkit import prices
 from splitkit.errors import FileError, SplitError, ViewError
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.studies.sweep_rows import Sweep
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.report import Report

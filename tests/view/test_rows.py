@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from campaigns import these_first
+from smallnets import loss_or_sum
 from steeredpages import GPT2, SMALL, priced
 from torch import nn
 
 import splitkit as sk
 from splitkit.graph.dataflow import waits_for
-from splitkit.testing.small_nets import loss_or_sum
 from splitkit.view.data.rows import ladder_rows
 
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 import splitkit as sk
 from splitkit.cli import distribution
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.settings import settings_file
 from splitkit.units import size
 from splitkit.view.console.tables import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-NEEDED = {"torch": (2, 11), "numpy": (), "scipy": (), "networkx": (), "rich": ()}
+NEEDED = {"torch": (2, 11), "numpy": (), "scipy": (), "networkx": (), "rich": (), "shtab": ()}
 OPTIONAL = ("transformers",)
 
 
@@ -55,7 +54,7 @@ def run(args: Namespace) -> Outcome:
     """Run ``splitkit doctor``."""
     python = Check("python", platform.python_version(), remedy="splitkit needs 3.11")
     own = Check("splitkit", f"{sk.__version__} in {Path(sk.__file__).parent}")
-    checks = [python, own, *_command(), *_name_clash(), *_settings(), *map(_package, NEEDED)]
+    checks = [python, own, *_command(), *_name_clash(), *map(_package, NEEDED)]
     checks += [_package(name, needed=False) for name in OPTIONAL]
     checks += [*_machine(), _self_test(args.debug)]
     healthy = all(c.ok for c in checks if c.needed)
@@ -69,11 +68,6 @@ def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
     if find_spec("rich"):
         return [table(("what", "found", "verdict"), rows), "", verdict]
     return [*map("  ".join, rows), verdict]
-
-
-def _settings() -> list[Check]:
-    path = settings_file()
-    return [] if path is None else [Check("defaults of options", str(path))]
 
 
 def _command() -> list[Check]:

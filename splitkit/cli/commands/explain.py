@@ -1,4 +1,4 @@
-"""``splitkit explain``: says why a plan, one of its parts or one of its nodes is as it is."""
+"""``splitkit explain``: says why a plan, or the place of one of its nodes, is as it is."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _rank(args: Namespace) -> Outcome:
 def _profile(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from splitkit.costs.timing.call_timing import progress
+    from splitkit.costs.timing.measured import progress
     from splitkit.runtime.ranks import measurements
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.stage_chain import chain_of

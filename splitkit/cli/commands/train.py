@@ -131,7 +131,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         "note": split.plan.note,
         "schedule": pipe.order.name,
         "microbatches": pipe.microbatches,
-        "replicas": [pipe.replicas.counts[place] for place in pipe.order.rank_of],
+        "replicas": [pipe.replicas.pipelines] * len(pipe.order.rank_of),
         "first_step": first,
         **found,
         "ranks": _gathered(pipe, own),
@@ -265,8 +265,6 @@ def _bar(rank: int, steps: int) -> Iterator[Any]:
 
 def _ranks(data: dict[str, Any]) -> str:
     ranks, counts = f"{len(data['ranks'])} ranks", data["replicas"]
-    if len(set(counts)) > 1:
-        return f"{ranks}, stages with {', '.join(map(str, counts))} replicas"
     return f"{ranks}, {counts[0]} pipelines" if counts[0] > 1 else ranks
 
 

@@ -68,30 +68,14 @@ class Parser(argparse.ArgumentParser):
             raise UsageError("SK601", reason, self._split_size(unknown[0]) or remedy)
         return found
 
+    def every_argument(self) -> list[argparse.Action]:
+        """Return the arguments of the parser and of its commands."""
+        return [*self._actions, *(action for own in self.commands().values() for action in own.every_argument())]
+
     def commands(self) -> dict[str, Parser]:
         """Return the parsers of the commands by name, and nothing for the parser of a command."""
         found = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         return {name: parser for action in found for name, parser in action.choices.items()}
-
-    def long_options(self) -> dict[str, argparse.Action]:
-        """Return the options that begin with two hyphens, by name without them."""
-        return {name[2:]: action for name, action in self._option_string_actions.items() if name.startswith("--")}
-
-    def excluding(self, action: argparse.Action) -> set[str]:
-        """Return the options of which none may be given together with that of ``action``."""
-        groups = (vars(group)["_group_actions"] for group in self._mutually_exclusive_groups)  # it has no public name
-        others = (other for group in groups if action in group for other in group if other is not action)
-        return {name for other in others for name in other.option_strings}
-
-    def value_of(self, action: argparse.Action, text: str) -> Any:
-        """Return what ``action`` would store for ``text``.
-
-        Raises:
-            argparse.ArgumentError: the option does not take this text.
-        """
-        value = self._get_value(action, text)
-        self._check_value(action, value)
-        return [value] if isinstance(action, argparse._AppendAction) else value
 
     def _split_size(self, suffix: str) -> str:
         """Return what to write in place of ``--memory 80 GB``, or ``""`` if the words are something else."""

@@ -8,18 +8,11 @@ from splitkit.cli.syntax.options import Commands, add_model_of_plan, add_model_o
 
 def add_explain(commands: Commands[Parser]) -> None:
     """Add ``splitkit explain``."""
-    example = (
-        "splitkit explain plan.json\n"
-        "splitkit explain plan.json 2\n"
-        "splitkit explain plan.json add_7 --json\n"
-        "splitkit explain step.json"
-    )
-    what = "explain a plan: what limits it, what forces a node into its part, what a change would gain"
+    example = "splitkit explain plan.json\nsplitkit explain plan.json add_7 --json\nsplitkit explain step.json"
+    what = "explain a plan: what limits it, what must be in the part of a node, what a change would gain"
     parser = command(commands, "explain", what, example)
     parser.add_argument("target", metavar="PLAN.json", help="a plan file")
-    parser.add_argument(
-        "where", metavar="NODE|PART", nargs="?", help="a node or part of the plan (default: the whole plan)"
-    )
+    parser.add_argument("where", metavar="NODE", nargs="?", help="a node of the graph (default: the whole plan)")
     add_model_of_plan(parser)
     add_model_options(parser)
     parser.add_argument(

@@ -1,1 +1,1 @@
-"""Measure costs on this machine, op by op, and cache them in a file."""
+"""Measure costs op by op, on this machine or from a trace of another."""

@@ -1,114 +1,76 @@
-"""Run a graph once and time each op on its real arguments; hold the prices that result."""
+"""Run a graph, or a training step of it, and time each op where it stands among the others.
+
+Backward is timed by hooks on autograd's nodes: a hook reads the clock when a node begins, and the node's time lasts
+until the next one begins. So the times add up to the whole, including the summation of gradients::
+
+    forward   mm ── relu ── sum          an op owns the new autograd nodes behind its result
+    backward  sum ─▶ relu ─▶ mm ─▶ accumulate (the weight's, owned by the first op that reads the weight)
+              └ t ─┘└─ t ─┘└t┘└─ t ─┘
+"""
 
 from __future__ import annotations
 
 import operator
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.costs.formulas.flop_count import CountedCosts, Flops
-from splitkit.costs.timing.cache import CostCache
-from splitkit.costs.timing.call_timing import NOTHING, Record, Run, time_call
+from splitkit._torch import pytree
 from splitkit.costs.timing.cpu_time import OwnTime
-from splitkit.costs.timing.op_keys import is_lasting, key_of
-from splitkit.costs.timing.run_inputs import Private, copy_tensors, unfit_inputs_error
-from splitkit.errors import CostError
+from splitkit.costs.timing.run_inputs import Private, unfit_inputs_error
 from splitkit.graph.ambient import SETTINGS, closed_by, opened_by
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.losses import loss_of
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import storage_key, tensors
-from splitkit.short_repr import brief
 
-SAVE_EVERY = 5.0  # seconds between writes of the cache: what a crash may lose; the value was not measured
-BUSY = ", which was busy with other work: the prices may be too high"
+PAUSE = 500_000
+"""GPU cycles, about 0.3 ms: the CPU launches an op meanwhile, so that no kernel waits for its launch."""
 
-
-@dataclass(frozen=True)
-class Measured(CountedCosts):
-    """The costs of `splitkit.costs.measured`, on ``device``; ``counter`` counts FLOPs."""
-
-    gm: fx.GraphModule
-    device: torch.device
-    _records: Mapping[Node, Record] = field(repr=False, compare=False)
-    counter: Flops = field(repr=False, compare=False)
-
-    __repr__ = brief
-
-    @property
-    def note(self) -> str:
-        """What the seconds are, for reports."""
-        return f"measured on {self.device}{BUSY if self.busy else ''}"
-
-    @property
-    def busy(self) -> bool:
-        """Whether the machine was busy with other work at every attempt: prices may be too high and are not cached."""
-        return any(record.busy for record in self._records.values())
-
-    def seconds(self, node: Node) -> float:
-        """Median time of the node's group; 0 for inputs, attributes and state ops, and for views on a GPU.
-
-        Raises:
-            CostError: SK325 for a node that was not in the graph when it was measured.
-        """
-        return self._record(node).seconds
-
-    def workspace(self, node: Node) -> int:
-        """Peak bytes allocated while the node runs, beyond its inputs and results.
-
-        Raises:
-            CostError: SK325 as `seconds`.
-        """
-        return self._record(node).workspace
-
-    def _record(self, node: Node) -> Record:
-        if node not in self._records:
-            raise CostError(
-                "SK325",
-                f"{node.name} was not measured: it was not in the graph then",
-                "Measure again after editing a graph: splitkit.costs.measured(gm, inputs).",
-                [node],
-            )
-        return self._records[node]
+Call = Callable[[], Any]
 
 
 class MeasuringRun(fx.Interpreter):
-    """Interpreter that runs the graph on private values and times its ops.
+    """A run of the graph on private values; in grad mode with a backward from the loss.
 
     Attributes:
-        found: node -> its record.
-        keys: node -> key, of the ops that are measured in this run.
-        every: node -> key, of all ops.
-        acts_outside: whether an op acts on the outside world.
+        seconds: node -> its time in forward, with autograd's work.
+        backward: node whose backward has run -> seconds of it.
+        clock: the clock of the run on a CPU.
     """
 
-    def __init__(
-        self, flow: Dataflow, private: Private, cache: CostCache, min_run_time: float, advance: Callable[[], None]
-    ) -> None:
+    def __init__(self, flow: Dataflow, private: Private) -> None:
         super().__init__(flow.root)
         self.extra_traceback = False
-        self.flow, self.private, self.cache = flow, private, cache
-        self.min_run_time, self.advance = min_run_time, advance
-        self.found: dict[Node, Record] = {}
-        self.keys: dict[Node, str] = {}
-        self.every: dict[Node, str] = {}
-        self.acts_outside = False
-        self._passing: dict[str, Record] = {}  # key -> record that is not cached in the file
-        self._new: set[str] = set()  # keys that were first measured in this run
+        self.flow, self.private = flow, private
+        self.seconds: dict[Node, float] = {}
+        self.backward: dict[Node, float] = {}
+        self.clock = OwnTime()
+        self._events: dict[Node, tuple[Any, Any]] = {}  # on a GPU: node -> when it starts and ends
         self._open: dict[Node, Any] = {}  # enter node of an open region -> its handle
-        self._saved = time.monotonic()
+        self._met: set[Any] = set()  # autograd's nodes that have a hook
+        self._hooks: list[Any] = []  # handles of these hooks
+        self._now: Node | None = None  # whose backward runs
+        self._since = 0.0
+
+    def measure(self, values: Any) -> None:
+        """Run on the values of the placeholders, and restore the ambient state, even after an error."""
+        with self._safely():
+            self.clock = OwnTime()
+            self.run(*values, enable_io_processing=False)
+        if self._events:
+            torch.cuda.synchronize()
+            self.seconds |= {n: start.elapsed_time(end) / 1e3 for n, (start, end) in self._events.items()}
 
     @contextmanager
-    def safely(self) -> Iterator[None]:
-        """Save the measurements and restore the ambient state, even after an error."""
+    def _safely(self) -> Iterator[None]:
         before = {name: setting.get() for name, setting in SETTINGS.items()}
         try:
             yield
@@ -119,22 +81,20 @@ class MeasuringRun(fx.Interpreter):
                 kind.exit(*[handle] if kind.handle else [])
             for name, value in before.items():
                 SETTINGS[name].set(value)
-            self.cache.save()
+            for hook in self._hooks:  # a cycle: autograd nodes hold hooks, hooks hold the run, the run holds results
+                hook.remove()
+            self._met.clear()
 
     def run_node(self, n: Node) -> Any:
-        """Run ``n`` and note its record."""
-        self.found[n] = NOTHING
+        """Run ``n``, and time it if it is an op."""
         try:
             if is_state_op(n):
-                result = self._set_state(n)
-            elif n.op.startswith("call_") and n.target is not operator.getitem:
-                result = self._measured(n)
-            else:
-                result = super().run_node(n)
+                return self._set_state(n)
+            if n.op.startswith("call_") and n.target is not operator.getitem:
+                return self._called(n)
+            return super().run_node(n)
         except Exception as error:
             raise unfit_inputs_error(f"{n.name} ({_torch.target_name(n)}) fails on them: {error}", n) from error
-        self.advance()
-        return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Return the private copy of an attribute."""
@@ -149,80 +109,132 @@ class MeasuringRun(fx.Interpreter):
             self._open.pop(handles[0] if handles else next(r for r in reversed(self._open) if opened_by(r) in kinds))
         return result
 
-    def _measured(self, n: Node) -> Any:
+    def _called(self, n: Node) -> Any:
         args, kwargs = self.private.moved(self.fetch_args_kwargs_from_env(n))
-        callee = self.private.module(str(n.target)) if n.op == "call_module" else n.target
-        key = self.every[n] = key_of(n, callee, args, kwargs)
-        effects = self.flow.effects[n]
-        outside = effects.impure or effects.ambient
-        self.acts_outside |= outside
-        known = self.known(key)
-        if known is None or key in self._new:
-            self.keys[n] = key
-            self._new.add(key)
-        if known is not None:
-            self.found[n] = known
-            return bound_call(n, callee, args, kwargs)()
-        writes = bool(effects.writes) and not outside
-        given = copy_tensors((args, kwargs)) if writes else (args, kwargs)
-        clock = OwnTime()
-        start = clock.now()
-        result = bound_call(n, callee, args, kwargs)()
-        found = Record(clock.now() - start, 0, clock.is_busy())
-        if not outside:
-            found = NOTHING if not writes and _is_view(result, given) else self._timed(n, given, writes)
-        if found is NOTHING and self.private.device.type == "cpu":
-            self._passing[key] = found  # until it is timed in place
-        else:
-            self.keep(n, key, found)
+        callee: Any = self.private.module(str(n.target)) if n.op == "call_module" else n.target
+        method = n.op == "call_method"
+        call = partial(getattr(args[0], callee), *args[1:], **kwargs) if method else partial(callee, *args, **kwargs)
+        result = self._timed(n, callee, args, kwargs, call)
+        self._watch(n, result)
         return result
 
-    def _timed(self, n: Node, given: Any, writes: bool) -> Record:
-        callee = self.private.module(str(n.target), anew=True) if n.op == "call_module" else n.target
+    def _timed(self, n: Node, callee: Any, args: Any, kwargs: Any, call: Call) -> Any:
+        if self.private.device.type == "cuda":
+            return self._timed_on_gpu(n, (args, kwargs), call)
+        start = self.clock.now()
+        result = call()
+        self.seconds[n] = self.clock.now() - start
+        return result
 
-        def prepare() -> Run:
-            args, kwargs = copy_tensors(given) if writes else given
-            return bound_call(n, callee, args, kwargs)
+    def _timed_on_gpu(self, n: Node, given: Any, call: Call) -> Any:
+        event: Any = torch.cuda.Event
+        pause: Any = _torch.CUDA_SLEEP
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        pause(PAUSE)
+        start.record()
+        result = call()
+        end.record()
+        if self.flow.effects[n].writes or not _is_view(result, given):
+            self._events[n] = start, end
+        return result
 
-        with torch.random.fork_rng(random_devices(self.private.device)):
-            return time_call(prepare, self.private.device, writes, self.min_run_time)
+    def _watch(self, n: Node, result: Any) -> None:
+        """Hook autograd's nodes behind a result; those behind its arguments are hooked already."""
+        coming = [t.grad_fn for t in tensors(result)]
+        while coming:
+            found: Any = coming.pop()
+            if found is not None and found not in self._met:
+                self._met.add(found)
+                self._hooks.append(found.register_prehook(self._beginning(n)))
+                coming += [before for before, _ in found.next_functions]
 
-    def keep(self, n: Node, key: str, found: Record) -> None:
-        """Remember the record of a node, also for the other nodes of its group and for later calls."""
-        self.found[n] = found
-        self.remember(key, found)
+    def _beginning(self, n: Node) -> Callable[[object], None]:
+        def begin(_: object) -> None:
+            self._end()
+            self._now, self._since = n, self.clock.now()
 
-    def known(self, key: str) -> Record | None:
-        """Return the record that is remembered under a key."""
-        return self.cache.get(key) or self._passing.get(key)
+        return begin
 
-    def remember_for_now(self, key: str, found: Record) -> None:
-        """Keep a record for this call only."""
-        self._passing[key] = found
+    def _end(self) -> None:
+        if self._now is not None:
+            self.backward[self._now] = self.backward.get(self._now, 0.0) + self.clock.now() - self._since
 
-    def remember(self, key: str, found: Record) -> None:
-        """Remember a record, also for later calls if its key is valid in other processes."""
-        if not is_lasting(key):
-            self._passing[key] = found
-            return
-        self.cache.put(key, found)
-        if time.monotonic() - self._saved > SAVE_EVERY:
-            self.cache.save()
-            self._saved = time.monotonic()
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run backward from the loss if there is one (`splitkit.graph.losses`), else from outputs that require grad."""
+        if torch.is_grad_enabled():
+            wanted = [t for t in tensors(args) if t.requires_grad]
+            own = loss_of(self.graph.process_outputs(args[0]))
+            losses = wanted if own is None else [own]
+            try:
+                if losses:
+                    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
+            except Exception as error:
+                raise unfit_inputs_error(f"their backward fails: {error}") from error
+            self._end()
+        return super().output(target, args, kwargs)
 
 
-def bound_call(n: Node, callee: Any, args: Any, kwargs: Any) -> Run:
-    """Return a function without arguments that makes the call of a node."""
-    if n.op == "call_method":
-        return partial(getattr(args[0], callee), *args[1:], **kwargs)
-    return partial(callee, *args, **kwargs)
+class FirstRun(MeasuringRun):
+    """The run before those that are timed, which finds out what each op is.
+
+    Attributes:
+        groups: node -> what its time depends on: the op, its arguments but for the numbers in tensors, and the modes.
+        workspace: node -> the peak bytes allocated inside it, beyond those of its results.
+    """
+
+    def __init__(self, flow: Dataflow, private: Private) -> None:
+        super().__init__(flow, private)
+        self.groups: dict[Node, Hashable] = {}
+        self.workspace: dict[Node, int] = {}
+        self._known: dict[Hashable, int] = {}
+
+    def _timed(self, n: Node, callee: Any, args: Any, kwargs: Any, call: Call) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        group = self.groups[n] = (_described(callee), str(spec), *map(_described, leaves), *_modes())
+        if group in self._known:
+            result = call()
+        else:
+            result, self._known[group] = (_cuda if self.private.device.type == "cuda" else _cpu)(call)
+        self.workspace[n] = self._known[group]
+        return result
+
+
+def _cpu(call: Call) -> tuple[Any, int]:
+    """Return the result of a call, and its workspace."""
+    made: list[Any] = []
+    held = list(accumulate(_torch.allocations(lambda: made.append(call())), initial=0))
+    return made[0], max(held) - max(held[-1], 0)
+
+
+def _cuda(call: Call) -> tuple[Any, int]:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    return result, torch.cuda.max_memory_allocated() - max(before, torch.cuda.memory_allocated())
+
+
+def _described(value: Any) -> Hashable:
+    """Return what the time of an op depends on, of an argument or of the function or module that is called."""
+    if isinstance(value, torch.Tensor):
+        strided = value.layout == torch.strided and not value.is_nested
+        strides = value.stride() if strided else value.layout
+        pending = value.is_conj(), value.is_neg()  # which ops that read it resolve
+        return type(value).__qualname__, value.dtype, str(value.shape), strides, value.device.type, pending
+    if isinstance(value, fx.GraphModule):
+        return value.code
+    if isinstance(value, nn.Module):
+        held = map(_described, [*value.parameters(), *value.buffers()])
+        return type(value).__qualname__, repr(value), value.training, *held
+    return id(value) if callable(value) else (type(value).__qualname__, repr(value))
+
+
+def _modes() -> Iterator[Hashable]:
+    for device in ("cpu", "cuda"):
+        yield torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    yield torch.are_deterministic_algorithms_enabled()
+    yield torch.is_inference_mode_enabled()
 
 
 def _is_view(result: Any, given: Any) -> bool:
     found = [storage_key(t) for t in tensors(result)]
     return bool(found) and {storage_key(t) for t in tensors(given)}.issuperset(found)
-
-
-def random_devices(device: torch.device) -> list[torch.device]:
-    """Return the devices besides the CPU whose RNG state a run may change."""
-    return [device] if device.type == "cuda" else []

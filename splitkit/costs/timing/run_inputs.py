@@ -62,18 +62,16 @@ class Private:
             return value.clone_state()
         return self.module(target) if isinstance(value, nn.Module) else value
 
-    def module(self, target: str, anew: bool = False) -> nn.Module:
-        """Return a copy of a module with the same parameters and its own buffers, a new copy if ``anew``."""
+    def module(self, target: str) -> nn.Module:
+        """Return a copy of a module with the same parameters and its own buffers."""
         module: Any = attribute(self._root, target)
-        if anew or id(module) not in self._modules:
+        if id(module) not in self._modules:
             memo: dict[int, Any] = {
                 id(p): nn.Parameter(self._tensor(p), self.trained and p.requires_grad) for p in module.parameters()
             }
             made: nn.Module = copy.deepcopy(module, memo).to(self.device)
             for graph_module in (m for m in made.modules() if isinstance(m, fx.GraphModule)):
                 self._move_devices(graph_module)
-            if anew:
-                return made
             self._modules[id(module)] = made
         return self._modules[id(module)]
 

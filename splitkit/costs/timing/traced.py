@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
 from statistics import median
@@ -14,111 +13,21 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
-from splitkit.costs.base import StepCosts
-from splitkit.costs.formulas.flop_count import CountedCosts, Flops, flops
+from splitkit.costs.formulas.flop_count import Flops, flops
+from splitkit.costs.timing.measured_prices import Measured, MeasuredSteps, Seconds
 from splitkit.costs.timing.profiler_trace import ProfiledOp, ProfiledStep, load_steps
-from splitkit.costs.training import FromOps
 from splitkit.errors import CostError, listed
 from splitkit.files import PathLike
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.symbols import value_of
-from splitkit.short_repr import brief
 
 MOST_ABSENT = 0.01
 """The share of the graph's FLOPs that nodes may have which the trace does not show: masks and positions, which models
 build in another way under capture. In the examples they have 0 FLOPs; a layer of a model with 48 has 2 %."""
 
-Seconds = tuple[float, float]
 
-
-@dataclass(frozen=True)
-class Traced(CountedCosts):
-    """The costs of `traced` for a trace without backward.
-
-    Attributes:
-        gm: the graph.
-        counter: counts FLOPs, by formula.
-        absent: the nodes that the trace does not show; they are priced like others of their op.
-        coverage: the share of the time of the trace's ops that nodes of the graph have.
-        steps: how many steps the trace has; a price is the median over them.
-        file: the name of the trace.
-        on_gpu: whether seconds are those of kernels.
-    """
-
-    gm: fx.GraphModule
-    counter: Flops = field(repr=False, compare=False)
-    absent: tuple[Node, ...]
-    coverage: float
-    steps: int
-    file: str
-    on_gpu: bool
-    _seconds: Mapping[Node, Seconds] = field(repr=False, compare=False)
-
-    __repr__ = brief
-
-    @property
-    def note(self) -> str:
-        """What the seconds are, for reports."""
-        what = "kernels" if self.on_gpu else "ops"
-        return f"traced in {self.file}, {self.steps} steps, {self.coverage:.0%} of the time of its {what}"
-
-    def seconds(self, node: Node) -> float:
-        """Median time of the node; 0 for inputs, attributes and state ops.
-
-        Raises:
-            CostError: SK325 for a node of another graph.
-        """
-        return self.both(node)[0]
-
-    def both(self, node: Node) -> Seconds:
-        """Median seconds of forward and of backward.
-
-        Raises:
-            CostError: SK325 for a node of another graph.
-        """
-        if node in self._seconds:
-            return self._seconds[node]
-        if node.graph is self.gm.graph:
-            return 0.0, 0.0
-        reason = f"{node.name} is not in the graph that the trace was read for"
-        raise CostError("SK325", reason, "Read the trace for this graph: splitkit.costs.traced(gm, FILE).", [node])
-
-
-@dataclass(frozen=True)
-class TracedSteps(StepCosts):
-    """The costs of `traced` for a trace with backward.
-
-    Attributes:
-        costs: forward alone.
-        formula: counts the FLOPs of forward and backward.
-    """
-
-    costs: Traced
-    formula: FromOps = field(repr=False, compare=False)
-
-    __repr__ = brief
-
-    @property
-    def gm(self) -> fx.GraphModule:
-        """The forward graph."""
-        return self.costs.gm
-
-    @property
-    def note(self) -> str:
-        """What the seconds are, for reports."""
-        return f"{self.costs.note}, forward and backward"
-
-    def both(self, node: Node) -> Seconds:
-        """Median seconds of forward and of backward; 0 for inputs, attributes and state ops.
-
-        Raises:
-            CostError: SK325 for a node of another graph.
-        """
-        return self.costs.both(node)
-
-
-def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Traced | TracedSteps:
+def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Measured | MeasuredSteps:
     """Return costs by the times in a trace of torch's profiler, of the model as it ran on any machine.
 
     Run the model that was captured, with inputs of the same sizes, in one process and in eager mode::
@@ -164,8 +73,11 @@ def traced(gm: fx.GraphModule | Dataflow, trace: PathLike) -> Traced | TracedSte
     seconds = {node: (median(f for f, _ in rows), median(b for _, b in rows)) for node, rows in found.items()}
     seconds |= _like_others(absent, seconds)
     coverage, on_gpu = known / total if total else 1.0, any(step.on_gpu for step in steps)
-    costs = Traced(flow.root, counter, absent, coverage, len(steps), Path(trace).name, on_gpu, seconds)
-    return TracedSteps(costs, FromOps(costs, flow)) if any(step.trains for step in steps) else costs
+    what, device = ("kernels", "cuda") if on_gpu else ("ops", "cpu")
+    note = f"traced in {Path(trace).name}, {len(steps)} steps, {coverage:.0%} of the time of its {what}"
+    priced = dict.fromkeys(flow.graph.nodes, (0.0, 0.0)) | seconds
+    costs = Measured(flow.root, torch.device(device), note, False, counter, priced, {})
+    return MeasuredSteps.of(costs, flow) if any(step.trains for step in steps) else costs
 
 
 def _aligned(nodes: Sequence[Node], step: ProfiledStep) -> Iterator[tuple[Node, ProfiledOp]]:

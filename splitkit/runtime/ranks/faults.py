@@ -147,7 +147,7 @@ class Progress:
         source = None if found is None else self._from(found)
         if found is None or source is None:
             return None
-        return self.replicas.rank_of(self.rank_of[source], found.microbatch)
+        return self.replicas.rank_at(self.rank_of[source])
 
     def _next(self) -> Action | None:
         """Return the next action that waits for another rank, the first one of all, or ``None`` if there is no more."""

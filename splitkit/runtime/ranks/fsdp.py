@@ -18,13 +18,11 @@ def shard(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[nn.Pa
     """Shard the parts of this rank over the replicas of their stage, except tied parameters: `Pipeline.shard`.
 
     Raises:
-        PipelineError: SK801 if there is only one pipeline, or stages have different numbers of replicas.
+        PipelineError: SK801 if there is only one pipeline.
     """
     if replicas.mesh is None:
-        what = (
-            "there is one pipeline to shard over" if replicas.are_even else "stages have different numbers of replicas"
-        )
-        raise PipelineError("SK801", what, "Give all parts the same number of replicas: splitkit train --dp 2 --fsdp.")
+        what = "there is one pipeline to shard over"
+        raise PipelineError("SK801", what, "Give all parts several replicas: splitkit train --dp 2 --fsdp.")
     for part in modules:
         fully_shard(part, mesh=replicas.mesh["dp"], ignored_params=set(tied))
 

@@ -154,9 +154,9 @@ class JointPipeline:
         self._reduction = checked_reduction(reduction, self._likes)
         self._named = checked_dims(batch_dims, {name: like.dim() for name, like in self._likes.items()})
         ranks = dist.get_world_size(group)
-        self.order, at = placed_order(schedule, [1] * len(step.stages), microbatches, ranks)
+        self.order = placed_order(schedule, 1, len(step.stages), microbatches, ranks)
         self.microbatches = self.order.microbatches
-        places = replicas(at, group, self.device)
+        places = replicas(1, group, self.device)
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == places.place)
         row = row_of_rank(self.order, places)
         limits = global_ranks(group), self.device, time_limit(group)

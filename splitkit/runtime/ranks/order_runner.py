@@ -16,15 +16,7 @@ from splitkit.errors import ScheduleError
 from splitkit.pipeline.action import Action
 from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.pipeline.schedules import (
-    USUAL_MICROBATCHES,
-    has_window,
-    pipeline_order,
-    schedule_named,
-    schedule_of,
-    words_of,
-)
-from splitkit.runtime.ranks.replicas import is_even
+from splitkit.pipeline.schedules import USUAL_MICROBATCHES, pipeline_order, schedule_of
 
 Loss = Callable[[Any, Any], Any] | None
 
@@ -69,38 +61,28 @@ def order_of(schedule: str | PipelineOrder, stages: int, microbatches: int | Non
 
 
 def placed_order(
-    schedule: str | PipelineOrder, counts: Sequence[int], microbatches: int | None, ranks: int
-) -> tuple[PipelineOrder, tuple[int, ...]]:
-    """Return the order of one pipeline, and the number of replicas at each of its places.
+    schedule: str | PipelineOrder, replicas: int, stages: int, microbatches: int | None, ranks: int
+) -> PipelineOrder:
+    """Return the order of one of several pipelines that run side by side.
 
     Args:
         schedule: as in `order_of`.
-        counts: stage -> number of replicas.
+        replicas: the number of replicas of each stage.
+        stages: the number of stages.
         microbatches: per step, of all replicas together; ``None`` as in `microbatches_or_usual`.
         ranks: of all replicas together.
 
     Raises:
-        ScheduleError: SK330 as in `order_of`, and for a schedule under which replicas cannot take turns.
+        ScheduleError: SK330 as in `order_of`.
     """
     microbatches = microbatches_or_usual(schedule, microbatches)
-    stages, count = len(counts), counts[0]
-    if is_even(counts):
-        each = microbatches if microbatches is None or count == 1 else microbatches // count
-        try:
-            order = order_of(schedule, stages, each, ranks // count)
-        except ScheduleError as error:
-            if count == 1:
-                raise
-            raise ScheduleError(error.code, f"{error.reason}, in each of {count} pipelines", error.remedy) from None
-        return order, (count,) * len(order.ranks)
-    if isinstance(schedule, PipelineOrder) or schedule_named(schedule).window is None:
-        what = schedule.name if isinstance(schedule, PipelineOrder) else schedule
-        raise ScheduleError(
-            "SK330",
-            f"{what} for stages with {', '.join(map(str, counts))} replicas",
-            f"Use {words_of(has_window)}, or the same number of replicas for all parts: splitkit train --dp 2.",
-        )
-    return order_of(schedule, stages, microbatches, stages), tuple(counts)
+    each = microbatches if microbatches is None or replicas == 1 else microbatches // replicas
+    try:
+        return order_of(schedule, stages, each, ranks // replicas)
+    except ScheduleError as error:
+        if replicas == 1:
+            raise
+        raise ScheduleError(error.code, f"{error.reason}, in each of {replicas} pipelines", error.remedy) from None
 
 
 def torch_schedule(order: PipelineOrder, stages: Sequence[PipelineStage], loss: Loss) -> Any:

@@ -64,9 +64,8 @@ def pipeline(
     gradients.
 
     A part with replicas (`Part.replicas`) runs on as many ranks, each with its share of the microbatches. After a step
-    all of them have the sum of the gradients, and the results are those of a single pipeline. If all parts have the
-    same number of replicas, that many pipelines run side by side; otherwise, under schedules with windows (1F1B, GPipe,
-    eager 1F1B), the replicas of a stage take microbatches in turn.
+    all of them have the sum of the gradients, and the results are those of a single pipeline. All parts have the same
+    number of replicas, so that as many pipelines run side by side.
 
     Args:
         split: parts in the order of the stages, captured with the inputs of one microbatch; or stages on disk
@@ -141,8 +140,8 @@ class Pipeline(ComparedRanks):
         require_same(self._chain, {"schedule": what, **same}, group)
         counts, ranks = self._chain.replicas, dist.get_world_size(group)
         require_replicable(self._chain.facts.writes, counts, ranks, microbatches)
-        self.order, at = placed_order(schedule, counts, microbatches, ranks)
-        self.replicas = replicas(at, group, self.device)
+        self.order = placed_order(schedule, counts[0], len(counts), microbatches, ranks)
+        self.replicas = replicas(counts[0], group, self.device)
         self.microbatches = self.order.microbatches * self.replicas.pipelines
         self.stages = tuple(s for s, rank in enumerate(self.order.rank_of) if rank == self.replicas.place)
         if not is_whole(seed):
@@ -331,7 +330,7 @@ class Pipeline(ComparedRanks):
         stages on other ranks are not sharded. For other settings, call ``fully_shard`` on each of `modules`.
 
         Raises:
-            PipelineError: SK801 if there is only one pipeline, or stages have different numbers of replicas.
+            PipelineError: SK801 if there is only one pipeline.
         """
         shard(self.modules, self.replicas, self._shared_parameters.tied)
 

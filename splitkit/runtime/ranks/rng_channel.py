@@ -11,7 +11,7 @@ The host of a stage waits only until the host of the stage before has queued its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -31,13 +31,13 @@ class RngChannel:
     """
 
     def __init__(
-        self, draws: Sequence[bool], rank_of: Callable[[int, int], int], rank: int, group: dist.ProcessGroup | None
+        self, draws: Sequence[bool], rank_of: Sequence[int], rank: int, group: dist.ProcessGroup | None
     ) -> None:
         """Make the channel; all ranks of the group must.
 
         Args:
             draws: stage -> whether it draws random numbers.
-            rank_of: stage, microbatch -> the rank in the group that runs it.
+            rank_of: stage -> the rank in the group that runs it for this one.
             rank: this rank.
             group: the ranks.
         """
@@ -65,7 +65,7 @@ class RngChannel:
         to = self._next.get(stage)
         if to is None:
             return
-        rank = self._rank_of(to, microbatch)
+        rank = self._rank_of[to]
         if rank == self._rank:
             self._kept[to, microbatch] = state
         else:
@@ -80,7 +80,7 @@ class RngChannel:
             microbatch: its number in the step.
             like: a tensor of the shape and dtype of a state.
         """
-        rank = self._rank_of(self._before[stage], microbatch)
+        rank = self._rank_of[self._before[stage]]
         if rank == self._rank:
             return self._kept.pop((stage, microbatch))
         state = torch.empty_like(like, device="cpu")
@@ -117,8 +117,4 @@ def rng_channel(
     """
     if device.type == "cpu":
         return None
-
-    def rank(stage: int, microbatch: int) -> int:
-        return replicas.rank_of(rank_of[stage], microbatch)
-
-    return RngChannel(chain.facts.draws, rank, replicas.rank, group)
+    return RngChannel(chain.facts.draws, [*map(replicas.rank_at, rank_of)], replicas.rank, group)

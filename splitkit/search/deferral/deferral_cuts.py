@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.search.deferral.deferral_problem import OUTSIDE, Deferral, Deferrals
 from splitkit.solvers.cuts.min_cut import Network, min_cut, whole_capacities
-from splitkit.solvers.cuts.parametric import TwoCosts
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -98,14 +96,3 @@ class DeferralNetwork:
         """Return the choice that a cut stands for, given by the source's side."""
         n = len(self.problem.ops)
         return self.problem.choose(side[2 : 2 + n], ~side[2 + n : 2 + 2 * n])
-
-    def corners(self) -> list[tuple[Deferral, float]]:
-        """Return the corners of the convex hull of (waiting bytes, seconds), by rising bytes, with the least price at
-        which each is best.
-        """
-        # An edge between the two vertices of an op has a price, so the sides of the corners need not be nested.
-        costs = self.nbytes, self.seconds
-        network, unit = TwoCosts.of(self.size, self.tails, self.heads, costs, nested=False)
-        found = network.corners()
-        prices = [0.0, *((b.first - a.first) / ((a.second - b.second) * unit) for a, b in pairwise(found))]
-        return [(self.choice(corner.side), price) for corner, price in zip(found, prices, strict=True)]

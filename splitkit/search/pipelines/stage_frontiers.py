@@ -93,10 +93,6 @@ class StageFrontier:
         self._add(found)
         return [self._point(choice) for choice in found]
 
-    def priced_corners(self) -> list[tuple[float, Choice]]:
-        """Return the corners of the hull with the lowest price, in bytes a second, at which `MinCut` takes each."""
-        return self._hull.priced()
-
     def least(self, saved: int) -> float:
         """Return the bound of `bound`, tightened by an integer program, whose choice is kept for `within`."""
         problem, most = self.problem.savings, saved - self.problem.held

@@ -123,15 +123,6 @@ class StageHull:
                 index += 1
         return [self.choice(corner) for corner in self.corners]
 
-    def priced(self) -> list[tuple[float, Choice]]:
-        """Return (seconds a byte, choice) of all corners: the least price of a byte at which it is the best."""
-        choices = self.all_corners()
-        prices = [
-            (low.second - high.second) * self.tick / (high.first - low.first)
-            for low, high in zip(self.corners, self.corners[1:], strict=False)
-        ]
-        return list(zip([*prices, 0.0], choices, strict=True))
-
     def choice(self, corner: Corner) -> Choice:
         """Return the choice at a corner."""
         return self.cutting.choice(corner.side)

@@ -38,7 +38,7 @@ class Corner:
 
 @dataclass(frozen=True, eq=False)
 class TwoCosts:
-    """A network whose edges have two costs.
+    """A network whose edges have two costs, the second of which only those from the source have.
 
     Attributes:
         size: the number of vertices; 0 is the source, 1 the sink.
@@ -46,7 +46,6 @@ class TwoCosts:
         heads: (e,) int.
         first: (e,) int; not negative, or `INFINITE`.
         second: (e,) int; not negative, or `INFINITE`. The product of the two sums is below `ROOM` / 4.
-        nested: whether only edges from the source have a second cost.
     """
 
     size: int
@@ -54,25 +53,22 @@ class TwoCosts:
     heads: Ints
     first: Ints
     second: Ints
-    nested: bool = True
 
     @classmethod
-    def of(
-        cls, size: int, tails: Ints, heads: Ints, costs: tuple[Floats, Floats], nested: bool = True
-    ) -> tuple[TwoCosts, float]:
+    def of(cls, size: int, tails: Ints, heads: Ints, costs: tuple[Floats, Floats]) -> tuple[TwoCosts, float]:
         """Return the network of two costs that may be infinite, and the cost that one unit of the second stands for.
 
         First costs are rounded down to whole numbers, second costs to `2**-40` of their sum or so.
         """
         first, second = (float(cost[np.isfinite(cost)].sum()) for cost in costs)
         unit = second / min(_MOST_UNITS, ROOM / 8 / max(first, 1.0)) or 1.0
-        return cls(size, tails, heads, _whole(costs[0]), _whole(costs[1] / unit), nested), unit
+        return cls(size, tails, heads, _whole(costs[0]), _whole(costs[1] / unit)), unit
 
     def corners(self) -> list[Corner]:
         """Return the corners of the lower convex hull of the costs of all cuts, by rising first cost.
 
         Each step computes the best cut at the slope between two corners: if none is below the line, the hull has an
-        edge there, otherwise there is a new corner (Eisner and Severance 1976). If second costs are at the source only,
+        edge there, otherwise there is a new corner (Eisner and Severance 1976). As second costs are at the source only,
         the source's sides of the corners are nested (Gallo, Grigoriadis and Tarjan 1989), so each step settles
         vertices.
 
@@ -90,14 +86,11 @@ class TwoCosts:
         """
         nothing = np.zeros(self.size, np.bool_)
         start = self._corner(self._cut(nothing, nothing, self._total(self.second) + 1, 1).largest)
-        inside = start.side if self.nested else nothing
-        return start, self._corner(self._cut(inside, nothing, 1, self._total(self.first) + 1).largest)
+        return start, self._corner(self._cut(start.side, nothing, 1, self._total(self.first) + 1).largest)
 
     def _after(self, start: Corner, end: Corner) -> Iterator[Corner]:
         rates = _rates(start, end)
-        nothing = np.zeros(self.size, np.bool_)
-        inside, outside = (start.side, ~end.side) if self.nested else (nothing, nothing)
-        found = self._corner(self._cut(inside, outside, *rates).largest)
+        found = self._corner(self._cut(start.side, ~end.side, *rates).largest)
         if _cost(found, *rates) < _cost(start, *rates):
             yield from self._after(start, found)
             yield from self._after(found, end)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
@@ -29,27 +27,9 @@ def contracted_core(core: Core, *, acyclic: bool = True) -> Core:
     before. If *t* is the only predecessor of *u*, then *u* may run right behind *t*, earlier than before, so the order
     of stages holds; likewise for successors.
     """
-    joining = _Joining(core, acyclic, 0)
+    joining = _Joining(core, acyclic)
     joining.run()
     return core.merged(_numbered(joining.root))
-
-
-def relaxed_core(core: Core, most: int) -> Core:
-    """Return a relaxation: as `contracted_core`, but the work on a CPU of a unit that joins counts for nothing.
-
-    It gives a lower bound: each placement of the core, with units moved as in `contracted_core`, is a placement of the
-    relaxation with no higher loads, because the CPU's work for the moved units is not counted.
-
-    Args:
-        core: the core to relax.
-        most: units with more work than this on a CPU join only as in `contracted_core`.
-    """
-    joining = _Joining(core, True, most)
-    joining.run()
-    joined = np.array(joining.root) != np.arange(core.size)
-    cpus = np.array([kind.cpu for kind in core.kinds])
-    work = np.where(cpus[:, None] & joined[None], 0, core.work)
-    return replace(core, work=work).merged(_numbered(joining.root))
 
 
 def tightened_core(core: Core, limit: int, *, acyclic: bool = True) -> Core:
@@ -71,7 +51,7 @@ def tightened_core(core: Core, limit: int, *, acyclic: bool = True) -> Core:
 class _Joining:
     """Units that join others, one by one, over a graph that shrinks."""
 
-    def __init__(self, core: Core, acyclic: bool, most_on_cpu: int) -> None:
+    def __init__(self, core: Core, acyclic: bool) -> None:
         self.root = list(range(core.size))
         self._acyclic = acyclic
         self._pins: list[set[int]] = (
@@ -91,7 +71,7 @@ class _Joining:
             self._after[first].add(then)
         light = _memory_is_free(core) | ((core.nbytes == 0) & (core.saved == 0))
         cpus = [k for k, kind in enumerate(core.kinds) if kind.cpu]
-        light &= (core.work[cpus] <= most_on_cpu).all(axis=0)
+        light &= (core.work[cpus] == 0).all(axis=0)
         self._light: list[bool] = light.tolist()
         self._barred: list[list[bool]] = core.barred.T.tolist()
 

@@ -10,7 +10,6 @@ from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints
 
 _NODES = 125_000  # nodes of a search tree times columns in a second, on a slow machine
-_ROOT = 10  # how many nodes the root of a tree counts for
 FAR = 2.0
 """By default the clock ends a program after this many times the seconds that its nodes count for."""
 _NEARLY = 0.1  # share of its time that a thread may have left and still count as having had it
@@ -24,12 +23,10 @@ class Rows:
 
     Attributes:
         columns: the number of columns.
-        spent: the seconds that HiGHS has used, by the count of its nodes.
     """
 
     def __init__(self) -> None:
         self.columns = 0
-        self.spent = 0.0
         self._count = 0
         self._entries: list[tuple[Ints, Ints, Floats]] = []
         self._low: list[Floats] = []
@@ -101,7 +98,7 @@ class Rows:
     ) -> OptimizeResult:
         """One run of HiGHS, which works in this thread but knows the clock on the wall alone: where that ends it before
         the thread has had its time, others had the processor, and it is run again, for twice as long. What the thread
-        did until then does not count, neither for the clock nor for ``spent``, as on a quiet machine it is not done.
+        did until then does not count for the clock, as on a quiet machine it is not done.
         """
         rows, columns, factors = (np.concatenate(part) for part in zip(*self._entries, strict=True))
         matrix = coo_array((factors, (rows, columns)), shape=(self._count, self.columns)).tocsr()
@@ -116,7 +113,6 @@ class Rows:
                 options={"time_limit": wall, "node_limit": nodes, "mip_rel_gap": 1e-6, "presolve": presolve},
             )
             if result.status != _OUT_OF_TIME or run.left < _NEARLY * due or wall > _BUSIEST * due:
-                self.spent += (_ROOT + (result.mip_node_count or 0)) * self.columns / _NODES
                 return result
             clock.forgive(due - run.left)
             wall *= 2

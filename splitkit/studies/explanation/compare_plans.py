@@ -22,18 +22,16 @@ from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import price_name, require_costs, unit_of
 from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
+from splitkit.studies.explanation.compared_figures import ComparedFigure, compared_stages, compared_steps, figure_text
 from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.paired_parts import name_of_part, paired
-from splitkit.studies.explanation.plan_graph import graph_of_plan
 from splitkit.studies.explanation.recompute_explanation import choices_of, staged_run
-from splitkit.studies.explanation.recorded_policy import recorded_policy
+from splitkit.studies.explanation.recorded_policy import graph_of_plan, recorded_policy
 from splitkit.studies.explanation.told import Section, Told
-from splitkit.units import duration, size
 from splitkit.view.console.tables import table
 from splitkit.view.data.report import part_title
 
 _SHOWN = 20
-_SAME = 1e-9  # relative: times that differ by rounding
 
 
 @dataclass(frozen=True)
@@ -51,36 +49,6 @@ class MovedNodes:
     target: str
     nodes: tuple[str, ...]
     modules: str
-
-
-@dataclass(frozen=True)
-class ComparedFigure:
-    """A figure of both plans; less is better.
-
-    Attributes:
-        name: such as ``"slowest stage"``.
-        first: of the first plan; ``None`` if it has none.
-        second: of the second plan; ``None`` likewise.
-        unit: ``"bytes"``, or the unit of times.
-    """
-
-    name: str
-    first: float | None
-    second: float | None
-    unit: str
-
-    @property
-    def better(self) -> str:
-        """``"first"``, ``"second"``, or ``""`` where neither is better."""
-        if self.first is None or self.second is None:
-            return ""
-        if abs(self.first - self.second) <= _SAME * max(abs(self.first), abs(self.second)):
-            return ""
-        return "first" if self.first < self.second else "second"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**asdict(self), "better": self.better or None}
 
 
 @dataclass(frozen=True)
@@ -141,8 +109,8 @@ class PlanComparison(Told):
     def _table(self) -> Section:
         rows = []
         for figure in self.figures:
-            first, second = (_text(value, figure.unit) for value in (figure.first, figure.second))
-            rows.append((figure.name, first, second, _change(figure)))
+            first, second = (figure_text(value, figure.unit) for value in (figure.first, figure.second))
+            rows.append((figure.name, first, second, figure.change))
         return table(("", *self.names, "change"), rows, (*self.names, "change"))
 
     def _verdict(self) -> str:
@@ -151,22 +119,6 @@ class PlanComparison(Told):
             if better := [figure.name for figure in self.figures if figure.better == who]:
                 says.append(f"Better in {name}: {', '.join(better)}.")
         return " ".join(says) or "Neither is better in any figure."
-
-
-def _text(value: float | None, unit: str) -> str:
-    if value is None:
-        return "-"
-    return size(value) if unit == "bytes" else duration(value, unit)
-
-
-def _change(figure: ComparedFigure) -> str:
-    if figure.first is None or figure.second is None:
-        return ""
-    if not figure.better:
-        return "none"
-    if not figure.first:
-        return f"+{_text(figure.second, figure.unit)}"
-    return f"{(figure.second / figure.first - 1) * 100:+.1f} %"
 
 
 def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Costs | None = None) -> PlanComparison:
@@ -192,7 +144,7 @@ def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Cost
     policy = recorded_policy(first) if policy is None else policy
     renamed = _matched(flow, first, second)
     if is_joint(flow.graph):
-        figures, places = _of_steps(flow, first, second, policy, costs)
+        figures, places = _of_steps(flow, first, second, costs)
     else:
         figures = _of_stages(flow, first, second, policy, costs, request, renamed)
         places = (first.places, second.places)
@@ -275,16 +227,7 @@ def _of_stages(
     """Return the figures of two plans of a forward graph."""
     pricings = [StagePricing.of(flow, plan, costs, policy, request) for plan in (first, second)]
     one, two = (pricing.figures(plan) for pricing, plan in zip(pricings, (first, second), strict=True))
-    unit = pricings[0].unit
-    found = [
-        ComparedFigure("slowest stage", one.value, two.value, unit),
-        ComparedFigure("bytes that cross", one.traffic, two.traffic, "bytes"),
-    ]
-    if one.step is not None or two.step is not None:
-        found.insert(1, ComparedFigure("step", one.step, two.step, unit))
-    if one.held and two.held:
-        found.append(ComparedFigure("fullest device", max(one.peaks), max(two.peaks), "bytes"))
-    return [*found, *_memories(one, two, renamed)]
+    return [*compared_stages(one, two, pricings[0].unit), *_memories(one, two, renamed)]
 
 
 def _memories(one: StageFigures, two: StageFigures, renamed: Mapping[PartKey, PartKey]) -> Iterator[ComparedFigure]:
@@ -301,11 +244,11 @@ def _memories(one: StageFigures, two: StageFigures, renamed: Mapping[PartKey, Pa
 
 
 def _of_steps(
-    flow: Dataflow, first: Plan, second: Plan, policy: object, costs: Costs
+    flow: Dataflow, first: Plan, second: Plan, costs: Costs
 ) -> tuple[Sequence[ComparedFigure], tuple[Mapping[Node, tuple[PartKey, ...]], Mapping[Node, tuple[PartKey, ...]]]]:
     """Return the figures of two plans of a training step, and where they compute each node."""
     joint = joint_flow(flow.root, forward_outputs(flow.graph))
-    found = [choices_of(joint, plan, policy, costs)[0] for plan in (first, second)]
+    found = [choices_of(joint, plan, costs)[0] for plan in (first, second)]
     one, two = (choices.seen for choices in found)
     staged = [bool(choices.stage_of) for choices in found]
     if staged[0] != staged[1]:
@@ -315,12 +258,8 @@ def _of_steps(
             "Compare plans of one kind: two of Pipeline, or two of one device.",
         )
     unit = unit_of(costs)
-    figures = [
-        ComparedFigure("saved for backward", one.saved, two.saved, "bytes"),
-        ComparedFigure("recompute", one.seconds, two.seconds, unit),
-    ]
+    figures = compared_steps(one, two, unit, has_peak=not staged[0])
     if not staged[0]:
-        figures.insert(0, ComparedFigure("peak", one.peak, two.peak, "bytes"))
         return figures, (found[0].plan.places, found[1].plan.places)
     runs = [staged_run(joint, plan, costs) for plan in (first, second)]
     if any(runs):

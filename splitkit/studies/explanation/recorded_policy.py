@@ -1,4 +1,4 @@
-"""Makes a policy again from the expression that a plan has recorded: a policy of splitkit with literals, never code."""
+"""Finds the graph that a plan is for, and makes its policy again: a policy of splitkit with literals, never code."""
 
 from __future__ import annotations
 
@@ -8,14 +8,28 @@ from typing import Any
 
 from splitkit import policies
 from splitkit.costs import Device, Link, Links
-from splitkit.errors import SplitError
+from splitkit.errors import PlanError, SplitError
+from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.plans.policy import Policy
-from splitkit.plans.record import Plan
+from splitkit.plans.record import Plan, module_of_plan
 
 _MADE: Mapping[str, Callable[..., Any]] = {name: getattr(policies, name) for name in policies.__all__} | {
     made.__name__: made for made in (Device, Link, Links)
 }
 """What may be called in the expression of a policy."""
+
+
+def graph_of_plan(plan: Plan) -> Dataflow:
+    """Return the facts of the graph that a plan is for.
+
+    Raises:
+        PlanError: SK314 if it places no node, or its graph has no module any more.
+    """
+    root = module_of_plan(plan)
+    if root is None:
+        remedy = "Make a plan with splitkit.plan(gm, policy), and keep gm."
+        raise PlanError("SK314", "the plan places no node of a graph module that still exists", remedy)
+    return analyze(root)
 
 
 def recorded_policy(plan: Plan) -> Policy | None:

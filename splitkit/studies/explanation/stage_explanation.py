@@ -1,27 +1,39 @@
-"""What limits a plan of stages or devices: the slowest stage, memory, one long op, the bound, and what would help."""
+"""Why a plan of stages or devices is as fast as it is, and why a node is in its stage.
+
+A plan is asked for again with one more device, one fewer, more memory, or as `Stages` would make it, and a node is put
+into the stages beside its own; what the plan that results costs is told beside what the plan costs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from torch.fx import Node
+
+from splitkit.checks import nbytes
+from splitkit.costs import roofline
+from splitkit.errors import CycleError, SplitError, listed
+from splitkit.graph.dataflow import Dataflow, module_path, waits_for
+from splitkit.hardware.device_specs import find_device
+from splitkit.pipeline.defaults import ranks_of
+from splitkit.pipeline.inseparable_nodes import together_because
 from splitkit.pipeline.purpose import purpose
-from splitkit.plans.parts import PARENT, Claim
+from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan
+from splitkit.policies import Devices, MemoryBudget, Stages
 from splitkit.prices import Costs
+from splitkit.search.devices.device_request import DeviceRequest
+from splitkit.search.placement_model import PlacementModel
 from splitkit.search.plan_figures import StageFigures, StagePricing
-from splitkit.short_repr import brief
+from splitkit.studies.explanation.compared_figures import ChangedPlan, ComparedFigure, changes_table, compared_stages
 from splitkit.studies.explanation.folded_names import folded_modules
-from splitkit.studies.explanation.longest_op import LongestOp, longest_op
-from splitkit.studies.explanation.move_text import move_text
-from splitkit.studies.explanation.plan_variants import PlanVariant, plan_variants
-from splitkit.studies.explanation.stage_moves import StageMove, StageMoves
-from splitkit.studies.explanation.told import Section, Told
+from splitkit.studies.explanation.told import Explanation, Section
+from splitkit.training.saved_values import op_of
 from splitkit.units import duration, size
 from splitkit.view.console.tables import table
-from splitkit.view.data.report import PartReport, part_title, report
+from splitkit.view.data.report import part_title, report
 
 _PROOFS = {
     "bound": "the work divided evenly among all devices, or the longest op",
@@ -45,237 +57,100 @@ _OBJECTIVES = {
     "parts": "the number of parts is",
     "traffic": "the bytes that cross are",
 }
-_THINGS = {"traffic": "cross"}
+_MOVABLE = ("bottleneck", "traffic", "parts")
+"""Objectives whose plans are priced after a move as they were planned."""
+_KINDS = {
+    "placeholder": ("an input", "It is an input of the graph: the parent holds it and passes it to its readers."),
+    "get_attr": ("an attribute", "It is a parameter, a buffer or a constant: each part that reads it holds it."),
+    "output": ("the output", "It is the output of the graph, which the parent returns."),
+}
 _MANY = 4  # times as many stages as the plan has: an op that limits only such plans is told in short
 _MOST_ROWS = 16
-_MOST_LETTERS = 100
+_MOST_STAGES = 64
+"""A plan of more devices is not compared with `Stages`."""
+_NAMED = 4
 _FULL = 0.9  # of a memory limit: from here on a device is called nearly full
+MORE = 1.1
+"""How many times the memory is asked about."""
 
 
-@dataclass(frozen=True)
-class StageExplanation(Told):
-    """Why a plan of stages or devices is as fast as it is.
+def explain_stages(pricing: StagePricing, plan: Plan, policy: object, costs: Costs, *, again: bool) -> Explanation:
+    """Explain a plan of stages or devices.
 
-    Attributes:
-        note: the note of the plan.
-        policy: the policy that made it; empty if the plan does not say.
-        claim: what the policy asserts; ``None`` for plans of hands, callbacks and policies that do not optimise.
-        figures: what the plan costs.
-        least: a lower bound on the slowest stage of every plan of so many devices, where there is no claim: the work
-            shared evenly, or the longest op.
-        parts: a row for each part, in the order in which the parts run.
-        devices: the name of each device or stage, in the order of ``figures.loads``.
-        limits: the memory limit of each rank or device; ``None`` for none.
-        purpose: ``"inference"`` or ``"training with adam"``.
-        longest: the longest op.
-        moves: the best changes nearby, the best first.
-        variants: what other devices and more memory bring; empty if nothing was planned again.
-        other: how the plan differs from `Stages` of as many parts, for a plan that was not optimised.
-        unit: the unit of the times.
-        parent: whether the parent runs some nodes itself.
-        replicated: whether some stages run on several devices.
+    Args:
+        pricing: the prices by which the plan was made.
+        plan: the plan.
+        policy: the policy that made it; ``None`` if it is not known.
+        costs: the prices that the policy was given.
+        again: whether to plan again with other devices and more memory.
     """
-
-    note: str
-    policy: str
-    claim: Claim | None
-    figures: StageFigures
-    least: float
-    parts: tuple[PartReport, ...]
-    devices: tuple[str, ...]
-    limits: tuple[int | None, ...]
-    purpose: str
-    longest: LongestOp | None
-    moves: tuple[StageMove, ...]
-    variants: tuple[PlanVariant, ...]
-    other: str
-    unit: str
-    parent: bool = False
-    replicated: bool = False
-
-    __repr__ = brief
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; times are in ``unit``, sizes in bytes."""
-        claim = self.claim
-        known = ("objective", "value", "bound", "gap", "optimal", "solver")
-        return {
-            "kind": "stages",
-            "note": self.note,
-            "policy": self.policy or None,
-            "unit": self.unit,
-            "claim": None if claim is None else {name: getattr(claim, name) for name in known},
-            "least": self.least,
-            "figures": self.figures.to_dict(),
-            "memory": [
-                {**held.to_dict(), "limit": limit} for held, limit in zip(self.figures.held, self.limits, strict=True)
-            ],
-            "parts": [{"part": row.part, "modules": row.modules, "ops": row.ops} for row in self.parts],
-            "longest": None if self.longest is None else self.longest.to_dict(),
-            "moves": [move.to_dict() for move in self.moves],
-            "variants": [variant.to_dict() for variant in self.variants],
-            "other": self.other or None,
-        }
-
-    def sections(self) -> list[Section]:
-        """Return the paragraphs and tables."""
-        words = [self._slowest(), self._longest(), self._quality(), self._memory(), self._next()]
-        return [self._table(), *filter(None, words), *([self._variants()] if self.variants else []), *self._others()]
-
-    def _time(self, seconds: float) -> str:
-        return duration(seconds, self.unit)
-
-    def _slowest(self) -> str:
-        value, ranks, loads = self.figures.value, self.figures.rank_loads, self.figures.loads
-        step = "" if self.figures.step is None else f" A step takes {self._time(self.figures.step)}."
-        each = "microbatch on each of its devices" if self.replicated else "microbatch"
-        if len(loads) < 2:
-            return f"One stage does all the work: {self._time(value)} for a {each}.{step}"
-        place = part_title(self.figures.limiting)
-        whole = len(ranks) == len(loads)
-        what = f"Stage {place} is the slowest" if whole else f"The rank of stage {place} is the busiest"
-        mean, following = sum(ranks) / len(ranks), sorted(ranks)[-2]
-        next_slowest = f"{_more(value, following)} than the next slowest"
-        above = f"{_more(value, mean)} than the mean of all {len(ranks)} and {next_slowest}"
-        above = above.replace("as much than", "as much as")
-        sent = value - self.figures.work.get(self.figures.limiting, value)
-        transfers = f", of which {self._time(sent)} are transfers" if sent > 0 and whole else ""
-        return f"{what}: {self._time(value)} for a {each}{transfers}. That is {above}.{step}"
-
-    def _longest(self) -> str:
-        op, count = self.longest, len(self.figures.rank_loads)
-        if op is None or self.replicated:
-            return ""
-        where = f"{op.op} of {op.module} ({op.node})" if op.module else f"{op.op} ({op.node})"
-        several = "" if op.nodes == 1 else f" with {op.nodes - 1} others that must be in its stage"
-        time = f"{self._time(op.seconds)}, {op.share:.0%} of all work"
-        if op.least > _MANY * count:
-            return f"No single op limits this plan: the longest, {where}{several}, takes {time}."
-        bound = (
-            f"The longest op is {where}{several}: {time}. No cut can divide it, so no plan has a faster slowest stage."
-        )
-        if self.figures.value <= op.seconds * (1 + 1e-9):
-            bound = f"{bound} It limits this plan."
-        if op.enough is None:
-            return f"{bound} With fewer than {op.least} stages, every plan is slower than that."
-        if op.enough == op.least:
-            return f"{bound} {_stages(op.enough)} reach that time; more than {op.enough} are useless."
-        return (
-            f"{bound} Fewer than {op.least} stages are always slower; {op.enough} reach that time, so more are useless."
-        )
-
-    def _quality(self) -> str:
-        claim = self.claim
-        if claim is None and self.parent:
-            return (
-                "This plan was not optimised, and the parent runs some nodes itself, so it is not a pipeline of stages."
-            )
-        if claim is None:
-            gap = 1 - self.least / self.figures.value if self.figures.value else 0.0
-            return (
-                f"This plan was not optimised. With as many devices, no plan's slowest stage takes less than "
-                f"{self._time(self.least)} (the work divided evenly, or the longest op), {gap:.0%} less than here."
-            )
-        value, bound = self._objective(claim.value), self._objective(claim.bound)
-        proof = claim.solver.rpartition(", ")[2]
-        source = f"The bound comes from {_PROOFS.get(proof, proof)}."
-        name = _OBJECTIVES.get(claim.objective, claim.objective)
-        if claim.gap < 1e-5:
-            return f"No plan is better: {name} {value}, and that is proven. {source}"
-        side = "more than" if claim.objective == "tokens" else "less than"
-        far = f"{name} {value}; no plan has {side} {bound}, which is {claim.gap:.2%} away"
-        return f"How far from the best: {far}. {source}"
-
-    def _objective(self, value: float) -> str:
-        assert self.claim is not None
-        if self.claim.objective in ("bottleneck", "makespan"):
-            return self._time(value)
-        return size(value) if self.claim.objective == "traffic" else f"{value:,.0f}"
-
-    def _memory(self) -> str:
-        held = self.figures.held
-        if not held:
-            why = "some nodes are in no part" if self.parent else "the graph has no sizes"
-            return f"Memory is not known: {why}."
-        used = [one.total / limit if limit else 0.0 for one, limit in zip(held, self.limits, strict=True)]
-        tight = max(used) > 0.5
-        full = max(range(len(held)), key=lambda i: (used[i] if tight else 0.0, held[i].total))
-        name = f"rank {full}" if len(held) != len(self.devices) else f"stage {self.devices[full]}"
-        limit = self.limits[full]
-        told = f"Memory, for {self.purpose}: {name} is the fullest with {size(held[full].total)}: {held[full]}."
-        if limit is None:
-            return f"{told} No limit was given."
-        left = limit - held[full].total
-        if left < 0:
-            return f"{told} That is {size(-left)} more than its {size(limit)}: this plan does not fit."
-        room = "so memory is tight" if used[full] >= _FULL else "so there is room"
-        return f"{told} That is {used[full]:.1%} of its {size(limit)}, {room}."
-
-    def _next(self) -> str:
-        if not self.moves:
-            return ""
-        best = self.moves[0]
-        return f"The next-best plan nearby: {move_text(best, self.unit)}"
-
-    def _table(self) -> Section:
-        figures = self.figures
-        held = dict(zip(self.devices, figures.held, strict=True)) if len(figures.held) == len(self.devices) else {}
-        titles = ("stage", "modules", "work", "load", "of slowest", "in", "out")
-        titles = (*titles, *(("memory", "most of it") if held else ()))
-        loads = {part_title(key): load for key, load in figures.loads.items()}
-        works = {part_title(key): work for key, work in figures.work.items()}
-        rows = []
-        for row in self.parts:
-            load = loads.get(row.part)
-            share = "" if load is None or not figures.value else f"{load / figures.value:.0%}"
-            times = ["" if load is None else self._time(one) for one in (works.get(row.part, 0.0), load or 0.0)]
-            name = row.part if row.replicas == 1 else f"{row.part} x{row.replicas}"
-            cells = [name, row.modules, *times, share, size(row.bytes_in), size(row.bytes_out)]
-            rows.append([*cells, *_held_cells(held.get(row.part))] if held else cells)
-        numbers = ("work", "load", "of slowest", "in", "out", "memory")
-        more = len(rows) - _MOST_ROWS
-        title = f"the first {_MOST_ROWS} of {len(rows)} parts" if more > 0 else ""
-        shown = rows[:_MOST_ROWS]
-        return table(titles, shown, numbers, title, least={"modules": 24}, spare=("most of it", "out", "in"))
-
-    def _variants(self) -> Section:
-        titles = ["planned again with", "slowest stage", "step", "fullest device", "effect"]
-        rows = [self._variant_cells(variant) for variant in self.variants]
-        if self.figures.step is None:
-            titles, rows = [*titles[:2], *titles[3:]], [[*row[:2], *row[3:]] for row in rows]
-        return table(titles, rows, ("slowest stage", "step", "fullest device"))
-
-    def _variant_cells(self, variant: PlanVariant) -> list[str]:
-        if variant.figures is None:
-            return [variant.change, "-", "-", "-", f"no plan: {_short(variant.refusal)}"]
-        figures, own = variant.figures, self.figures
-        if variant.unit != self.unit:
-            return [variant.change, duration(figures.value, variant.unit), "", "", "no comparison: it has other prices"]
-        step = "" if figures.step is None else self._time(figures.step)
-        peak = size(max(figures.peaks, default=0))
-        objective = "" if self.claim is None else self.claim.objective
-        if objective in ("", "bottleneck", "makespan"):
-            now, before = figures.value, own.value
-            if self.claim is not None and objective == "makespan" and variant.value is not None:
-                now, before = variant.value, self.claim.value
-            if own.step is not None and figures.step is not None:
-                now, before = figures.step, own.step
-            return [variant.change, self._time(figures.value), step, peak, changed(now, before)]
-        assert self.claim is not None and variant.value is not None
-        texts = self._objective(variant.value), self._objective(self.claim.value)
-        result = f"{texts[0]} {_THINGS.get(objective, objective)} instead of {texts[1]}"
-        result = "no change" if variant.value == self.claim.value else result
-        return [variant.change, self._time(figures.value), step, peak, result]
-
-    def _others(self) -> list[str]:
-        return [self.other] if self.other else []
+    figures = pricing.figures(plan)
+    limits, longest = pricing.limits(len(figures.held)), _longest_unit(pricing)
+    least = _least(pricing, figures)
+    changes = tuple(_changes(pricing, plan, policy, costs, figures)) if again else ()
+    parent = any(PARENT in (plan.places.get(node) or (PARENT,)) for node in pricing.flow.nodes)
+    said: list[Section] = [
+        _table(pricing, plan, costs, figures),
+        _slowest(pricing, figures),
+        _longest(pricing, longest, len(figures.rank_loads)),
+        _quality(pricing, plan.claim, figures, least, parent),
+        _memory(pricing, figures, limits, parent),
+        *([changes_table("planned again with", changes)] if changes else []),
+    ]
+    known = ("objective", "value", "bound", "gap", "optimal", "solver")
+    data: dict[str, Any] = {
+        "kind": "stages",
+        "note": plan.note,
+        "policy": plan.policy or None,
+        "unit": pricing.unit,
+        "claim": None if plan.claim is None else {name: getattr(plan.claim, name) for name in known},
+        "least": least,
+        "figures": figures.to_dict(),
+        "memory": [{**held.to_dict(), "limit": limit} for held, limit in zip(figures.held, limits, strict=True)],
+        "longest": None if longest is None else {"node": longest[0].name, "seconds": longest[1]},
+        "changes": [change.to_dict() for change in changes],
+    }
+    return Explanation(data, tuple(said))
 
 
-def _held_cells(held: ByteBreakdown | None) -> list[str]:
-    if held is None:
-        return ["", ""]
-    name, most = max(held.kinds, key=lambda kind: kind[1])
-    return [size(held.total), f"{name} {size(most)}" if most else ""]
+def _longest_unit(pricing: StagePricing) -> tuple[Node, float, float, int] | None:
+    """Return the longest op with its seconds, their share of all work, and how many ops must be in its stage.
+
+    ``None`` if nothing takes time.
+    """
+    request = pricing.request
+    model = PlacementModel(request.flow, request.prices, [request.seconds], together=request.inseparable)
+    work = model.seconds[0].tolist()
+    most = max(work, default=0.0)
+    if not most:
+        return None
+    members = model.members[work.index(most)]
+    return max(members, key=lambda node: request.seconds[node]), most, most / sum(work), len(members)
+
+
+def _least(pricing: StagePricing, figures: StageFigures) -> float:
+    """Return a lower bound on the slowest stage of every plan of so many devices that computes each node once."""
+    work = pricing.model.seconds.min(axis=0)
+    even = float(work.sum()) / max(1, len(figures.rank_loads)) * (1 - 1e-12)
+    return even if pricing.replicated else max(even, float(work.max(initial=0.0)))
+
+
+def _slowest(pricing: StagePricing, figures: StageFigures) -> str:
+    value, ranks, loads, unit = figures.value, figures.rank_loads, figures.loads, pricing.unit
+    step = "" if figures.step is None else f" A step takes {duration(figures.step, unit)}."
+    each = "microbatch on each of its devices" if pricing.replicated else "microbatch"
+    if len(loads) < 2:
+        return f"One stage does all the work: {duration(value, unit)} for a {each}.{step}"
+    place = part_title(figures.limiting)
+    whole = len(ranks) == len(loads)
+    what = f"Stage {place} is the slowest" if whole else f"The rank of stage {place} is the busiest"
+    mean, following = sum(ranks) / len(ranks), sorted(ranks)[-2]
+    next_slowest = f"{_more(value, following)} than the next slowest"
+    above = f"{_more(value, mean)} than the mean of all {len(ranks)} and {next_slowest}"
+    above = above.replace("as much than", "as much as")
+    sent = value - figures.work.get(figures.limiting, value)
+    transfers = f", of which {duration(sent, unit)} are transfers" if sent > 0 and whole else ""
+    return f"{what}: {duration(value, unit)} for a {each}{transfers}. That is {above}.{step}"
 
 
 def _more(value: float, other: float) -> str:
@@ -288,99 +163,303 @@ def _more(value: float, other: float) -> str:
     return f"{above:.0%} more" if above >= 0.005 else "hardly more"
 
 
-def _short(reason: str) -> str:
-    """Return the beginning of a refusal; the data have all of it."""
-    return reason if len(reason) <= _MOST_LETTERS else f"{reason[: _MOST_LETTERS - 3].rstrip()}..."
+def _longest(pricing: StagePricing, longest: tuple[Node, float, float, int] | None, ranks: int) -> str:
+    if longest is None or pricing.replicated:
+        return ""
+    node, seconds, share, count = longest
+    where = f" of {module_path(node)}" if module_path(node) else ""
+    several = "" if count == 1 else f" with {count - 1} others that must be in its stage"
+    op = f"{op_of(node)}{where} ({node.name}){several}"
+    time = f"{duration(seconds, pricing.unit)}, {share:.0%} of all work"
+    if share * ranks * _MANY < 1:
+        return f"No single op limits this plan: the longest, {op}, takes {time}."
+    return f"The longest op is {op}: {time}. No cut can divide it, so no plan has a faster slowest stage."
 
 
-def _stages(count: int) -> str:
-    return f"{count} stages" if count > 1 else "1 stage"
+def _quality(pricing: StagePricing, claim: Claim | None, figures: StageFigures, least: float, parent: bool) -> str:
+    if claim is None and parent:
+        return "This plan was not optimised, and the parent runs some nodes itself, so it is not a pipeline of stages."
+    if claim is None:
+        gap = 1 - least / figures.value if figures.value else 0.0
+        return (
+            f"This plan was not optimised. With as many devices, no plan's slowest stage takes less than "
+            f"{duration(least, pricing.unit)} (the work divided evenly, or the longest op), {gap:.0%} less than here."
+        )
+    value, bound = (_objective(claim, number, pricing.unit) for number in (claim.value, claim.bound))
+    proof = claim.solver.rpartition(", ")[2]
+    source = f"The bound comes from {_PROOFS.get(proof, proof)}."
+    name = _OBJECTIVES.get(claim.objective, claim.objective)
+    if claim.gap < 1e-5:
+        return f"No plan is better: {name} {value}, and that is proven. {source}"
+    side = "more than" if claim.objective == "tokens" else "less than"
+    return f"How far from the best: {name} {value}; no plan has {side} {bound}, which is {claim.gap:.2%} away. {source}"
 
 
-def changed(now: float, before: float) -> str:
-    """Return what a change is worth: ``no change``, ``12.3% faster``."""
-    if not before or abs(now / before - 1) < 5e-4:
-        return "no change"
-    return f"{1 - now / before:.1%} faster" if now < before else f"{now / before - 1:.1%} slower"
+def _objective(claim: Claim, value: float, unit: str) -> str:
+    if claim.objective in ("bottleneck", "makespan"):
+        return duration(value, unit)
+    return size(value) if claim.objective == "traffic" else f"{value:,.0f}"
 
 
-def explain_stages(
-    pricing: StagePricing, plan: Plan, policy: object, costs: Costs, *, again: bool, other: str = ""
-) -> StageExplanation:
-    """Explain a plan of stages or devices.
+def _memory(pricing: StagePricing, figures: StageFigures, limits: Sequence[int | None], parent: bool) -> str:
+    held, devices = figures.held, list(figures.loads)
+    if not held:
+        return f"Memory is not known: {'some nodes are in no part' if parent else 'the graph has no sizes'}."
+    used = [one.total / limit if limit else 0.0 for one, limit in zip(held, limits, strict=True)]
+    tight = max(used) > 0.5
+    full = max(range(len(held)), key=lambda i: (used[i] if tight else 0.0, held[i].total))
+    name = f"rank {full}" if len(held) != len(devices) else f"stage {part_title(devices[full])}"
+    limit, what = limits[full], f"{purpose(pricing.request.optimizer)}{pricing.assumed}"
+    told = f"Memory, for {what}: {name} is the fullest with {size(held[full].total)}: {held[full]}."
+    if limit is None:
+        return f"{told} No limit was given."
+    left = limit - held[full].total
+    if left < 0:
+        return f"{told} That is {size(-left)} more than its {size(limit)}: this plan does not fit."
+    room = "so memory is tight" if used[full] >= _FULL else "so there is room"
+    return f"{told} That is {used[full]:.1%} of its {size(limit)}, {room}."
+
+
+def _table(pricing: StagePricing, plan: Plan, costs: Costs, figures: StageFigures) -> Section:
+    """Return a row for each part, in the order in which the parts run."""
+    rows = {row.part: row for row in report(pricing.flow.root, plan, costs).parts}
+    order = dict.fromkeys([*map(part_title, figures.loads), *map(part_title, pricing.parts_of(plan)), *rows])
+    loads = {part_title(key): load for key, load in figures.loads.items()}
+    works = {part_title(key): work for key, work in figures.work.items()}
+    alone = len(figures.held) == len(figures.loads)
+    held = dict(zip(loads, figures.held, strict=True)) if alone else {}
+    cells = []
+    for row in (rows[title] for title in order if title in rows):
+        load = loads.get(row.part)
+        share = "" if load is None or not figures.value else f"{load / figures.value:.0%}"
+        times = ["" if load is None else duration(one, pricing.unit) for one in (works.get(row.part, 0.0), load or 0.0)]
+        name = row.part if row.replicas == 1 else f"{row.part} x{row.replicas}"
+        full = [size(held[row.part].total) if row.part in held else ""] if held else []
+        cells.append([name, row.modules, *times, share, size(row.bytes_in), size(row.bytes_out), *full])
+    titles = ("stage", "modules", "work", "load", "of slowest", "in", "out", *(("memory",) if held else ()))
+    title = f"the first {_MOST_ROWS} of {len(cells)} parts" if len(cells) > _MOST_ROWS else ""
+    return table(titles, cells[:_MOST_ROWS], titles[2:], title, least={"modules": 24}, spare=("out", "in"))
+
+
+def _changes(
+    pricing: StagePricing, plan: Plan, policy: object, costs: Costs, figures: StageFigures
+) -> Iterator[ChangedPlan]:
+    """Yield the plans of the requests next to the one that a plan was made for, planned again."""
+    for change, other in _others(pricing, plan, policy):
+        try:
+            made = other()
+            found = made.assign(pricing.flow, _costs_of(pricing, made, costs))
+            own = StagePricing.of(pricing.flow, found, _costs_of(pricing, made, costs), made)
+            compared = compared_stages(figures, own.figures(found), pricing.unit) if own.unit == pricing.unit else []
+        except SplitError as error:
+            yield ChangedPlan(change, (), error.reason)
+            continue
+        claims = [one.claim for one in (plan, found) if one.claim is not None]
+        if len(claims) == 2 and claims[0].objective not in ("bottleneck", "traffic"):
+            unit = pricing.unit if claims[0].objective == "makespan" else ""
+            compared.insert(0, ComparedFigure(claims[0].objective, claims[0].value, claims[1].value, unit))
+        yield ChangedPlan(change, tuple(compared), "" if compared else "it has prices in another unit")
+
+
+def _costs_of(pricing: StagePricing, policy: object, costs: Costs) -> Costs:
+    """Return the prices for a changed policy: of the roofline of the devices if these are alike now."""
+    asked = pricing.request
+    if isinstance(policy, Devices) and isinstance(asked, DeviceRequest) and len(set(asked.kinds)) > 1:
+        return roofline(pricing.flow, find_device(next(iter(policy.given.values()))))
+    return costs
+
+
+def _others(pricing: StagePricing, plan: Plan, policy: object) -> Iterator[tuple[str, Any]]:
+    """Yield (change, function that makes the changed policy); making one may be refused."""
+    parts = len(plan.parts)
+    if plan.claim is None:
+        count, asked = len(pricing.devices_of(plan)), pricing.request
+        if 1 < count <= _MOST_STAGES and not pricing.replicated:
+            yield f"Stages({count})", lambda: Stages(count, links=asked.links, optimizer=asked.optimizer)
+    if isinstance(policy, Stages):
+        each = _stages_of_rank(policy)
+        number = pricing.microbatches(parts)
+        yield "one more device", lambda: _with_count(policy, policy.n + each, number)
+        if policy.n > each:
+            yield "one device fewer", lambda: _with_count(policy, policy.n - each, number)
+    if isinstance(policy, Devices):
+        given = dict(policy.given)
+        last = list(given)[-1]
+        more = f"{last}+1" if isinstance(policy.devices, Mapping) else len(given)
+        if policy.links is None or isinstance(policy.links, str):
+            yield "one more device", lambda: _with_devices(policy, {**given, more: given[last]})
+        if len(given) > 1:
+            fewer = {key: device for key, device in given.items() if key != last}
+            yield "one device fewer", lambda: _with_devices(policy, fewer)
+    if isinstance(policy, Stages | MemoryBudget) and policy.memory not in (None, "least"):
+        yield "10 % more memory", lambda: replace(policy, memory=_scaled(policy.memory))
+    if isinstance(policy, Devices):
+        limits = pricing.limits(parts)
+        if all(limit is not None for limit in limits):
+            yield "10 % more memory", lambda: replace(policy, memory=[int(MORE * (limit or 0)) for limit in limits])
+
+
+def _stages_of_rank(policy: Stages) -> int:
+    """Return how many stages a device runs."""
+    if policy.schedule is None or policy.replicas != (1,):
+        return 1
+    return policy.n // (max(ranks_of(policy.schedule, policy.microbatches, policy.n)) + 1)
+
+
+def _with_count(policy: Stages, count: int, microbatches: int) -> Stages:
+    """Return the policy for another number of stages, with the same number of microbatches."""
+    memory: Any = policy.memory
+    if isinstance(memory, Sequence) and not isinstance(memory, str):
+        memory = [*memory, *[memory[-1]] * (count - len(memory))][:count]
+    degrees: Any = policy.replicas
+    step = None if policy.schedule is None else microbatches
+    return replace(
+        policy, n=count, memory=memory, microbatches=step, replicas=[degree for degree in degrees if degree <= count]
+    )
+
+
+def _with_devices(policy: Devices, devices: Mapping[Any, Any]) -> Devices:
+    memory: Any = policy.memory
+    if isinstance(memory, Sequence) and not isinstance(memory, str):
+        memory = [*memory, memory[-1]][: len(devices)]
+    only = {pattern: [key for key in keys if key in devices] for pattern, keys in policy.only.items()}
+    given = devices if isinstance(policy.devices, Mapping) else list(devices.values())
+    return replace(policy, devices=given, memory=memory, only=only)
+
+
+def _scaled(memory: Any) -> Any:
+    """Return the memory that is asked about."""
+    if isinstance(memory, Sequence) and not isinstance(memory, str):
+        return [_scaled(one) for one in memory]
+    return None if memory is None else int(MORE * nbytes("explain", "memory", memory))
+
+
+def explain_node(pricing: StagePricing, plan: Plan, node: Node) -> Explanation:
+    """Explain the place of a node in a plan: what must be in its part, and what moving it costs.
 
     Args:
         pricing: the prices by which the plan was made.
         plan: the plan.
-        policy: the policy that made it; ``None`` if it is not known.
-        costs: the prices that the policy was given.
-        again: whether to plan again with other devices and more memory.
-        other: how the plan differs from one that was optimised.
+        node: the node.
     """
-    figures = pricing.figures(plan)
-    moves = moves_of(pricing, plan, figures)
-    rows = {row.part: row for row in _rows(pricing, plan, costs)}
-    order = [part_title(key) for key in figures.loads if pricing.visits] or list(
-        map(part_title, pricing.parts_of(plan))
-    )
-    limits = pricing.limits(len(figures.held))
-    longest = longest_op(pricing, figures)
-    return StageExplanation(
-        plan.note,
-        plan.policy,
-        plan.claim,
-        figures,
-        _least(pricing, figures, longest),
-        tuple(rows[title] for title in [*order, *(title for title in rows if title not in order)] if title in rows),
-        tuple(map(part_title, figures.loads)),
-        tuple(limits),
-        f"{purpose(pricing.request.optimizer)}{pricing.assumed}",
-        longest,
-        () if moves is None else tuple(moves.found[:3]),
-        plan_variants(pricing, plan, policy, costs) if again else (),
-        other,
-        pricing.unit,
-        any(PARENT in (plan.places.get(node) or (PARENT,)) for node in pricing.flow.nodes),
-        pricing.replicated,
-    )
-
-
-def _rows(pricing: StagePricing, plan: Plan, costs: Costs) -> Iterable[PartReport]:
-    """Return the rows of the report; one for each device where devices are visited several times."""
-    found = report(pricing.flow.root, plan, costs).parts
-    if not pricing.visits:
-        return found
-    key_of = {part_title(key): pricing.device_of(key) for key in plan.parts}
-    groups: dict[str, list[PartReport]] = {}
-    for row in found:
-        groups.setdefault(part_title(key_of[row.part]) if row.part in key_of else row.part, []).append(row)
-    return [_joined(pricing, plan, title, rows) for title, rows in groups.items()]
-
-
-def _joined(pricing: StagePricing, plan: Plan, title: str, rows: Sequence[PartReport]) -> PartReport:
-    flow = pricing.flow
-    nodes = [
-        n
-        for n in flow.nodes
-        if any(part_title(pricing.device_of(k)) == title for k in plan.places.get(n, ()) if k is not PARENT)
-    ]
-    sums = {
-        name: sum(getattr(row, name) for row in rows) for name in ("ops", "flops", "bytes_in", "bytes_out", "share")
+    flow, request = pricing.flow, pricing.request
+    asked, reasons = node, []
+    if node in flow.followers:
+        node = flow.producer(node)
+        reasons.append(f"It is a member of the tuple that {node.name} returns, and goes with it.")
+    parts = [key for key in plan.places.get(node, ()) if key is not PARENT]
+    seconds, held = request.seconds.get(node, 0.0), request.costs.nbytes(asked)
+    where = f" of {module_path(asked)}" if module_path(asked) else ""
+    place = f"in stage {listed(list(map(part_title, parts)), _NAMED)}" if parts else "in the parent"
+    time = f"; it takes {duration(seconds, pricing.unit)} and produces {size(held)}" if parts else ""
+    moves, changes = StageMoves(pricing, plan), tuple[ChangedPlan, ...]()
+    if node.op in _KINDS:
+        reasons.append(_KINDS[node.op][1])
+    elif not parts:
+        reasons.append("The plan gives it no part, so the parent computes it.")
+    elif not moves.are_stages:
+        reasons.append("Moves are not priced for this plan.")
+    else:
+        if len(parts) > 1:
+            reasons.append("Each of these parts computes its own copy instead of receiving one.")
+        reasons += [
+            f"It must be in one stage with {listed([n.name for n in nodes if n is not node], _NAMED)}: {why}."
+            for nodes, why in moves.together.get(node, ())
+        ]
+        changes = tuple(change for step in (-1, 1) if (change := moves.move(node, step)) is not None)
+    head = f"{asked.name} is {_KINDS[asked.op][0] if asked.op in _KINDS else op_of(asked)}{where}, {place}{time}."
+    data: dict[str, Any] = {
+        "kind": "node",
+        "node": asked.name,
+        "op": op_of(asked),
+        "module": module_path(asked),
+        "parts": list(map(part_title, parts)),
+        "seconds": seconds,
+        "bytes": held,
+        "reasons": reasons,
+        "changes": [change.to_dict() for change in changes],
+        "unit": pricing.unit,
     }
-    modules = f"{len(rows)} visits: {folded_modules(nodes, flow)}" if nodes else rows[0].modules
-    return replace(rows[0], part=title, modules=modules, **sums)
+    return Explanation(data, (head, *reasons, *([changes_table("moved", changes)] if changes else [])))
 
 
-def moves_of(pricing: StagePricing, plan: Plan, figures: StageFigures) -> StageMoves | None:
-    """Return the moves of a plan; ``None`` where its objective is not priced for a moved plan."""
-    objective = "bottleneck" if plan.claim is None else plan.claim.objective
-    if objective not in ("bottleneck", "traffic", "parts"):
-        return None
-    return StageMoves(pricing, plan, figures, objective != "bottleneck")
+class StageMoves:
+    """Moves of a node to the stage beside its own, with all that must go along.
+
+    Moved to the next stage, a node takes along what reads it in its own stage; moved to the stage before, what it reads
+    there. Nodes that must be in one stage go together. So every move leaves a plan that runs::
+
+        stage 1:  a -> b -> c        b to stage 2: b and c;  b to stage 0: a and b
+
+    Attributes:
+        pricing: what prices plans.
+        plan: the plan, whose parts run one after another.
+        keys: the parts in the order in which they run.
+        together: node -> the sets that must be in one stage, with the reason; only sets that the plan keeps together.
+    """
+
+    def __init__(self, pricing: StagePricing, plan: Plan) -> None:
+        self.pricing, self.plan = pricing, plan
+        self.keys = pricing.parts_of(plan)
+        self.together: dict[Node, list[tuple[tuple[Node, ...], str]]] = {}
+        for nodes, why in pricing.flow.fact(together_because):
+            if len({plan.places.get(node, ()) for node in nodes}) == 1:
+                for node in nodes:
+                    self.together.setdefault(node, []).append((nodes, why))
+
+    @property
+    def are_stages(self) -> bool:
+        """Whether each part is a stage on one device and every node is in a part, so that moves can be priced."""
+        pricing, plan = self.pricing, self.plan
+        placed = all(plan.places.get(node) and PARENT not in plan.places[node] for node in pricing.flow.nodes)
+        is_priced = plan.claim is None or plan.claim.objective in _MOVABLE
+        one_each = len(pricing.devices_of(plan)) >= len(self.keys) > 1
+        return placed and is_priced and one_each and not pricing.replicated
+
+    def closure(self, node: Node, step: int) -> list[Node]:
+        """Return what moves if a node moves to the next part (1) or the one before (-1)."""
+        flow, own = self.pricing.flow, self.plan.home(node)
+        readers = flow.fact(_readers)
+        found, stack = {node: None}, [node]
+        while stack:
+            last = stack.pop()
+            beside = readers[last] if step > 0 else waits_for(flow, last)
+            for other in (*beside, *(n for group, _ in self.together.get(last, ()) for n in group)):
+                if other not in found and own in self.plan.places.get(other, ()):
+                    found[other] = None
+                    stack.append(other)
+        return sorted(found, key=flow.index.__getitem__)
+
+    def moved(self, nodes: Sequence[Node], source: PartKey, target: PartKey) -> Plan:
+        """Return the plan with nodes of one part in another; nodes with copies in both have one there."""
+        order = {key: i for i, key in enumerate(self.keys)}
+        places = {n: {target if key == source else key for key in self.plan.places[n]} for n in nodes}
+        return self.plan.place({n: tuple(sorted(keys, key=order.__getitem__)) for n, keys in places.items()})
+
+    def move(self, node: Node, step: int) -> ChangedPlan | None:
+        """Return the plan with a node in the part beside its own; ``None`` if there is no such part."""
+        own = self.plan.home(node)
+        at = self.keys.index(own) + step
+        if not 0 <= at < len(self.keys):
+            return None
+        target, nodes = self.keys[at], self.closure(node, step)
+        along = f", with {len(nodes) - 1} others ({folded_modules(nodes, self.pricing.flow)})" if nodes[1:] else ""
+        change = f"to stage {part_title(target)}{along}"
+        if all(n in nodes for n in self.pricing.flow.nodes if self.plan.home(n) == own):
+            return ChangedPlan(change, (), f"stage {part_title(own)} would be empty")
+        try:
+            after = self.pricing.figures(self.moved(nodes, own, target))
+        except CycleError as error:
+            return ChangedPlan(change, (), error.reason)
+        if excess := self.pricing.excess(after):
+            change = f"{change}, for which a device lacks {size(excess)}"
+        return ChangedPlan(change, tuple(compared_stages(self.pricing.figures(self.plan), after, self.pricing.unit)))
 
 
-def _least(pricing: StagePricing, figures: StageFigures, longest: LongestOp | None) -> float:
-    """Return a lower bound on the slowest stage of every plan that computes each node once."""
-    ranks = max(1, len(figures.rank_loads))
-    work = pricing.model.seconds.min(axis=0)
-    return max(float(work.sum()) / ranks * (1 - 1e-12), 0.0 if longest is None else float(work.max(initial=0.0)))
+def _readers(flow: Dataflow) -> dict[Node, list[Node]]:
+    """Return node -> the placeable nodes that must run after it."""
+    found: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
+    for node in flow.nodes:
+        for read in waits_for(flow, node):
+            found[read].append(node)
+    return found

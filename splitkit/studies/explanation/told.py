@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
+from splitkit.short_repr import brief
 from splitkit.view.console.console import to_text
 from splitkit.view.page.html import html_table
 from splitkit.view.svg.drawing import escaped
@@ -45,6 +47,29 @@ class Told(ABC):
         """Return text, and HTML in which everything that comes from the model is escaped."""
         inner = "".join(_html(section) for section in self.sections())
         return {"text/plain": str(self), "text/html": f'<div style="font:13px/1.5 sans-serif;margin:4px">{inner}</div>'}
+
+
+@dataclass(frozen=True)
+class Explanation(Told):
+    """Why a plan, or the place of a node, is as it is.
+
+    Attributes:
+        data: the same as plain data.
+        said: the paragraphs and tables.
+    """
+
+    data: Mapping[str, Any]
+    said: tuple[Section, ...]
+
+    __repr__ = brief
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; times are in ``unit``, sizes in bytes."""
+        return dict(self.data)
+
+    def sections(self) -> Sequence[Section]:
+        """Return the paragraphs and tables."""
+        return [section for section in self.said if section]
 
 
 def wrapped(text: str) -> str:

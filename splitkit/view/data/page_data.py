@@ -118,7 +118,7 @@ def _windows(schedule: Schedule, microbatches: int, most: int) -> dict[str, list
     for stages in range(1, most + 1):
         with suppress(ScheduleError):
             schedule.require(stages, microbatches, stages)
-            found[str(stages)] = schedule.windows([1] * stages, microbatches) or []
+            found[str(stages)] = schedule.windows(stages, microbatches) or []
     return found
 
 

@@ -21,6 +21,6 @@ def test_the_python_block_runs(capsys):
 
 def test_the_commands_are_understood():
     commands = re.findall(r"^splitkit (.*)$", PAGE, re.M)
-    assert len(commands) == 8
+    assert len(commands) == 7
     for command in commands:
         make_parser().parse_args(shlex.split(command))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ import splitkit as sk
 from splitkit.engine.pair import divide
 from splitkit.policies import Budget, MinCut, Pipeline, RecomputeAll, Remat, SaveAll
 from splitkit.studies.explanation.recompute_explanation import choices_of, explain_recompute
-from splitkit.studies.explanation.recompute_rows import AGAIN, SAVED, RecomputeRow
+from splitkit.studies.explanation.recompute_rows import AGAIN, SAVED
 from splitkit.training.flow import BACKWARD, FORWARD
+from splitkit.units import size
 
 
 class Net(nn.Module):
@@ -50,7 +50,7 @@ POLICIES = {
 def choices(request, joint):
     costs = sk.costs.roofline(joint.graph_module, "a100")
     plan = joint.split(POLICIES[request.param], costs).plan
-    return choices_of(joint.flow, plan, POLICIES[request.param], costs)[0]
+    return choices_of(joint.flow, plan, costs)[0]
 
 
 def measured(flow, plan, costs):
@@ -109,9 +109,11 @@ def test_what_is_forced_has_no_other_choice(choices, joint):
 
 def test_equal_layers_are_one_row(joint):
     costs = sk.costs.roofline(joint.graph_module, "a100")
-    told = explain_recompute(joint.flow, joint.split(SaveAll(), costs).plan, SaveAll(), costs, again=False)
-    assert sum(len(row.nodes) for row in told.rows) > len(told.rows)
-    assert sum(row.nbytes * len(row.nodes) for row in told.rows) == told.saved
+    plan = joint.split(SaveAll(), costs).plan
+    rows = choices_of(joint.flow, plan, costs)[0].rows
+    assert sum(len(row.nodes) for row in rows) > len(rows)
+    saved = explain_recompute(joint.flow, plan, SaveAll(), costs, again=False).to_dict()["saved"]
+    assert sum(row.nbytes * len(row.nodes) for row in rows) == saved
 
 
 def test_rates_and_prices_agree_with_the_cut(joint):
@@ -119,22 +121,11 @@ def test_rates_and_prices_agree_with_the_cut(joint):
     costs = sk.costs.roofline(joint.graph_module, "a100")
     for price in (1e8, 1e9, 1e10, 1e12):
         plan = joint.split(MinCut(price=price), costs).plan
-        told = explain_recompute(joint.flow, plan, MinCut(price=price), costs, again=False)
-        assert told.paid == 1 / price
-        assert told.cheapest is None or told.cheapest >= told.paid * (1 - 1e-9)
-        assert told.dearest is None or told.dearest <= told.paid * (1 + 1e-9)
-
-
-def test_of_a_budget_for_the_peak_only_rows_that_lower_it_have_a_price(joint):
-    costs = sk.costs.roofline(joint.graph_module, "a100")
-    told = explain_recompute(joint.flow, joint.split(SaveAll(), costs).plan, SaveAll(), costs, again=False)
-    row = RecomputeRow(SAVED, "", "", "exp", ("exp",), (), 8, "", 1.0, -8)
-    rows = (
-        replace(row, peak_change=8),
-        replace(row, seconds=2.0, peak_change=0),
-        replace(row, seconds=3.0, peak_change=-8),
-    )
-    assert replace(told, rows=rows).cheapest == 1 / 8 and replace(told, rows=rows, of="peak").cheapest == 3 / 8
+        rows = [row for row in choices_of(joint.flow, plan, costs)[0].rows if row.rate is not None]
+        assert all(row.rate <= 1 / price * (1 + 1e-9) for row in rows if row.decision == AGAIN)
+        assert all(row.rate >= 1 / price * (1 - 1e-9) for row in rows if row.decision == SAVED)
+        saved = any(row.decision == SAVED for row in rows)
+        assert not saved or "more expensive than the price" in " ".join(str(plan.explain(again=False)).split())
 
 
 def test_the_peak_is_filled_by_what_the_simulator_sees(joint):
@@ -142,27 +133,31 @@ def test_the_peak_is_filled_by_what_the_simulator_sees(joint):
     plan = joint.split(SaveAll(), costs).plan
     told = plan.explain()
     peak, saved, _ = measured(joint.flow, plan, costs)
-    assert told.peak.nbytes == peak == sum(told.peak.kinds.values()) and told.saved == saved
-    assert json.loads(json.dumps(told.to_dict()))["peak"]["half"] in ("forward", "backward")
+    data = json.loads(json.dumps(told.to_dict()))
+    assert (data["peak"], data["saved"]) == (peak, saved)
+    assert f"The peak is {size(peak)}, in " in str(told) and "of saved values" in str(told)
 
 
 def test_other_budgets_are_planned_again(joint):
     costs = sk.costs.roofline(joint.graph_module, "a100")
     whole = joint.split(Budget(1.0), costs).plan
-    told = whole.explain(costs=costs)
-    less, more = told.variants
-    assert less.budget == int(told.peak.nbytes * 0.9) and more.budget == int(told.peak.nbytes * 1.1)
-    for variant in told.variants:
+    data = whole.explain(costs=costs).to_dict()
+    for change, factor in zip(data["changes"], (0.9, 1.1), strict=True):
+        budget = int(data["peak"] * factor)
+        assert size(budget) in change["change"]
         try:
-            plan = joint.split(Budget(variant.budget), costs).plan
+            plan = joint.split(Budget(budget), costs).plan
         except sk.NoPlanError as error:
-            assert variant.seconds is None and error.reason.startswith(variant.refusal)
+            assert not change["figures"] and error.reason.startswith(change["refusal"])
             continue
-        assert variant.peak == measured(joint.flow, plan, costs)[0] <= variant.budget
-    saved = joint.split(SaveAll(), costs).plan.explain(costs=costs)
+        figures = {figure["name"]: figure for figure in change["figures"]}
+        assert figures["peak"]["second"] == measured(joint.flow, plan, costs)[0] <= budget
+        assert figures["peak"]["first"] == data["peak"]
+    saved = joint.split(SaveAll(), costs).plan.explain(costs=costs).to_dict()
     frontier = sk.Frontier(joint, costs)
-    for variant in saved.variants:
-        assert variant.seconds == pytest.approx(frontier.within(variant.budget).seconds)
+    for change, factor in zip(saved["changes"], (0.9, 1.1), strict=True):
+        figures = {figure["name"]: figure for figure in change["figures"]}
+        assert figures["recompute"]["second"] == pytest.approx(frontier.within(int(saved["saved"] * factor)).seconds)
 
 
 def test_a_node_says_what_becomes_of_it(joint):
@@ -171,18 +166,18 @@ def test_a_node_says_what_becomes_of_it(joint):
     assert "Backward computes it again" in str(plan.explain("tanh"))
     assert "draws random numbers" in str(plan.explain("native_dropout"))
     assert "an input" in str(plan.explain("primals_1"))
-    with pytest.raises(sk.PlanError, match="SK315"):
-        plan.explain("forward")
-    with pytest.raises(sk.PlanError, match="SK314"):
-        plan.explain("nowhere")
+    for name in ("forward", "nowhere"):
+        with pytest.raises(sk.PlanError, match="SK314"):
+            plan.explain(name)
 
 
 def test_stages_have_rows_of_their_own(joint):
     costs = sk.costs.roofline(joint.graph_module, "a100")
     step = joint.split(Pipeline(2), costs)
     told = step.plan.explain()
-    assert {stage for row in told.rows for stage in row.stages} == {0, 1} and told.peak is None
-    assert {row.decision for row in told.rows} <= {SAVED, AGAIN} and "stage" in str(told)
+    data = told.to_dict()
+    assert {stage for row in data["rows"] for stage in row["stages"]} == {0, 1} and data["peak"] is None
+    assert {row["decision"] for row in data["rows"]} <= {SAVED, AGAIN} and "stage" in str(told)
     other = joint.split(Pipeline(2, recompute=False), costs)
     assert sk.compare_plans(step.plan, other.plan).figures
     with pytest.raises(sk.PlanError, match="SK316"):

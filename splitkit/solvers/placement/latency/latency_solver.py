@@ -29,24 +29,22 @@ from splitkit.solvers.placement.latency.chain_bound import chain_bound
 from splitkit.solvers.placement.latency.chain_dp import chain_placements
 from splitkit.solvers.placement.latency.list_scheduling import list_schedules
 from splitkit.solvers.placement.latency.makespan import CPU, Timing, makespan, piece_times
-from splitkit.solvers.placement.latency.makespan_bound import critical_path, path_bound
 from splitkit.solvers.placement.orders import order_by_key
 from splitkit.solvers.placement.problem import GRACE, BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 SECONDS = 60.0
-_MOVES, _BOUND = 0.4, 0.5  # shares of the time
+_MOVES = 0.4  # share of the time
 _FEW = 20_000  # up to this many placements, all are tried
-_CLOSE = 2e-6  # relative; the tolerance of the integer program
+_CLOSE = 2e-6  # relative; what is this near its bound is the best
 
 
 def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, clock: Clock | None = None) -> Solution:
     """Return a placement with a small makespan, and a lower bound on the least makespan.
 
     The best chain of pieces along nine orders is annealed; small problems are searched completely. The bound comes from
-    some paths through the graph, each divided optimally into pieces (`chain_bound`), or from a program over all paths
-    (`makespan_bound`).
+    the longest path through the graph, or from some paths, each divided optimally into pieces (`chain_bound`).
 
     Args:
         problem: the problem. All of its ``edges`` count; ``in_flight``, ``ordered`` and ``fill`` do not matter. Its
@@ -77,13 +75,19 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, cloc
         bound, proved_by = max((bound, "path"), (chain_bound(problem, timing, core.group, order, moves.value), "chain"))
     if bound < moves.value:
         moves.run(CoolingSchedule(moves.rounds(seconds * _MOVES), clock), bound)
-        if bound < moves.value * (1 - _CLOSE):
-            proven = path_bound(problem, timing, core.group, moves.value, seconds * _BOUND, clock)
-            bound, proved_by = max((bound, proved_by), (min(proven, moves.value), "highs"))
         if bound < moves.value * (1 - _CLOSE) and _searched(problem, timing, order, moves, core.group):
             bound, proved_by = moves.value, "all"
     found = _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
     return replace(found, timed_out=clock.timed_out)
+
+
+def critical_path(problem: Problem, timing: Timing, order: Ints) -> float:
+    """Return the longest path through the graph when every unit is where it is quickest."""
+    quickest = np.min(np.array([*timing.work, timing.cpu]), axis=0).tolist()
+    end = [0.0] * problem.units
+    for unit in order.tolist():
+        end[unit] = quickest[unit] + max((end[u] for u in timing.before[unit]), default=0.0)
+    return max(end, default=0.0)
 
 
 def _searched(problem: Problem, timing: Timing, order: Ints, moves: PieceAnnealing, group: Ints) -> bool:

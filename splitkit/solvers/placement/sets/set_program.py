@@ -28,12 +28,10 @@ class SetProgram:
         core: the core.
         places: the devices.
         limit: seconds; loads must be below it.
-        alike: whether equal devices may change places.
     """
 
-    def __init__(self, core: Core, places: DeviceTable, limit: float, *, alike: bool = True) -> None:
+    def __init__(self, core: Core, places: DeviceTable, limit: float) -> None:
         self._core = core
-        self._alike = alike
         self._places = places
         self._unit = limit / 100 or 1.0
         self._devices = len(places.work)
@@ -72,8 +70,7 @@ class SetProgram:
         price[self._worst], high[self._worst] = 1.0, 100.0
         low[self._worst] = min(known / self._unit * (1 - _MARGIN), 100.0)
         high[self._in] = np.where(np.isinf(places.work.T), 0.0, 1.0)
-        if self._alike:
-            self._break_symmetry(high)
+        self._break_symmetry(high)
         whole = np.zeros(self.size, np.bool_)
         whole[self._in] = True
         result = self.rows.solve(price, whole, low, high, seconds, clock, any_will_do=any_will_do, once=True, far=_FAR)

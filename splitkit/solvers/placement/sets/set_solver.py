@@ -22,7 +22,6 @@ from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.memory_remedies import infeasible, sets_fit
 from splitkit.solvers.placement.problem import GRACE, Ints, Problem
 from splitkit.solvers.placement.sets.cover_bound import CoverBound
-from splitkit.solvers.placement.sets.neighbourhood_search import NeighbourhoodSearch
 from splitkit.solvers.placement.sets.packing import find_sets, is_placeable
 from splitkit.solvers.placement.sets.set_program import SetProgram
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
@@ -31,7 +30,7 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 SECONDS = 50.0
 _SMALL = 1_200  # columns of an integer program that comes before annealing
 _LARGE = 1_700  # columns of one that still comes after it: larger ones find and prove less than what comes before
-_STAGES, _ANNEALED, _MOST_ANNEALED, _WINDOWS, _COVERED, _PROGRAM = 0.15, 0.25, 0.5, 0.2, 0.5, 0.2  # of the time
+_STAGES, _ANNEALED, _MOST_ANNEALED, _COVERED, _PROGRAM = 0.15, 0.25, 0.5, 0.5, 0.2  # of the time
 _FAR = 2.0  # the clock ends the search after this many times the seconds that its steps count for
 _CLOSE = 2e-6  # relative; the tolerance of the integer program
 
@@ -41,9 +40,9 @@ def noncontiguous(
 ) -> Solution:
     """Return one set of units for each device with a small greatest load, in any order, so nothing is in flight.
 
-    The best stages are annealed (`anneal`), then improved by large-neighbourhood search (`neighbourhood_search`). A
-    decomposition into sets bounds how much the devices can cover (`cover_bound`), and a mixed-integer program finds and
-    proves the optimum of small problems. The same problem gives the same placement also on a machine half as fast.
+    The best stages are annealed (`anneal`). A decomposition into sets bounds how much the devices can cover
+    (`cover_bound`), and a mixed-integer program finds and proves the optimum of small problems. The same problem gives
+    the same placement also on a machine half as fast.
 
     Args:
         problem: the problem; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
@@ -110,8 +109,6 @@ class _SetSearch:
             most = self._columns(self._core) > _LARGE  # no program comes after it
             self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
         if not self._closed:
-            self._replace(self._seconds * _WINDOWS)
-        if not self._closed:
             self._join()
             self._cover(self._seconds * _COVERED)
         if not self._closed:
@@ -154,12 +151,6 @@ class _SetSearch:
         population = Population(core, self._places, self.best, size)
         population.run(CoolingSchedule(population.rounds(seconds), self.clock), self.bound)
         self._take(population.best, "annealing")
-
-    def _replace(self, seconds: float) -> None:
-        assert self.best is not None
-        windows = NeighbourhoodSearch(self._problem, self._core, self.best)
-        windows.run(seconds, self.clock, self.bound)
-        self._take(windows.device, "windows")
 
     def _program(self, seconds: float) -> None:
         """Solve the integer program over the core with units joined that must be together."""

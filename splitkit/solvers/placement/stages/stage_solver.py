@@ -30,7 +30,7 @@ import numpy as np
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.anneal import DeviceTable
-from splitkit.solvers.placement.contract import relaxed_core, tightened_core
+from splitkit.solvers.placement.contract import contracted_core, tightened_core
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.orders import ORDERS, order_by_key, order_within_stages, orders
 from splitkit.solvers.placement.problem import GRACE, Ints
@@ -55,7 +55,6 @@ _STEPS = 9e7  # steps over ideals in a second on a slow machine
 _QUICKLY = 0.6  # share of these steps that is spent before anything else is tried
 _SHARE, _MOST_FAILURES = 0.6, 2  # of what is left of them for each limit; limits for which that may not do
 _PROVEN, _FLOWS = 0.01, 4e5  # relative; minimum cuts for each second, times the units and pins of each
-_RELAXED = (1.0, 0.02, 0.001)  # work on a CPU that a relaxation leaves out, as shares of the limit
 _TIES = 16  # plans of equal value that are drawn from each order
 
 
@@ -181,14 +180,10 @@ class StageSearch:
     def over_ideals(self, share: float = 1.0, failures: int = _MOST_FAILURES) -> None:
         """Find the best stages over all orders if the ideals are few enough; otherwise try limits nearer the bound.
 
-        The search starts with a relaxation (`contract.relaxed_core`) and goes on to finer ones while that gives
-        something.
-
         Args:
             share: the share of the remaining effort that may be spent.
             failures: how many limits may fail for lack of effort.
         """
-        shares = [*(_RELAXED if self._joinable else ()), 0.0]
         effort = self._effort.part(share)
         self._effort.left -= effort.left
         reach = self._reach
@@ -196,18 +191,17 @@ class StageSearch:
             limit, part = self._within(reach), effort.part(_SHARE if failures > 1 else 1.0)
             effort.left -= part.left
             try:
-                found, bound = self._over_ideals(limit, shares[0], part)
+                found, bound = self._over_ideals(limit, part)
             except TooManyError:
                 self._reach = reach = reach / 4
                 failures -= 1
                 continue
             effort.left += part.left
             self._prove(bound, "ideals")
-            better = found is not None and self._try(found)
+            if found is not None:
+                self._try(found)
             if bound < min(limit, found.value if found else limit):
                 reach, failures = reach / 8, failures - 1
-            elif found and not better and len(shares) > 1:
-                shares = shares[1:]
             reach = min(1.0, 2 * reach)
         self._effort.left += effort.left
 
@@ -219,14 +213,11 @@ class StageSearch:
         most = min(self.limit, int((core.work.sum(axis=1) + core.costs.sum(axis=1)).max()) + 1)
         return min(self.limit, self.bound + 1 + int(max(0, most - self.bound) * reach))
 
-    def _try(self, found: StageRanks) -> bool:
-        """Accept the stages of a relaxation if they beat the best; return whether they do."""
-        if not fits(self.core, found.rank, found.kinds, self._flights(found.kinds)):
-            return False
-        before = self.limit
-        value = int(stage_loads(self.core, found.rank, found.kinds).max())
-        self._take(StageRanks(value, found.rank, found.kinds), "ideals")
-        return self.limit < before
+    def _try(self, found: StageRanks) -> None:
+        """Accept the stages of joined units if they fit and beat the best."""
+        if fits(self.core, found.rank, found.kinds, self._flights(found.kinds)):
+            value = int(stage_loads(self.core, found.rank, found.kinds).max())
+            self._take(StageRanks(value, found.rank, found.kinds), "ideals")
 
     def by_reordering(self) -> None:
         """Search along random orders in which the stages of the best solution follow each other."""
@@ -292,22 +283,20 @@ class StageSearch:
             self._take(StageRanks(found.value, found.rank[label], found.kinds), "highs")
         self._prove(min(bound, self.limit), "highs")
 
-    def _over_ideals(self, limit: int, share: float, effort: Effort) -> tuple[StageRanks | None, int]:
-        """Return stages below a limit of the core relaxed with a share, and a bound on their value."""
-        joined, label = self._joined(limit, share)
+    def _over_ideals(self, limit: int, effort: Effort) -> tuple[StageRanks | None, int]:
+        """Return stages below a limit, and a bound on their value."""
+        joined, label = self._joined(limit)
         found = ideals(joined, self.device_steps, limit, self._order_of(joined, label), effort)
         stages, bound = best_stages(joined, self.device_steps, limit, found, effort, self.bound)
         return (StageRanks(stages.value, stages.rank[label], stages.kinds) if stages else None), bound
 
-    def _joined(self, limit: int, share: float = 0.0) -> tuple[Core, Ints]:
+    def _joined(self, limit: int) -> tuple[Core, Ints]:
         """Return the core in which all units that must be together below a limit are one, and the new unit of each
         unit.
-
-        Units whose work on a CPU is at most a share of the limit join more freely; that work then counts for nothing.
         """
         own = replace(self.core, group=np.arange(self.core.size))
         if self._joinable:
-            own = relaxed_core(tightened_core(own, limit), int(share * limit))
+            own = contracted_core(tightened_core(own, limit))
         return own, own.group
 
     def _order_of(self, joined: Core, label: Ints) -> Ints:

@@ -1,20 +1,25 @@
-"""Run the fuzzer by hand: ``python -m splitkit.testing --plans 20000 --seed 1000``."""
+"""Run the fuzzer by hand: ``python tests/tools/fuzz.py --plans 20000 --seed 1000``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from splitkit.testing.fuzzing import fuzz
+HERE = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE / "tests" / "helpers"))
+
+from fuzzing import fuzz  # noqa: E402
 
 
 def main() -> None:
     """Try random plans on random graphs, and print how many were legal and how many were refused."""
-    parser = argparse.ArgumentParser(prog="python -m splitkit.testing", description=main.__doc__)
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--plans", type=int, default=1000, help="how many plans to try (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first graph (default: 0)")
     parser.add_argument("--judge", action="store_true", help="count refused plans that some order of parts disproves")

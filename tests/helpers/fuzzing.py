@@ -12,6 +12,10 @@ from io import StringIO
 from typing import Any, Literal
 
 import torch
+from inlined import assert_inlines
+from opaquecode import close_all
+from randomgraphs import Choose, random_graph, random_inputs, random_plan
+from sequentialorder import runs_in_some_order
 from torch import fx
 
 from splitkit import _torch
@@ -21,11 +25,8 @@ from splitkit.errors import CheckError, PlanError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.plans.record import Plan
 from splitkit.testing.compare import Comparison, compare
-from splitkit.testing.oracle import assert_emitted_as_planned, assert_inlines, assert_same
-from splitkit.testing.random_graphs import Choose, random_graph, random_inputs, random_plan
-from splitkit.testing.sequential_order import runs_in_some_order
+from splitkit.testing.oracle import assert_emitted_as_planned, assert_same
 from splitkit.testing.trial import untouched
-from splitkit.testing.visible_state import close_all
 
 
 @dataclass
@@ -39,7 +40,7 @@ class FuzzReport:
         shared: legal plans that also gave the same results with one tensor as both inputs.
         shared_refused: legal plans that refused such a call, or whose results of it cannot be compared.
         unusable: graphs that do not run whole, and were skipped.
-        judged: refusals that were checked by running the parts (`splitkit.testing.sequential_order`).
+        judged: refusals that were checked by running the parts (`sequentialorder`).
         false: judged refusals of plans that would have run correctly in some order of the parts.
         undecided: judged refusals with too many orders to try.
     """

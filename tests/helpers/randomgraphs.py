@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from opaquecode import Hidden, Meter, Rebinding, meter_from, random_array, unsettle, wrap
 from torch import fx, nn
 from torch.fx import Node
 
@@ -22,8 +23,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, refine, rematerialize
-from splitkit.testing.opaque_code import Meter, Rebinding, meter_from, random_array, unsettle, wrap
-from splitkit.testing.visible_state import Divided, Hidden, enter_level, exit_level, observe
+from splitkit.testing.visible_state import Divided, enter_level, exit_level, observe
 
 Choose = Callable[[int], int]
 """``choose(n)`` returns a number from 0 to n - 1; small numbers stand for simple cases."""
@@ -384,7 +384,7 @@ def random_graph(choose: Choose, length: int = 20, seed: int = 0) -> fx.GraphMod
     freedom of order in which a wrong one could show. Seeds 3, 7, 11 ... (`is_exotic`) have objects and arrays among
     their inputs, leaf modules that rebind buffers, code that changes the default dtype, wrapper subclasses, and more
     views. Autograd refuses some graphs in backward because a saved value was overwritten; these run without gradients
-    (`splitkit.testing.fuzzing.usable_inputs`).
+    (`fuzzing.usable_inputs`).
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from splitkit import _torch
+from splitkit.testing.visible_state import exit_level
 
 
 class Rebinding(nn.Module):
@@ -28,6 +29,24 @@ class Rebinding(nn.Module):
         owner = self if owner is None else owner
         owner.state = owner.state + x.detach().mean()
         return x * 1
+
+
+class Hidden(nn.Module):
+    """A leaf module unknown to splitkit that reads, writes or returns a buffer, which it reaches through a list."""
+
+    def __init__(self, held: list[Tensor], does: str) -> None:
+        super().__init__()
+        self.held, self.does = held, does
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map shape (n, n) to the same shape."""
+        (held,) = self.held
+        if self.does == "lend":
+            return held
+        if self.does == "write":
+            held.add_(x.detach().mean())
+            return x * 1
+        return x + held
 
 
 class Meter:
@@ -60,13 +79,18 @@ def unsettle(x: Tensor) -> Tensor:
     return x * 1
 
 
+def wrapper_of(kind: Any, held: Tensor) -> Any:
+    """Make a tensor of a subclass that has the size of a tensor but no memory of its own."""
+    return Tensor._make_wrapper_subclass(kind, held.shape, dtype=held.dtype)
+
+
 class Wrapped(Tensor):
     """A wrapper subclass: it has no memory of its own, and its ops run on the tensor that it holds."""
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Wrapped:
         """Return a wrapper with the shape of the tensor that it holds."""
-        made: Wrapped = _torch.make_wrapper(cls, held.shape, dtype=held.dtype)
+        made: Wrapped = wrapper_of(cls, held)
         return made
 
     def __init__(self, held: Tensor) -> None:
@@ -94,3 +118,14 @@ def wrap(x: Tensor) -> Wrapped:
 def random_array(size: int, seed: int) -> npt.NDArray[np.float32]:
     """Return a random array of shape (size, size)."""
     return np.random.default_rng(seed).random((size, size), dtype=np.float32)
+
+
+def close_all() -> None:
+    """Leave every region that a failed graph has left open."""
+    exit_level(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_autocast_enabled("cpu", False)
+    while _torch.TOP_HOOKS(True) is not None:
+        _torch.POP_HOOKS()
+    while _torch.functorch_depth():
+        _torch.CLOSE_VMAP[0]()

@@ -1,1 +1,0 @@
-"""Multilevel placement of large graphs: coarsen, solve, and refine level by level."""
