@@ -2,6 +2,11 @@
 
 What a part holds depends only on its nodes and on what it takes and gives, that is, on the ideals at its two ends. A
 graph that is nearly a chain has few ideals, so that all steps from one to the next can be tried.
+
+For the first k parts, over the differences of two ideals that fit the k-th device::
+
+    traffic[0, nothing] = 0
+    traffic[k, B] = min over ideals A within B of traffic[k - 1, A] + bytes that cross at B
 """
 
 from __future__ import annotations

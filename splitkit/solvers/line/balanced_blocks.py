@@ -1,4 +1,14 @@
-"""Division of a sequence into consecutive blocks, as balanced as a limit allows, and then as cheap as possible."""
+"""Division of a sequence into consecutive blocks, as balanced as a limit allows, and then as cheap as possible.
+
+For a weight of evenness, with the share of all work before each place and the price of a border there::
+
+    cost[0, 0] = 0
+    cost[b, j] = min over starts i of cost[b - 1, i] + price(i) + weight * (share(j) - share(i)) ** 2
+
+The best start never decreases with the end, so the ends are solved by halving: each bounds the starts of its
+neighbours, and a block takes O(n log n) steps. Several weights are tried, and the cheapest division that is still even
+enough is taken.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Chains of borders from the first to the last in a given number of steps, in order of their greatest cost."""
+"""Chains of borders from the first to the last in a given number of steps, in order of their greatest cost.
+
+The least greatest cost from border i on, with the steps k and after to go::
+
+    to_go[steps, last border] = nothing
+    to_go[k, i] = min over pairs (i, j) of max(cost[k, i, j], to_go[k + 1, j])
+
+It is exact, so a best-first search that it guides (A*) extends no chain in vain.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Division of a line into stages of which each rank has two, with a nearly minimal greatest load of a rank."""
+"""Division of a line into stages of which each rank has two, with a nearly minimal greatest load of a rank.
+
+For a load of at most ``most`` on each rank, the ends of the ranks' first stages decide how far the second ones reach::
+
+    V, ranks 0 1 1 0      |--0--|--1--| ... |--1--|--0--|     least place where the later stages can begin
+    loop, ranks 0 1 0 1   |--0--|--1--|--0--|--1--|           furthest place that the second round can reach
+
+Bisection finds the least ``most`` for which the stages meet.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""First placements for latency, by a dynamic program for the least sum of the times of pieces and CPU units."""
+"""First placements for latency, by a dynamic program for the least sum of the times of pieces and CPU units.
+
+With the pieces of each class of accelerators that are used up as the level::
+
+    best[0, place 0] = 0
+    best[level, j] = min(best[level, j - 1] + time of the unit on a CPU,
+                         min over classes, and places i < j, of best[level less a piece, i] + load(i, j))
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 A stage receives what it reads from the stage before it and sends what it makes to the stage after it. That is exact for
 a chain; elsewhere it is an approximation, and the loads of the result are computed from the definition.
+
+A state is the set of devices used, the device of the last stage and the one before it; for a next device::
+
+    best[used + then, then, now][j] = min over i < j of max(best[used, now, before][i], load(i, j | before, now, then))
 """
 
 from __future__ import annotations
