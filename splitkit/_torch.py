@@ -18,7 +18,6 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
-from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
@@ -187,15 +186,6 @@ def spellings(target: Any) -> tuple[Any, ...]:
 
 # A GraphModule that generates its code when it is first called (2.11, 2.13, 2.15).
 LazyGraphModule: Any = _lazy_graph_module._LazyGraphModule
-
-
-# The hooks that apply to every module, which nn.Module.__call__ looks up (2.11, 2.13, 2.15).
-HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
-    _module._global_forward_hooks,
-    _module._global_forward_pre_hooks,
-    _module._global_backward_hooks,
-    _module._global_backward_pre_hooks,
-)
 
 
 def wants_lazy_code() -> bool:
