@@ -45,7 +45,6 @@ EXIT_RECORD: Any = torch.ops.profiler._record_function_exit
 # The stack of torch.autograd.graph.saved_tensors_hooks (2.11, 2.13, 2.15).
 PUSH_HOOKS: Any = torch._C._autograd._push_saved_tensors_default_hooks
 POP_HOOKS: Any = torch._C._autograd._pop_saved_tensors_default_hooks
-TOP_HOOKS: Any = torch._C._autograd._top_saved_tensors_default_hooks
 # Other calls in Dynamo's graphs that set a value of the ambient state (2.11, 2.13, 2.15).
 IS_FWD_GRAD: Any = torch._C._is_fwd_grad_enabled
 SET_FWD_GRAD: Any = torch._C._set_fwd_grad_enabled
@@ -303,8 +302,6 @@ _vmap: Any = _functorch_vmap
 # What ``torch.vmap`` calls, and what a captured one leaves in a graph (2.11, 2.13, 2.15).
 OPEN_VMAP: Any = (torch._C._functorch._vmap_increment_nesting, _vmap._vmap_increment_nesting)
 CLOSE_VMAP: Any = (torch._C._functorch._vmap_decrement_nesting, _vmap._vmap_decrement_nesting)
-ADD_BATCH_DIM: Any = _vmap._add_batch_dim
-REMOVE_BATCH_DIM: Any = _vmap._remove_batch_dim
 
 
 def functorch_depth() -> int:
