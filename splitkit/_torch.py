@@ -18,7 +18,6 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.11
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
-from torch.nn.modules import module as _module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 
@@ -46,7 +45,6 @@ EXIT_RECORD: Any = torch.ops.profiler._record_function_exit
 # The stack of torch.autograd.graph.saved_tensors_hooks (2.11, 2.13, 2.15).
 PUSH_HOOKS: Any = torch._C._autograd._push_saved_tensors_default_hooks
 POP_HOOKS: Any = torch._C._autograd._pop_saved_tensors_default_hooks
-TOP_HOOKS: Any = torch._C._autograd._top_saved_tensors_default_hooks
 # Other calls in Dynamo's graphs that set a value of the ambient state (2.11, 2.13, 2.15).
 IS_FWD_GRAD: Any = torch._C._is_fwd_grad_enabled
 SET_FWD_GRAD: Any = torch._C._set_fwd_grad_enabled
@@ -189,15 +187,6 @@ def spellings(target: Any) -> tuple[Any, ...]:
 LazyGraphModule: Any = _lazy_graph_module._LazyGraphModule
 
 
-# The hooks that apply to every module, which nn.Module.__call__ looks up (2.11, 2.13, 2.15).
-HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
-    _module._global_forward_hooks,
-    _module._global_forward_pre_hooks,
-    _module._global_backward_hooks,
-    _module._global_backward_pre_hooks,
-)
-
-
 def wants_lazy_code() -> bool:
     """Return whether torch's ``_use_lazy_graph_module(True)`` is active."""
     return _lazy_graph_module._get_graph_module_cls() is LazyGraphModule
@@ -313,8 +302,6 @@ _vmap: Any = _functorch_vmap
 # What ``torch.vmap`` calls, and what a captured one leaves in a graph (2.11, 2.13, 2.15).
 OPEN_VMAP: Any = (torch._C._functorch._vmap_increment_nesting, _vmap._vmap_increment_nesting)
 CLOSE_VMAP: Any = (torch._C._functorch._vmap_decrement_nesting, _vmap._vmap_decrement_nesting)
-ADD_BATCH_DIM: Any = _vmap._add_batch_dim
-REMOVE_BATCH_DIM: Any = _vmap._remove_batch_dim
 
 
 def functorch_depth() -> int:

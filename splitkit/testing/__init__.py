@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from splitkit.testing.graph_zoo import Specimen as Specimen
     from splitkit.testing.graph_zoo import zoo as zoo
-    from splitkit.testing.oracle import assert_emitted_as_planned as assert_emitted_as_planned
     from splitkit.testing.oracle import assert_legal as assert_legal
     from splitkit.testing.oracle import assert_same as assert_same
 
 _MODULES = {
     "Specimen": "graph_zoo",
-    "assert_emitted_as_planned": "oracle",
     "assert_legal": "oracle",
     "assert_same": "oracle",
     "zoo": "graph_zoo",

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from campaigns import these_first
 from fuzzing import usable_inputs
 from handgraphs import graph_of
-from inlined import assert_inlines
 from opaquecode import close_all
 from randomgraphs import random_graph, random_plan
+from splitlaws import assert_inlines
 from torch import fx, nn
 from zoographs import specimens
 

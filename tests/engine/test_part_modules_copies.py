@@ -9,12 +9,13 @@ import pickle
 import pytest
 import torch
 from campaigns import some_of_all
+from splitlaws import assert_emitted_as_planned
 from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import FileError, GraphError
 from splitkit.policies import RoundRobin
-from splitkit.testing import assert_emitted_as_planned, assert_same
+from splitkit.testing import assert_same
 
 
 def test_hooks_of_an_exported_module_find_their_attributes_on_the_parent():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from campaigns import some_of_all
 from handgraphs import graph_of
+from splitlaws import assert_emitted_as_planned
 from torch import fx, nn
 
 import splitkit as sk
@@ -17,7 +18,7 @@ from splitkit.errors import GraphError
 from splitkit.graph import ambient as states
 from splitkit.graph.scope import scopes
 from splitkit.policies import RoundRobin
-from splitkit.testing import assert_emitted_as_planned, assert_same
+from splitkit.testing import assert_same
 from splitkit.testing.visible_state import Divided, observe
 
 FACTOR = [1.0]

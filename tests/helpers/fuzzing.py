@@ -12,10 +12,10 @@ from io import StringIO
 from typing import Any, Literal
 
 import torch
-from inlined import assert_inlines
 from opaquecode import close_all
 from randomgraphs import Choose, random_graph, random_inputs, random_plan
 from sequentialorder import runs_in_some_order
+from splitlaws import assert_emitted_as_planned, assert_inlines
 from torch import fx
 
 from splitkit import _torch
@@ -25,7 +25,7 @@ from splitkit.errors import CheckError, PlanError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.plans.record import Plan
 from splitkit.testing.compare import Comparison, compare
-from splitkit.testing.oracle import assert_emitted_as_planned, assert_same
+from splitkit.testing.oracle import assert_same
 from splitkit.testing.trial import untouched
 
 

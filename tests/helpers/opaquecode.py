@@ -125,7 +125,7 @@ def close_all() -> None:
     exit_level(0)
     torch.set_default_dtype(torch.float32)
     torch.set_autocast_enabled("cpu", False)
-    while _torch.TOP_HOOKS(True) is not None:
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         _torch.POP_HOOKS()
     while _torch.functorch_depth():
         _torch.CLOSE_VMAP[0]()

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from opaquecode import Hidden, Meter, Rebinding, meter_from, random_array, unsettle, wrap
 from torch import fx, nn
+from torch._functorch import vmap
 from torch.fx import Node
 
 from splitkit import _torch
@@ -198,11 +199,11 @@ class _Writer:
     def vmapped(self) -> None:
         """Append ops on the rows of a tensor under ``vmap``, perhaps with a write to the tensor."""
         self.call(_torch.OPEN_VMAP[1], SIZE, "error")
-        row = self.call(_torch.ADD_BATCH_DIM, self.value(), 0, 1)
+        row = self.call(vmap._add_batch_dim, self.value(), 0, 1)
         if self.choose(2):
             self.graph.call_method("mul_", (row, 0.5))
         made = self.call(torch.cumsum, row, 0)
-        self.add(_torch.REMOVE_BATCH_DIM, made, 1, SIZE, self.choose(2))
+        self.add(vmap._remove_batch_dim, made, 1, SIZE, self.choose(2))
         self.call(_torch.CLOSE_VMAP[1])
 
     def leaf(self) -> None:

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 from campaigns import some_of_all
-from inlined import assert_inlines
 from lawtables import (
     JOINT_LAWS,
     LAWS,
@@ -21,6 +20,7 @@ from lawtables import (
     sized,
     written,
 )
+from splitlaws import assert_emitted_as_planned, assert_inlines
 from zoographs import specimens
 
 from splitkit.costs import unit
@@ -32,7 +32,6 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import condense, relay
 from splitkit.policies import ByName
 from splitkit.testing import assert_legal, assert_same
-from splitkit.testing.oracle import assert_emitted_as_planned
 
 ZOO = specimens()
 _PLANS = {}

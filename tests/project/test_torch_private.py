@@ -73,11 +73,11 @@ def test_saved_tensors_hooks_are_a_stack():
         return x
 
     _torch.PUSH_HOOKS(pack, lambda x: x)
-    assert _torch.TOP_HOOKS(True)[0] is pack
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is pack
     torch.sin(torch.ones(1, requires_grad=True))
     _torch.POP_HOOKS()
     torch.sin(torch.ones(1, requires_grad=True))
-    assert len(seen) == 1 and _torch.TOP_HOOKS(True) is None
+    assert len(seen) == 1 and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def test_saved_tensors_hooks_can_be_forbidden():

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inlined import assert_inlines
+from splitlaws import assert_emitted_as_planned, assert_inlines
 from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import CheckError, CycleError
 from splitkit.plans.parts import Part
-from splitkit.testing.oracle import assert_emitted_as_planned, assert_legal
+from splitkit.testing.oracle import assert_legal
 
 
 class Layers(nn.Module):
@@ -98,7 +98,7 @@ def test_other_weights_and_another_mode_are_found(split, damage, monkeypatch):
         damage(gm)
         return gm
 
-    monkeypatch.setattr("inlined.inline", inlined)
+    monkeypatch.setattr("splitlaws.inline", inlined)
     with pytest.raises(CheckError, match="SK701: inline gives the tensors"):
         assert_inlines(split)
 

@@ -1,4 +1,4 @@
-"""GraphModules that are cheap to build and to call, with code generated at once or at the first call."""
+"""GraphModules that are cheap to build, with code generated at once or at the first call."""
 
 from __future__ import annotations
 
@@ -14,32 +14,15 @@ from splitkit import _torch
 from splitkit.engine.codegen.pickled_graphs import GraphData, graph_as_data, graph_of_data
 from splitkit.engine.codegen.tied_parameters import Tied
 
-_MODULE_CALL = nn.Module.__call__
 _MAKING_CODE = RLock()
-_FORWARD, _FORWARD_PRE, _BACKWARD, _BACKWARD_PRE = _torch.HOOKS_OF_ALL_MODULES
 
 
 def call_part(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``forward`` directly if no hooks are registered; otherwise do what ``nn.Module.__call__`` does.
+    """Do what ``nn.Module.__call__`` does, which fx replaces while it traces.
 
-    ``nn.Module.__call__`` makes the same test, but only after five nested calls. ``GraphModule.__call__`` also prints
-    the line of the graph where an error arose; the parent of the part does that as well.
+    ``GraphModule.__call__`` also prints the line of the graph where an error arose; the parent of the part does that.
     """
-    if (
-        kwargs
-        or self._forward_hooks
-        or self._forward_pre_hooks
-        or self._backward_hooks
-        or self._backward_pre_hooks
-        or _FORWARD
-        or _FORWARD_PRE
-        or _BACKWARD
-        or _BACKWARD_PRE
-        or self._compiled_call_impl is not None
-        or nn.Module.__call__ is not _MODULE_CALL  # fx traces by replacing it
-    ):
-        return nn.Module.__call__(self, *args, **kwargs)
-    return self.forward(*args)
+    return nn.Module.__call__(self, *args, **kwargs)
 
 
 class ChildDescriptor:
