@@ -32,6 +32,7 @@ from torchgraphs import TUPLE_RETURN, Label, both, by_name, called, graph_of, in
 from torchmodels import CUTS, DEALT, GRAPHS, in_turn, three_runs
 
 import splitkit as sk
+from splitkit.engine.codegen.writer import LeanGraph
 
 FLAGS: dict[str, dict[str, Any]] = {
     "": {},
@@ -222,8 +223,10 @@ def test_torchs_switch_for_lazy_code(monkeypatch):
     """Inside torch's ``_use_lazy_graph_module`` code is made when a module is first called."""
     gm, inputs = made("nested")
     sk.split_module(gm, None, three_runs(gm))(*inputs)  # checks of how torch makes code, once a process
-    codes, python_code = [], fx.Graph.python_code
-    monkeypatch.setattr(fx.Graph, "python_code", lambda self, *a, **k: codes.append(self) or python_code(self, *a, **k))
+    codes, python_code = [], LeanGraph.python_code
+    monkeypatch.setattr(
+        LeanGraph, "python_code", lambda self, *a, **k: codes.append(self) or python_code(self, *a, **k)
+    )
     with _use_lazy_graph_module(True):
         split = sk.split_module(gm, None, three_runs(gm))
         assert not codes

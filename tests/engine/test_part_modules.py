@@ -15,6 +15,7 @@ from torch.nn.modules import module as hooks_of_all
 
 import splitkit as sk
 from splitkit.costs import unit
+from splitkit.engine.codegen.writer import LeanGraph, is_fast
 from splitkit.engine.split import split
 from splitkit.policies import RoundRobin, Stages
 
@@ -46,13 +47,15 @@ def made(request, whole):
 def count_codes(monkeypatch):
     """A list that gets an entry for each code that a part or parent makes."""
     codes: list[fx.Graph] = []
-    original = fx.Graph.python_code
+    original = LeanGraph.python_code
 
     def python_code(self, *args, **kwargs):
         codes.append(self)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(fx.Graph, "python_code", python_code)
+    is_fast()  # which makes code once a process, and so does the first lean graph
+    LeanGraph().python_code("self")
+    monkeypatch.setattr(LeanGraph, "python_code", python_code)
     return codes
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from zoographs import specimens
 
 import splitkit as sk
+from splitkit.engine.codegen.writer import LeanGraph
 from splitkit.engine.split import split
 from splitkit.engine.split_module import split_module
 from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
@@ -208,8 +209,8 @@ def test_regions_open_only_where_a_node_wants_them():
 
 def test_each_part_is_compiled_once(monkeypatch):
     counted = []
-    original = fx.Graph.python_code
-    monkeypatch.setattr(fx.Graph, "python_code", lambda self, *a, **k: counted.append(1) or original(self, *a, **k))
+    original = LeanGraph.python_code
+    monkeypatch.setattr(LeanGraph, "python_code", lambda self, *a, **k: counted.append(1) or original(self, *a, **k))
     made = split(ZOO["skips"].graph, Stages(4))
     assert len(counted) == len(made.parts) + 1
 

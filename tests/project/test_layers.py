@@ -93,6 +93,8 @@ def _imported_packages(nodes: list[ast.AST]) -> set[str]:
 
 PRIVATE_PACKAGES = ("_torch.py", "frontends/", "graph/ops/", "memory/storage_watch.py")
 PRIVATE_ENGINE = (
+    "engine/codegen/writer.py",
+    "engine/codegen/source_code.py",
     "engine/codegen/part_modules.py",
     "engine/codegen/assemble.py",
 )

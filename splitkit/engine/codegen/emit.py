@@ -15,7 +15,7 @@ from splitkit import _torch
 from splitkit.engine.codegen.assemble import add_parts, build_module, carry_hooks, share_whole_modules
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.engine.codegen.scoped_graph import ScopedGraph
-from splitkit.engine.codegen.writer import Writer
+from splitkit.engine.codegen.writer import LeanGraph, Writer
 from splitkit.engine.module_names import Style, flat_names, module_names
 from splitkit.engine.segment_state_ops import SegmentGraph, SegmentStateOps, with_empty_segments
 from splitkit.engine.subgraphs import Subgraph
@@ -74,9 +74,10 @@ def emit(
     parts: dict[PartKey, fx.GraphModule] = {}
     attributes: dict[str, Mapping[str, str]] = {}
     copies: dict[PartKey, Mapping[Node, Node]] = {}
+    bases: dict[int, str] = {}
     whole = _modules_to_share(flow)
     for sub in subgraphs:
-        written = _write_part(sub, flow, style, segments.get(sub.key))
+        written = _write_part(sub, flow, style, segments.get(sub.key), bases)
         parts[sub.key] = build_module(flow.root, written.graph, written.attributes, style, lazy, is_part=True)
         attributes[names[sub.key]] = share_whole_modules(parts[sub.key], flow.root, written.attributes, whole)
         copies[sub.key] = {n: written.env[n] for n in sub.nodes}
@@ -109,9 +110,11 @@ class _Written:
     attributes: Mapping[str, str]
 
 
-def _write_part(sub: Subgraph, flow: Dataflow, style: Style, segment: SegmentStateOps | None) -> _Written:
+def _write_part(
+    sub: Subgraph, flow: Dataflow, style: Style, segment: SegmentStateOps | None, bases: dict[int, str]
+) -> _Written:
     """Write the graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
-    writer = Writer(fx.Graph(), style.original_node_names)
+    writer = Writer(LeanGraph(), style.original_node_names, bases)
     env: dict[Node, Node] = {}
     for number, value in enumerate(sub.inputs):
         name = value.name if style.original_input_names else f"arg_{number}"
@@ -130,10 +133,10 @@ def _write_part(sub: Subgraph, flow: Dataflow, style: Style, segment: SegmentSta
     if segment:
         of_regions = _write_segment(SegmentGraph(segment, writer.graph), flow, read, computed, copy)
     else:
-        of_regions = _write_scoped(ScopedGraph(writer.graph), flow, read, computed, copy)
+        of_regions = _write_scoped(ScopedGraph(writer), flow, read, computed, copy)
     values = tuple(map(value_of, sub.outputs))
     single = len(values) == 1 and not style.tuple_return
-    output = writer.graph.output(values[0] if single else values)
+    output = writer.append("output", "output", (values[0] if single else values,), "output")
     _describe(output, sub.outputs, single)
     targets = [*(str(n.target) for n in sub.nodes if n.op == "get_attr"), *called, *of_regions]
     return _Written(writer.graph, env, {renamed.get(target, target): target for target in targets})
@@ -181,11 +184,11 @@ class _Parent:
 
     def __init__(self, flow: Dataflow, plan: Plan, style: Style, names: Mapping[PartKey, str], final: Scope) -> None:
         self._flow, self._plan, self._style, self._names, self._final = flow, plan, style, names, final
-        self.graph = fx.Graph()
+        self.graph = LeanGraph()
         if not style.flat:
             self.graph.set_codegen(_torch.codegen_of(flow.graph))
         self._writer = Writer(self.graph, style.original_node_names)
-        self._scoped = ScopedGraph(self.graph)
+        self._scoped = ScopedGraph(self._writer)
         self.env: dict[Node, Node] = {}  # value -> the node of the parent that holds it now
         self.copies: dict[Node, Node] = {}
 

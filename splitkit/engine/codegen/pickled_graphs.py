@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 
 from splitkit import _torch
 from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket
+from splitkit.engine.codegen.writer import LeanGraph, Writer
 from splitkit.engine.serialization.function_names import function_of, name_of_function
 from splitkit.errors import FileError, GraphError
 
@@ -64,10 +65,11 @@ def graph_as_data(graph: fx.Graph) -> GraphData:
 
 def graph_of_data(data: GraphData) -> fx.Graph:
     """Return the graph that `graph_as_data` has described."""
-    graph, found = fx.Graph(), dict[str, Node]()
+    graph, found = LeanGraph(), dict[str, Node]()
+    writer = Writer(graph)
     for op, target, args, kwargs, name, kind in data.nodes:
         args, kwargs = map_aggregate((args, kwargs), lambda value: _read(value, found))
-        found[name] = graph.create_node(op, target, args, dict(kwargs), name)
+        found[name] = writer.node(op, target, args, dict(kwargs), name)
         found[name].type = kind
     graph.set_codegen(data.codegen)
     return graph

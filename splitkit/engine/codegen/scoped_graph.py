@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from torch import fx
 from torch.fx import Node
 
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
+from splitkit.engine.codegen.writer import Writer
 from splitkit.graph.ambient import SETTINGS, Setting
 from splitkit.graph.scope import CALLERS, NEUTRAL, Scope, region_kind
 
@@ -24,8 +24,8 @@ class ScopedGraph:
         want: b               exit b; exit a; enter b           regions close in the order in which they nest
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, writer: Writer) -> None:
+        self.graph, self._writer = writer.graph, writer
         self.attributes: dict[str, None] = {}
         self._scope = NEUTRAL
         self._open: list[tuple[Node, Node, dict[str, Any]]] = []  # (enter, its copy, settings before it)
@@ -88,8 +88,8 @@ class ScopedGraph:
     def _written(self, setting: Setting, value: Any) -> Node:
         if value is not CALLERS:
             target, args, kwargs = setting.write(value)
-            return self.graph.call_function(target, args, kwargs)
-        return self.graph.call_function(setting.set, (self._asked(setting),))
+            return self.graph.call_function(target, args, kwargs) if kwargs else self._writer.call(target, args)
+        return self._writer.call(setting.set, (self._asked(setting),))
 
     def _asked(self, setting: Setting) -> Node:
         """Return the node that yields the caller's value of a setting."""

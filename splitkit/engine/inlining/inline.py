@@ -98,7 +98,7 @@ def _regions_are_kept(flat: FlatGraph, order: list[tuple[int, Node]], original: 
 def _write(flat: FlatGraph, order: list[tuple[int, Node]], split: Split, anew: bool) -> fx.Graph:
     """Write the nodes, and those of the original that no part has: state ops, and nodes that `prune` dropped."""
     writer = Writer(fx.Graph())
-    scoped = ScopedGraph(writer.graph)
+    scoped = ScopedGraph(writer)
     env: dict[Node, Node] = {}  # node of the flat graph -> its copy
     whole: dict[Node, Node] = {}  # node of the original -> its copy
     names = {node.name for node in split.flow.index}

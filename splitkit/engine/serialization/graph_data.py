@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.engine.codegen.part_modules import EagerPart
+from splitkit.engine.codegen.writer import LeanGraph, Writer
 from splitkit.engine.serialization import argument_data, tree_specs
 from splitkit.engine.serialization.function_names import function_of, name_of_function, op_schema
 from splitkit.engine.serialization.json_fields import JsonField
@@ -126,10 +127,10 @@ def _signature(gm: fx.GraphModule) -> dict[str, Any]:
 def _graph(data: JsonField, names: Mapping[str, Collection[str]]) -> fx.Graph:
     for name, signature in data["ops"].fields():
         _require_op(name, signature)
-    graph = fx.Graph()
-    nodes = dict[str, Node]()
+    graph = LeanGraph()
+    writer, nodes = Writer(graph), dict[str, Node]()
     for item in data["nodes"].items():
-        node = _appended(graph, item, nodes, names)
+        node = _appended(writer, item, nodes, names)
         nodes[node.name] = node
     if not nodes or node.op != "output":
         raise data["nodes"].damaged("a list of nodes that ends with an output")
@@ -157,9 +158,7 @@ def form_outputs(gm: fx.GraphModule, data: JsonField) -> None:
         gm.recompile()
 
 
-def _appended(
-    graph: fx.Graph, item: JsonField, nodes: Mapping[str, Node], known: Mapping[str, Collection[str]]
-) -> Node:
+def _appended(writer: Writer, item: JsonField, nodes: Mapping[str, Node], known: Mapping[str, Collection[str]]) -> Node:
     op, name = item["op"].text(), _identifier(item["name"])
     if name in nodes or name == "self":
         raise item["name"].damaged("a name of its own")
@@ -181,7 +180,7 @@ def _appended(
         _identifier(item["target"])
     elif op != "output" or target != "output":
         raise item["op"].damaged("placeholder, get_attr, call_function, call_module or output")
-    return graph.create_node(op, target, args, kwargs, name)
+    return writer.node(op, target, args, kwargs, name)
 
 
 def _require_op(name: str, signature: JsonField) -> None:
