@@ -146,21 +146,11 @@ def test_each_help_has_an_example(call, command):
 # ---- commands
 
 
-def test_capture(call, data, tmp_path, factory):
-    file = tmp_path / "graph.json"
-    code, out, err = call("capture", f"{factory}:make", "--size", "width=8", "-o", file, "--code")
+def test_capture(call, data, factory):
+    code, out, err = call("capture", f"{factory}:make", "--size", "width=8")
     assert (code, err) == (0, "")
-    for word in ("placeholder 1", "parameters", "FLOPs", "it writes memory: ", "captured in", "def forward"):
+    for word in ("placeholder 1", "parameters", "FLOPs", "it writes memory: ", "captured in"):
         assert word in out
-    graph = json.loads(file.read_text())
-    assert graph["kind"] == "splitkit graph" and graph["model"]["sizes"] == {"width": 8}
-    (x,) = [n for n in graph["nodes"] if n["op"] == "placeholder"]
-    assert x == {
-        "name": "x", "op": "placeholder", "target": "x", "module": "",
-        "shape": [3, 8], "dtype": "float32", "inputs": [],
-    }  # fmt: skip
-    linear = next(n for n in graph["nodes"] if n["target"] == "aten.linear.default")
-    assert linear["module"] == "first" and linear["inputs"][0] == "x"
 
     code, found = data("capture", f"{factory}:make", "--dynamic", "--eval", "--seed", "3")
     assert code == 0 and found["command"] == "capture"

@@ -63,7 +63,7 @@ class Alternative:
     """A change with which the model fits, planned again with it.
 
     Attributes:
-        change: what changes: ``"devices"``, ``"tokens"``, ``"dtype"``, ``"offload"``, ``"recompute"`` ...
+        change: what changes: ``"devices"``, ``"tokens"``, ``"dtype"``, ``"recompute"`` ...
         value: the new value, such as a number of devices or tokens, or bytes.
         text: the change in words, with its number.
         fullest: the bytes on the device that is the fullest relative to its limit.
