@@ -18,7 +18,6 @@ from splitkit.cli.syntax.options import (
     add_costs,
     add_links,
     add_model_options,
-    add_on_cycle,
     add_output,
     add_plan_or_model,
     add_plan_target,
@@ -126,7 +125,11 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
         default="parts",
         help="split the forward into parts (default), or divide a training step into forward and backward",
     )
-    add_on_cycle(group)
+    group.add_argument(
+        "--on-cycle",
+        choices=("error", "refine", "merge"),
+        help="if parts depend on each other in a cycle: refuse (default), call them several times, or merge them",
+    )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:

@@ -49,7 +49,6 @@ class SplitBackward:
     of nodes that are in the input part without need, and of nodes that run in both parts. At 0 nothing is deferred and
     nothing waits; at a high price, everything that can be deferred is. On an H100, products of large layers have about
     4e11 bytes for each second, and reductions the bandwidth of the memory, 3e12.
-    `splitkit.studies.deferral_frontier.DeferralFrontier` finds all prices at which the plan changes.
 
     If no gradient leaves a stage (the first one, whose inputs are token ids), nothing has to be in the input part. The
     chain of gradients through the layers is still computed in the input part if fewer bytes wait then, which is the

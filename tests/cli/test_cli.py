@@ -197,10 +197,8 @@ def test_parts_in_a_cycle(call, data, tmp_path, factory):
     code, found = data("run", plan, "--model", model, "--check")
     assert code == 0 and found["check"]["same"]
     assert [p["module"] for p in found["parts"]] == ["submod_0_0", "submod_1_1", "submod_0_2"]
-    code, found = data("split", model, *cycle, "--on-cycle", "merge")
-    assert code == 0 and [p["module"] for p in found["parts"]] == ["submod_0"]
-    code, _, err = call("run", plan, "--on-cycle", "merge")
-    assert code == 2 and "--on-cycle cannot be combined with a plan file" in err
+    code, found = data("plan", model, *cycle, "--on-cycle", "merge")
+    assert code == 0 and [p["part"] for p in found["report"]["parts"]] == ["0"]
 
 
 def test_split(call, data, tmp_path, gpt2_plan, factory):
@@ -408,7 +406,6 @@ def failing(found):
         ["run", "gpt2"],
         ["run", "gpt2", "--stages", "2", "--model", "bert"],
         ["run", "plan.json", "--stages", "2"],
-        ["run", "plan.json", "--on-cycle", "refine"],
         ["plan", "gpt2", "--stages", "2", "--on-cycle", "ignore"],
         ["split", "gpt2", "--stages", "2", "--force"],
         ["capture", "gpt2", "--js"],

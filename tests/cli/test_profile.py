@@ -137,10 +137,12 @@ def views_between_parts():
     return _Views(), (torch.randn(8, 16),)
 
 
-def test_parts_are_measured_on_views_that_share_memory_as_in_the_whole(capsys):
+def test_parts_are_measured_on_views_that_share_memory_as_in_the_whole(capsys, tmp_path):
     policy = "ByName({'first': 0, 'second': 1, '*': 0})"
-    words = ["profile", f"{__file__}:views_between_parts", "--policy", policy, "--on-cycle", "refine", "--json"]
-    assert main([*words, "--forward-only"]) == 0
+    net, plan = f"{__file__}:views_between_parts", str(tmp_path / "plan.json")
+    assert main(["plan", net, "--policy", policy, "--on-cycle", "refine", "-o", plan]) == 0
+    capsys.readouterr()
+    assert main(["profile", plan, "--model", net, "--json", "--forward-only"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) > 2
     assert [row["error"] for row in rows] == [0] * len(rows)
