@@ -273,7 +273,7 @@ def planner(args: Namespace, spec: str) -> tuple[CapturedModel, Callable[[], tup
     def planned() -> tuple[Plan, Costs]:
         with work.clock.step("plan", f"planning {named.text}", policy):
             costs = prices(work, args.costs, args.training)
-            return sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error"), costs
+            return sk.plan(work.gm, policy, costs, on_cycle=getattr(args, "on_cycle", None) or "error"), costs
 
     return work, planned
 
@@ -289,7 +289,7 @@ def plan_file(args: Namespace, takes: Collection[str] = ()) -> dict[str, Any] | 
     """
     if not args.target.endswith(".json"):
         return None
-    decided = (name for name in ("stages", "policy", "costs", "training", "on_cycle") if name not in takes)
+    decided = (name for name in ("stages", "policy", "costs", "training") if name not in takes)
     unfit = [name for name in decided if getattr(args, name) is not None]
     if unfit:
         option = f"--{unfit[0].replace('_', '-')}"

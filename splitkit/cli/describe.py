@@ -7,21 +7,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from splitkit._torch import target_name
-from splitkit.graph.dataflow import module_path
-
-
-def node_data(node: Node) -> dict[str, Any]:
-    """Return one node of a graph as data."""
-    return {
-        "name": node.name,
-        "op": node.op,
-        "target": target_name(node),
-        "module": module_path(node),
-        **value_data(node.meta.get("val")),
-        "inputs": [read.name for read in node.all_input_nodes],
-    }
-
 
 def named_value(node: Node) -> dict[str, Any]:
     """Return the name and the type of a node's value."""

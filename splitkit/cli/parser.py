@@ -18,7 +18,6 @@ from splitkit.cli.syntax.options import (
     add_costs,
     add_links,
     add_model_options,
-    add_on_cycle,
     add_output,
     add_plan_or_model,
     add_plan_target,
@@ -72,12 +71,10 @@ def make_parser() -> Parser:
 
 
 def _capture(commands: Commands[Parser]) -> None:
-    example = "splitkit capture gpt2 --size layers=4,width=256,heads=4\nsplitkit capture my_model.py:make -o graph.json"
+    example = "splitkit capture gpt2 --size layers=4,width=256,heads=4\nsplitkit capture my_model.py:make"
     parser = command(commands, "capture", "capture a model as a graph and describe it", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     add_model_options(parser)
-    parser.add_argument("--code", action="store_true", help="also print the code of the graph")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the nodes as JSON (- for standard output)")
 
 
 def _plan(commands: Commands[Parser]) -> None:
@@ -128,7 +125,11 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
         default="parts",
         help="split the forward into parts (default), or divide a training step into forward and backward",
     )
-    add_on_cycle(group)
+    group.add_argument(
+        "--on-cycle",
+        choices=("error", "refine", "merge"),
+        help="if parts depend on each other in a cycle: refuse (default), call them several times, or merge them",
+    )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
@@ -407,9 +408,6 @@ def _profile(commands: Commands[Parser]) -> None:
     add_plan_or_model(parser)
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
     parser.add_argument("--forward-only", action="store_true", help="profile only forward, not forward + backward")
-    parser.add_argument(
-        "--top", type=positive, default=10, metavar="N", help="number of largest values to show (default 10)"
-    )
     add_view(parser, "memory over time")
     group = parser.add_argument_group("pipeline: compares simulated steps with measured ones")
     group.add_argument("--ranks", type=positive, metavar="N", help="start N processes, and run the schedules on them")

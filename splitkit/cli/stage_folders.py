@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from splitkit.runtime.folder.load import StageFolder
 
 _MANIFEST = "manifest.json"
-_DECIDED = ("stages", "policy", "costs", "training", "on_cycle", "size", "how", "dynamic", "eval", "recompute")
+_DECIDED = ("stages", "policy", "costs", "training", "size", "how", "dynamic", "eval", "recompute")
 
 
 def save_stage_folder(folder: Path, split: Split, work: CapturedModel) -> str | None:

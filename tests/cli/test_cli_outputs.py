@@ -90,12 +90,11 @@ def test_an_output_may_be_standard_output(mine, name, capfd):
 @pytest.mark.parametrize(
     "words",
     [
-        ["capture", "my.py:net", "-o"],
         [*PLAN, "-o"],
         [*PLAN, "--schedule", "gpipe", "--costs", "roofline:h200", "--trace"],
         ["plan", "my.py:net", "--what", "fwd-bwd", "--memory", "1GiB", "-o"],
     ],
-    ids=["capture", "plan", "trace", "step"],
+    ids=["plan", "trace", "step"],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(mine, no_work, capsys, words, name, says):
     (mine / "loop").symlink_to("loop")
@@ -110,7 +109,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(mine, no_wo
     [
         [*PLAN, "-o", "my.py"],
         [*PLAN, "-o", "folder/../my.py"],
-        ["capture", "my.py:net", "-o", "my.py"],
         ["plan", "my.py:net", "--devices", "mine.toml", "-o", "mine.toml"],
         [*PLAN, "--costs", "roofline:mine.toml:a", "-o", "mine.toml"],
         [*PLAN, "--schedule", "gpipe", "-o", "t.json", "--trace", "./t.json"],

@@ -54,9 +54,7 @@ def test_what_can_be_done_next_is_said_as_commands_that_work(planned, tmp_path, 
 def test_it_runs_in_one_process_like_the_unsplit_model(planned, capsys):
     assert main(["run", planned[0], "--model", NET, "--check", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["check"]["same"] and [row["stage"] for row in data["stages"]] == [0, 1, 2, 3]
-    assert main(["run", planned[0], "--model", NET]) == 0
-    assert "waits for weight" in capsys.readouterr().out
+    assert data["check"]["same"] and data["stages"] == 4
 
 
 def test_it_trains_on_two_processes_like_the_unsplit_model(planned):
@@ -91,7 +89,7 @@ def test_a_file_that_python_wrote_is_known_by_its_parts(tmp_path, planned, capsy
     file = tmp_path / "own.json"
     file.write_text(json.dumps(data))
     assert main(["run", str(file), "--model", NET, "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["stages"]) == 4
+    assert json.loads(capsys.readouterr().out)["stages"] == 4
 
 
 def test_a_policy_may_be_a_parameter_of_another():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import source
-from splitkit.cli.common import CapturedModel, prepare, versions
+from splitkit.cli.common import prepare
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import listed
 from splitkit.units import quantity, size
@@ -30,10 +30,8 @@ def run(args: Namespace) -> Outcome:
     """Run ``splitkit capture``."""
     work = prepare(source.from_args(args.model, args))
     data = {"command": "capture", "model": work.source.to_dict(), **summary(work.gm)}
-    data |= {"seconds": work.clock.seconds, "file": args.output}
-    if args.code:
-        data["code"] = work.gm.code
-    return Outcome(data, _text(data), files={args.output: _nodes(work)} if args.output else {})
+    data["seconds"] = work.clock.seconds
+    return Outcome(data, _text(data))
 
 
 def summary(gm: fx.GraphModule) -> dict[str, Any]:
@@ -92,17 +90,6 @@ def _dynamic(flow: Dataflow) -> dict[str, str]:
     }
 
 
-def _nodes(work: CapturedModel) -> dict[str, Any]:
-    """Return the nodes of the graph as data for a file."""
-    from splitkit.cli.describe import node_data
-    from splitkit.plans import plan_file
-
-    graph = work.gm.graph
-    header = {"schema": 1, "kind": "splitkit graph", "graph": plan_file.fingerprint(graph), **versions()}
-    nodes = [node_data(node) for node in graph.nodes]
-    return {**header, "model": work.source.to_dict(), "nodes": nodes}
-
-
 def _text(data: dict[str, Any]) -> list[RenderableType]:
     kinds = ", ".join(f"{name} {number}" for name, number in data["nodes"].items() if name != "all")
     rows = {
@@ -117,12 +104,9 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     }
     if data["once"]:
         rows["run only once"] = "; ".join(_once(reason, names) for reason, names in data["once"].items())
-    if data["file"]:
-        rows["wrote"] = data["file"]
     counts = list(data["ops"].items())
     title = f"ops ({len(counts)} kinds, the first {TOP})" if len(counts) > TOP else "ops"
-    text: list[RenderableType] = [facts(rows), "", table(("op", "nodes"), counts[:TOP], ("nodes",), title)]
-    return [*text, "", data["code"].strip()] if "code" in data else text
+    return [facts(rows), "", table(("op", "nodes"), counts[:TOP], ("nodes",), title)]
 
 
 def _once(reason: str, names: list[str]) -> str:

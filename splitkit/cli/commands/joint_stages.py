@@ -20,7 +20,6 @@ from splitkit.view.console.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from torch import fx
 
     from splitkit.costs import Costs
     from splitkit.engine.joint_stages.staged_step import StagedStep
@@ -152,40 +151,6 @@ def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
         "recomputed": [
             f"{row['recomputed']} ops, {duration(row['recompute'], unit)}" if row["recomputed"] else "-" for row in rows
         ],
-        **_bytes(rows, split),
-    }
-    return _table(columns)
-
-
-def graph_rows(step: StagedStep) -> list[dict[str, Any]]:
-    """Return a row for each stage: the ops of its graphs, and what it saves and sends."""
-    return [
-        {
-            "stage": number,
-            "forward_ops": _ops(stage.forward),
-            "backward_ops": _ops(stage.backward),
-            "weight_ops": None if stage.weight is None else _ops(stage.weight),
-            "saved": stage.saved_bytes,
-            "waiting": stage.waiting_bytes if stage.weight is not None else None,
-            "sent": stage.sent_bytes,
-            "gradients_sent": stage.gradients_sent_bytes,
-        }
-        for number, stage in enumerate(step.stages)
-    ]
-
-
-def _ops(graph: fx.GraphModule) -> int:
-    return sum(node.op.startswith("call_") for node in graph.graph.nodes)
-
-
-def graph_table(rows: list[dict[str, Any]]) -> RenderableType:
-    """Return the table of `graph_rows`."""
-    split = any(row["weight_ops"] is not None for row in rows)
-    columns = {
-        "stage": [str(row["stage"]) for row in rows],
-        "ops forward": [str(row["forward_ops"]) for row in rows],
-        "input" if split else "backward": [str(row["backward_ops"]) for row in rows],
-        **({"weight": [str(row["weight_ops"] or 0) for row in rows]} if split else {}),
         **_bytes(rows, split),
     }
     return _table(columns)

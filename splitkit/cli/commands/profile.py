@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from splitkit.testing.memory_runs import TrainingRun
 
 
+TOP = 10
+"""How many of the largest values are shown."""
+
+
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit profile``."""
     if args.ranks is not None:
@@ -58,8 +62,8 @@ def run(args: Namespace) -> Outcome:
         "model": work.source.to_dict(),
         "note": split.plan.note if split else "",
         "rows": rows,
-        "forward": profile.to_dict(args.top),
-        "training": training.to_dict(args.top) if training else None,
+        "forward": profile.to_dict(TOP),
+        "training": training.to_dict(TOP) if training else None,
         "why_no_training": why_not,
         "seconds": work.clock.seconds,
     }

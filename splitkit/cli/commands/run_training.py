@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.check_report import DIFFERENT, check_data, check_text
-from splitkit.cli.commands import joint_stages
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import CapturedStep
 from splitkit.cli.common import TRAINING, decoded
@@ -39,7 +38,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     with work.clock.step("split", "dividing the step"):
         step = DividedStep(work.joint, work.joint.split(plan))
     with work.clock.step("simulate", "simulating the memory"):
-        shown = _halves(step) if isinstance(step.pair, Pair) else {"stages": joint_stages.graph_rows(step.pair)}
+        shown = _halves(step) if isinstance(step.pair, Pair) else {"stages": len(step.pair.stages)}
     with work.clock.step("run", "running forward and backward"):
         timed = timing.best_step(step, (), work.example, work.source.seed, args.repeat)
     data: dict[str, Any] = {
@@ -124,7 +123,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     if "stages" in data:
         times = {f"{half}{best}": seconds_text(data[half]) for half in ("forward", "backward")}
         rows = {"plan": data["note"].replace("; ", ";\n"), "loss": f"{data['loss']:.6g}", **times}
-        text: list[RenderableType] = [facts(rows), "", joint_stages.graph_table(data["stages"])]
+        text: list[RenderableType] = [facts(rows)]
     else:
         rows = {
             "plan": data["note"].replace("; ", ";\n"),

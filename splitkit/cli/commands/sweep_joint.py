@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli.commands.plan_training import prepare_step, priced_step
-from splitkit.cli.commands.sweep_pipelines import advice, ranks_of_sweep, tracked
+from splitkit.cli.commands.sweep_pipelines import ranks_of_sweep, sweep_outcome, tracked
 from splitkit.cli.common import TRAINING
-from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.cli.pages import still_pages, wrote
+from splitkit.cli.outcome import Outcome
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
 from splitkit.plans.policy_text import policy_text
@@ -18,12 +17,8 @@ from splitkit.studies.fit.next_step import plan_command
 from splitkit.studies.sweep import MICROBATCHES, training_combinations
 from splitkit.studies.sweep_rows import Sweep
 from splitkit.studies.sweep_training import TrainingSweeper
-from splitkit.units import size
-from splitkit.view.console.tables import facts
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from splitkit.cli.syntax.device_list import DeviceList
 
 
@@ -35,7 +30,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         ScheduleError: SK330 for an unknown schedule.
         CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
-    devices, memory, links, why = ranks_of_sweep(args)
+    devices, links, memory, _ = ranks = ranks_of_sweep(args)
     each = training_combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules, args.chunks)
     if devices is None or args.costs is not None:
         work, costs = priced_step(args, wanted)
@@ -47,32 +42,8 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
     following = next_plan(work.source, _costs_word(args, devices), found)
-    data = {
-        "command": "sweep",
-        "what": TRAINING,
-        "model": work.source.to_dict(),
-        "device": None if devices is None else devices.devices[0].name,
-        "links": links,
-        "optimizer": sweeper.optimizer,
-        "offload": args.offload,
-        **found.to_dict(),
-        "next": following,
-        "seconds": work.clock.seconds,
-    }
-    took = work.clock.seconds
-    rows = {
-        "prices": found.note or "as measured",
-        "links": f"{links or 'none'}{why}",
-        "memory": "no limit" if memory is None else f"{size(memory)} per rank",
-        "took": f"capture {seconds_text(took['capture'])}, sweep {seconds_text(took['sweep'])}",
-    }
-    text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *advice(found)]
-    text += [f"next: {following}"] if following else []
-    files = {}
-    if args.view:
-        files[args.view] = page = still_pages(work.source.spec, {f"pipelines of {work.source.spec}": found})
-        text.append(wrote(args.view, page))
-    return Outcome(data, text, files=files)
+    more = {"what": TRAINING, "optimizer": sweeper.optimizer, "offload": args.offload, "next": following}
+    return sweep_outcome(args, work, ranks, found, more, {})
 
 
 def _costs_word(args: Namespace, devices: DeviceList | None) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitkit.cli import placement
 from splitkit.cli.common import check_costs, prepare, prices
@@ -21,6 +21,8 @@ from splitkit.view.console.tables import facts
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from splitkit.cli.commands.plan_training import CapturedStep
+    from splitkit.cli.common import CapturedModel
     from splitkit.cli.syntax.device_list import DeviceList
 
 Item = TypeVar("Item")
@@ -34,7 +36,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
         ScheduleError: SK330 for an unknown schedule.
         CostError: SK321 for an unknown device, SK322 for an unknown link.
     """
-    devices, memory, links, why = ranks_of_sweep(args)
+    devices, links, memory, _ = ranks = ranks_of_sweep(args)
     each = combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules)
     check_costs(args.costs)
     work = prepare(wanted)
@@ -43,35 +45,59 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     sweeper = Sweeper(work.gm, costs, memory, links, args.optimizer or "adam", bool(args.recompute))
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
+    again = {"recompute": "backward runs the parts again; the stages are those planned without"}
+    more = {"optimizer": sweeper.optimizer, "recompute": sweeper.recompute}
+    return sweep_outcome(args, work, ranks, found, more, again if sweeper.recompute else {})
+
+
+def sweep_outcome(
+    args: Namespace,
+    work: CapturedModel | CapturedStep,
+    ranks: tuple[DeviceList | None, str | None, int | None, str],
+    found: Sweep,
+    more: Mapping[str, Any],
+    rows: Mapping[str, str],
+) -> Outcome:
+    """Return what a sweep over pipelines says.
+
+    Args:
+        args: the arguments.
+        work: the captured model.
+        ranks: what `ranks_of_sweep` says of the ranks.
+        found: the sweep.
+        more: what else is in the data; ``next`` is printed, too.
+        rows: what else is above the table.
+    """
+    devices, links, memory, why = ranks
+    took, spec = work.clock.seconds, work.source.spec
     data = {
         "command": "sweep",
         "model": work.source.to_dict(),
         "device": None if devices is None else devices.devices[0].name,
         "links": links,
-        "optimizer": sweeper.optimizer,
-        "recompute": sweeper.recompute,
+        **more,
         **found.to_dict(),
-        "seconds": work.clock.seconds,
+        "seconds": took,
     }
-    unit, took = next((row.run.unit for row in found.rows if row.run), "s"), work.clock.seconds
-    rows = {
+    unit = next((row.run.unit for row in found.rows if row.run), "s")
+    shown = {
         "prices": found.note or ("as measured" if unit == "s" else unit),
         "links": f"{links or 'none'}{why}",
         "memory": "no limit" if memory is None else f"{size(memory)} per rank",
         "took": f"capture {seconds_text(took['capture'])}, sweep {seconds_text(took['sweep'])}",
+        **rows,
     }
-    if sweeper.recompute:
-        rows["recompute"] = "backward runs the parts again; the stages are those planned without"
-    text: list[RenderableType] = [facts(rows), "", found.table(), "", *found.refused, *advice(found)]
+    text: list[RenderableType] = [facts(shown), "", found.table(), "", *found.refused, *advice(found)]
+    text += [f"next: {data['next']}"] if data.get("next") else []
     files = {}
     if args.view:
-        files[args.view] = page = still_pages(work.source.spec, {f"pipelines of {work.source.spec}": found})
+        files[args.view] = page = still_pages(spec, {f"pipelines of {spec}": found})
         text.append(wrote(args.view, page))
     return Outcome(data, text, files=files)
 
 
-def ranks_of_sweep(args: Namespace) -> tuple[DeviceList | None, int | None, str | None, str]:
-    """Return the kind of device of all ranks, the memory of each, their links, and why it is those links.
+def ranks_of_sweep(args: Namespace) -> tuple[DeviceList | None, str | None, int | None, str]:
+    """Return the kind of device of all ranks, their links, the memory of each, and why it is those links.
 
     Raises:
         UsageError: SK601 for devices of several kinds.
@@ -82,7 +108,8 @@ def ranks_of_sweep(args: Namespace) -> tuple[DeviceList | None, int | None, str 
     assert not isinstance(memory, str | tuple)  # checked, and of one kind of device
     if memory is None and devices is not None:
         memory = devices.devices[0].memory
-    return devices, memory, *placement.links_option(args.links, devices)
+    links, why = placement.links_option(args.links, devices)
+    return devices, links, memory, why
 
 
 def kind_of_device(text: str | None) -> DeviceList | None:

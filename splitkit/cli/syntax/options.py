@@ -121,21 +121,11 @@ def add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
     add_costs(group, costs)
     add_training(group)
-    add_on_cycle(group)
 
 
 def add_training(group: argparse._ArgumentGroup) -> None:
     """Add ``--training``."""
     group.add_argument("--training", action="store_true", default=None, help="add the cost of each node's backward")
-
-
-def add_on_cycle(group: argparse._ArgumentGroup) -> None:
-    """Add ``--on-cycle``."""
-    group.add_argument(
-        "--on-cycle",
-        choices=("error", "refine", "merge"),
-        help="if parts depend on each other in a cycle: refuse (default), call them several times, or merge them",
-    )
 
 
 def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -30,7 +29,7 @@ def inference_alternatives(
     most: int | None,
     cast: Callable[[str], InferenceFit],
 ) -> list[Alternative]:
-    """Return the changes with which a step fits: tokens, devices, lower precision, offloading.
+    """Return the changes with which a step fits: tokens, devices, lower precision.
 
     Args:
         found: the model.
@@ -45,7 +44,6 @@ def inference_alternatives(
         *_fewer_tokens(found, cards, most),
         *_more_devices(found, cards, asked),
         *_lower_precision(found, cards, asked, cast, [*_halved(found.subject), *formats]),
-        *_offloaded(found, cards, asked),
     ]
 
 
@@ -105,29 +103,6 @@ def _lower_precision(
             weights = weight_bytes(other.blocks, NARROW.get(name))
             what = f"weights in {name}, {size(weights)} in all (--dtype {name})"
             yield Alternative("dtype", name, what, _fullest(other, cards, tokens))
-
-
-def _offloaded(found: InferenceFit, cards: Sequence[Card], tokens: int) -> Iterator[Alternative]:
-    """Find the fewest blocks whose weights must stay in main memory, evenly spread over the model."""
-    heavy = [n for n in found.step(tokens).order if weight_bytes([found.blocks[n]])]
-    low, high = 0, len(heavy)
-    if _without(found, heavy, high).layout(cards, tokens) is None:
-        return
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _without(found, heavy, middle).layout(cards, tokens) is not None
-        low, high = (low, middle) if fits else (middle, high)
-    less = _without(found, heavy, high)
-    stays = less.resident or ()
-    moved = weight_bytes([block for block, here in zip(found.blocks, stays, strict=True) if not here], found.bits)
-    what = f"{size(moved)} of weights in main memory ({high} of {len(heavy)} blocks), copied to the device in each step"
-    yield Alternative("offload", moved, what, _fullest(less, cards, tokens))
-
-
-def _without(found: InferenceFit, heavy: Sequence[int], number: int) -> InferenceFit:
-    """Return the fit with the weights of so many blocks away from the devices."""
-    away = {heavy[i * len(heavy) // number] for i in range(number)} if number else set()
-    return replace(found, resident=[n not in away for n in range(len(found.blocks))])
 
 
 def _recomputed(found: TrainingFit, cards: Sequence[Card], tokens: int) -> Iterator[Alternative]:

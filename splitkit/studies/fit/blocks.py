@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -109,19 +108,3 @@ def _narrow(owner: nn.Module, tensor: Tensor, nbytes: int) -> dict[int, int]:
     groups = -(-columns // _SCALED) * (values // columns) if values else 0
     eight, four = values + 4 * squares, -(-values // 2) + 2 * groups
     return {bits: wanted for bits, wanted in ((8, eight), (4, four)) if wanted < nbytes}
-
-
-def shown_names(names: Sequence[str]) -> str:
-    """Return ``model.embed_tokens, model.layers.0-39`` for the names of consecutive blocks."""
-    runs: list[tuple[str, int | None, int | None]] = []
-    for name in names:
-        match = re.fullmatch(r"(.*?)(\d+)", name)
-        if match and runs and runs[-1][0] == match[1] and runs[-1][2] == int(match[2]) - 1:
-            runs[-1] = match[1], runs[-1][1], int(match[2])
-        else:
-            runs.append((match[1], int(match[2]), int(match[2])) if match else (name, None, None))
-    return ", ".join(f"{stem}{_span(first, last)}" for stem, first, last in runs)
-
-
-def _span(first: int | None, last: int | None) -> str:
-    return "" if first is None else f"{first}" if first == last else f"{first}-{last}"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.short_repr import brief
 from splitkit.solvers.most_fitting import MOST_TOKENS
-from splitkit.studies.fit.blocks import shown_names
 from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.layout import HeldBytes
 from splitkit.units import size
 from splitkit.view.console.tables import table
+from splitkit.view.data.short_paths import joined_layers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,7 +53,7 @@ class FittedDevice:
             **asdict(self.held),
             "total": self.held.total,
             "fits": self.fits,
-            "modules": shown_names(self.names),
+            "modules": ", ".join(joined_layers(self.names)),
             **training,
         }
 
@@ -63,7 +63,7 @@ class Alternative:
     """A change with which the model fits, planned again with it.
 
     Attributes:
-        change: what changes: ``"devices"``, ``"tokens"``, ``"dtype"``, ``"offload"``, ``"recompute"`` ...
+        change: what changes: ``"devices"``, ``"tokens"``, ``"dtype"``, ``"recompute"`` ...
         value: the new value, such as a number of devices or tokens, or bytes.
         text: the change in words, with its number.
         fullest: the bytes on the device that is the fullest relative to its limit.
@@ -139,7 +139,7 @@ class Fit:
         device = self.devices[number]
         sizes = [size(getattr(device.held, kind)) for kind in kinds]
         fits = "yes" if device.fits else f"{size(device.held.total - device.card.limit)} too much"
-        names = shown_names(device.names) or "nothing"
+        names = ", ".join(joined_layers(device.names)) or "nothing"
         return str(number), device.card.name, *sizes, size(device.held.total), size(device.card.limit), fits, names
 
     def lines(self) -> list[str]:

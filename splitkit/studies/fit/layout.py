@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+from splitkit.solvers.most_fitting import most_fitting
+from splitkit.studies.fit.blocks import ModelBlock
+from splitkit.studies.fit.cards import Card
+from splitkit.studies.fit.fit_model import FitModel
 
 Range = tuple[int, int]
 """The first block of a device and the one after its last, by their positions in the order in which blocks run."""
@@ -69,10 +75,7 @@ def _furthest(count: int, start: int, fits: Callable[[int], bool]) -> int:
 
 
 def most_even_layout(count: int, limits: Sequence[int], holds: Holding) -> list[Range]:
-    """Return a layout whose fullest device, relative to its limit, is the least full; it may exceed the limits.
-
-    Among such layouts it is one whose other devices are about as full as each other.
-    """
+    """Return a layout whose fullest device, relative to its limit, is the least full; it may exceed the limits."""
 
     def within(share: float) -> list[Range] | None:
         return fitting_layout(count, [share * limit for limit in limits], holds)
@@ -85,35 +88,47 @@ def most_even_layout(count: int, limits: Sequence[int], holds: Holding) -> list[
             low = middle
         else:
             best, high = found, middle
-    return _evened(count, [high * limit * (1 + 1e-9) for limit in limits], holds, best)
+    return best
 
 
-def _evened(count: int, limits: Sequence[float], holds: Holding, greedy: Sequence[Range]) -> list[Range]:
-    """Return a layout within limits that fills each device to the mean of ``greedy``, as far as the others allow."""
-    held = [holds(device, i, j).total for device, (i, j) in enumerate(greedy)]
-    share = sum(held) / sum(limits)
-    least = _earliest_ends(count, limits, holds)
-    found, start = [], 0
-    for device, limit in enumerate(limits):
-        end = _furthest(count, start, partial(_fits, holds, device, start, share * limit))
-        further = min(end + 1, count)
-        if abs(holds(device, start, further).total - share * limit) < abs(
-            holds(device, start, end).total - share * limit
-        ):
-            end = further
-        end = min(max(end, least[device]), _furthest(count, start, partial(_fits, holds, device, start, limit)))
-        found.append((start, end))
-        start = end
-    return found
+class BlockFit(ABC):
+    """Cuts a model between its blocks, one run of blocks for each device, and finds the most tokens that fit.
 
+    Attributes:
+        subject: the model.
+        blocks: its blocks.
+    """
 
-def _earliest_ends(count: int, limits: Sequence[float], holds: Holding) -> list[int]:
-    """Return for each device the least end after which the devices behind it can hold the rest."""
-    ends, end = [count] * len(limits), count
-    for device in reversed(range(1, len(limits))):
-        low, high = 0, end
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(device, middle, end).total <= limits[device] else (middle + 1, high)
-        ends[device - 1] = end = low
-    return ends
+    subject: FitModel
+    blocks: Sequence[ModelBlock]
+
+    @abstractmethod
+    def holding(self, devices: int, tokens: int) -> Holding:
+        """Return what each of so many devices holds with so many tokens of each sequence."""
+
+    def layout(self, cards: Sequence[Card], tokens: int) -> list[Range] | None:
+        """Return cuts with which so many tokens of each sequence fit, ``None`` if there are none."""
+        limits = [card.limit for card in cards]
+        return fitting_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+
+    def even_layout(self, cards: Sequence[Card], tokens: int) -> list[Range]:
+        """Return the cuts whose fullest device is the least full."""
+        limits = [card.limit for card in cards]
+        return most_even_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+
+    def rows(self, cards: Sequence[Card], tokens: int) -> list[HeldBytes]:
+        """Return what each device holds with the most even layout."""
+        holds = self.holding(len(cards), tokens)
+        return [holds(device, i, j) for device, (i, j) in enumerate(self.even_layout(cards, tokens))]
+
+    def most_tokens(self, cards: Sequence[Card]) -> int:
+        """Return the most tokens of each sequence that fit with any cuts between blocks, 0 if not even one does."""
+
+        def share(tokens: int) -> float:
+            return max(held.total / card.limit for held, card in zip(self.rows(cards, tokens), cards, strict=True))
+
+        def between(low: int, high: int) -> int:
+            first, last = share(low), share(high)
+            return low + int((high - low) * (1 - first) / (last - first))
+
+        return most_fitting(lambda tokens: self.layout(cards, tokens) is not None, between, self.subject.longest)

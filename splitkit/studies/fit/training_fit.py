@@ -9,17 +9,15 @@ from functools import cached_property
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
-from splitkit.solvers.most_fitting import most_fitting
 from splitkit.studies.fit.blocks import ModelBlock, Weight
-from splitkit.studies.fit.cards import Card
 from splitkit.studies.fit.fit_model import FitModel
 from splitkit.studies.fit.inference_fit import weight_bytes
-from splitkit.studies.fit.layout import HeldBytes, Range, fitting_layout, most_even_layout
+from splitkit.studies.fit.layout import BlockFit, HeldBytes, Holding
 from splitkit.studies.fit.training_runs import TrainingBytes, training_step
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingFit:
+class TrainingFit(BlockFit):
     """Answers for one model, optimizer and schedule; every answer comes from runs on ``meta``.
 
     Attributes:
@@ -86,35 +84,10 @@ class TrainingFit:
         given = _union(step.inputs[n] for n in numbers)
         return sum(size for key, size in given.items() if key in before or key in first)
 
-    def layout(self, cards: Sequence[Card], tokens: int) -> list[Range] | None:
-        """Return cuts with which so many tokens of each sequence fit, ``None`` if there are none."""
-        step, flying = self.step(tokens), self.in_flight(len(cards))
-        limits = [card.limit for card in cards]
-        return fitting_layout(len(self.blocks), limits, lambda d, i, j: self.holds(step, flying[d], i, j))
-
-    def even_layout(self, cards: Sequence[Card], tokens: int) -> list[Range]:
-        """Return the cuts whose fullest device is the least full."""
-        step, flying = self.step(tokens), self.in_flight(len(cards))
-        limits = [card.limit for card in cards]
-        return most_even_layout(len(self.blocks), limits, lambda d, i, j: self.holds(step, flying[d], i, j))
-
-    def share(self, cards: Sequence[Card], tokens: int) -> float:
-        """Return how full the fullest device is with the most even layout, as a share of its limit."""
-        return max(held.total / card.limit for held, card in zip(self.rows(cards, tokens), cards, strict=True))
-
-    def rows(self, cards: Sequence[Card], tokens: int) -> list[HeldBytes]:
-        """Return what each device holds with the most even layout."""
-        step, flying, layout = self.step(tokens), self.in_flight(len(cards)), self.even_layout(cards, tokens)
-        return [self.holds(step, flying[d], i, j) for d, (i, j) in enumerate(layout)]
-
-    def most_tokens(self, cards: Sequence[Card]) -> int:
-        """Return the most tokens of each sequence that fit with any cuts between blocks, 0 if not even one does."""
-
-        def between(low: int, high: int) -> int:
-            first, last = self.share(cards, low), self.share(cards, high)
-            return low + int((high - low) * (1 - first) / (last - first))
-
-        return most_fitting(lambda tokens: self.layout(cards, tokens) is not None, between, self.subject.longest)
+    def holding(self, devices: int, tokens: int) -> Holding:
+        """Return what each of so many devices holds with so many tokens of each sequence."""
+        step, flying = self.step(tokens), self.in_flight(devices)
+        return lambda device, i, j: self.holds(step, flying[device], i, j)
 
     def changed(self, *, keep: bool = True, **changes: object) -> TrainingFit:
         """Return it with other fields; ``keep``: with the runs that were made, which then still hold."""

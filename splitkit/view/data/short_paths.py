@@ -37,6 +37,11 @@ def collapse(here: Iterable[str], everywhere: Iterable[str]) -> list[str]:
     return list(_joined(_covered(tree, ())))
 
 
+def joined_layers(modules: Iterable[str]) -> list[str]:
+    """Name modules in order, with a range for consecutive layers: ``h.0 h.1 h.2`` becomes ``h.0-2``."""
+    return list(_joined((tuple(module.split(".")) if module else (), "") for module in modules))
+
+
 def _walk(tree: _Module, path: str) -> Iterator[_Module]:
     yield tree
     for atom in path.split(".") if path else []:

@@ -147,7 +147,7 @@ def test_what_does_not_fit_comes_with_what_would():
     found = sk.fit(config, "2x640KiB", tokens=96, dtype="float32")
     assert not found.fits and found.next == "" and "too much" in str(found)
     changes = {one.change: one for one in found.alternatives}
-    assert {"devices", "dtype", "offload"} <= set(changes)
+    assert {"devices", "dtype"} <= set(changes)
     more = changes["devices"].value
     assert sk.fit(config, f"{more}x640KiB", tokens=96, dtype="float32").fits
     assert not sk.fit(config, f"{more - 1}x640KiB", tokens=96, dtype="float32").fits
