@@ -54,7 +54,6 @@ CODES: dict[str, str] = {
     "SK323": "the costs do not fit",
     "SK324": "a graph cannot be measured",
     "SK325": "a node was not measured",
-    "SK326": "a trace is not of the graph",
     "SK330": "a schedule does not fit the numbers of stages, ranks or microbatches",
     "SK331": "the actions of a schedule deadlock",
     "SK332": "the costs of a stage make no sense",

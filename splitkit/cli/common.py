@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from splitkit.plans.record import Plan
 
 
-PRICES = ("flops", "unit", "measured", "roofline", "fused", "trace")
+PRICES = ("flops", "unit", "measured", "roofline", "fused")
 TRAINING = "fwd-bwd"
 """The name, in plan files and for ``--what``, of a plan that divides a training step into forward and backward."""
 
@@ -179,8 +179,6 @@ def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = F
         return costs.flops(gm) if name == "flops" else costs.unit(gm)
     if name == "measured":
         return costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
-    if name == "trace":
-        return costs.traced(gm, device)
     return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
 
 
@@ -194,8 +192,8 @@ def check_costs(kind: str | None) -> None:
     if kind is None:
         return
     name, colon, device = kind.partition(":")
-    if name not in PRICES or (colon and name in ("flops", "unit")) or (name == "trace" and not device):
-        uses = "Use flops, unit, measured, roofline:DEVICE, fused:DEVICE or trace:FILE."
+    if name not in PRICES or (colon and name in ("flops", "unit")):
+        uses = "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE."
         raise UsageError("SK601", f"--costs {kind} is not known", nearest(name, PRICES, uses))
     if name in ("roofline", "fused"):
         _device(device or "cpu")

@@ -10,7 +10,6 @@ from splitkit.costs.links import Links
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.timing.measured import measured
 from splitkit.costs.timing.measured_prices import Measured, MeasuredSteps
-from splitkit.costs.timing.traced import traced
 from splitkit.costs.training import training
 from splitkit.costs.uniform import Unit, unit
 from splitkit.graph.byte_sizes import nodes_without_values
@@ -37,7 +36,6 @@ __all__ = [
     "load_devices",
     "measured",
     "roofline",
-    "traced",
     "training",
     "unit",
     "unit_of",

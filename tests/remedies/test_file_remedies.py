@@ -24,7 +24,6 @@ import splitkit as sk
 from splitkit import cli, files
 from splitkit.cli import before_ranks
 from splitkit.cli.commands import generate, import_stages
-from splitkit.costs.timing.profiler_trace import load_steps
 from splitkit.engine.serialization.argument_data import encode_argument
 from splitkit.errors import FileError
 from splitkit.plans.plan_file import fingerprint, read_json
@@ -172,28 +171,12 @@ WRITES = [
         lambda: import_stages._text("nowhere"),
         lambda: import_stages._text(text("layout", "Et|tL")) == "Et|tL",
     ),
-    Remedy("SK504", "Name a trace.", lambda: load_steps("nowhere"), lambda: load_steps(profiled("t.json"))),
     Remedy("SK504", "Name a trace.", lambda: sk.MeasuredStep.load("nowhere"), lambda: measured("m.json")),
-    Remedy(
-        "SK510",
-        "Write one with torch.profiler: profile(record_shapes=True), then export_chrome_trace(FILE).",
-        lambda: load_steps(text("no.json", "{}")),
-        lambda: bool(load_steps(profiled("t.json"))),
-    ),
 ]
 
 
 def readable(name):
     return read_json(name)["kind"] == "splitkit plan"
-
-
-def profiled(name):
-    """A trace of torch's profiler, as the remedy says."""
-    model = net()
-    with torch.profiler.profile(record_shapes=True) as prof:
-        model(X).sum().backward()
-    prof.export_chrome_trace(name)
-    return name
 
 
 def measured(name, **changed):

@@ -1,4 +1,4 @@
-"""Remedies of prices that were measured, traced or recorded (SK32x), and of plans that run eagerly or in Inductor."""
+"""Remedies of prices that were measured or recorded (SK32x), and of plans that run eagerly or in Inductor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from carried import Remedy, refusal
 from test_command_remedies import FACTORY, command
 from torch import fx, nn
-from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
@@ -161,7 +160,7 @@ def test_backward_where_there_are_no_hooks_of_its_clock():
     assert sk.plan(graph(), Stages(2), estimated).claim.value > 0
 
 
-# ------------------------------------------------------------ SK325, SK326: recorded and traced prices
+# ------------------------------------------------------------ SK325: recorded prices
 
 
 def test_a_plan_without_a_price_of_a_node():
@@ -180,30 +179,6 @@ def test_a_plan_without_a_price_of_a_node():
     with refusal("SK325", "Give costs of this graph, or plan again."):
         saved(Partial(2.0))
     assert saved(Prices(2.0)) == saved(costs.unit(gm)) == len(sk.analyze(gm).nodes)
-
-
-def traced(model, path, inputs=X):
-    """Write a trace of three steps, as the docstring of `traced` says."""
-    run = schedule(wait=0, warmup=1, active=3, repeat=1)
-    write = lambda p: p.export_chrome_trace(str(path))  # noqa: E731
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=run, on_trace_ready=write) as prof:
-        for _ in range(4):
-            model(inputs).sum().backward()
-            prof.step()
-    return path
-
-
-def test_a_trace_of_another_graph(tmp_path):
-    gm, other = graph(), sk.capture(net(3), X)
-    file, longer = traced(net(), tmp_path / "trace.json"), traced(net(3), tmp_path / "longer.json")
-    with refusal("SK326", "Read the trace for the graph of capture."):
-        costs.traced(joint().graph_module, file)
-    assert sk.plan(gm, Stages(2), costs.traced(gm, file)).claim.value > 0
-    with refusal("SK326", "Trace the captured model in eager mode, with inputs of the captured sizes."):
-        costs.traced(other, file)
-    with refusal("SK326", "Trace the captured model in eager mode, with inputs of the captured sizes."):
-        costs.traced(gm, traced(net(), tmp_path / "sizes.json", X[:2]))
-    assert sk.plan(other, Stages(2), costs.traced(other, longer)).claim.value > 0
 
 
 # ------------------------------------------------------------ SK330: orders and numbers of stages

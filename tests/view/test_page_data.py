@@ -13,7 +13,7 @@ import splitkit as sk
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import RoundRobin, Stages
 from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.page_data import MOST_MARKS, border_marks, resimulated, simulation
+from splitkit.view.data.page_data import MOST_MARKS, border_marks, resimulated
 
 
 def test_cuts_may_be_anywhere_where_there_are_few_rows():
@@ -67,37 +67,6 @@ def test_more_parts_than_places_are_drawn(tall):
 @pytest.fixture(scope="module")
 def stages(tall):
     return sk.stage_costs(tall.flow, tall.plan, tall.costs)
-
-
-def told(run, stages):
-    return simulation(run, stages, [0, 8, 16], [0, 8, 16])
-
-
-def test_a_step_that_the_page_cannot_simulate_is_left_as_it_came(stages):
-    run = sk.simulate_schedule(stages, "1f1b", 4)
-    assert told(run, stages)["windows"] == {"1": [1], "2": [2, 1]}
-    assert told(run, [replace(stages[0], forward=stages[0].forward + 1), *stages[1:]]) is None
-    assert told(sk.simulate_schedule([replace(s, replicas=2) for s in stages], "1f1b", 4), stages) is None
-    divided = sk.simulate_schedule((*stages, stages[0]), "interleaved-zero-bubble", 4, ranks=2)
-    assert told(divided, (*stages, stages[0])) is None
-
-    class Picky:
-        def seconds(self, source, target, nbytes):
-            return 1.0 if nbytes in {s.activation_bytes for s in stages} else float("nan")
-
-    assert told(sk.simulate_schedule(stages, "gpipe", 4, links=Picky()), stages) is None
-
-
-def test_links_that_differ_are_told_for_each_pair_of_ranks(stages):
-    links = sk.costs.Links.matrix([[0, 1, 1], [2, 0, 4], [1, 8, 0]])
-    found = told(sk.simulate_schedule(stages, "1f1b", 4, links=links), stages)
-    assert found["windows"] is None
-    assert [found["trips"][k] for k in found["down"]] == [(0, 8, 16), (0, 2, 4)]
-    assert [found["trips"][k] for k in found["up"]] == [(0, 4, 8), (0, 1, 2)]
-    own = sk.simulate_schedule(
-        stages, sk.extend.PipelineOrder.parse(["0F0 0B0", "1F0 2F0 2B0 1B0"]), links=links.preset("nvlink4")
-    )
-    assert told(own, stages)["windows"] is None and told(own, stages)["down"][1] == -1  # on one rank
 
 
 def test_the_same_step_of_other_stages(stages):

@@ -134,6 +134,5 @@ def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
         "--costs",
         metavar="KIND",
         help=f"how to price nodes (default: {default}): flops, unit, measured, measured:DEVICE, roofline:DEVICE, "
-        "fused:DEVICE (as Inductor fuses), or trace:FILE of torch's profiler; `splitkit devices` lists the names for "
-        "DEVICE, or use FILE.toml:NAME",
+        "or fused:DEVICE (as Inductor fuses); `splitkit devices` lists the names for DEVICE, or use FILE.toml:NAME",
     )

@@ -99,10 +99,6 @@ class Fusion:
             read = read.all_input_nodes[0]
         return read
 
-    def kernel_of(self, read: Node) -> Kernel | None:
-        """Return the kernel that makes a value; ``None`` for inputs."""
-        return self.kernel.get(self.maker(read))
-
     def readers(self, node: Node) -> Iterator[tuple[Node, Node]]:
         """Yield (reader, value) for readers of ``node`` or of an item of its tuple, through views and `repeated`."""
         stack = [(user, node) for user in node.users]
@@ -230,7 +226,7 @@ class Fusion:
                 behind[node] = through
 
     def _made_in(self, read: Node) -> Kernel | None:
-        """Return the kernel that makes a value as far as kernels are known; see `kernel_of`."""
+        """Return the kernel that makes a value as far as kernels are known; ``None`` for inputs."""
         maker = self.maker(read)
         return self._current(self._of[maker]) if maker in self._of else None
 

@@ -1,1 +1,1 @@
-"""Measure costs op by op, on this machine or from a trace of another."""
+"""Measure the costs of a graph on this machine, op by op."""

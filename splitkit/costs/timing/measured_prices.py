@@ -22,7 +22,7 @@ Seconds = tuple[float, float]
 
 @dataclass(frozen=True)
 class Measured(CountedCosts):
-    """The costs of `splitkit.costs.measured` and `splitkit.costs.traced` without backward.
+    """The costs of `splitkit.costs.measured` without ``backward``.
 
     Attributes:
         gm: the graph.
@@ -60,7 +60,7 @@ class Measured(CountedCosts):
         return self._seconds[node]
 
     def workspace(self, node: Node) -> int:
-        """Peak bytes allocated while the node runs forward, beyond its inputs and results; a trace does not tell them.
+        """Peak bytes allocated while the node runs forward, beyond its inputs and results.
 
         Raises:
             CostError: SK325 as `seconds`.
@@ -80,7 +80,7 @@ class Measured(CountedCosts):
 
 @dataclass(frozen=True)
 class MeasuredSteps(StepCosts):
-    """The costs of `splitkit.costs.measured` and `splitkit.costs.traced` with backward.
+    """The costs of `splitkit.costs.measured` with ``backward``.
 
     Attributes:
         costs: the costs of forward alone.

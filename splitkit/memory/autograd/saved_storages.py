@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import repeated_group, storage_key, tensors
 from splitkit.graph.symbols import value_of
 from splitkit.memory.autograd.backward_temporaries import BackwardBytes, BackwardTemporaries
-from splitkit.memory.autograd.saved_by_call import ActivationRecord, NotIsolableError, SavedCalls
 from splitkit.memory.kernels.kernel_results import hinted_bytes
 from splitkit.memory.kernels.target_kernels import CPU, TargetKernels, inexact
 
@@ -68,6 +67,17 @@ class Activations:
         return sum(self.nbytes[s] for s in {s for storages in self.saved.values() for s in storages})
 
 
+@dataclass
+class ActivationRecord:
+    """The activations recorded so far; see `Activations`."""
+
+    nbytes: list[int] = field(default_factory=list)
+    values: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    saved: dict[Node, dict[int, None]] = field(default_factory=dict)
+    requires: set[Node] = field(default_factory=set)
+    estimated: dict[Node, str] = field(default_factory=dict)
+
+
 def activations(gm: fx.GraphModule | Dataflow, kernels: str | None = None) -> Activations:
     """Return what eager autograd saves for backward, node by node, from one run on fake tensors.
 
@@ -98,10 +108,7 @@ def activations_alone(gm: fx.GraphModule | Dataflow, kernels: str | None = None)
     kernels = kernels or _own_kernels(root)
     # inference mode of the caller would save nothing
     with paused_collector(), torch.inference_mode(False), TargetKernels(kernels):
-        try:
-            kept = record_by_calls(root)
-        except NotIsolableError:
-            kept = record_whole_run(root)
+        kept = _record(root)
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     saved = {n: tuple(sorted(kept.saved[n])) for n in sorted(kept.saved, key=order.__getitem__) if kept.saved[n]}
     unknown = {n: why for n in saved if (why := inexact(target_of(root, n), kernels))}
@@ -115,25 +122,8 @@ def _own_kernels(root: fx.GraphModule) -> str | None:
     return CPU if on <= {"cpu", "meta"} else None
 
 
-def record_by_calls(root: fx.GraphModule) -> ActivationRecord:
-    """Record what a graph saves from its distinct calls: as `record_whole_run`, in a fraction of the time.
-
-    Raises:
-        NotIsolableError: if an isolated call does not show it.
-    """
-    calls = SavedCalls(root)
-
-    def followed(follow: Any, *fakes: Any) -> ActivationRecord:
-        with torch.enable_grad():
-            kept: ActivationRecord = follow(*fakes)
-        return kept
-
-    found: ActivationRecord = StandIn(calls.run, _given(root), {}, NO_SIZES, ()).run(followed)
-    return found
-
-
-def record_whole_run(root: fx.GraphModule) -> ActivationRecord:
-    """Record what a graph saves by running all of it."""
+def _record(root: fx.GraphModule) -> ActivationRecord:
+    """Record what a graph saves by running it."""
     run = _RecordingRun(root)
 
     def watched(call: Any, *fakes: Any) -> None:

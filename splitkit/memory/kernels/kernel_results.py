@@ -137,11 +137,6 @@ def bytes_made_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
     return storage_nbytes(tensor) if rule is None else rule(_bound(op, args, kwargs), tensor)
 
 
-def shows_all(op: Any) -> bool:
-    """Return whether an op makes storages as large as its fake results show."""
-    return op not in _LARGER
-
-
 def hinted_bytes(node: Node, tensor: torch.Tensor) -> int:
     """Return `bytes_made` as a plain number, as seen at capture."""
     return as_seen(bytes_made(node, tensor), tensor)

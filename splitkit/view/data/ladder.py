@@ -7,7 +7,7 @@ dragging a border shows exactly what a plan with that border would. A still pict
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -30,7 +30,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer
 from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
 from splitkit.view.data.op_columns import ops_data
-from splitkit.view.data.page_data import border_marks, resimulated, simulation
+from splitkit.view.data.page_data import border_marks, resimulated
 from splitkit.view.data.plan_template import plan_template
 from splitkit.view.data.rerun_parts import Taken, kept_between, rerun, step_choices, taken_values
 from splitkit.view.data.rows import LadderRows, ladder_rows
@@ -221,7 +221,7 @@ class LadderView(LadderModel):
             "shared": shared_weights(self._memory, self._ends, self._optimizer),
             "taken": self._taken_by(nodes),
             "plan": plan_template(self.plan, self._keys),
-            "run": None if self.run is None else self._run(self.run, found, at),
+            "run": None if self.run is None else self._run(self.run),
             "beside": [self._beside(number, plan) for number, plan in enumerate(self.beside, 1)],
         }
 
@@ -249,11 +249,9 @@ class LadderView(LadderModel):
         parts = [self.part_of_row(row) for row in range(len(self.rows))]
         return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
-    def _run(self, run: ScheduleRun, found: Mapping[str, Any], at: Sequence[int]) -> dict[str, Any]:
-        """Return a simulated step: actions and memory of each rank, and what the page resimulates it with."""
-        down, up = ([found[way][row] for row in at] for way in ("down", "up"))
+    def _run(self, run: ScheduleRun) -> dict[str, Any]:
+        """Return a simulated step: actions and memory of each rank, and the same stages otherwise."""
         return run_data(run, self.stages) | {
-            "again": simulation(run, self.stages, down, up),
             "whatIf": what_if(run, step_choices(replace(self._prices, divided=True), self.plan, run)),
             "measured": None if self.measured is None else _measured(self.measured, run),
         }

@@ -287,7 +287,7 @@ class StagedView(LadderModel):
         return found
 
     def _run(self, run: ScheduleRun) -> dict[str, Any]:
-        return run_data(run, self.stages) | {"again": None, "whatIf": None, "measured": None}
+        return run_data(run, self.stages) | {"whatIf": None, "measured": None}
 
     @cached_property
     def saved_values(self) -> list[StoredValue]:

@@ -13,7 +13,7 @@ from splitkit.view.colours import COLOURS
 from splitkit.view.page.compact import compact
 
 SCRIPTS = (
-    "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "step_facts", "simulation", "crossing",
+    "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "step_facts", "crossing",
     "drawing", "take_home", "svg_context", "tooltip", "minimap", "input", "facts", "legend", "nested", "target_texts",
     "framing", "picture", "measured", "recomputed", "bands", "rank_memory", "alive", "stage_texts", "stage_drawing",
     "what_if", "stage_side", "timeline", "ladder", "staged", "step_chart", "joint", "show",

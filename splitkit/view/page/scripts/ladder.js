@@ -5,7 +5,6 @@ import {el} from "./elements.js";
 import {ROW} from "./geometry.js";
 import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
-import {simulated} from "./simulation.js";
 import {colourOf} from "./drawing.js";
 import {keptOf, readersOf} from "./crossing.js";
 import {paintBands, paintBorders} from "./stage_drawing.js";
@@ -36,10 +35,6 @@ export class Ladder extends Picture {
     this.edges = data.edges;
     /** how the borders were made, if they are not those of the plan */
     this.how = "";
-    /** @type {number[] | null} the borders that were simulated last; `ran` is their step */
-    this.ranFor = null;
-    /** @type {Run | null} */
-    this.ran = null;
     this.readers = readersOf(this.ops);
     /** @type {Past[]} what was there before, the last at the end */
     this.past = [];
@@ -190,16 +185,8 @@ export class Ladder extends Picture {
   get offersRecompute() { return true; }
   /** @param {number} stage */
   isAgain(stage) { return this.prices.isAgain(stage, this.borders.length - 1); }
-  /** The step with the borders as they are now; null where it cannot be simulated. */
-  get run() {
-    const {borders, data, prices} = this;
-    if (this.isShipped || !data.run) return data.run;
-    if (this.ranFor !== borders) {
-      this.ranFor = borders;
-      this.ran = simulated(data.run, prices.stages(borders, false), prices.place);
-    }
-    return this.ran;
-  }
+  /** The step of the plan; null once borders have moved, since only Python simulates. */
+  get run() { return this.isShipped ? this.data.run : null; }
   get stages() { return this.prices.stages(this.borders, this.isShipped); }
   get movable() { return this.borders.every(row => this.prices.has(row)); }
   get isShipped() { return this.borders.join() === this.shipped.join(); }

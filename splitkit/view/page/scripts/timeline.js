@@ -46,9 +46,9 @@ export class Timeline {
    */
   get instant() {
     const {run, pinned} = this;
-    if (!run || (pinned && pinned.run === run)) return run && pinned;
-    const rank = pinned && pinned.rank < run.ranks ? pinned.rank : run.peaks.indexOf(Math.max(...run.peaks));
-    return {run, rank, i: pinned && pinned.rank === rank && pinned.seconds <= run.seconds ? pointAt(run, rank, pinned.seconds) : peakPoint(run, rank)};
+    if (!run || pinned) return run && pinned;
+    const rank = run.peaks.indexOf(Math.max(...run.peaks));
+    return {run, rank, i: peakPoint(run, rank)};
   }
   /**
    * Tell what is alive on a rank.
@@ -161,7 +161,7 @@ export class Timeline {
   paintOn(c, w, h) {
     const {ladder, run} = this, {ink} = ladder;
     c.clearRect(0, 0, w, h);
-    if (!run) return put(c, `${this.planned.name} cannot be simulated here for these stages; “as planned” shows the step of the plan itself`, 70, h / 2, "12px system-ui", ink.mut);
+    if (!run) return put(c, `${this.planned.name} was simulated for the stages of the plan; “as planned” shows its step`, 70, h / 2, "12px system-ui", ink.mut);
     this.told = this.instant ? this.instant.rank : 0;
     Object.assign(this, {w, h, high: (h - LENS - 24 - (run.measured ? 34 : 20)) / run.ranks});
     const idle = idleOf(run), share = (/** @type {"warmup" | "waiting" | "tail"} */ kind) => (100 * sum(idle.map(of => of[kind])) / (run.ranks * run.seconds || 1)).toFixed(1);

@@ -35,19 +35,6 @@ interface ByteColumns { saved: number[]; temporary: number[]; fixed: number[] }
 interface TimeColumns { forward: number[]; backward: number[]; on?: {forward: number[][]; backward: number[][]} }
 type StageColumns = ByteColumns & TimeColumns;
 
-/** What a step is resimulated with after a border has moved. */
-interface Again {
-  overlap: boolean;
-  static: boolean;
-  /** whether sent values are held to the end of the step */
-  kept: boolean;
-  /** number of stages -> the window of each: the most microbatches in flight there; null: only for the stages of the plan */
-  windows: Record<string, number[]> | null;
-  trips: number[][];
-  down: number[];
-  up: number[];
-}
-
 /** schedule, microbatches and links as indices; ranks, seconds, bubble, bytes of the highest peak; recompute as an index */
 type WhatIfRow = [number, number, number, number, number, number, number, number];
 /** `splitkit.view.data.what_if`: other steps of the same stages. */
@@ -85,10 +72,9 @@ interface Run {
   replicas: number[];
   events: TimedAction[];
   by: MemoryByStage;
-  again: Again | null;
-  /** null after a border has moved, and where there are none */
+  /** null where there are none */
   whatIf: WhatIf | null;
-  /** null after a border has moved, and where there is none */
+  /** null where there is none */
   measured: MeasuredRun | null;
 }
 
