@@ -31,6 +31,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.parts import Claim, PartKey, above_mean, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
+from splitkit.search.memory.traffic_bounds import least_load, least_without_units
 from splitkit.search.node_copies import with_copies
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.request import StageRequest
@@ -38,7 +39,6 @@ from splitkit.search.stages.balancing import Balancing, limits, preferred
 from splitkit.search.stages.candidate_borders import CandidateBorders
 from splitkit.search.stages.cuts_in_memory import CutsInMemory
 from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, nodes_listed
-from splitkit.search.stages.message_bounds import counted, without_units
 from splitkit.search.stages.peak_search import PeakSearch
 from splitkit.search.stages.rank_borders import RankBorders
 from splitkit.solvers.clock import Clock, endless_clock
@@ -219,7 +219,7 @@ class StagePlanner:
 
     @cached_property
     def _least(self) -> float:
-        least = counted(self._placing, self._travel, len(self._limits), len(self.keys))
+        least = least_load(self._placing, self._travel, len(self._limits))
         return max(least, self._least_of_ranks) if len(self._limits) < len(self.keys) else least
 
     @property
@@ -323,7 +323,7 @@ class StagePlanner:
             found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Balancing` fills the others
                 filled = solve(replace(problem, fill=True), prefer=self._weigher())
-                proven = min(filled.bound, without_units(self._placing, self._travel, len(self.keys)))
+                proven = min(filled.bound, least_without_units(self._placing, self._travel))
                 found = replace(filled, bound=max(found.bound, proven), timed_out=found.timed_out or filled.timed_out)
         self.tries.append(found)
         choices = [found] if len(found.order) == len(self.keys) else []
