@@ -15,7 +15,7 @@ cheapest link), so it holds whichever source the plan came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -66,7 +66,6 @@ class StagePlanner:
         seconds: the solvers' effort, as seconds converted into counted steps.
         tolerance: relative; how much slower than the best the bottleneck may be where that balances the stages, or
             how much less balanced where fewer bytes cross.
-        solver: what finds stages: `contiguous`, or another of the same form.
         sends: whether shared nodes are computed once and sent.
         tries: what the solvers have found so far, for the note.
         clock: the deadline of the whole search.
@@ -76,7 +75,6 @@ class StagePlanner:
     keys: tuple[PartKey, ...]
     seconds: float = 10.0
     tolerance: float = 0.0
-    solver: Callable[..., Solution] = contiguous
     sends: bool = False
     tries: list[Solution] = field(default_factory=list, repr=False)
     clock: Clock = field(default_factory=endless_clock, repr=False)
@@ -318,7 +316,9 @@ class StagePlanner:
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """Return as many stages as there are keys, with the least bottleneck, then by `_measures`."""
         prefer = self._weigher() if self._travel is not None or self._limited or self.demand.schedule else None
-        solve = partial(self.solver, seconds=self.seconds, prefer=prefer, advise=False, clock=self.clock)
+        solve = partial(
+            contiguous, seconds=self.seconds, prefer=prefer, advise=False, near=self.tolerance, clock=self.clock
+        )
         with bad_problems(self.demand.policy, self._placing):
             found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Balancing` fills the others
