@@ -35,7 +35,7 @@ from splitkit.search.stages import balancing, rank_borders, stage_search
 from splitkit.solvers.placement import bounds
 from splitkit.solvers.placement.latency import latency_solver
 from splitkit.solvers.placement.sets import set_solver
-from splitkit.solvers.placement.stages import contiguous, linked_annealing, stage_solver
+from splitkit.solvers.placement.stages import contiguous, ideal_dp, linked_annealing, stage_solver
 from splitkit.solvers.placement.unequal import unequal_solver
 
 NEAR = 1e-9
@@ -89,6 +89,7 @@ _RECOMPUTE = recompute_search.RecomputeSearch
 COMPONENTS = [
     Component("stages: orders but the first", stage_solver, "orders", lambda own: lambda core: islice(own(core), 1)),
     Component("stages: ideals", _STAGES, "over_ideals", to(nothing)),
+    Component("stages: ideals, dominance", ideal_dp, "dominance_applies", to(lambda *_: False)),
     Component("stages: reordering", _STAGES, "by_reordering", to(nothing)),
     Component("stages: annealing", _STAGES, "by_annealing", to(nothing)),
     Component("stages: joining", bounds, "joining_bound", to(given(1))),
@@ -102,8 +103,7 @@ COMPONENTS = [
     Component("stages: few borders, true peaks", stage_search.StagePlanner, "_few", to(none)),
     Component("stages: even cuts", balancing.Balancing, "along", to(none)),
     Component("stages: annealing over links", linked_annealing.LinkedAnnealing, "annealed", to(given(1))),
-    Component("stages: counted messages", stage_search, "counted", to(zero)),
-    Component("stages: bound with empty stages", stage_search, "without_units", to(zero)),
+    Component("stages: bound with empty stages", stage_search, "least_without_units", to(zero)),
     Component("stages: bound of ranks", stage_search, "joining_bound", to(given(1))),
     Component("stages: nets for copies", stage_search, "with_copies", to(given(0))),
     Component("all: shared values sent", placement_model.PlacementModel, "shared_seconds", to(0.0)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch.fx import Node
 
@@ -28,7 +27,6 @@ from splitkit.search.stages.inference_stages import InferenceStages
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.solution import timeout_note
-from splitkit.solvers.placement.stages.contiguous import contiguous
 
 # The share of `seconds` that is turned into a number of solver steps. The rest is room for the other searches of a
 # plan, and for slower machines, which need longer for the same steps.
@@ -168,12 +166,11 @@ class Stages:
         links = as_links(self.links)
         optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
         demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, memory, links, optimizer)
-        solver = partial(contiguous, near=self.tolerance)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()
         counted = _ALONE if self.schedule is None and links is None else _ONCE if self.memory is None else _COUNTED
         return StagePlanner(
-            demand, tuple(range(self.n)), counted * self.seconds, self.tolerance, solver, clock=Clock(self.seconds)
+            demand, tuple(range(self.n)), counted * self.seconds, self.tolerance, clock=Clock(self.seconds)
         )
 
     @property

@@ -140,7 +140,7 @@ def test_facts_that_depend_on_what_is_trained_are_found_anew_when_that_changes(g
     assert frozen.backward == 0 < before[0].backward and frozen.saved_bytes < before[0].saved_bytes
 
 
-def test_placements_that_are_the_same_are_weighed_once(gm):
+def test_placements_that_are_the_same_are_weighed_once(gm, monkeypatch):
     weighed: list[bytes] = []
 
     def solver(problem: Any, **options: Any) -> Any:
@@ -157,7 +157,8 @@ def test_placements_that_are_the_same_are_weighed_once(gm):
         return found
 
     demand = StageRequest(None, sk.analyze(gm), sk.costs.unit(gm), "1f1b")
-    StagePlanner(demand, (0, 1, 2), solver=solver).plan()
+    monkeypatch.setattr("splitkit.search.stages.stage_search.contiguous", solver)
+    StagePlanner(demand, (0, 1, 2)).plan()
     assert weighed
 
 

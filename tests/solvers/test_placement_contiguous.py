@@ -25,7 +25,8 @@ from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages import stage_solver as search_module
 from splitkit.solvers.placement.stages.contiguous import contiguous
 from splitkit.solvers.placement.stages.device_steps import device_steps
-from splitkit.solvers.placement.stages.ideal_dp import best_stages
+from splitkit.solvers.placement.stages.dominance import dominance_applies
+from splitkit.solvers.placement.stages.ideal_dp import _Search, best_stages
 from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, sums_over_ideals
 from splitkit.solvers.placement.stages.order_dp import OrderDP
 from splitkit.solvers.placement.stages.stage_loads import stage_loads
@@ -320,7 +321,7 @@ def test_parallel_chains_in_tight_memory_are_proven_whatever_their_numbers(seed)
     assert contiguous(cases.permuted(problem, order)).value == pytest.approx(found.value, rel=1e-12)
 
 
-def test_the_best_stages_over_ideals_are_no_better_than_their_bound():
+def test_what_dominance_leaves_out_is_no_loss():
     problem = cells(3, 7)
     core = contracted_core(core_of(problem, acyclic_groups(problem))).reversed()
     steps = device_steps(core, (), ordered=False, fill=False)
@@ -330,6 +331,12 @@ def test_the_best_stages_over_ideals_are_no_better_than_their_bound():
     best, bound = best_stages(core, steps, limit, found, Effort(10**10, Clock(math.inf)))
     assert best.value == bound
     assert stage_loads(core, best.rank, best.kinds).max() == best.value
+    all_of_them = _Search(core, steps, found, Effort(10**10, Clock(math.inf)))
+    dominance, all_of_them.dominance = all_of_them.dominance, None
+    assert all_of_them.run(0, limit).value == best.value
+    reached = np.where(found.allowed[1], 0, BIG)
+    kept = dominance.undominated(reached, BIG)
+    assert 0 < kept.sum() < found.allowed[1].sum()
     assert best_stages(core, steps, best.value, found, Effort(10**10, Clock(math.inf))) == (None, best.value)
     with pytest.raises(TooManyError):
         ideals(core, steps, limit, order, Effort(100, Clock(math.inf)))
@@ -382,6 +389,7 @@ def test_a_stage_that_holds_more_the_fewer_follow_it_is_not_emptied():
     )  # fmt: skip
     core = core_of(problem, acyclic_groups(problem)).reversed()
     steps = device_steps(core, problem.in_flight, ordered=False, fill=False)
+    assert not dominance_applies(core, steps) and dominance_applies(core, replace(steps, in_flight=(1, 2, 3)))
     search = StageSearch(core, steps, 60, joinable=True)
     search.over_ideals()
     assert search.best.value / core.scale == cases.best_stages(problem) == 7

@@ -59,6 +59,14 @@ def least_message(placing: PlacementModel, travel: TransferTimes | None) -> floa
     return 0.0 if travel is None else float(travel.seconds(placing.shared_bytes).min(initial=np.inf))
 
 
+def least_without_units(placing: PlacementModel, travel: TransferTimes | None) -> float:
+    """Return a lower bound on the slowest stage in seconds if one has no units; infinite if that is impossible.
+
+    Such a stage exists for shared nodes, the last of which it sends.
+    """
+    return 0.0 if is_free(placing, travel) else least_message(placing, travel) * ROUNDED
+
+
 def _groups(placing: PlacementModel, uncut: Bools) -> Ints:
     """Return (n,) the group of each unit, where the values ``uncut`` (m,) are not sent."""
     ends = [(pins[0], pin) for (_, pins), whole in zip(placing.values, uncut, strict=True) if whole for pin in pins[1:]]

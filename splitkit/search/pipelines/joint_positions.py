@@ -26,7 +26,6 @@ from splitkit.training.flow import FORWARD, JointFlow, output_nodes, save_all_pl
 from splitkit.training.gradient_terms import terms_and_sums
 
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

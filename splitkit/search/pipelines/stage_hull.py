@@ -5,15 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.search.recompute.network import CutNetwork, explained
 from splitkit.search.recompute.pareto_cuts import whole_network
 from splitkit.solvers.cuts.parametric import Corner
 from splitkit.solvers.cuts.quick_cuts import QuickCuts
 from splitkit.training.choices import Choice, Savings
-
-Ints = NDArray[np.int64]
 
 _NEARLY = 1e-9
 """Relative: a corner so little below the line of its neighbours is none."""
@@ -108,7 +105,7 @@ class StageHull:
         if index + 1 < len(self.corners):
             start, end = self.corners[index : index + 2]
             try:
-                chain = self._network.between(start, end, self._rank)
+                chain = self._network.between(start, end, self.cutting.rank)
             except AssertionError:  # the corners are not quite on the hull
                 chain = None
             found += [] if chain is None else [self.choice(chain.corner(s)) for s in range(1, len(chain) - 1)]
@@ -126,10 +123,3 @@ class StageHull:
     def choice(self, corner: Corner) -> Choice:
         """Return the choice at a corner."""
         return self.cutting.choice(corner.side)
-
-    @property
-    def _rank(self) -> Ints:
-        rank, count = np.zeros(self.cutting.size, np.int64), len(self.cutting.op)
-        rank[self.cutting.value] = self.cutting.problem.maker
-        rank[self.cutting.op] = np.arange(count)
-        return rank

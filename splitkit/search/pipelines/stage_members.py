@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.plans.rewrite import prune
@@ -15,9 +14,6 @@ from splitkit.training.choices import Choice
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import output_nodes, save_all_plan
 from splitkit.training.gradient_terms import terms_and_sums
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +91,14 @@ class CutNetwork:
     def choice(self, side: Bools) -> Choice:
         """Return the choice that a cut stands for, given by the source's side."""
         return self.problem.choose(~side[self.op])
+
+    @cached_property
+    def rank(self) -> Ints:
+        """The position of the op of each vertex."""
+        found = np.zeros(self.size, np.int64)
+        found[self.value] = self.problem.maker
+        found[self.op] = np.arange(len(self.op))
+        return found
 
     def nodes(self, vertices: Iterable[int]) -> tuple[Node, ...]:
         """Return the nodes that vertices stand for, each once."""

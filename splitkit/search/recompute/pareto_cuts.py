@@ -7,14 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from splitkit.search.recompute.network import CutNetwork, explained
 from splitkit.solvers.cuts.parametric import Corner, NestedCuts, TwoCosts
 from splitkit.training.choices import Choice, Savings
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +63,7 @@ class Hull:
             return self.choices[index]
         if index not in self._chains:
             start, end = self.corners[index : index + 2]
-            self._chains[index] = self.network.between(start, end, self._rank)
+            self._chains[index] = self.network.between(start, end, self.cutting.rank)
         return self.cutting.choice(self._chains[index].last_within(nbytes).side)
 
     def bound(self, nbytes: float) -> float:
@@ -76,14 +72,6 @@ class Hull:
             return float("inf")
         firsts, seconds = [c.first for c in self.corners], [c.second * self.tick for c in self.corners]
         return float(np.interp(nbytes, firsts, seconds))
-
-    @cached_property
-    def _rank(self) -> Ints:
-        """The position of the op of each vertex."""
-        rank, count = np.zeros(self.cutting.size, np.int64), len(self.cutting.op)
-        rank[self.cutting.value] = self.cutting.problem.maker
-        rank[self.cutting.op] = np.arange(count)
-        return rank
 
 
 def whole_network(cutting: CutNetwork) -> tuple[TwoCosts, float]:

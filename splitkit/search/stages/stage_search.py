@@ -15,7 +15,7 @@ cheapest link), so it holds whichever source the plan came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -31,6 +31,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.parts import Claim, PartKey, above_mean, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
+from splitkit.search.memory.traffic_bounds import least_load, least_without_units
 from splitkit.search.node_copies import with_copies
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.request import StageRequest
@@ -38,7 +39,6 @@ from splitkit.search.stages.balancing import Balancing, limits, preferred
 from splitkit.search.stages.candidate_borders import CandidateBorders
 from splitkit.search.stages.cuts_in_memory import CutsInMemory
 from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, nodes_listed
-from splitkit.search.stages.message_bounds import counted, without_units
 from splitkit.search.stages.peak_search import PeakSearch
 from splitkit.search.stages.rank_borders import RankBorders
 from splitkit.solvers.clock import Clock, endless_clock
@@ -66,7 +66,6 @@ class StagePlanner:
         seconds: the solvers' effort, as seconds converted into counted steps.
         tolerance: relative; how much slower than the best the bottleneck may be where that balances the stages, or
             how much less balanced where fewer bytes cross.
-        solver: what finds stages: `contiguous`, or another of the same form.
         sends: whether shared nodes are computed once and sent.
         tries: what the solvers have found so far, for the note.
         clock: the deadline of the whole search.
@@ -76,7 +75,6 @@ class StagePlanner:
     keys: tuple[PartKey, ...]
     seconds: float = 10.0
     tolerance: float = 0.0
-    solver: Callable[..., Solution] = contiguous
     sends: bool = False
     tries: list[Solution] = field(default_factory=list, repr=False)
     clock: Clock = field(default_factory=endless_clock, repr=False)
@@ -219,7 +217,7 @@ class StagePlanner:
 
     @cached_property
     def _least(self) -> float:
-        least = counted(self._placing, self._travel, len(self._limits), len(self.keys))
+        least = least_load(self._placing, self._travel, len(self._limits))
         return max(least, self._least_of_ranks) if len(self._limits) < len(self.keys) else least
 
     @property
@@ -318,12 +316,14 @@ class StagePlanner:
     def _solved(self, problem: Problem) -> tuple[Solution, Plan]:
         """Return as many stages as there are keys, with the least bottleneck, then by `_measures`."""
         prefer = self._weigher() if self._travel is not None or self._limited or self.demand.schedule else None
-        solve = partial(self.solver, seconds=self.seconds, prefer=prefer, advise=False, clock=self.clock)
+        solve = partial(
+            contiguous, seconds=self.seconds, prefer=prefer, advise=False, near=self.tolerance, clock=self.clock
+        )
         with bad_problems(self.demand.policy, self._placing):
             found = solve(problem)
             if len(found.order) < len(self.keys) and prefer is not None:  # else `Balancing` fills the others
                 filled = solve(replace(problem, fill=True), prefer=self._weigher())
-                proven = min(filled.bound, without_units(self._placing, self._travel, len(self.keys)))
+                proven = min(filled.bound, least_without_units(self._placing, self._travel))
                 found = replace(filled, bound=max(found.bound, proven), timed_out=found.timed_out or filled.timed_out)
         self.tries.append(found)
         choices = [found] if len(found.order) == len(self.keys) else []

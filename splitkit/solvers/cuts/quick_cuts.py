@@ -16,7 +16,6 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from splitkit.solvers.cuts.min_cut import INFINITE
 from splitkit.solvers.cuts.parametric import TwoCosts
 
-Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _MOST = 2**30

@@ -47,7 +47,6 @@ _PROOFS = {
     "chain": "a path through the graph, divided optimally",
     "path": "the longest path through the graph",
     "all": "a completed search over all placements",
-    "counting": "the number of values that must cross",
     "sums": "sums of weights, cache and activations",
 }
 _OBJECTIVES = {

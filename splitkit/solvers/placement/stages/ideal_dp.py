@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Ints
 from splitkit.solvers.placement.stages.device_steps import DeviceSteps
+from splitkit.solvers.placement.stages.dominance import Dominance, dominance_applies
 from splitkit.solvers.placement.stages.ideals import Effort, Ideals, TooManyError, Words, sums_over_ideals
 from splitkit.solvers.placement.stages.stage_loads import StageRanks, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets for which the table of pins is kept in memory
+_CLOSE = 256  # bisection ends when the interval is 1/256 of the value; then the minimum is computed directly
 
 
 def best_stages(
@@ -46,13 +48,22 @@ def best_stages(
     if not found.count or found.least[-1] != core.least_work.sum():
         return None, limit
     effort.spend(found.count * (core.costs.shape[1] + core.size))
-    if floor >= limit:
-        return None, limit
-    try:
-        best = _Search(core, device_steps, found, effort).run(floor, limit)
-    except TooManyError:
-        return None, floor
-    return best, best.value if best else limit
+    search = _Search(core, device_steps, found, effort)
+    # Whether there is a load below the middle is easier to say than which is the least: all values up to the middle are
+    # then equal, so that a larger ideal nearly always beats the smaller ones in it (`dominance`). So the range is
+    # halved by such questions, and only what is left of it is searched for the least. Every answer "none" is a bound.
+    low, high, best = floor, limit, None
+    while low < high:
+        close = search.dominance is None or high - low <= max(1, high // _CLOSE)
+        middle = high if best is None else (low + high) // 2
+        try:
+            some = search.run(low, high) if close else search.run(middle - 1, middle)
+        except TooManyError:
+            break
+        if some:
+            best, high = some, some.value
+        low = high if close or not best else low if some else middle
+    return best, min(low, limit)
 
 
 class _Search:
@@ -76,6 +87,7 @@ class _Search:
         self._from: list[list[int]] = [[] for _ in range(device_steps.levels)]
         for index, step in enumerate(device_steps.steps):
             self._from[step.low].append(index)
+        self.dominance = Dominance(core, found, self._pins) if dominance_applies(core, device_steps) else None
 
     def run(self, floor: int, limit: int) -> StageRanks | None:
         """Return stages below a limit: the best, or any that do not exceed the floor; None if there are none."""
@@ -101,7 +113,9 @@ class _Search:
 
     def _start(self, level: int) -> list[int]:
         """Return the ideals that are worth extending at a level."""
-        return np.flatnonzero((self._values[level] < self._limit) & self._found.allowed[level]).tolist()
+        values = self._values[level]
+        chosen = self.dominance.undominated(values, self._limit) if self.dominance else values < self._limit
+        return np.flatnonzero(chosen & self._found.allowed[level]).tolist()
 
     def _push(self, level: int, ideal: int) -> None:
         """Add every possible next stage after an ideal whose load is below the limit."""

@@ -44,8 +44,7 @@ from splitkit.solvers.placement.stages.program import stage_program, stage_relax
 from splitkit.solvers.placement.stages.stage_loads import StageRanks, fits, stage_loads
 from splitkit.solvers.placement.stages.unit_annealing import UnitAnnealing
 
-MOST_UNITS = 6000
-"""In larger cores only orders are tried."""
+_MOST_UNITS = 6000  # in larger cores only orders are tried
 _MOST_KEPT = 1_000  # units; in larger cores the loads of segments take too much memory to be kept
 _REORDERINGS, _UNIT_STEPS = 150, 1_000
 _REORDERED, _ANNEALED, _PROGRAM = 0.16, 0.4, 1.0  # shares of the time
@@ -116,7 +115,7 @@ class StageSearch:
         self.along_orders(any_will_do=any_will_do)
         if any_will_do and self.best:
             return
-        if self.core.size > MOST_UNITS:
+        if self.core.size > _MOST_UNITS:
             self.by_reordering()
             return
         if not self.closed:
@@ -256,13 +255,9 @@ class StageSearch:
         last = len(self.core.kinds) - 1
         return tuple(self.device_steps.flight(last - self.core.kinds[kind].devices[0]) for kind in kinds)
 
-    def raise_bound(self, value: int | None = None) -> None:
-        """Raise the bound by what must be joined and by what must cross the borders.
-
-        Args:
-            value: a greatest load that is attained; by default that of the best.
-        """
-        high = self.limit if value is None else value
+    def raise_bound(self) -> None:
+        """Raise the bound by what must be joined and by what must cross the borders."""
+        high = self.limit
         filled = sum(len(kind.devices) for kind in self.core.kinds) if self.device_steps.fill else 0
         self._prove(bounds.joining_bound(self.core, self.bound, high, acyclic=True, filled=filled), "joining")
         self._prove(border_bound(self.core, self.bound, high), "borders")
