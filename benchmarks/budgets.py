@@ -33,7 +33,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from zoo_models import rows
 
 import splitkit as sk
-from splitkit.costs.formulas.kernel_loops import is_random
+from splitkit.costs.fused import is_random
 from splitkit.errors import message_line
 from splitkit.policies import Budget
 from splitkit.testing import models

@@ -36,7 +36,7 @@ from splitkit.search.recompute.memory_limits import MomentLimits
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.training.choices import Savings, savings
-from splitkit.training.joint_storages import STATIC
+from splitkit.training.flow import STATIC
 from splitkit.training.peaks import Peaks
 
 Bools = NDArray[np.bool_]

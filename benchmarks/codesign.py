@@ -37,10 +37,8 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.stage_frontiers import StageFrontiers
-from splitkit.search.pipelines.stage_hull import StageHull
-from splitkit.search.pipelines.stage_problem import StageProblem
-from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers, StageHull
+from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
 from splitkit.testing import models
 from splitkit.training.choices import Choice
 

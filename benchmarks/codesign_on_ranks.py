@@ -31,10 +31,9 @@ from splitkit import _torch
 from splitkit.cli.rank_process import rolled_batch
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.search.pipelines.cut_search import CutSearch
-from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.joint_positions import JointPositions, staged_plan
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.staged_plan import staged_plan
 from splitkit.testing import models
 
 

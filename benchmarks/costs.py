@@ -26,8 +26,8 @@ from torch.utils.benchmark import Timer
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.measured_prices import Measured
+from splitkit.costs.measured_prices import Measured
+from splitkit.costs.measuring_run import measured
 from splitkit.testing import models
 
 ROUNDS = 7

@@ -18,8 +18,7 @@ from torch.fx import Node
 
 from splitkit._torch import plain_tensors
 from splitkit.errors import GraphError
-from splitkit.graph.storages import storage_key, tensors
-from splitkit.graph.symbols import plain_size, value_of
+from splitkit.graph.storages import plain_size, storage_key, tensors, value_of
 
 SizeOf = Callable[["int | torch.SymInt"], int]
 Storages = dict[Hashable, torch.Tensor]

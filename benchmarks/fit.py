@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from splitkit.units import size
-from splitkit.view.console.tables import table
+from splitkit.view.tables import table
 
 CONFIGS = Path(__file__).parent / "configs"
 CASES = (

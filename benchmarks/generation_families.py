@@ -30,9 +30,9 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import SplitError
-from splitkit.runtime.devices.device_copies import Send
-from splitkit.runtime.devices.device_graphs import PartOnDevice
-from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
+from splitkit.runtime.devices.accelerators import Send
+from splitkit.runtime.devices.on_devices import PartOnDevice
+from splitkit.runtime.generation.local_generator import DecoderOnDevices
 
 SEQUENCES, PROMPT, TOKENS, WIDTH, VOCABULARY = 4, 16, 48, 128, 512
 DEVICES = ["cpu:0", "cpu:1"]

@@ -31,7 +31,7 @@ from torch._inductor.fx_passes import memory_estimator as inductors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import splitkit as sk
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.testing import models
 
 ATEN = torch.ops.aten

@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import splitkit as sk
-from splitkit.search.recompute.network import CutNetwork
-from splitkit.search.recompute.pareto_cuts import Hull
-from splitkit.solvers.cuts.min_cut import INFINITE, Network, min_cut
+from splitkit.search.recompute.pareto_cuts import CutNetwork, Hull
+from splitkit.solvers.min_cut import INFINITE, Network, min_cut
 from splitkit.testing import models
 from splitkit.training.choices import Savings, savings
 

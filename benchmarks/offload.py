@@ -26,10 +26,9 @@ from splitkit.policies import Budget
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.testing import models
-from splitkit.training.checkpoints import eager_plan
 from splitkit.training.choices import savings
-from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
-from splitkit.training.peaks import Peaks
+from splitkit.training.movable_values import OffloadModel, OffloadRun, OffloadTimeline
+from splitkit.training.peaks import Peaks, eager_plan
 
 LINKS = {"pcie5": 50e9, "nvlink-c2c": 350e9}
 """Bytes per second: PCIe 5 with 16 lanes as torch assumes it, and a GB200's own link as torchtitan measured it."""

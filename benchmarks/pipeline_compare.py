@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
-from splitkit.frontends.joint.train_step import sum_of_outputs
+from splitkit.frontends.joint_capture import sum_of_outputs
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime import pipeline
 from splitkit.runtime.ranks.pipeline import Pipeline

@@ -21,9 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from splitkit.solvers.placement.latency.latency_solver import latency
+from splitkit.solvers.placement.latency_solver import latency
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.sets.set_solver import noncontiguous
+from splitkit.solvers.placement.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.solvers.placement.stages.contiguous import contiguous
 

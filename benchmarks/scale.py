@@ -27,8 +27,8 @@ from rich.table import Table
 
 import splitkit as sk
 from splitkit.policies import MemoryBudget
-from splitkit.solvers.placement.evaluate import faults, loads
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
+from splitkit.solvers.placement.solution import faults, loads
 from splitkit.solvers.placement.stages.contiguous import contiguous
 
 

@@ -26,17 +26,11 @@ from rich.console import Console
 from rich.table import Table
 from solver_cases import Case, Outcome, cases, without_clock
 
-from splitkit.search import placement_model
-from splitkit.search.devices import device_search
-from splitkit.search.memory import memory_search
-from splitkit.search.recompute import descent, peak_floor, recompute_search
-from splitkit.search.replicas import replica_search
-from splitkit.search.stages import balancing, rank_borders, stage_search
-from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.latency import latency_solver
-from splitkit.solvers.placement.sets import set_solver
+from splitkit.search import device_request, memory_search, placement_model, replica_search
+from splitkit.search.recompute import plan_pool, recompute_search
+from splitkit.search.stages import rank_borders, stage_search
+from splitkit.solvers.placement import bounds, latency_solver, set_solver, unequal_solver
 from splitkit.solvers.placement.stages import contiguous, ideal_dp, linked_annealing, stage_solver
-from splitkit.solvers.placement.unequal import unequal_solver
 
 NEAR = 1e-9
 """Relative: what differs by less is equal."""
@@ -101,7 +95,7 @@ COMPONENTS = [
     Component("stages: ties", _STAGES, "ties", to(lambda _: [])),
     Component("stages: cuts between blocks", rank_borders.RankBorders, "stages", to(none)),
     Component("stages: few borders, true peaks", stage_search.StagePlanner, "_few", to(none)),
-    Component("stages: even cuts", balancing.Balancing, "along", to(none)),
+    Component("stages: even cuts", stage_search.Balancing, "along", to(none)),
     Component("stages: annealing over links", linked_annealing.LinkedAnnealing, "annealed", to(given(1))),
     Component("stages: bound with empty stages", stage_search, "least_without_units", to(zero)),
     Component("stages: bound of ranks", stage_search, "joining_bound", to(given(1))),
@@ -119,20 +113,20 @@ COMPONENTS = [
     Component("unequal: lines", unequal_solver, "best_on_order", to(nothing)),
     Component("unequal: moves", unequal_solver._Search, "_move", to(nothing)),
     Component("unequal: all placements", unequal_solver._Search, "_try_all", to(nothing)),
-    Component("devices: bound by messages", device_search, "least_load", to(zero)),
+    Component("devices: bound by messages", device_request, "least_load", to(zero)),
     Component("memory: all cuts of small graphs", memory_search.MemorySearch, "_exactly", to(nothing)),
     Component("memory: orders but the first", memory_search, "orders", to(lambda _: [])),
     Component("replicas: fitting to memory", replica_search.ReplicaSearch, "_fitting", to(nothing)),
     Component("replicas: stages on one device", replica_search.ReplicaSearch, "_choices", to(none)),
-    Component("recompute: sown plans", descent.Descent, "sow", to(nothing)),
-    Component("recompute: descent to a budget", descent.Descent, "under", to(nothing)),
-    Component("recompute: descent in time", descent.Descent, "cheaper", to(nothing)),
-    Component("recompute: descent in peak", descent.Descent, "lower", to(nothing)),
+    Component("recompute: sown plans", plan_pool.Descent, "sow", to(nothing)),
+    Component("recompute: descent to a budget", plan_pool.Descent, "under", to(nothing)),
+    Component("recompute: descent in time", plan_pool.Descent, "cheaper", to(nothing)),
+    Component("recompute: descent in peak", plan_pool.Descent, "lower", to(nothing)),
     Component("recompute: close look", _RECOMPUTE, "_closer", to(lambda _, b, f, low: (low, 0))),
     Component("recompute: limits added", _RECOMPUTE, "_below", to(lambda *_: False)),
     Component("recompute: longer look", _RECOMPUTE, "_refine", to(nothing)),
     Component("recompute: cut", _RECOMPUTE, "_cut", to(zero)),
-    Component("recompute: peaks of cuts", peak_floor.Bounds, "_cut", to(lambda *_: 0)),
+    Component("recompute: peaks of cuts", recompute_search.Bounds, "_cut", to(lambda *_: 0)),
 ]
 
 

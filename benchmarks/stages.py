@@ -41,7 +41,7 @@ from torch.utils import _pytree as pytree
 import splitkit as sk
 from splitkit.costs import Costs, Links
 from splitkit.errors import SplitError
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages

@@ -23,7 +23,7 @@ from small_nets import loss_or_sum
 
 import splitkit as sk
 from splitkit.testing import models
-from splitkit.view.console.tables import table
+from splitkit.view.tables import table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from browser import Browser

@@ -37,10 +37,8 @@ import splitkit as sk
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RecomputeAll, SaveAll, SplitBackward
-from splitkit.search.deferral.deferral_problem import deferrals
-from splitkit.search.deferral.divided_backward import divided, plan_in_stages
-from splitkit.training.flow import JointFlow
-from splitkit.training.waiting_values import waiting_bytes, waiting_values
+from splitkit.search.deferral_cuts import deferrals, divided, plan_in_stages
+from splitkit.training.flow import JointFlow, waiting_bytes, waiting_values
 
 BLOCKS = 2
 

@@ -44,8 +44,8 @@ from torch.utils._pytree import tree_leaves
 from zoo_models import Row, rows
 
 import splitkit as sk
-from splitkit.frontends.joint.step_module import DividedStep
-from splitkit.frontends.joint.train_step import TrainingStep, sum_of_outputs
+from splitkit.frontends.joint_capture import TrainingStep, sum_of_outputs
+from splitkit.frontends.step_module import DividedStep
 
 SECONDS, BYTES = 600, 8 << 30  # of one architecture, until its process is ended
 BUDGET = 0.7

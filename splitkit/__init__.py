@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from splitkit import runtime as runtime
     from splitkit import testing as testing
     from splitkit import view as view
-    from splitkit.engine.inlining.inline import inline as inline
-    from splitkit.engine.joint_stages.staged_step import StagedStep as StagedStep
+    from splitkit.engine.inline import inline as inline
     from splitkit.engine.pair import Pair as Pair
     from splitkit.engine.split import Split as Split
     from splitkit.engine.split import plan as plan
     from splitkit.engine.split import split as split
     from splitkit.engine.split_module import split_module as split_module
+    from splitkit.engine.staged_step import StagedStep as StagedStep
     from splitkit.errors import CaptureError as CaptureError
     from splitkit.errors import CheckError as CheckError
     from splitkit.errors import CostError as CostError
@@ -44,29 +44,29 @@ if TYPE_CHECKING:
     from splitkit.errors import SplitError as SplitError
     from splitkit.exports.export import Export as Export
     from splitkit.exports.export import export as export
-    from splitkit.exports.import_plan import import_plan as import_plan
+    from splitkit.exports.formats import import_plan as import_plan
     from splitkit.frontends.capability_partitioner import CapabilityBasedPartitioner as CapabilityBasedPartitioner
     from splitkit.frontends.capture.capture import capture as capture
-    from splitkit.frontends.checkpoint.checkpoint_context import checkpoint_context as checkpoint_context
-    from splitkit.frontends.checkpoint.dry_run import dry_run as dry_run
-    from splitkit.frontends.compile.compile import apply as apply
-    from splitkit.frontends.compile.compile import backend as backend
-    from splitkit.frontends.decoder.capture_decoder import capture_decoder as capture_decoder
-    from splitkit.frontends.joint.joint_capture import Joint as Joint
-    from splitkit.frontends.joint.joint_capture import capture_joint as capture_joint
+    from splitkit.frontends.capture_decoder import capture_decoder as capture_decoder
+    from splitkit.frontends.checkpoint_context import checkpoint_context as checkpoint_context
+    from splitkit.frontends.checkpoint_context import dry_run as dry_run
+    from splitkit.frontends.compile.budget_words import apply as apply
+    from splitkit.frontends.compile.budget_words import backend as backend
+    from splitkit.frontends.joint_capture import Joint as Joint
+    from splitkit.frontends.joint_capture import capture_joint as capture_joint
     from splitkit.graph.dataflow import analyze as analyze
     from splitkit.memory.measurement import MeasuredMemory as MeasuredMemory
     from splitkit.memory.measurement import measure_memory as measure_memory
     from splitkit.memory.profile import CUDA_BLOCK as CUDA_BLOCK
     from splitkit.memory.profile import MemoryProfile as MemoryProfile
     from splitkit.memory.profile import simulate_memory as simulate_memory
-    from splitkit.pipeline.measured_step import MeasuredStep as MeasuredStep
+    from splitkit.pipeline.order_file import SynthesizedOrder as SynthesizedOrder
+    from splitkit.pipeline.order_file import synthesize as synthesize
     from splitkit.pipeline.order_messages import order_messages as order_messages
     from splitkit.pipeline.run import ScheduleRun as ScheduleRun
     from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
-    from splitkit.pipeline.synthesize import synthesize as synthesize
-    from splitkit.pipeline.synthesized_order import SynthesizedOrder as SynthesizedOrder
+    from splitkit.pipeline.trace import MeasuredStep as MeasuredStep
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
     from splitkit.runtime.folder.load_weights import load as load
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from splitkit.studies.explanation.compare_plans import compare_plans as compare_plans
     from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
-    from splitkit.studies.fit.fit_result import Fit as Fit
+    from splitkit.studies.fit.next_step import Fit as Fit
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -95,36 +95,36 @@ _HOME = {
     "CapabilityBasedPartitioner": "frontends.capability_partitioner",
     "Comparison": "testing.compare",
     "Export": "exports.export",
-    "Fit": "studies.fit.fit_result",
+    "Fit": "studies.fit.next_step",
     "Frontier": "studies.frontier",
-    "Joint": "frontends.joint.joint_capture",
+    "Joint": "frontends.joint_capture",
     "MeasuredMemory": "memory.measurement",
     "MemoryProfile": "memory.profile",
     **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
     "Pair": "engine.pair",
     "Part": "plans.parts",
     "Plan": "plans.record",
-    "MeasuredStep": "pipeline.measured_step",
+    "MeasuredStep": "pipeline.trace",
     "ScheduleRun": "pipeline.run",
     "Split": "engine.split",
-    "StagedStep": "engine.joint_stages.staged_step",
-    "SynthesizedOrder": "pipeline.synthesized_order",
+    "StagedStep": "engine.staged_step",
+    "SynthesizedOrder": "pipeline.order_file",
     "analyze": "graph.dataflow",
-    "apply": "frontends.compile.compile",
-    "backend": "frontends.compile.compile",
+    "apply": "frontends.compile.budget_words",
+    "backend": "frontends.compile.budget_words",
     "capture": "frontends.capture.capture",
-    "capture_decoder": "frontends.decoder.capture_decoder",
-    "capture_joint": "frontends.joint.joint_capture",
-    "checkpoint_context": "frontends.checkpoint.checkpoint_context",
+    "capture_decoder": "frontends.capture_decoder",
+    "capture_joint": "frontends.joint_capture",
+    "checkpoint_context": "frontends.checkpoint_context",
     "compare": "testing.compare",
     "compare_plans": "studies.explanation.compare_plans",
-    "dry_run": "frontends.checkpoint.dry_run",
+    "dry_run": "frontends.checkpoint_context",
     "explore": "studies.explore",
     "export": "exports.export",
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
-    "import_plan": "exports.import_plan",
-    "inline": "engine.inlining.inline",
+    "import_plan": "exports.formats",
+    "inline": "engine.inline",
     "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",
     "order_messages": "pipeline.order_messages",
@@ -137,7 +137,7 @@ _HOME = {
     "split_module": "engine.split_module",
     "stage_costs": "pipeline.stage_prices",
     "sweep": "studies.sweep",
-    "synthesize": "pipeline.synthesize",
+    "synthesize": "pipeline.order_file",
 }
 _MODULES = ("costs", "extend", "policies", "runtime", "testing", "view")
 

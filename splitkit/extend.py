@@ -18,32 +18,28 @@ from typing import TYPE_CHECKING, Any
 from splitkit import checks
 from splitkit.errors import CycleError, NoPlanError, PlanError, PolicyError, SplitError
 from splitkit.graph.ambient import register_region
-from splitkit.graph.byte_sizes import storage_bytes, tensor_bytes
-from splitkit.graph.cache_bytes import cache_bytes
+from splitkit.graph.byte_sizes import cache_bytes, storage_bytes, tensor_bytes
 from splitkit.graph.dataflow import Dataflow, analyze, enough_nodes, given_back, module_path, readers_of
 from splitkit.graph.fake_runs import propagate
 from splitkit.graph.node_selection import Ops, modules_matching, rule_of
 from splitkit.graph.ops import declare
 from splitkit.graph.storages import start_of, storage_key
-from splitkit.pipeline.action import Action
-from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.pipeline.schedule import Schedule
 from splitkit.pipeline.schedules import register_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.plans.checkpointed import checkpointed
-from splitkit.plans.local_copies import is_small
 from splitkit.plans.parts import PARENT, Claim, Part, PartKey
 from splitkit.plans.policy import Policy
-from splitkit.plans.record import Plan
-from splitkit.plans.rewrite import condense, merge, prune, refine, relay, rematerialize
+from splitkit.plans.record import Plan, checkpointed
+from splitkit.plans.rewrite import condense, is_small, merge, prune, refine, relay, rematerialize
 from splitkit.prices import Costs
-from splitkit.training.stage_plan import stage_plan
+from splitkit.training.stage_parts import stage_plan
 from splitkit.units import size
 
 if TYPE_CHECKING:
     from splitkit.exports.onnx_stages import annotate_onnx as annotate_onnx
     from splitkit.frontends.aot import partition_fn as partition_fn
-    from splitkit.frontends.joint.joint_signature import JointSignature as JointSignature
+    from splitkit.frontends.joint_capture import JointSignature as JointSignature
 
 __all__ = [
     "PARENT",
@@ -108,7 +104,7 @@ def __getattr__(name: str) -> Any:
 
         return annotate_onnx
     if name == "JointSignature":
-        from splitkit.frontends.joint.joint_signature import JointSignature
+        from splitkit.frontends.joint_capture import JointSignature
 
         return JointSignature
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,7 +83,7 @@ def _run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(jsonable(outcome.data), indent=1, allow_nan=False))
     else:
-        from splitkit.view.console.console import show
+        from splitkit.view.console import show
 
         with (
             redirect_stdout(sys.stderr) if aside else nullcontext()

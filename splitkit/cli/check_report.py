@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from splitkit.view.console.tables import facts
+from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

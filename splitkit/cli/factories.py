@@ -11,8 +11,7 @@ from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError, near, nearest
 from splitkit.testing.config_files import is_config
-from splitkit.testing.example_losses import LOSSES
-from splitkit.testing.factory import functions_in, functions_listed, is_program
+from splitkit.testing.factory import LOSSES, functions_in, functions_listed, is_program
 from splitkit.testing.models import NAMES
 
 EXAMPLE = "my_model.py:make"

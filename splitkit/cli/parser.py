@@ -7,7 +7,6 @@ import argparse
 from splitkit import __version__
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, sizes_of_memory, words
-from splitkit.cli.syntax.explain_options import add_compare, add_explain
 from splitkit.cli.syntax.export_options import add_export, add_import
 from splitkit.cli.syntax.fit_options import add_fit
 from splitkit.cli.syntax.generate_options import add_generate
@@ -17,6 +16,7 @@ from splitkit.cli.syntax.options import (
     HelpFormatter,
     add_costs,
     add_links,
+    add_model_of_plan,
     add_model_options,
     add_output,
     add_plan_or_model,
@@ -26,7 +26,6 @@ from splitkit.cli.syntax.options import (
     add_view,
     command,
 )
-from splitkit.cli.syntax.synthesize_options import add_synthesize
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules, words_of
 
 SHELLS = ("bash", "zsh", "fish")
@@ -484,4 +483,95 @@ def _view(commands: Commands[Parser]) -> None:
         "--optimizer",
         choices=("adam", "momentum", "sgd", "none"),
         help="optimizer whose state takes memory; none means inference (default adam)",
+    )
+
+
+# Adds the commands ``explain`` and ``compare``; imports no torch.
+
+
+def add_explain(commands: Commands[Parser]) -> None:
+    """Add ``splitkit explain``."""
+    example = "splitkit explain plan.json\nsplitkit explain plan.json add_7 --json\nsplitkit explain step.json"
+    what = "explain a plan: what limits it, what must be in the part of a node, what a change would gain"
+    parser = command(commands, "explain", what, example)
+    parser.add_argument("target", metavar="PLAN.json", help="a plan file")
+    parser.add_argument("where", metavar="NODE", nargs="?", help="a node of the graph (default: the whole plan)")
+    add_model_of_plan(parser)
+    add_model_options(parser)
+    parser.add_argument(
+        "--policy",
+        metavar="EXPR",
+        help="the policy whose memory, schedule and links apply (default: the one that made the plan)",
+    )
+    parser.add_argument("--fast", action="store_true", help="do not plan again with more devices or more memory")
+
+
+def add_compare(commands: Commands[Parser]) -> None:
+    """Add ``splitkit compare``."""
+    example = "splitkit compare a.json b.json\nsplitkit compare a.json b.json --json"
+    parser = command(
+        commands, "compare", "compare two plans of a model: what they place differently, and what that costs", example
+    )
+    parser.add_argument("target", metavar="A.json", help="a plan file; its prices and limits apply to both")
+    parser.add_argument("other", metavar="B.json", help="another plan file of the same model")
+    add_model_of_plan(parser)
+    add_model_options(parser)
+
+
+# Adds the arguments of ``splitkit synthesize``.
+
+
+def add_synthesize(commands: Commands[Parser]) -> None:
+    """Add the parser of the command."""
+    example = (
+        "splitkit synthesize plan.json --microbatches 8 --memory 8GiB -o order.csv\n"
+        "splitkit synthesize gpt2 --stages 8 --ranks 4 --costs roofline:h200 --links nvlink4 -o order.csv\n"
+        "splitkit train plan.json --nproc 4 --schedule order.csv --check"
+    )
+    what = "make a pipeline schedule: order forward, input gradients and weight gradients on each rank"
+    parser = command(commands, "synthesize", what, example)
+    add_plan_or_model(parser)
+    group = parser.add_argument_group("pipeline")
+    group.add_argument(
+        "--microbatches",
+        type=positive,
+        metavar="N",
+        help=f"number of microbatches in a step (default: the plan's own, or {USUAL_MICROBATCHES})",
+    )
+    group.add_argument(
+        "--ranks", type=positive, metavar="N", help="number of ranks that share the parts (default: one part on each)"
+    )
+    group.add_argument(
+        "--placement",
+        choices=("loop", "V"),
+        help="with several parts per rank: part s on rank s mod N; or two per rank, in a V (default: the better one)",
+    )
+    group.add_argument(
+        "--memory",
+        type=sizes_of_memory,
+        metavar="SIZE",
+        help="memory limit of each rank, such as 80GiB (default: none)",
+    )
+    add_links(group)
+    group.add_argument(
+        "--optimizer",
+        choices=("adam", "momentum", "sgd"),
+        help="optimizer whose state takes memory (default: the plan's own, or adam)",
+    )
+    add_recompute(group)
+    group.add_argument(
+        "--objective",
+        choices=("step", "span"),
+        default="step",
+        help="minimize the time of a step (default), or the longest time of a rank from its first to its last action",
+    )
+    group.add_argument(
+        "--effort",
+        type=above_zero,
+        default=1.0,
+        metavar="X",
+        help="search effort: 10 searches ten times as much (default 1)",
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the order as torch's schedule CSV (- for standard output)"
     )

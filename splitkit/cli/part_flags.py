@@ -40,7 +40,7 @@ def with_recompute(plan: Plan, args: Namespace, gm: fx.GraphModule | None = None
     if not args.recompute:
         return plan
     from splitkit.graph.dataflow import analyze
-    from splitkit.plans.checkpointed import check_checkpoints, checkpointed
+    from splitkit.plans.record import check_checkpoints, checkpointed
 
     made = checkpointed(plan)
     if gm is not None:

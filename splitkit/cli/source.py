@@ -17,7 +17,7 @@ from splitkit.checks import is_whole
 from splitkit.cli import factories
 from splitkit.errors import FileError, UsageError, nearest
 from splitkit.testing.config_files import checkpoint_beside, is_config
-from splitkit.testing.example_losses import LOSSES
+from splitkit.testing.factory import LOSSES
 from splitkit.testing.models import NAMES, SIZES
 
 RESERVED = ("name", "seed", "spec")
@@ -35,7 +35,7 @@ class Source:
         dynamic: whether the sizes of inputs may vary.
         seed: the seed of the weights and inputs.
         mode: ``"eval"``, or ``"train"`` to leave the model as the factory made it.
-        loss: the loss of a model that returns none, as `splitkit.testing.example_losses.with_loss` takes it.
+        loss: the loss of a model that returns none, as `splitkit.testing.factory.with_loss` takes it.
     """
 
     spec: str

@@ -16,7 +16,7 @@ from splitkit.errors import PipelineError, SplitError, UsageError
 from splitkit.testing.models import Example
 
 if TYPE_CHECKING:
-    from splitkit.engine.serialization.json_fields import JsonField
+    from splitkit.engine.json_fields import JsonField
     from splitkit.engine.split import Split
     from splitkit.runtime.folder.load import StageFolder
 

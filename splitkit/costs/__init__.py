@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from splitkit.costs.formulas.flop_count import Flops, flops
+from splitkit.costs.base import Unit, unit
+from splitkit.costs.flop_formulas import Flops, flops
 from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Links
+from splitkit.costs.measured_prices import Measured, MeasuredSteps
+from splitkit.costs.measuring_run import measured
 from splitkit.costs.roofline import Roofline, roofline
-from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.measured_prices import Measured, MeasuredSteps
 from splitkit.costs.training import training
-from splitkit.costs.uniform import Unit, unit
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.hardware.device_specs import Device, devices, load_devices

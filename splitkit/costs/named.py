@@ -13,8 +13,7 @@ from splitkit.costs import Costs, Device, Fused, default, fused
 from splitkit.errors import PolicyError
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.storages import tensors
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import tensors, value_of
 from splitkit.hardware.device_specs import devices
 from splitkit.prices import as_given
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import Costs, Device, Fused, Roofline, Unit, default, flops, fused, roofline, training, unit
-from splitkit.costs.formulas.flop_count import CountedCosts, Flops, counter_of
+from splitkit.costs.flop_formulas import CountedCosts, Flops, counter_of
 from splitkit.costs.training import FromJoint, FromOps
 from splitkit.errors import CostError, FileError, SplitError
 from splitkit.graph.dataflow import Dataflow, root_of

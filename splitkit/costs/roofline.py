@@ -11,26 +11,33 @@ one launch for each of its steps, which wait for each other. The model has no fu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from splitkit._torch import HigherOrderOperator
-from splitkit.costs.formulas.decomposed_attention import decomposed_attention
-from splitkit.costs.formulas.flop_count import Count, CountedCosts, Flops, counted_bodies, counter_of
-from splitkit.costs.formulas.sequential_steps import kernels_in_sequence
-from splitkit.costs.formulas.traffic import moved_bytes, operands, written_bytes
-from splitkit.graph.byte_sizes import require_values
+from splitkit._torch import HigherOrderOperator, pytree
+from splitkit.costs.flop_formulas import Count, CountedCosts, Flops, counted_bodies, counter_of, only_written
+from splitkit.graph.byte_sizes import (
+    body_calls,
+    elements,
+    hints,
+    op_name,
+    require_values,
+    storage_bytes,
+    target_of,
+    tensor_bytes,
+    value_in,
+)
 from splitkit.graph.dataflow import Dataflow, root_of
-from splitkit.graph.fake_calls import body_calls
+from splitkit.graph.joint_marks import backward_nodes, forward_owners
 from splitkit.graph.scope import Scope, region_kind, scopes
-from splitkit.graph.storages import tensors
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import registered_tensors, storage_key, tensors, value_of
 from splitkit.hardware.device_specs import Device, find_device
 from splitkit.short_repr import brief
 
@@ -154,3 +161,206 @@ class Roofline(CountedCosts):
 
 def _argument(node: Node, at: int, name: str) -> Any:
     return node.args[at] if at < len(node.args) else node.kwargs.get(name)
+
+
+# The kernels of a node that run one after the other, as the steps of a recurrent layer do.
+
+
+_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
+
+def kernels_in_sequence(root: nn.Module, node: Node) -> int:
+    """Return how many kernels a node runs one after the other at least: 1, or for a recurrent layer steps x layers.
+
+    The steps of a layer wait for each other. The directions do not, and count once.
+
+    Args:
+        root: the module of the node's graph.
+        node: a node that runs at least one kernel.
+    """
+    target = target_of(root, node)
+    name = op_name(target)
+    if not isinstance(target, nn.RNNBase) and name not in (*_LAYERS, "mkldnn_rnn_layer"):
+        return 1
+    given: list[Any] = [value_of(a) if isinstance(a, Node) else a for a in node.args]
+    if isinstance(target, nn.RNNBase):
+        return max(1, _steps(given[0], target.batch_first) * target.num_layers) if given else 1
+    if name == "mkldnn_rnn_layer":
+        return max(1, _steps(given[0], False))
+    packed = isinstance(given[1], Tensor) and given[1].ndim == 1  # data, batch sizes, states, weights, biased, layers
+    layers: int = given[5 if packed else 4]
+    return max(1, layers * (int(given[1].shape[0]) if packed else _steps(given[0], bool(given[-1]))))
+
+
+def _steps(x: Any, batch_first: bool) -> int:
+    """Return the steps in the input of a recurrent layer; 0 if it is packed."""
+    return int(x.shape[1 if batch_first and x.ndim == 3 else 0]) if isinstance(x, Tensor) else 0
+
+
+# Find attention that capture decomposed, and what a fused kernel would read, write and compute instead.
+#
+# AOTAutograd traces the kernels of the machine that captures: a CPU has no fused attention with dropout, and then a
+# joint graph has products, softmax and copies of the scores where a GPU runs one kernel forward and one backward::
+#
+# q, k, v ── mul, bmm, add, softmax, dropout, bmm ── out        forward reads q, k, v and writes out └────────── saved
+# scores ─────────┐ dq, dk, dv ── bmm, softmax backward, ... ── d_out             backward reads q, k, v, out, d_out;
+# writes dq, dk, dv
+
+
+_RECOMPUTED = 5 / 4
+"""Products of a fused backward, which computes the scores again, per product of the decomposed one."""
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """One fused kernel instead of some nodes.
+
+    Attributes:
+        nodes: the nodes.
+        work: FLOPs of the kernel per FLOP of its nodes.
+        moved: bytes that it reads and writes.
+    """
+
+    nodes: tuple[Node, ...]
+    work: float
+    moved: int
+
+
+def decomposed_attention(graph: fx.Graph) -> Iterator[AttentionKernel]:
+    """Yield the kernels of each decomposed attention of a joint graph: of its forward, and of its backward if any."""
+    late, calls = backward_nodes(graph), dict[object, list[Node]]()
+    for node in graph.nodes:
+        # Dynamo's note of the call that a node comes from: ("scaled_dot_product_attention_1", the function)
+        called = None if node in late else next(reversed(node.meta.get("source_fn_stack") or ()), None)
+        if called is not None and op_name(called[1]) == "scaled_dot_product_attention":
+            calls.setdefault(called[0], []).append(node)
+    owner = forward_owners(graph) if calls else {}
+    owned = dict[Node, list[Node]]()
+    for node, forward in owner.items():
+        if node.meta.get("seq_nr") == forward.meta.get("seq_nr"):  # no sum of gradients, which is a kernel of its own
+            owned.setdefault(forward, []).append(node)
+    for nodes in calls.values():
+        if not any("softmax" in op_name(node.target) for node in nodes):
+            continue
+        moved = _crossing(nodes, lambda node: node not in late)
+        yield AttentionKernel(tuple(nodes), 1.0, moved)
+        if back := [node for forward in nodes for node in owned.get(forward, ())]:
+            yield AttentionKernel(tuple(back), _RECOMPUTED, moved + _crossing(back, late.__contains__))
+
+
+def _crossing(nodes: list[Node], counts: Callable[[Node], bool]) -> int:
+    """Return the bytes that nodes exchange with the other nodes of their half, for which ``counts`` holds."""
+    inside = set(nodes)
+    read = [n for n in dict.fromkeys(r for node in nodes for r in node.all_input_nodes) if n not in inside]
+    made = [node for node in nodes if any(user not in inside and counts(user) for user in node.users)]
+    return _bytes(n for n in read if counts(n)) + _bytes(made)
+
+
+def _bytes(nodes: Iterable[Node]) -> int:
+    return distinct_bytes(t for node in nodes for t in tensors(value_of(node)))
+
+
+# Count the bytes that a node's kernel reads and writes, if every byte is moved once.
+
+
+GATHERS = frozenset(("embedding", "index_select", "gather", "index", "_unsafe_index", "take", "take_along_dim"))
+"""Ops that read as many bytes of their table as they yield."""
+
+SCATTERS = frozenset(
+    ("index_put_", "_index_put_impl_", "_unsafe_index_put_", "index_copy_", "index_add_", "scatter_", "scatter_add_")
+)
+"""Ops that touch as many bytes of their target as their source has."""
+
+OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"))
+"""Ops that write their first argument without reading it."""
+
+_SHAPED = ("_like", "_strided")  # zeros_like(x) takes the shape of x
+
+
+def operands(root: fx.GraphModule, node: Node) -> list[torch.Tensor]:
+    """Return the tensors that ``node`` takes: arguments in order, then its module's parameters and buffers."""
+    args = fx.map_arg((node.args, node.kwargs), lambda n: value_in(root, n))
+    given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return [*given, *(registered_tensors(target_of(root, node)) if node.op == "call_module" else ())]
+
+
+def written_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:
+    """Return the bytes of written results (no views, no uninitialized memory), or of arguments written instead."""
+    made, fresh = list(tensors(value_of(node))), count.fresh
+    if not made and count.written:
+        written = fx.map_arg(only_written(node.target, node.args, node.kwargs), partial(value_in, root))
+        return sum(map(tensor_bytes, tensors(written)))
+    if fresh == ():
+        return 0
+    if fresh is None or len(fresh) != len(made):  # it could not be run: all of it
+        return sum(map(tensor_bytes, made))
+    return sum(tensor_bytes(t) for t, own in zip(made, fresh, strict=True) if own)
+
+
+def moved_bytes(root: fx.GraphModule, node: Node, count: Count) -> int:
+    """Return the bytes read and written. Memory that arguments share, or that an expanded tensor repeats, counts once.
+
+    A gather reads the rows that it yields, and an in-place scatter touches the rows that it is given.
+    """
+    written = written_bytes(root, node, count)
+    read = operands(root, node)
+    name = _name(root, node)
+    if not read:
+        return written
+    if name in SCATTERS:
+        return _scattered(read)
+    if name in GATHERS or name == "embedding_bag":
+        table = _table(node, read)
+        others = [t for t in read if t is not table]
+        needed = written if name != "embedding_bag" else _rows(table, others)
+        return distinct_bytes(others) + min(_touched(table), needed) + written
+    if name in OVERWRITES or name.endswith(_SHAPED) or name.startswith("new_"):
+        read = read[1:]
+    return distinct_bytes(read) + written
+
+
+def _name(root: fx.GraphModule, node: Node) -> str:
+    """Return the name of a node's op, the same for op, function and module: ``"embedding"``."""
+    target = target_of(root, node)
+    if isinstance(target, nn.Module):
+        return {nn.Embedding: "embedding", nn.EmbeddingBag: "embedding_bag"}.get(type(target), "")
+    return op_name(target).removeprefix("_") if op_name(target) == "_embedding_bag" else op_name(target)
+
+
+def _table(node: Node, read: list[torch.Tensor]) -> torch.Tensor:
+    """Return the table of a gather: the largest tensor of the result's dtype that it reads."""
+    made = next(tensors(value_of(node)), None)
+    return max(read, key=lambda t: (made is not None and t.dtype == made.dtype, tensor_bytes(t)))
+
+
+def _rows(table: torch.Tensor, others: list[torch.Tensor]) -> int:
+    """Return the bytes of the table's rows that the indices in ``others[0]`` select."""
+    named = elements(others[0]) if others else 0
+    return named * (tensor_bytes(table) // max(1, hints(table.shape[:1])[0]))
+
+
+def _scattered(read: list[torch.Tensor]) -> int:
+    changed, *given = read
+    source = max((elements(t) for t in given), default=0) * changed.element_size()
+    return distinct_bytes(given) + min(tensor_bytes(changed), source)
+
+
+def distinct_bytes(read: Iterable[torch.Tensor]) -> int:
+    """Return the bytes that tensors cover: equal views count once, overlapping ones at most as their storage."""
+    views: dict[Hashable, dict[Hashable, torch.Tensor]] = {}
+    for tensor in read:
+        place = hints((*tensor.shape, *tensor.stride(), tensor.storage_offset())) if _strided(tensor) else id(tensor)
+        views.setdefault(storage_key(tensor), {})[place] = tensor
+    return sum(min(sum(map(_touched, same.values())), *map(storage_bytes, same.values())) for same in views.values())
+
+
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Return the bytes of distinct memory, as a dimension of stride 0 repeats the same elements."""
+    if not _strided(tensor):
+        return tensor_bytes(tensor)
+    sizes, strides = hints(tensor.shape), hints(tensor.stride())
+    return prod(n for n, step in zip(sizes, strides, strict=True) if step or not n) * tensor.element_size()

@@ -12,8 +12,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from splitkit._torch import FakeTensor, HigherOrderOperator, pytree
-from splitkit.graph.storages import storage_key, storages_shown, tensors
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import storage_key, storages_shown, tensors, value_of
 from splitkit.training.flow import JointFlow, save_all_plan
 
 # Entries of `meta` that tell two equal ops apart: checkpoint tags, streams, and the half that AOTAutograd wants for

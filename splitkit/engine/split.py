@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -13,35 +16,33 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit._gc import collector_for_new_objects
-from splitkit.checks import is_word
+from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, default, unit
 from splitkit.costs.named import priced
 from splitkit.costs.recorded import record_of
 from splitkit.engine.codegen.emit import Emitted, emit
 from splitkit.engine.complete import check_plan, complete_plan
-from splitkit.engine.module_names import Style
-from splitkit.engine.object_input_checks import object_input_check
-from splitkit.engine.output_hooks import HookHandle, hook_outputs
-from splitkit.engine.overlap_checks import overlap_check
-from splitkit.engine.replace_part import replace_child, require_replaceable
+from splitkit.engine.module_names import Style, unique_name
+from splitkit.engine.overlap_checks import overlap_check, rename_checked_attributes
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
-from splitkit.errors import CycleError, PolicyError
-from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.errors import CycleError, PlanError, PolicyError, listed
+from splitkit.graph.check_nodes import refuse_objects
+from splitkit.graph.dataflow import Assumed, Dataflow, analyze, assumed_tensors, calls_around
 from splitkit.graph.joint_marks import is_joint
-from splitkit.graph.storages import Lookup
+from splitkit.graph.node_selection import no_module
+from splitkit.graph.storages import Lookup, parameters_and_buffers
 from splitkit.pipeline.purpose import request_of
 from splitkit.plans.part_order import part_order
-from splitkit.plans.parts import PARENT, PartKey
-from splitkit.plans.plan_display import ShownPlan
-from splitkit.plans.plan_request import PlanRequest
+from splitkit.plans.parts import PARENT, PartKey, PlanRequest
+from splitkit.plans.plan_file import policy_text
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
-from splitkit.plans.policy_text import policy_text
-from splitkit.plans.record import Plan
+from splitkit.plans.record import Plan, ShownPlan
 from splitkit.plans.rewrite import condense, refine
 from splitkit.short_repr import brief, few
 
 if TYPE_CHECKING:
     from networkx import DiGraph
+
 
 OnCycle = Literal["error", "refine", "merge"]
 PIPELINING = "pp"
@@ -80,7 +81,7 @@ class Split(ShownPlan):
 
     def __str__(self) -> str:
         """Return a header line and a line for each of the first parts: its ops, parameters, inputs and outputs."""
-        from splitkit.engine.part_summary import part_summary
+        from splitkit.engine.subgraphs import part_summary
 
         own = sum(self.flow.is_placeable(n) for n in self.copies[PARENT])
         note = f": {self.plan.note}" if self.plan.note else ""
@@ -327,3 +328,231 @@ def _qualified_names(emitted: Emitted) -> dict[str, str]:
             elif isinstance(value, torch.Tensor):
                 names[f"{prefix}{name}"] = original
     return names
+
+
+# Replace the module of a part, and update parameter names and the input check (SK212) accordingly.
+
+
+def replace_child(
+    parent: fx.GraphModule, name: str, module: nn.Module, qualified_names: dict[str, str], parts: Collection[str]
+) -> None:
+    """Let a parent call another module instead of a part; see `splitkit.engine.split.Split.replace`.
+
+    Args:
+        parent: the parent; modified in place.
+        name: the name of the child.
+        module: the module that replaces it.
+        qualified_names: name of a parameter or buffer in the parent -> its original name; modified in place.
+        parts: the names of all parts.
+    """
+    renamed = _renamed(f"{name}.", parent.get_submodule(name), module)
+    moved = [old for old in qualified_names if old.startswith(f"{name}.")]
+    originals = {old: qualified_names.pop(old) for old in moved}
+    qualified_names |= {renamed[old]: original for old, original in originals.items() if old in renamed}
+    parent.set_submodule(name, module)
+    if rename_checked_attributes(parent.graph, lambda old: renamed.get(old, old), parts):
+        parent.recompile()
+
+
+def require_replaceable(part: PartKey, module: object, known: Collection[PartKey]) -> None:
+    """Raise SK216 unless ``part`` is known and ``module`` may take its place."""
+    if part not in known:
+        raise PlanError(
+            "SK216", f"the split has no part {part!r}", f"Its parts are {listed([*map(repr, known)], 8)}.", [part]
+        )
+    if not isinstance(module, nn.Module):
+        raise PlanError(
+            "SK216",
+            f"part {part!r} would be replaced by a {type(module).__name__}, which is not a module",
+            "Pass a torch.nn.Module, for example one whose forward calls the object.",
+            [part],
+        )
+
+
+def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
+    """Return the names of parameters and buffers in the old module -> their names in the new one, if it has them."""
+    known = {id(tensor): name for name, tensor in parameters_and_buffers(now).items()}
+    kept = {name: known.get(id(tensor)) for name, tensor in parameters_and_buffers(before).items()}
+    return {f"{prefix}{name}": f"{prefix}{new}" for name, new in kept.items() if new is not None}
+
+
+# Check at each call of a split that its inputs are tensors, where the order of its parts relies on that.
+
+
+@dataclass(frozen=True)
+class ObjectInputCheck:
+    """A check that certain inputs of a split are tensors.
+
+    Attributes:
+        wanted: name of an input -> the values in it that the analysis assumed to be tensors.
+    """
+
+    wanted: dict[str, tuple[Assumed, ...]]
+
+    def write(self, module: fx.GraphModule) -> None:
+        """Insert the check after the inputs of ``module``."""
+        graph = module.graph
+        inputs = [n for n in graph.find_nodes(op="placeholder") if str(n.target) in self.wanted]
+        table = [
+            (str(n.target), [(_keys(a), a.by[0].name, a.no_array) for a in self.wanted[str(n.target)]]) for n in inputs
+        ]
+        with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
+            graph.call_function(refuse_objects, (inputs, json.dumps(table)))
+        module.recompile()
+
+
+def _keys(assumed: Assumed) -> list[tuple[bool, int | str]]:
+    """Return the path of a value up to the first key that JSON cannot hold; the check searches from there."""
+    keys: list[tuple[bool, int | str]] = []
+    for is_attribute, key in assumed.path:
+        if isinstance(key, bool) or not isinstance(key, int | str):
+            break
+        keys.append((is_attribute, key))
+    return keys
+
+
+def object_input_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node]) -> ObjectInputCheck | None:
+    """Return the check that a split needs; ``None`` if it is right whatever the inputs are.
+
+    Args:
+        flow: facts about the graph.
+        plan: the complete plan.
+        steps: the parts and the parent's own nodes, in the order in which the parent runs them.
+    """
+    assumed = assumed_tensors(flow)
+    if not assumed or (_runs_as_the_graph(flow, steps) and _runs_once(plan, assumed.values())):
+        return None
+    return ObjectInputCheck({str(n.target): found for n, found in assumed.items()})
+
+
+def _runs_as_the_graph(flow: Dataflow, steps: Sequence[Subgraph | Node]) -> bool:
+    """Whether the nodes run in the order of the graph, each at most once."""
+    computed = (n for step in steps for n in (step.nodes if isinstance(step, Subgraph) else (step,)))
+    places = [flow.index[n] for n in computed if flow.is_placeable(n)]
+    return all(a < b for a, b in pairwise(places))
+
+
+def _runs_once(plan: Plan, assumed: Iterable[tuple[Assumed, ...]]) -> bool:
+    """Whether each node that assumes a tensor runs exactly once. If it is an object, its method may have effects."""
+    return all(len(plan.places[node]) == 1 for all_ in assumed for a in all_ for node in a.by)
+
+
+# Hooks on the outputs of the model's modules, which the parts of a captured graph compute but do not call.
+
+
+class OutputHook(nn.Module):
+    """A node of a part that calls a hook."""
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def forward(self, output: Any) -> Any:
+        """Return what the hook returns or, if that is ``None``, the output itself."""
+        result = self.hook(output)
+        return output if result is None else result
+
+
+@dataclass(frozen=True)
+class HookHandle:
+    """Removes a hook that `splitkit.Split.register_forward_hook` has set.
+
+    Attributes:
+        nodes: the nodes that call the hook, each with the module whose graph it is in.
+    """
+
+    nodes: tuple[tuple[fx.GraphModule, Node], ...]
+
+    def remove(self) -> None:
+        """Remove the hook; a second call changes nothing."""
+        for module, node in self.nodes:
+            if node in set(module.graph.nodes):
+                node.replace_all_uses_with(cast(Node, node.args[0]))
+                module.graph.erase_node(node)
+                module.delete_submodule(str(node.target))
+                module.recompile()
+
+
+def hook_outputs(
+    modules: Mapping[PartKey, fx.GraphModule],
+    copies: Mapping[PartKey, Mapping[Node, Node]],
+    nodes: Iterable[Node],
+    path: str,
+    hook: Callable[[Any], Any],
+) -> HookHandle:
+    """Let parts call ``hook(output)`` where they have computed the output of a module; see `splitkit.Split`.
+
+    Args:
+        modules: part (and the parent) -> its module; modified in place.
+        copies: part (and the parent) -> the nodes that it computes -> their copies.
+        nodes: the nodes of the original graph.
+        path: the name of the module in the model.
+        hook: the hook.
+
+    Raises:
+        PolicyError: SK304 if no node was captured in a call of this module.
+        PlanError: SK221 if the call has several outputs or none, several parts compute its output, or the hook does not
+            take one argument.
+    """
+    _check_arguments(path, hook)
+    made = []
+    for output in _outputs_of_calls([*nodes], path):
+        keys = [key for key, copied in copies.items() if output in copied]
+        if len(keys) != 1:
+            where = f"parts {listed([*map(repr, keys)], 4)} each compute" if keys else "no part computes"
+            raise _refused(path, f"{where} its output {output.name}", [output])
+        made.append((modules[keys[0]], copies[keys[0]][output]))
+    return HookHandle(tuple((module, _inserted(module, node, path, hook)) for module, node in made))
+
+
+def _check_arguments(path: str, hook: Callable[[Any], Any]) -> None:
+    try:
+        signature(hook).bind(None)
+    except TypeError as error:
+        reason = f"a hook on {path!r} is called with the output of the module alone, but {shown(hook)}: {error}"
+        remedy = "Give a function of the output, and not of (module, args, output): lambda output: ..."
+        raise PlanError("SK221", reason, remedy) from None
+    except ValueError:
+        return  # functions of torch do not tell what they take
+
+
+def _inserted(module: fx.GraphModule, node: Node, path: str, hook: Callable[[Any], Any]) -> Node:
+    name = unique_name(f"hook_{path.replace('.', '_')}", dict(module.named_children()))
+    module.add_submodule(name, OutputHook(hook))
+    with module.graph.inserting_after(node):
+        made = module.graph.call_module(name, (node,))
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    module.recompile()
+    return made
+
+
+def _outputs_of_calls(nodes: list[Node], path: str) -> Iterable[Node]:
+    """Yield the one node of each call of a module whose value is read outside of the call."""
+    calls: dict[str, dict[Node, None]] = {}
+    known: dict[str, None] = {}
+    for node in nodes:
+        if node.op.startswith("call_"):
+            for key, module in calls_around(node).items():
+                known[module] = None
+                if module == path:
+                    calls.setdefault(key, {})[node] = None
+    if not calls:
+        raise no_module(f"no node of the graph was captured in a module {path!r}", path, known)
+    for inside in calls.values():
+        outputs = [node for node in inside if not inside.keys() >= node.users.keys()]
+        if len(outputs) != 1:
+            found = (
+                f"several of its values ({listed([n.name for n in outputs], 4)})" if outputs else "none of its values"
+            )
+            raise _refused(path, f"{found} are read outside of it", outputs)
+        yield outputs[0]
+
+
+def _refused(path: str, why: str, nodes: list[Node]) -> PlanError:
+    return PlanError(
+        "SK221",
+        f"no hook can be put on the module {path!r} of the model: {why}",
+        "Put the hook on a module in it, or around it, that has one output.",
+        nodes,
+    )

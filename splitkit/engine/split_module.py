@@ -12,9 +12,8 @@ from splitkit._gc import collector_for_new_objects
 from splitkit.engine.codegen.emit import Emitted, emit
 from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.module_names import Style
-from splitkit.engine.segment_state_ops import segments_of
 from splitkit.engine.split import PIPELINING, add_overlap_check, decide
-from splitkit.engine.subgraphs import extract_subgraphs
+from splitkit.engine.subgraphs import extract_subgraphs, segments_of
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import Policy, PolicyLike

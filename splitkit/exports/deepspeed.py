@@ -10,8 +10,7 @@ import re
 from itertools import pairwise
 
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
-from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.text_parsing import no_such_text, whole_numbers
+from splitkit.exports.export_format import ExportFormat, no_such_text, whole_numbers
 
 _EXAMPLE = "self.parts = [0, 9, 17, 24]"
 

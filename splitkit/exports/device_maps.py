@@ -10,8 +10,7 @@ import json
 import re
 
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText
-from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.text_parsing import json_object, no_such_text
+from splitkit.exports.export_format import ExportFormat, json_object, no_such_text
 
 _EXAMPLE = '{"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}'
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from splitkit.exports.carried_plan import CarriedPlan, StagesInText
-from splitkit.exports.layer_sequence import Level
+from splitkit.errors import FileError
+from splitkit.exports.carried_plan import CarriedPlan, Level, StagesInText
 
 Ties = Literal["any", "ends", "copies"]
 """What becomes of a parameter in several stages: the tool keeps all copies equal, only those of the embedding and the
@@ -46,3 +49,120 @@ class ExportFormat:
     ties: Ties = "copies"
     use: Literal["training", "serving", "both"] = "training"
     example: str = ""
+
+
+# Reads the lists and dictionaries in texts of other tools, without running them.
+
+
+def no_such_text(tool: str, reason: str, example: str) -> FileError:
+    """Return the refusal of a text that is not in a format (SK524)."""
+    return FileError("SK524", f"this text is not for {tool}: {reason}", f"It looks like this: {example}")
+
+
+def whole_numbers(text: str) -> tuple[int, ...] | None:
+    """Return the numbers of ``"9, 8, 8"``; None if the text is anything else."""
+    words = [word.strip() for word in text.strip().strip("\"'[]()").split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,6}", word) for word in words):
+        return None
+    return tuple(map(int, words))
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the object of a JSON text, or of a Python dictionary of constants; None if the text is neither."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            found = parse(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, dict) and all(isinstance(key, str) for key in found):
+            return found
+    return None
+
+
+def json_list(text: str) -> list[Any] | None:
+    """Return a list of constants, as Python or JSON writes it; None for any other text."""
+    found = literal(text.strip())
+    return found if isinstance(found, list) else None
+
+
+def literal(text: str) -> Any:
+    """Return the value of a Python text of constants; None for any other."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def python_values(text: str) -> Iterator[tuple[str, ast.expr]]:
+    """Yield (name, expression) for each assignment and keyword argument of a Python text; nothing if it is none."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+                yield name, node.value
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg, node.value
+
+
+# The format of torch.distributed.pipelining: split points for ``pipeline()``, and a schedule CSV for ``_load_csv``.
+#
+# Read: torch 2.13, ``torch/distributed/pipelining/_IR.py`` (``pipeline``, ``annotate_split_points``): the split falls
+# before the first op of the module. A module that runs twice would be split twice, so none is named.
+
+
+_EXAMPLE = 'split_spec = {"model.layers.3": SplitPoint.BEGINNING}'
+
+
+def _write(carried: CarriedPlan) -> str:
+    lines = [f"    {name!r}: SplitPoint.BEGINNING," for name in carried.starts]
+    return "\n".join(
+        [
+            "from torch.distributed.pipelining import SplitPoint, pipeline",
+            "",
+            "split_spec = {",
+            *lines,
+            "}",
+            "# pipe = pipeline(model, mb_args, mb_kwargs, split_spec=split_spec)",
+            "",
+        ]
+    )
+
+
+def _read(text: str) -> StagesInText:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise no_such_text("torch.distributed.pipelining", "it is not Python", _EXAMPLE) from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict) and (found := _points(node)):
+            return StagesInText(starts=found)
+    raise no_such_text("torch.distributed.pipelining", "it has no dictionary of split points", _EXAMPLE)
+
+
+def _points(node: ast.Dict) -> tuple[tuple[str, bool], ...] | None:
+    """Return (module, whether the split falls after it) for each item; None if some item is not a split point."""
+    found = []
+    for key, value in zip(node.keys, node.values, strict=True):
+        where = value.attr if isinstance(value, ast.Attribute) else ""
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str) or where not in ("BEGINNING", "END"):
+            return None
+        found.append((key.value, where == "END"))
+    return tuple(found) or None
+
+
+TORCH = ExportFormat(
+    name="torch",
+    tool="torch.distributed.pipelining",
+    where="pipeline(model, mb_args, split_spec=...); the schedule: _PipelineScheduleRuntime._load_csv(FILE)",
+    level="modules",
+    write=_write,
+    read=_read,
+    known_by=r"SplitPoint\.",
+    schedules="csv",
+    use="both",
+    example=_EXAMPLE,
+)

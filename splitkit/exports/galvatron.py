@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
-from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.text_parsing import json_object, no_such_text, whole_numbers
+from splitkit.exports.export_format import ExportFormat, json_object, no_such_text, whole_numbers
 
 _EXAMPLE = '{"pp_deg": 2, "pp_division": "2,1", "checkpoint": "0,0,1"}'
 _TYPES = {"1F1B": "pipedream_flush", "GPipe": "gpipe"}

@@ -14,8 +14,7 @@ import re
 from itertools import groupby
 
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
-from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.text_parsing import no_such_text
+from splitkit.exports.export_format import ExportFormat, no_such_text
 
 _EXAMPLE = "Et*3|t*4|t*4|t*3L"
 _FLAG = re.compile(r"--pipeline-model-parallel-layout[=\s]+[\"']?([^\"'\s]+)")

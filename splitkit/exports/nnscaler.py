@@ -12,8 +12,7 @@ import json
 import re
 
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
-from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.text_parsing import json_object, no_such_text
+from splitkit.exports.export_format import ExportFormat, json_object, no_such_text
 
 _EXAMPLE = '{"pipeline_nstages": 2, "pipeline_pivots": "model.layers.4"}'
 

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from splitkit.errors import FileError
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText
-from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.text_parsing import json_list, json_object, no_such_text
+from splitkit.exports.export_format import ExportFormat, json_list, json_object, no_such_text
 from splitkit.graph.dataflow import module_path
 
 _EXAMPLE = (

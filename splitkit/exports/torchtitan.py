@@ -12,10 +12,8 @@ import ast
 import json
 import re
 
-from splitkit.exports.carried_plan import CarriedPlan, StagesInText, cannot_carry
-from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.layer_sequence import LayerSequence
-from splitkit.exports.text_parsing import literal, no_such_text, python_values
+from splitkit.exports.carried_plan import CarriedPlan, LayerSequence, StagesInText, cannot_carry
+from splitkit.exports.export_format import ExportFormat, literal, no_such_text, python_values
 
 _EXAMPLE = 'module_fqns_per_model_part=[["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]'
 _V = ("ZBVZeroBubble", "DualPipeV")

@@ -15,12 +15,9 @@ from splitkit.engine.fuse_partitions import fuse_partitions, fusible_nodes
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
 from splitkit.graph.dependences import Before, all_dependences
-from splitkit.search.capability.adjacent import by_readers
-from splitkit.search.capability.levels import by_levels
-from splitkit.search.capability.partition_bound import fewest_partitions
-from splitkit.search.capability.resources import Load, PartitionLimits, loads_of
-from splitkit.search.capability.transparent import ALWAYS_TRANSPARENT, border_nodes, computing_calls
-from splitkit.search.capability.tuple_members import Partitions, move_members, owners_of
+from splitkit.search.adjacent import Load, PartitionLimits, by_levels, by_readers, fewest_partitions, loads_of
+from splitkit.search.transparent import ALWAYS_TRANSPARENT, border_nodes, computing_calls
+from splitkit.search.tuple_members import Partitions, move_members, owners_of
 
 
 class CapabilityBasedPartitioner:

@@ -27,11 +27,10 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import target_name
+from splitkit.graph.byte_sizes import hint
 from splitkit.graph.dataflow import Dataflow, analyze
-from splitkit.graph.fake_calls import hint
 from splitkit.graph.scope import Scope, is_state_op
-from splitkit.graph.storages import attribute
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import attribute, value_of
 from splitkit.short_repr import brief
 
 # The names that tracers give to constants and to bodies of control flow, numbered in graph order: 2.11, 2.13, 2.15.

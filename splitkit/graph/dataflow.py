@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from bisect import bisect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,12 +20,21 @@ from torch.fx import Node
 from splitkit._torch import inputs_of
 from splitkit.errors import GraphError, NoPlanError
 from splitkit.graph.opaque_bindings import Bindings, bindings_of
-from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple
+from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple, op_tables
+from splitkit.graph.ops.functions import is_python
+from splitkit.graph.ops.memo import ValueKind, read_from, value_kind
 from splitkit.graph.ops.tuples import Known
-from splitkit.graph.order_edges import Reference, order_edges, references_of
 from splitkit.graph.scope import Scope, is_state_op, scopes
-from splitkit.graph.storages import Lookup, owned_tensors, require_stored
-from splitkit.graph.symbols import is_symbolic, symbol_nodes, symbols_of, value_of
+from splitkit.graph.shared_memory import Reference, order_edges, references_of
+from splitkit.graph.storages import (
+    Lookup,
+    is_symbolic,
+    owned_tensors,
+    require_stored,
+    symbol_nodes,
+    symbols_of,
+    value_of,
+)
 from splitkit.prices import Costs
 from splitkit.short_repr import brief
 
@@ -356,3 +367,114 @@ def crossing_values(flow: Dataflow, costs: Costs, nodes: Sequence[Node]) -> npt.
             change[:, made + 1] += size
             change[:, max(readers) + 1] -= size
     return change.cumsum(axis=1)
+
+
+# Finds nodes that only keep a module's books: counters, running ranges and the like, whose results no node reads.
+#
+# Nothing but its module tells where such a node belongs. It costs next to nothing and feeds nothing, so a search would
+# put it wherever there is room, and its buffer with it::
+#
+#     num_batches_tracked.add_(1)                 with the batch norm of its module
+#     low.copy_(minimum(low, x.amin()))           with what makes x
+
+
+def bookkeeping(flow: Dataflow) -> list[tuple[Node, ...]]:
+    """Return sets of nodes that only keep books, each set behind the node, which keeps none, in whose part it belongs.
+
+    That is the last node that they compute from; if there is none, their neighbour in the order of the graph: the next
+    node, or the one before if only that one is in their module.
+    """
+    place, group = flow.index.__getitem__, dict[Node, list[Node]]()
+    for node in _books(flow):
+        own = group[node] = [node]
+        for first in flow.waits[node]:
+            if first in group and group[first] is not own:
+                own += group[first]
+                group |= dict.fromkeys(group[first], own)
+    others = [node for node in flow.nodes if node not in group]
+    found = []
+    for nodes in {id(nodes): sorted(nodes, key=place) for nodes in group.values()}.values():
+        at, owner = bisect(others, place(nodes[0]), key=place), module_path(nodes[0])
+        near = [*others[at : at + 1], *others[max(at - 1, 0) : at]]
+        made = [first for node in nodes for first in flow.waits[node] if first not in group]
+        inside = (node for node in near if f"{module_path(node)}.".startswith(f"{owner}."))
+        home = max(made, key=place) if made else next(inside, near[0] if near else None)
+        if home is not None:
+            found.append((home, *nodes))
+    return found
+
+
+def _books(flow: Dataflow) -> list[Node]:
+    """Return, in graph order, the nodes that write memory or make a new state and are read by no node, and those of
+    their module that only these read.
+    """
+    given, found = given_back(flow), set[Node]()
+    readers: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
+    for node, before in flow.waits.items():
+        for first in before:
+            readers[first].append(node)
+    for node in reversed(flow.nodes):
+        owner, isolated = module_path(node), not flow.waits[node]
+        if readers[node]:
+            alike = isolated or (owner and all(module_path(reader) == owner for reader in readers[node]))
+            is_book = node not in given and alike and found.issuperset(readers[node])
+        else:
+            # a joint graph returns the new state, where others write it
+            is_book = node in flow.once and (isolated or (node not in given and bool(flow.effects[node].writes)))
+        if is_book:
+            found.add(node)
+    return [node for node in flow.nodes if node in found]
+
+
+# Find the inputs that the analysis assumes to be tensors although nothing says so.
+#
+# If an input has neither ``meta["val"]`` nor an annotation, ``x.add(y)`` is nearly always the method of a tensor. The
+# method of another object could change that object; then its order, its copies and whether it runs at all would matter.
+# So where a split relies on the assumption, `splitkit.engine.split` checks the inputs of each call.
+
+
+Path = tuple[tuple[bool, object], ...]
+"""The reads that lead from an input to a value: for each, whether it reads an attribute (or an item), and its name."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """A value that is assumed to be a tensor.
+
+    Attributes:
+        path: how the value is read from the input; empty for the input itself.
+        by: the nodes whose effects would differ for another object.
+        no_array: whether the effects of one of these nodes would also differ for a numpy array.
+    """
+
+    path: Path
+    by: tuple[Node, ...]
+    no_array: bool
+
+
+def assumed_tensors(flow: Dataflow) -> Mapping[Node, tuple[Assumed, ...]]:
+    """Return placeholder -> the values read from it that are assumed to be tensors, in time linear in the graph."""
+    known: dict[Node, ValueKind] = {}
+    found: dict[Node, dict[Path, list[Node]]] = {}
+    for node, effect in flow.effects.items():
+        for value in _operands(node) if effect.known else ():
+            if value_kind(value, flow.root, known) is ValueKind.OPEN:
+                source, reads = read_from(value)
+                if source.op == "placeholder":
+                    path = tuple((r.target is getattr, r.args[1]) for r in reads)
+                    found.setdefault(source, {}).setdefault(path, []).append(node)
+    return {
+        source: tuple(Assumed(path, tuple(by), any(map(_is_other_in_arrays, by))) for path, by in paths.items())
+        for source, paths in found.items()
+    }
+
+
+def _operands(node: Node) -> tuple[Node, ...]:
+    """Return the arguments whose class decides what a node does."""
+    if node.op == "call_method" or node.target is operator.getitem:
+        return tuple(a for a in node.args[:1] if isinstance(a, Node))
+    return tuple(node.all_input_nodes) if is_python(node) and node.target is not getattr else ()
+
+
+def _is_other_in_arrays(node: Node) -> bool:
+    return node.op == "call_method" and node.target in op_tables.IN_PLACE_ELSEWHERE

@@ -29,8 +29,7 @@ from splitkit.graph.ops.functions import torch_name
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.scope import Scope, is_state_op, region_kind, states_before
 from splitkit.graph.shared_memory import GIVEN, REACHED, Memory, memory_classes
-from splitkit.graph.storages import VIEWS, Lookup, held_in, storage_key
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import VIEWS, Lookup, held_in, storage_key, value_of
 
 
 @dataclass

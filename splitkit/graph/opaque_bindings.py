@@ -39,7 +39,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.graph.ops import Effects
-from splitkit.graph.ops.ambient_calls import is_ambient, says_ambient
+from splitkit.graph.ops.functions import is_ambient, says_ambient
 from splitkit.graph.storages import attribute
 
 

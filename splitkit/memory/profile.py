@@ -17,9 +17,13 @@ from splitkit.display import ShownOverTime
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.kernels.vmap_batches import ends_inside, run_vmap
-from splitkit.memory.simulation import BEFORE, HELD, MemorySimulation, SimulatedStorage, ValueStorages
-from splitkit.memory.simulation_options import (
+from splitkit.memory.simulation import (
+    BEFORE,
+    HELD,
+    MemorySimulation,
+    SimulatedStorage,
     SplitLike,
+    ValueStorages,
     bad_option,
     bytes_of_block,
     check_options,

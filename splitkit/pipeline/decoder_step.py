@@ -15,10 +15,10 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.graph.byte_sizes import hint
 from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.fake_calls import hint
-from splitkit.graph.symbols import plain_size, symbols_of, value_of
+from splitkit.graph.storages import plain_size, symbols_of, value_of
 from splitkit.hardware.device_specs import Device
 from splitkit.memory.kernels.target_kernels import TargetKernels
 from splitkit.memory.profile import simulate_memory

@@ -9,7 +9,7 @@ written, all nodes that touch it must be in one stage::
     z = y + 1        any later stage: it reads a copy made after the last write
 
 A cache of a decoder stays where it is from one call to the next, so all nodes that read it must be in one stage. What
-only counts or records (`splitkit.graph.bookkeeping`) could run anywhere; its buffer belongs with its module's buffers.
+only counts or records (`splitkit.graph.dataflow`) could run anywhere; its buffer belongs with its module's buffers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.graph.bookkeeping import bookkeeping
 from splitkit.graph.caches import cache_forms, caches_of
-from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow, bookkeeping
 from splitkit.graph.shared_memory import GIVEN, NO_MEMORY, memory_classes, memory_touches
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import value_of
 
 SCALARS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Type of a number that can be sent -> the dtype with which it is sent."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
@@ -13,8 +13,88 @@ import numpy as np
 import numpy.typing as npt
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.action import KINDS, Action
 from splitkit.short_repr import brief
+
+# Defines an action of a pipeline schedule: one microbatch in one stage. Imports no numpy: for the command line.
+
+
+KINDS = {"F": "forward", "B": "backward", "I": "backward, input part", "W": "backward, weight part"}
+"""Torch's letter -> the computation of an action."""
+
+
+class Action(NamedTuple):
+    """The computation of one microbatch in one stage. ``str`` writes it as torch does: ``3F0``."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+# Makes V-Min and V-Half (Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024), which hold less.
+#
+# Rank r of p has the stages r and 2 p - 1 - r, so that a microbatch goes from the first rank to the last and back. The
+# actions of one microbatch, each one time slot long, form a building block that repeats every six slots, once for each
+# microbatch. The memory of a rank is proportional to the duration of a block on it. The weight parts fill the gaps::
+#
+#     V-Min, 2 ranks    rank 0    F0 . . F3 I3 W3 ..  I0 W0      stage 3 is on the way back
+#                       rank 1    .  F1 F2 . .  I2 I1 W2 W1
+#
+# With equal times of F, I and W a rank holds at its peak about a third of what it holds under 1F1B (V-Min), or half of
+# it (V-Half).
+
+
+_INTERVAL = 6
+"""Time slots from one microbatch to the next: F, I and W of the two stages of a rank."""
+
+_Block = list[tuple[int, str, int]]
+"""The actions of a rank for one microbatch without weight parts: (time slot, kind, stage)."""
+
+
+def v_min(stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
+    """Return V-Min: each action of the block directly follows the previous one."""
+    blocks = []
+    # Without the delay, F of a rank's first stage and I of its second one would fall into the same slot (mod 6).
+    late = 2 if ranks % 3 == 0 else 0
+    for rank in range(ranks):
+        times = rank, 2 * ranks - 1 - rank, 2 * ranks + late + rank, 4 * ranks + late - 1 - rank
+        blocks.append(_block(times, rank, stages - 1 - rank))
+    return [_row(block, microbatches) for block in blocks]
+
+
+def v_half(stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
+    """Return V-Half: forward on the way to the last rank, and the input part there, wait one slot per rank."""
+    blocks = []
+    late = 3 if ranks % 2 == 0 else 0
+    for rank in range(ranks):
+        times = 2 * rank, 3 * ranks - 2 - rank, 3 * ranks - 1 + late + 2 * rank, 6 * ranks - 2 + late - rank
+        blocks.append(_block(times, rank, stages - 1 - rank))
+    return [_row(block, microbatches) for block in blocks]
+
+
+def _block(times: Sequence[int], first: int, second: int) -> _Block:
+    return list(zip(times, "FFII", (first, second, second, first), strict=True))
+
+
+def _row(block: _Block, microbatches: int) -> list[Action]:
+    """Merge the blocks of all microbatches by time, with a weight part in each slot in which nothing else runs."""
+    at = {t + _INTERVAL * m: Action(stage, kind, m) for m in range(microbatches) for t, kind, stage in block}
+    assert len(at) == len(block) * microbatches, "two actions of a rank at one time"
+    return list(_with_weight_parts(at))
+
+
+def _with_weight_parts(at: dict[int, Action]) -> Iterator[Action]:
+    waiting: list[Action] = []
+    for time in range(max(at) + 1):
+        if time in at:
+            yield at[time]
+            waiting += [at[time]._replace(kind="W")] * (at[time].kind == "I")
+        elif waiting:
+            yield waiting.pop(0)
+    yield from waiting
+
 
 Ints = npt.NDArray[np.int64]
 
@@ -250,3 +330,178 @@ def _missing(action: Action, data: bool) -> Action:
     if not data:
         return Action(stage, "I" if kind == "W" else "F", microbatch)
     return Action(stage - 1, "F", microbatch) if kind == "F" else Action(stage + 1, "B", microbatch)
+
+
+# Holds what a stage copies to the host and back for one microbatch, and times the actions of ranks that copy.
+#
+# Each rank has one link in each direction, for all microbatches of all its stages. A direction copies one microbatch
+# after the other, each beside the computation (`splitkit.pipeline.order` says within which actions).
+
+
+@dataclass(frozen=True)
+class StageCopies:
+    """What one microbatch of a stage moves.
+
+    Attributes:
+        nbytes: the bytes that are moved.
+        out: seconds of all copies to the host.
+        out_end: seconds from the start of forward to the end of the last copy, if the link is free: values leave in the
+            order in which they are made.
+        back: seconds of all copies back.
+        back_tail: seconds from the start of the first copy back to the end of backward, if backward waits for nothing
+            else: values come in the order in which they are read.
+    """
+
+    nbytes: int
+    out: float
+    out_end: float
+    back: float
+    back_tail: float
+
+
+Times = tuple[list[float], list[float], list[float], list[float], list[float]]
+"""For each action its start and end, when its message leaves and arrives, and when its rank goes on."""
+
+
+def times_with_copies(
+    order: PipelineOrder,
+    durations: Sequence[float],
+    channels: Sequence[int],
+    travel: Sequence[float],
+    copies: Sequence[StageCopies | None],
+) -> Times:
+    """Return the times of all actions, where ranks also wait for copies.
+
+    Backward waits for what comes back when it reads it. Before an action begins, the copies to the host that the last
+    one should have ended with are awaited, so that their memory is free.
+
+    Args:
+        order: the actions.
+        durations: seconds of each action without waiting.
+        channels: a number for the ranks between which the message of each action travels, -1 if there is none.
+        travel: seconds of the message of each action.
+        copies: what each stage copies.
+    """
+    rank, data = order.columns.rank.tolist(), order.links.data.tolist()
+    stage, microbatch = order.columns.stage.tolist(), order.columns.microbatch.tolist()
+    released, asked, windows = _by_action(order, copies)
+    free, idle = [0.0] * len(order.ranks), [0.0] * len(order.ranks) ** 2
+    out, back = [0.0] * len(order.ranks), [0.0] * len(order.ranks)
+    left: dict[tuple[int, int], float] = {}
+    begun: dict[tuple[int, int], float] = {}
+    starts, ends, departures, arrivals, goes_on = ([0.0] * len(rank) for _ in range(5))
+    for i in order.links.sequence:
+        own, key = rank[i], (stage[i], microbatch[i])
+        start, moved, window = free[own], copies[stage[i]], windows.get((stage[i], microbatch[i]))
+        if (need := data[i]) >= 0:
+            start = max(start, arrivals[need])
+        for other in asked.get(i, ()):
+            begun[other] = max(back[own], start)
+            back[own] = begun[other] + _of(copies, other).back
+        end = start + durations[i]
+        if moved is not None and window is not None and window.made == i:
+            left[key] = out[own] = max(out[own] + moved.out, start + moved.out_end)
+        elif moved is not None and window is not None and window.read == i:
+            end = max(end, begun[key] + moved.back_tail)
+        departure = arrival = end
+        if (channel := channels[i]) >= 0:
+            departure = max(end, idle[channel])
+            idle[channel] = arrival = departure + travel[i]
+        free[own] = max([end, *(left[other] for other in released.get(i, ()))])
+        starts[i], ends[i], departures[i], arrivals[i], goes_on[i] = start, end, departure, arrival, free[own]
+    return starts, ends, departures, arrivals, goes_on
+
+
+def _of(copies: Sequence[StageCopies | None], key: tuple[int, int]) -> StageCopies:
+    found = copies[key[0]]
+    assert found is not None
+    return found
+
+
+_Keys = dict[int, list[tuple[int, int]]]
+
+
+def _by_action(
+    order: PipelineOrder, copies: Sequence[StageCopies | None]
+) -> tuple[_Keys, _Keys, dict[tuple[int, int], HostWindow]]:
+    """Return action -> what it releases and what it asks for, and the windows, all by numbers in ``order.columns``."""
+    released: _Keys = {}
+    asked: _Keys = {}
+    windows = windows_of(order)
+    for key, window in windows.items():
+        if copies[key[0]] is not None:
+            released.setdefault(window.released, []).append(key)
+            asked.setdefault(window.asked, []).append(key)
+    for keys in asked.values():  # what is read first comes first
+        keys.sort(key=lambda key: windows[key].read)
+    return released, asked, windows
+
+
+def windows_of(order: PipelineOrder) -> dict[tuple[int, int], HostWindow]:
+    """Return (stage, microbatch) -> its window, by numbers of actions in ``order.columns``."""
+    found: dict[tuple[int, int], HostWindow] = {}
+    first = 0
+    for row in order.ranks:
+        for key, w in host_windows(row).items():
+            found[key] = HostWindow(w.made + first, w.released + first, w.asked + first, w.read + first)
+        first += len(row)
+    return found
+
+
+# Says between which actions of a rank the offloaded values of a microbatch leave the device, are away, and come back.
+#
+# Values leave during forward and the next action of the rank, and come back during the last action before backward and
+# backward itself, so that copies run beside the work of other microbatches::
+#
+#     1F1B, rank 0 of 4     F0    F1     F2      F3    B0    F4     B1
+#     microbatch 1                made   leaves  away  away  comes  read
+#
+# Where too few actions lie between, forward waits for the copy at its own end, or backward for its own start.
+
+
+@dataclass(frozen=True)
+class HostWindow:
+    """The actions of a rank, by number, that the values of one microbatch of one stage pass.
+
+    Attributes:
+        made: forward.
+        released: the action at whose end the rank waits for the copies to the host, and frees the memory.
+        asked: the action at whose start the memory is taken again, and the copies back are asked for.
+        read: backward, or its input part.
+    """
+
+    made: int
+    released: int
+    asked: int
+    read: int
+
+
+def host_windows(row: Sequence[Action]) -> dict[tuple[int, int], HostWindow]:
+    """Return (stage, microbatch) -> its window, for the actions of one rank."""
+    made: dict[tuple[int, int], int] = {}
+    found: dict[tuple[int, int], HostWindow] = {}
+    for number, (stage, kind, microbatch) in enumerate(row):
+        key = (stage, microbatch)
+        if kind == "F":
+            made[key] = number
+        elif kind in ("B", "I"):
+            start = made[key]
+            released = start + 1 if start + 1 < number else start
+            asked = number - 1 if number - 1 > released else number
+            found[key] = HostWindow(start, released, asked, number)
+    return found
+
+
+def most_on_host(row: Sequence[Action], nbytes: Mapping[int, int]) -> int:
+    """Return the most bytes that one rank has on the host at once.
+
+    Args:
+        row: the actions of the rank.
+        nbytes: stage -> bytes that a microbatch moves there: from the start of its forward to the end of its backward.
+    """
+    now = most = 0
+    for stage, kind, _ in row:
+        now += nbytes.get(stage, 0) * (kind == "F")
+        most = max(most, now)
+        now -= nbytes.get(stage, 0) * (kind in ("B", "I"))
+    return most

@@ -7,7 +7,7 @@ and the action that reads it. From the best schedule found, the rows are read of
     All actions and messages are put into one sequence, an action by its end and a message by its start, but none before
     what it waits for. Each rank's row is this sequence without what other ranks do.
 
-These rows cannot deadlock, in any model of `splitkit.pipeline.message_order`, whatever the times are. For suppose that
+These rows cannot deadlock, in any model of `splitkit.pipeline.torch_orders`, whatever the times are. For suppose that
 entries never run, and take the first of them in the sequence. All that it waits for is before it in the sequence: the
 entries before it in the row of its rank, or of both ranks if it is a message, since each row is a part of the sequence;
 and the message that it reads. So all of this runs, and then it runs too: a contradiction.
@@ -29,15 +29,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.message_order import Communicators, MessageOrder, ends_of, is_message, readers
 from splitkit.pipeline.order import ACTION, PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import PricedStep, price_actions, simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.transport import LinkTimes
+from splitkit.pipeline.torch_orders import Communicators, MessageOrder, ends_of, is_message, readers
+from splitkit.pipeline.trace import LinkTimes
 from splitkit.short_repr import brief
-from splitkit.solvers.sequencing.sequencing_problem import SequencingProblem
-from splitkit.solvers.sequencing.solve_sequence import sequenced
+from splitkit.solvers.solve_sequence import SequencingProblem, sequenced
 from splitkit.units import duration
 
 
@@ -93,7 +92,7 @@ def order_messages(
         splitkit.pipeline.order_file.save_order(found.order, "order.csv")
 
     torch places a receive where its sender is scheduled (``_add_send_recv``), where it may block messages that are
-    ready (pytorch#172668, #188833). This module and `splitkit.pipeline.message_order` explain what the order of
+    ready (pytorch#172668, #188833). This module and `splitkit.pipeline.torch_orders` explain what the order of
     messages can change, and prove that the rows cannot deadlock. The order is optimal if there are few messages.
 
     Args:

@@ -5,14 +5,13 @@ Imports neither torch nor numpy, so that the command line can list schedules at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from splitkit.checks import MOST, is_whole, shown
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.action import Action
-from splitkit.pipeline.windowed import Window, stalls, windowed_row
+from splitkit.pipeline.order import Action
 
 OrderMaker = Callable[[int, int, int], Iterable[Iterable[Action]]]
 """(stages, microbatches, ranks) -> the actions of each rank."""
@@ -30,7 +29,7 @@ class Schedule:
         name: its name in results. Users may write it in any case, with or without hyphens.
         order: makes the actions of each rank. May be left out if ``window`` is given.
         window: for a schedule with one stage per rank that runs forward until this many microbatches are in flight, and
-            then backward and forward in turn (`splitkit.pipeline.windowed`). Only with it can the page simulate other
+            then backward and forward in turn (`splitkit.pipeline.schedule`). Only with it can the page simulate other
             numbers of stages.
         stages_per_rank: the number of stages on each rank; ``None`` for any number, two unless the ranks are given.
         placement: ``"loop"``: stage s is on rank s mod ranks. ``"V"``: of two stages on each rank, the first ones go
@@ -196,3 +195,64 @@ def _counted(number: int) -> str:
 
 def _unsound(schedule: Schedule, what: str, remedy: str) -> ScheduleError:
     return ScheduleError("SK333", f"Schedule({shown(schedule.name)}) has {what}", remedy)
+
+
+# Makes orders with one stage per rank: forward until a window of microbatches is full, then B and F in turn.
+#
+# The *window* of a stage is the most microbatches that it has in flight, between forward and the end of backward::
+#
+#     window 1    F0 B0 F1 B1 F2 B2          the last stage of 1F1B
+#     window 2    F0 F1 B0 F2 B1 B2          the stage before it
+#     window 3    F0 F1 F2 B0 B1 B2          all three microbatches, as in GPipe
+
+
+Window = Callable[[int, int], int]
+"""(number of stages, a stage) -> the most microbatches that the stage has in flight."""
+
+
+def unlimited(stages: int, stage: int) -> int:
+    """Return a window for all microbatches of a step, as in GPipe (Huang et al., NeurIPS 2019)."""
+    return MOST
+
+
+def as_stages_behind(stages: int, stage: int) -> int:
+    """Return one microbatch plus one per later stage: 1F1B, or PipeDream-flush (Narayanan et al., ICML 2021)."""
+    return stages - stage
+
+
+def twice_as_stages_behind(stages: int, stage: int) -> int:
+    """Return one microbatch plus two per later stage: eager 1F1B (Zhuang et al., MLSys 2023, as Alpa runs it).
+
+    A message between two stages then has the time of one microbatch to arrive, hidden behind computation.
+    """
+    return 1 + 2 * (stages - 1 - stage)
+
+
+def stalls(windows: Sequence[int]) -> tuple[int, int] | None:
+    """Find two stages whose windows may deadlock, the earlier one first; ``None`` if there are none.
+
+    Proof: let m be the least microbatch whose backward is not done. Until it is, a stage with window w runs forward of
+    microbatch m + w - 1 at most. An earlier stage with window w' reaches that forward without needing a backward of m
+    or later if w <= w'. If this holds for all pairs of stages, backward of m completes from the last stage to the
+    first.
+
+    Args:
+        windows: stage -> its window, at most the number of microbatches.
+    """
+    first = 0
+    for stage, window in enumerate(windows):
+        if window > windows[first]:
+            return first, stage
+        if window < windows[first]:
+            first = stage
+    return None
+
+
+def windowed_row(stage: int, numbers: Sequence[int], window: int) -> Iterator[Action]:
+    """Yield forward and backward of these microbatches, with at most ``window`` in flight."""
+    window = min(window, len(numbers))
+    for i in range(len(numbers) + window - 1):
+        if i < len(numbers):
+            yield Action(stage, "F", numbers[i])
+        if i >= window - 1:
+            yield Action(stage, "B", numbers[i - window + 1])

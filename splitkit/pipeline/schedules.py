@@ -12,10 +12,15 @@ from typing import TYPE_CHECKING
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError, nearest
-from splitkit.pipeline.action import Action
-from splitkit.pipeline.schedule import Schedule, plain, require_numbers
-from splitkit.pipeline.v_shaped import v_half, v_min
-from splitkit.pipeline.windowed import as_stages_behind, twice_as_stages_behind, unlimited
+from splitkit.pipeline.order import Action, v_half, v_min
+from splitkit.pipeline.schedule import (
+    Schedule,
+    as_stages_behind,
+    plain,
+    require_numbers,
+    twice_as_stages_behind,
+    unlimited,
+)
 
 if TYPE_CHECKING:
     from splitkit.pipeline.order import PipelineOrder
@@ -198,7 +203,7 @@ def schedule_of(order: PipelineOrder) -> Schedule | None:
 
     An order of messages is another one, since torch's classes place the messages themselves.
     """
-    from splitkit.pipeline.message_order import MessageOrder
+    from splitkit.pipeline.torch_orders import MessageOrder
 
     if isinstance(order, MessageOrder):
         return None

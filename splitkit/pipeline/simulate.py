@@ -15,15 +15,21 @@ import numpy as np
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.host_copies_of_stage import times_with_copies
-from splitkit.pipeline.message_order import MessageOrder
-from splitkit.pipeline.message_times import times_of_messages
-from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, LETTERS, PipelineOrder
-from splitkit.pipeline.replication_costs import ring_rounds, share
+from splitkit.pipeline.byte_breakdown import ring_rounds, share
+from splitkit.pipeline.order import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    LETTERS,
+    PipelineOrder,
+    times_with_copies,
+)
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
-from splitkit.pipeline.transport import LinkTimes, Transport, message_seconds
+from splitkit.pipeline.torch_orders import MessageOrder, waits
+from splitkit.pipeline.trace import LinkTimes, Transport, message_seconds
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
 
@@ -51,7 +57,7 @@ def simulate_schedule(
       action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when it gets
       to it, through a buffer, so an order that does not deadlock with overlap does not deadlock without it either.
 
-    In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
+    In an order of actions and messages (`splitkit.pipeline.torch_orders.MessageOrder`), messages wait for one another
     on the communicators of both ranks, and every message waits until both ranks have come to it. With
     ``overlap=False`` each entry of a row waits until the one before it is over.
 
@@ -288,3 +294,37 @@ def _in_turn(
         free[rank[i]] = arrival = end + (travel[i] if channels[i] >= 0 else 0.0)
         starts[i], ends[i], departures[i], arrivals[i] = start, end, end, arrival
     return starts, ends, departures, arrivals
+
+
+# Gives times to the actions and messages of a step whose messages are in a given order.
+
+
+def times_of_messages(
+    order: MessageOrder,
+    durations: Sequence[float],
+    travel: Sequence[float],
+    blocking: bool = False,
+) -> tuple[list[float], ...]:
+    """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none).
+
+    The execution model is that of `splitkit.pipeline.torch_orders`: the longest path over its waits. Takes time linear
+    in the number of actions.
+
+    Args:
+        order: the order of actions and messages.
+        durations: seconds of each action of ``order.columns``.
+        travel: seconds of the message that each action computes.
+        blocking: whether each entry of a row waits for the entry before it.
+
+    Raises:
+        ScheduleError: SK331 if messages deadlock in the blocking model.
+    """
+    found, count = waits(order, blocking), len(durations)
+    takes = [*durations, *travel, *[0.0] * (len(found.before) - 2 * count)]
+    starts, ends = [0.0] * len(takes), [0.0] * len(takes)
+    for node in found.sequence:
+        start = max((ends[need] for need in found.before[node]), default=0.0)
+        starts[node], ends[node] = start, start + takes[node]
+    sent = [count + action if action in order.readers else action for action in range(count)]
+    leaves = [starts[node] if node >= count else ends[node] for node in sent]
+    return starts[:count], ends[:count], leaves, [ends[node] for node in sent]

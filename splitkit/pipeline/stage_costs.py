@@ -10,7 +10,7 @@ from splitkit.checks import MOST, is_number, is_whole, shown
 from splitkit.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from splitkit.pipeline.host_copies_of_stage import StageCopies
+    from splitkit.pipeline.order import StageCopies
 
 MOST_SECONDS, MOST_BYTES = 1e100, 2**60
 """The largest figures of one stage: sums of many are still finite, and fit into 64-bit integers."""
@@ -33,7 +33,7 @@ class StageCosts:
         deferred_bytes: held from the end of the input part to the end of the weight part: the rest of the saved bytes,
             and the gradients that the input part captures, which are held from its start; ``None``: ``saved_bytes``.
             With torch's division, 1.1 to 1.7 times the saved bytes; with separate graphs it is at most about
-            those (`splitkit.pipeline.weight_gradients`).
+            those (`splitkit.pipeline.stage_prices`).
         activation_bytes: bytes of the message to the next stage.
         input_gradient_bytes: bytes of the message to the previous stage; ``None``: as many as the received activation.
         temporary_bytes: upper bound on additional bytes while the stage computes.
@@ -42,7 +42,7 @@ class StageCosts:
         optimizer_bytes: bytes of the optimizer's state.
         unit: the measure of the times: ``"s"``, or that of nominal prices.
         replicas: the number of devices that run the stage, each on an equal share of every microbatch. The other fields
-            are those of one replica (`splitkit.pipeline.replication_costs`), except messages, which are of all
+            are those of one replica (`splitkit.pipeline.byte_breakdown`), except messages, which are of all
             together.
         copies: what of ``saved_bytes`` waits on the host, and how long its copies take; ``None`` for nothing.
 
@@ -100,7 +100,7 @@ class StageCosts:
 
 
 def _require_copies(value: object, saved: int) -> None:
-    from splitkit.pipeline.host_copies_of_stage import StageCopies
+    from splitkit.pipeline.order import StageCopies
 
     if not isinstance(value, StageCopies):
         raise ScheduleError("SK332", f"copies is {shown(value)}", "Give StageCopies or None.")

@@ -7,8 +7,8 @@ import json
 import os
 import reprlib
 import warnings
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,23 +17,141 @@ from torch.fx import Node
 
 from splitkit import files
 from splitkit._torch import target_name
-from splitkit.errors import FileError, PlanError, PlanWarning
-from splitkit.plans import node_matching
+from splitkit.errors import FileError, PlanError, PlanWarning, SplitError
+from splitkit.graph.canonical import CanonicalForm, canonical_form, value_text
 from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
-from splitkit.plans.parts import CALLS, Claim, Part, PartKey, flaw_of_replicas
-from splitkit.plans.plan_json import (
+from splitkit.plans.parts import (
+    CALLS,
+    Claim,
+    Part,
+    PartKey,
+    PlanRequest,
     check_device,
     check_numbers,
     check_short_text,
     damaged,
     device_from_json,
+    flaw_of_replicas,
     key_from_json,
     key_to_json,
     read_key,
+    request_from_json,
+    request_to_json,
 )
-from splitkit.plans.plan_request import PlanRequest, request_from_json, request_to_json
-from splitkit.plans.policy_text import MOST_TEXT
-from splitkit.price_record import KINDS, PriceRecord
+from splitkit.price_record import KINDS, PriceRecord, printable
+
+# Match the nodes that a plan file names to the nodes of a graph: by name if the graph is the same, else by form.
+#
+# A plan file describes each node of its graph by one string, in canonical order (`splitkit.graph.canonical`)::
+#
+#     "add_3 1f2e3d4c float32[2, 16]"          name, digest of the computation, type of the value
+#
+# When the same model is captured in another process, its nodes may have other names and another order.
+
+
+class DescribedNode(NamedTuple):
+    """A node as a plan file describes it: its name, a digest of its computation, and its value (``float32[2, 16]``)."""
+
+    name: str
+    digest: str
+    value: str
+
+
+def describe_nodes(graph: fx.Graph) -> list[str]:
+    """Return the description of each node of a graph; an empty list if the graph has no canonical form."""
+    form = _form_of(graph)
+    if form is None:
+        return []
+    pairs = zip(form.nodes, form.digests, strict=True)
+    return [f"{node.name} {digest} {value_text(node)}".rstrip() for node, digest in pairs]
+
+
+def parse_nodes(data: object) -> list[DescribedNode]:
+    """Parse the node descriptions of a plan file; early versions of the file have none.
+
+    Raises:
+        FileError: SK501 if a description is damaged.
+    """
+    fields = [text.split(" ", 2) if isinstance(text, str) else [] for text in data] if isinstance(data, list) else [[]]
+    names = {some[0] for some in fields if some}
+    if not all(len(some) > 1 for some in fields) or len(names) < len(fields):
+        raise FileError(
+            "SK501", "the plan is damaged: its nodes are not a list of distinct names with digests", "Plan again."
+        )
+    return [DescribedNode(name, digest, rest[0] if rest else "") for name, digest, *rest in fields]
+
+
+def match_nodes(
+    graph: fx.Graph, known: Sequence[DescribedNode], placed: Collection[str], same: bool
+) -> dict[str, Node]:
+    """Return a mapping from the node names of a file to the nodes of a graph, for every name that the file places.
+
+    Args:
+        graph: the graph that the plan is loaded for.
+        known: the descriptions in the file.
+        placed: the names that the file places.
+        same: whether the graph has the same fingerprint as the one in the file.
+
+    Raises:
+        FileError: SK502 if the graph is a different one; the message says where the two differ first.
+    """
+    by_name = {node.name: node for node in graph.nodes}
+    missing = [name for name in placed if name not in by_name]
+    if same and not missing:
+        return by_name
+    form = _form_of(graph) if known else None
+    if form is None:
+        raise _another(
+            f": {missing[0]!r} and {len(missing) - 1} more of its nodes are not in this graph" if missing else "",
+            missing,
+        )
+    if (number := form.first_difference([node.digest for node in known])) is not None:
+        raise _another(_where(form, known, number), [known[number].name] if number < len(known) else missing)
+    by_form = {other.name: node for other, node in zip(known, form.nodes, strict=True)}
+    if lost := [name for name in placed if name not in by_form]:
+        raise _another(f": {lost[0]!r} and {len(lost) - 1} more of its nodes have no description", lost)
+    return by_form
+
+
+def size_differences(known: Sequence[DescribedNode], nodes: Mapping[str, Node]) -> str:
+    """Describe a value, an input if possible, whose shape or dtype differs from the file; "" if none differs."""
+    pairs = [(node, d.value) for d in known if (node := nodes.get(d.name)) is not None]
+    found = [(node, was, now) for node, was in pairs if was and (now := value_text(node)) and now != was]
+    if not found:
+        return ""
+    node, was, now = min(found, key=lambda some: _FIRST.get(some[0].op, len(_FIRST)))
+    name = node.target if node.op in _FIRST else node.name
+    return f"{name} was {was} and is {now}" + (f", and so for {len(found) - 1} more" if len(found) > 1 else "")
+
+
+_FIRST = {"placeholder": 0, "get_attr": 1}  # the sizes of other nodes follow from these
+
+
+def _form_of(graph: fx.Graph) -> CanonicalForm | None:
+    root = graph.owning_module
+    if not isinstance(root, fx.GraphModule):
+        return None
+    try:
+        return canonical_form(root)
+    except SplitError:  # such a graph cannot be split either
+        return None
+
+
+def _where(form: CanonicalForm, known: Sequence[DescribedNode], number: int) -> str:
+    theirs = f"{known[number].name!r} of the plan" if number < len(known) else "the end of the plan's"
+    if number == len(form.nodes):
+        return f": they first differ at {theirs}, and this graph has no more nodes"
+    return f": they first differ at {theirs} and {form.nodes[number].name!r} of this graph"
+
+
+def _another(what: str, nodes: Collection[str]) -> FileError:
+    return FileError(
+        "SK502",
+        f"the plan was made for another graph{what}",
+        "Capture the model in the same way (same mode and torch version), or plan again.",
+        nodes,
+    )
+
 
 SCHEMA = 1
 _MOST = 1e300  # no number of a claim is larger: this rejects infinity, and ints that no float can hold
@@ -77,7 +195,7 @@ def encode_plan(plan: PlanFields) -> dict[str, Any]:
         "schema": SCHEMA,
         "kind": "splitkit plan",
         "graph": fingerprint(graph) if graph else None,
-        "nodes": node_matching.describe_nodes(graph) if graph else [],
+        "nodes": describe_nodes(graph) if graph else [],
         "note": plan.note,
         "routing": plan.routing,
         "claim": _claim_to_json(plan.claim),
@@ -104,10 +222,10 @@ def decode_plan(graph: fx.Graph, data: Mapping[str, Any]) -> PlanFields:
     parts = _parts(data["parts"])
     _check_places(data["places"], len(parts))
     same = data["graph"] in (None, fingerprint(graph))
-    known = node_matching.parse_nodes(data.get("nodes", []))
+    known = parse_nodes(data.get("nodes", []))
     moved = tuple(names_of_offloaded(data.get("offloaded")))
-    by_name = node_matching.match_nodes(graph, known, (*data["places"], *moved), same)
-    if other := node_matching.size_differences(known, by_name):
+    by_name = match_nodes(graph, known, (*data["places"], *moved), same)
+    if other := size_differences(known, by_name):
         warnings.warn(PlanWarning("SK509", f"the plan was made for other sizes: {other}"), stacklevel=3)
     places = {
         by_name[name]: tuple(None if i is None else parts[i].key for i in where)
@@ -322,3 +440,62 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError(f"two fields have the same name among {reprlib.repr([name for name, _ in pairs])}")
     return found
+
+
+# Writes a policy as an expression, such as ``Stages(4, schedule='1f1b')``, for plans and their files.
+
+
+MOST_TEXT = 2000
+"""The length of the longest expression that is kept."""
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def policy_text(policy: object) -> str:
+    """Return the expression that makes a policy again; empty if a parameter is not a literal, as a function is not.
+
+    Parameters that have their default are left out. A policy may give its expression itself, as an attribute
+    ``expression``.
+    """
+    own = getattr(policy, "expression", None)
+    text = own if isinstance(own, str) else _call(policy)
+    return text if text is not None and text == printable(text, MOST_TEXT) else ""
+
+
+def _call(policy: object) -> str | None:
+    """Return the call of a policy's class; ``None`` if it cannot be written."""
+    if not is_dataclass(policy) or isinstance(policy, type) or not hasattr(policy, "assign"):
+        return None
+    words: list[str] = []
+    for number, field in enumerate(fields(policy)):
+        value = getattr(policy, field.name)
+        if not field.init or _is_default(field, value):
+            continue
+        text = _literal(value)
+        if text is None:
+            return None
+        words.append(text if len(words) == number == 0 else f"{field.name}={text}")
+    return f"{type(policy).__name__}({', '.join(words)})"
+
+
+def _is_default(field: Field[Any], value: object) -> bool:
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    return type(value) is type(default) and bool(value == default)
+
+
+def _literal(value: object) -> str | None:
+    """Return the text of a literal, or of a policy, device or link that is a parameter."""
+    if type(value) in _PLAIN:
+        return repr(value)
+    if type(value) in (list, tuple):
+        texts = [_literal(item) for item in value]  # type: ignore[attr-defined]
+        if None in texts:
+            return None
+        inner = ", ".join(filter(None, texts))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(texts) == 1 else ''})"
+    if isinstance(value, Mapping):
+        pairs = [(_literal(key), _literal(item)) for key, item in value.items()]
+        if any(None in pair for pair in pairs):
+            return None
+        return f"{{{', '.join(f'{key}: {item}' for key, item in pairs)}}}"
+    own = getattr(value, "expression", None)
+    return own if isinstance(own, str) else _call(value)

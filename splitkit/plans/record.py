@@ -3,22 +3,148 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit.display import Shown, ShownOverTime
 from splitkit.errors import PlanError, PolicyError
+from splitkit.graph.dataflow import Dataflow, bookkeeping
+from splitkit.graph.shared_memory import NO_MEMORY, Memory, memory_classes
+from splitkit.graph.storages import attribute
 from splitkit.plans import plan_file
 from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import NAMING, PARENT, Claim, Part, PartKey, flaw_of_key
-from splitkit.plans.plan_display import ShownPlan
-from splitkit.plans.plan_request import PlanRequest
+from splitkit.plans.parts import NAMING, PARENT, Claim, Part, PartKey, PlannedOptimizer, PlanRequest, flaw_of_key
 from splitkit.price_record import PriceRecord
+from splitkit.prices import Costs
 from splitkit.short_repr import brief, few
+
+if TYPE_CHECKING:
+    from splitkit.files import PathLike
+
+
+# The methods `view`, `to_html`, `to_svg` and `explain` that plans and splits share.
+
+
+OtherPlan = Mapping[Node, tuple[PartKey, ...]]
+"""Another plan of the same graph to compare with; a `splitkit.Plan` is such a mapping."""
+
+
+class ShownPlan(Shown):
+    """An object that is drawn as a plan of a graph."""
+
+    def explain(
+        self, where: object = None, *, policy: object = None, costs: Costs | None = None, again: bool = True
+    ) -> Any:
+        """Explain why the plan is as it is: what limits it, how far from the best it may be, what would help.
+
+        The explanation prints as text, has ``to_dict()``, and a notebook shows it as HTML.
+
+        Args:
+            where: a node or its name, to explain instead of the whole plan.
+            policy: the policy whose limits hold (memory, schedule, links); by default the one that made the plan, if
+                the plan has recorded it.
+            costs: the prices; by default those that the plan was made with.
+            again: whether to plan again with one more device, one fewer, and more memory; that takes as long as
+                planning.
+
+        Raises:
+            PlanError: SK314 if the graph has no such node.
+            PolicyError: SK301 if ``policy`` is not a policy.
+        """
+        return Shown.explainer()(self, where, policy=policy, costs=costs, again=again)
+
+    def view(
+        self,
+        *,
+        height: int | None = None,
+        live: bool = False,
+        costs: Costs | None = None,
+        optimizer: PlannedOptimizer = "planned",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        measured: object = None,
+        beside: OtherPlan | Sequence[OtherPlan] | None = None,
+        title: str = "",
+    ) -> Any:
+        """Return an interactive page in a frame, which a notebook shows if this is the last line of a cell.
+
+        Args:
+            height: height of the frame in pixels.
+            live: return a widget that plans again in Python when the number of stages changes, and whose ``plan``
+                follows the stages as they are dragged. This needs ``pip install anywidget``.
+            costs: prices of the nodes; by default those that the plan was made with, or FLOPs if it does not know them.
+            optimizer: as for `splitkit.stage_costs`: by default what the plan was made for; ``None`` for inference. A
+                plan of a joint graph ignores it.
+            memory: the memory of each device in bytes (or ``"80GiB"``); stages that exceed it are red.
+            run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below, which
+                needs prices in seconds.
+            measured: what the ranks did when the step ran (`splitkit.runtime.StepRecorder.measured`, or
+                `splitkit.MeasuredStep.load` of a trace file), drawn beside the actions of ``run``, which must
+                be the same: ``run=sk.simulate_schedule(stages, measured.order)``.
+            beside: another plan of the graph to compare with, or several; rows that one of them puts into another stage
+                are marked.
+            title: the text above the picture; by default the note of the plan.
+
+        Raises:
+            ViewError: SK901 if the plan cannot be drawn, or not with these options; SK902 if ``live`` is given and
+                anywidget is not installed; SK903 for a step by prices that are not times.
+        """
+        return self._framed(
+            height,
+            live,
+            costs=costs,
+            optimizer=optimizer,
+            memory=memory,
+            run=run,
+            measured=measured,
+            beside=beside,
+            title=title,
+        )
+
+    def to_html(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        optimizer: PlannedOptimizer = "planned",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        measured: object = None,
+        beside: OtherPlan | Sequence[OtherPlan] | None = None,
+        title: str = "",
+    ) -> None:
+        """Write the page as one file that any browser shows, or the still picture if its name ends in ``.svg``.
+
+        The options are those of `view`.
+
+        Raises:
+            ViewError: SK901 if the plan cannot be drawn, or not with these options.
+            FileError: SK504 if the file cannot be written; an existing file is then left as it was.
+        """
+        options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": run, "measured": measured}
+        self._write_html(path, **options, beside=beside, title=title)
+
+    def to_svg(
+        self,
+        path: PathLike,
+        *,
+        costs: Costs | None = None,
+        optimizer: PlannedOptimizer = "planned",
+        memory: float | str | None = None,
+        run: ShownOverTime | None = None,
+        measured: object = None,
+        beside: OtherPlan | Sequence[OtherPlan] | None = None,
+        title: str = "",
+    ) -> None:
+        """Write a static picture; the options are those of `view`, the errors those of `to_html`."""
+        options = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": run, "measured": measured}
+        self._write_svg(path, **options, beside=beside, title=title)
+
 
 ROUTINGS = ("direct", "relay")
 
@@ -219,3 +345,89 @@ def module_of_plan(plan: Plan) -> fx.GraphModule | None:
     graph = next(iter(plan)).graph if plan else None
     root = None if graph is None else graph.owning_module
     return root if isinstance(root, fx.GraphModule) and root.graph is graph else None
+
+
+# Puts counters and running ranges into the part of their module, where a policy has put them into another.
+
+
+def keep_books(flow: Dataflow, plan: Plan) -> Plan:
+    """Return the plan with what only keeps a module's books in the part of its module, and without parts left empty.
+
+    A border of a policy that follows the order of the graph may fall between the two. If nothing moves, the plan itself
+    is returned.
+    """
+    changes: dict[Node, tuple[PartKey, ...]] = {}
+    for owner, *books in flow.fact(bookkeeping):
+        home = plan.places.get(owner, ())
+        made = {plan.places.get(first) for node in books for first in flow.waits[node] if first not in books}
+        # what they compute from is there, and nothing reads them: no cycle of parts can close
+        if len(home) == 1 and made <= {home} and all(len(plan.places.get(node, ())) == 1 for node in books):
+            changes |= {node: home for node in books if plan.places[node] != home}
+    if not changes:
+        return plan
+    placed = plan.place(changes)
+    used = {key for keys in placed.places.values() for key in keys}
+    return replace(placed, parts={key: part for key, part in placed.parts.items() if key in used})
+
+
+# Parts that backward runs again (``Part.call="checkpoint"``): make a plan's parts so, and check that they can be.
+
+
+NOTE = "numbers are without recompute, which was chosen afterwards"
+"""What the note of a plan says whose parts were all made so."""
+
+
+def checkpointed(plan: Plan) -> Plan:
+    """Return the plan with parts that save only their inputs and are recomputed in backward (activation checkpointing).
+
+    Its claim is dropped and its note says so, since both were made without recompute.
+    """
+    parts = {key: replace(part, call="checkpoint") for key, part in plan.parts.items()}
+    if parts == plan.parts:
+        return plan
+    return replace(plan, parts=parts, claim=None, note=f"{plan.note}; {NOTE}" if plan.note else "")
+
+
+def check_checkpoints(flow: Dataflow, plan: Plan) -> None:
+    """Raise SK207 for nodes that ``torch.utils.checkpoint`` could not run again in backward.
+
+    It replays random numbers and asserts. It cannot undo a write or a print, nor a later write to a value that the
+    part read.
+    """
+    again = {key for key, part in plan.parts.items() if part.call == "checkpoint"}
+    for node in _fixed_in_time(flow) if again else ():
+        for key in plan.places.get(flow.producer(node), ()):
+            if key is not PARENT and key in again:
+                raise PlanError(
+                    "SK207",
+                    f"part {key!r} is checkpointed and would run {node.name} again in backward, "
+                    f"but {flow.once.get(node, 'another node writes the memory that it reads')}",
+                    "Move the node to another part, or use call='plain' for that part.",
+                    [node],
+                )
+
+
+def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
+    """Return the nodes that must not run again later: impure nodes, writers, and readers of written memory."""
+    impure = (n for n, e in flow.effects.items() if not e.known or e.impure or e.ambient)
+    seeded = (n for n, e in flow.effects.items() if e.random and _has_generator(flow, n))
+    return dict.fromkeys([*impure, *seeded, *_users_of_written(flow)])
+
+
+def _users_of_written(flow: Dataflow) -> Iterator[Node]:
+    """Yield writers and readers of written memory; opaque code counts with its arguments only."""
+    found = memory_classes(flow.effects, flow.root)
+    memory = Memory(found.members, found.written)
+    running = ((n, e) for n, e in flow.effects.items() if n.op not in ("placeholder", "get_attr", "output"))
+    uses = {n: memory.use(n, e) for n, e in running if n not in flow.followers}
+    written = {c for writes, _ in uses.values() for c in writes} - NO_MEMORY
+    return (n for n, (_, touched) in uses.items() if not written.isdisjoint(touched))
+
+
+def _has_generator(flow: Dataflow, node: Node) -> bool:
+    """Whether ``node`` draws from a generator of its own, whose state checkpoint does not restore."""
+    read = [attribute(flow.root, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+    inputs = any(
+        n.op == "placeholder" and not isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes
+    )
+    return inputs or any(isinstance(v, torch.Generator) for v in (*read, *node.args, *node.kwargs.values()))

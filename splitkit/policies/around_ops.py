@@ -12,10 +12,10 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow, waits_for
 from splitkit.graph.node_selection import Ops, Rule, rule_of
-from splitkit.graph.symbols import value_of
-from splitkit.plans.local_copies import recompute_sizes
+from splitkit.graph.storages import value_of
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import recompute_sizes
 
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 

@@ -11,8 +11,7 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import as_links
 from splitkit.errors import NoPlanError, PlanError, PolicyError, ScheduleError, SplitError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.pipeline.defaults import ranks_of, require_schedule
-from splitkit.pipeline.purpose import counted_optimizer
+from splitkit.pipeline.purpose import counted_optimizer, ranks_of, require_schedule
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.policy import PolicyLike, as_plan
@@ -20,8 +19,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies.expert import Expert
 from splitkit.policies.stages import Stages
 from splitkit.prices import Optimizer
-from splitkit.search.request import StageRequest
-from splitkit.search.scoring import Score, Scoring
+from splitkit.search.request import Score, Scoring, StageRequest
 from splitkit.short_repr import options
 from splitkit.units import size
 

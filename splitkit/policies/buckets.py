@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import Node
 
 from splitkit.extend import Costs, Dataflow, Plan, checks, given_back, readers_of, start_of, tensor_bytes
-from splitkit.plans.kept_books import keep_books
+from splitkit.plans.record import keep_books
 
 
 @dataclass(frozen=True)

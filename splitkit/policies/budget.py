@@ -9,8 +9,7 @@ from typing import Literal
 
 from splitkit.checks import is_number, is_whole, is_word, nbytes, seconds, shown
 from splitkit.costs import Costs
-from splitkit.costs.host_room import Offload, require_offload, room_of_host
-from splitkit.costs.links import HostLink
+from splitkit.costs.links import HostLink, Offload, require_offload, room_of_host
 from splitkit.costs.named import priced, require_price
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow
@@ -20,11 +19,9 @@ from splitkit.prices import checked
 from splitkit.search.recompute.offload_planner import OffloadPlanner
 from splitkit.search.recompute.plan_pool import PlanPool, Pool, Seen
 from splitkit.search.recompute.recompute_search import RecomputeSearch
-from splitkit.training.checkpoints import eager_plan
 from splitkit.training.choices import savings
-from splitkit.training.flow import JointFlow, as_joint
-from splitkit.training.optimizer import MakeOptimizer, check_optimizer, optimizer_memory
-from splitkit.training.peaks import Peaks
+from splitkit.training.flow import JointFlow, MakeOptimizer, as_joint, check_optimizer, optimizer_memory
+from splitkit.training.peaks import Peaks, eager_plan
 from splitkit.units import duration, size
 
 LEAST = "least"

@@ -17,7 +17,7 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_selection import Ops, Rule, rule_of
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
-from splitkit.search.devices.level_search import Kinds, lowest, sink
+from splitkit.search.level_search import Kinds, lowest, sink
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
-from splitkit.search.memory.memory_search import MemoryParts, MemorySearch
+from splitkit.search.memory_search import MemoryParts, MemorySearch
 from splitkit.search.request import StageRequest
 from splitkit.short_repr import options
 from splitkit.units import size

@@ -16,7 +16,7 @@ from splitkit.costs.named import priced
 from splitkit.errors import PolicyError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
-from splitkit.search.recompute.network import CutNetwork, cheapest
+from splitkit.search.recompute.pareto_cuts import CutNetwork, cheapest
 from splitkit.training.choices import Savings, savings
 from splitkit.training.flow import as_joint
 from splitkit.units import duration

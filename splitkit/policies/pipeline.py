@@ -9,13 +9,11 @@ import numpy as np
 
 from splitkit.checks import Memory, count, memory_of, settle, shown
 from splitkit.costs import Costs, Links, unit_of
-from splitkit.costs.host_room import Offload, require_offload, require_seconds, room_of_host
-from splitkit.costs.links import HostLink, as_links
+from splitkit.costs.links import HostLink, Offload, as_links, require_offload, require_seconds, room_of_host
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.pipeline.defaults import microbatches_of
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.pipeline.purpose import counted_optimizer
+from splitkit.pipeline.purpose import counted_optimizer, microbatches_of
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.offloaded import Offloaded
@@ -24,13 +22,11 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
-from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.offload_cut_search import OffloadCutSearch, RankHost
+from splitkit.search.pipelines.joint_positions import JointPositions, staged_plan
+from splitkit.search.pipelines.offload_cut_search import OffloadCutSearch, RankHost, StageTransfers
 from splitkit.search.pipelines.planned_pipeline import PlannedPipeline
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.stage_transfers import StageTransfers
-from splitkit.search.pipelines.staged_plan import staged_plan
 from splitkit.short_repr import options
 from splitkit.training.choices import Choice
 from splitkit.training.flow import JointFlow, as_joint

@@ -16,10 +16,10 @@ from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.policies.save_all import SaveAll
-from splitkit.search.recompute.network import CutNetwork, cheapest
-from splitkit.training.checkpoints import apply_checkpoints, nodes_with_policy
+from splitkit.search.recompute.pareto_cuts import CutNetwork, cheapest
 from splitkit.training.choices import savings
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, as_joint, is_pinned, save_all_plan, with_inputs
+from splitkit.training.peaks import apply_checkpoints, nodes_with_policy
 
 
 @dataclass(frozen=True)

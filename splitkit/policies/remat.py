@@ -13,8 +13,8 @@ from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_selection import Ops, modules_matching, rule_of
 from splitkit.plans.record import Plan
-from splitkit.training.checkpoints import recompute_in_backward
 from splitkit.training.flow import FORWARD, JointFlow, as_joint, recompute, save_all_plan
+from splitkit.training.peaks import recompute_in_backward
 
 
 @dataclass(frozen=True)

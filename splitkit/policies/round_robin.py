@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from splitkit.checks import count, settle
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
-from splitkit.plans.kept_books import keep_books
-from splitkit.plans.record import Plan
+from splitkit.plans.record import Plan, keep_books
 from splitkit.plans.rewrite import refine
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from splitkit.costs import Costs
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
-from splitkit.training.checkpoints import eager_plan
 from splitkit.training.flow import as_joint
+from splitkit.training.peaks import eager_plan
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from splitkit.costs import Costs, Links
 from splitkit.costs.links import as_links
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
-from splitkit.pipeline.defaults import microbatches_of, ranks_of, require_replicas, require_schedule
-from splitkit.pipeline.purpose import counted_optimizer
+from splitkit.pipeline.purpose import counted_optimizer, microbatches_of, ranks_of, require_replicas, require_schedule
 from splitkit.pipeline.stage_prices import check_stage_optimizer
-from splitkit.plans.plan_request import PlanRequest
+from splitkit.plans.parts import PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
-from splitkit.search.replicas.replica_scoring import ReplicaScoring
-from splitkit.search.replicas.replica_search import ReplicaSearch
+from splitkit.search.replica_scoring import ReplicaScoring
+from splitkit.search.replica_search import ReplicaSearch
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache
 from splitkit.search.stages.inference_stages import InferenceStages

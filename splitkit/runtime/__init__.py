@@ -6,9 +6,9 @@ from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
 from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
 from splitkit.runtime.generation.decoder_memory import decoder_memory
+from splitkit.runtime.generation.encoder_caches import decoder_cache
 from splitkit.runtime.generation.generation_request import Request, RequestResult
 from splitkit.runtime.generation.generator import Generator, serve
-from splitkit.runtime.generation.kept_caches import decoder_cache
 from splitkit.runtime.ranks.joint_pipeline import JointPipeline, joint_pipeline
 from splitkit.runtime.ranks.pipeline import Pipeline, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule

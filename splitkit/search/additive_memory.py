@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from splitkit.graph.byte_sizes import storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key
-from splitkit.memory.autograd.saved_storages import Activations
+from splitkit.memory.saved_storages import Activations
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Optimizer
 from splitkit.solvers.placement.problem import Ints

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from splitkit.search.memory.traffic_bounds import ROUNDED, least_message, needed_by_units
 from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.traffic_bounds import ROUNDED, least_message, needed_by_units
 from splitkit.solvers.placement.problem import Problem
 
 

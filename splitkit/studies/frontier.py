@@ -10,31 +10,28 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from splitkit import checks
 from splitkit.costs import Costs, default, unit_of
-from splitkit.costs.host_room import Offload, require_offload, room_of_host
-from splitkit.costs.links import HostLink
+from splitkit.costs.links import HostLink, Offload, require_offload, room_of_host
 from splitkit.costs.named import Price, priced, require_price
 from splitkit.costs.recorded import record_of
 from splitkit.display import Shown
 from splitkit.engine.pair import Pair, divide
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends.joint.joint_capture import Joint
+from splitkit.frontends.joint_capture import Joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
 from splitkit.prices import checked, require_costs
-from splitkit.search.recompute.offload_frontier import OffloadFrontier
-from splitkit.search.recompute.offload_planner import OffloadPlanner
+from splitkit.search.recompute.offload_planner import OffloadFrontier, OffloadPlanner, PeakFrontier
 from splitkit.search.recompute.offload_search import OffloadPlan
 from splitkit.search.recompute.pareto_cuts import Hull
-from splitkit.search.recompute.pareto_peaks import PeakFrontier
 from splitkit.search.recompute.plan_pool import Seen
 from splitkit.short_repr import brief
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, size
-from splitkit.view.console.tables import table
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.renderers import Picture, limit_of, pictured
 from splitkit.view.svg.scatter import ScatterDrawing, ScatterPoint
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table

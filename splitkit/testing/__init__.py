@@ -7,15 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from splitkit.testing.compare import assert_legal as assert_legal
+    from splitkit.testing.compare import assert_same as assert_same
     from splitkit.testing.graph_zoo import Specimen as Specimen
     from splitkit.testing.graph_zoo import zoo as zoo
-    from splitkit.testing.oracle import assert_legal as assert_legal
-    from splitkit.testing.oracle import assert_same as assert_same
 
 _MODULES = {
     "Specimen": "graph_zoo",
-    "assert_legal": "oracle",
-    "assert_same": "oracle",
+    "assert_legal": "compare",
+    "assert_same": "compare",
     "zoo": "graph_zoo",
 }
 

@@ -8,20 +8,180 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from splitkit import _torch
-from splitkit.testing.specimens import (
-    Cache,
-    Dropouts,
-    Dynamic,
-    ManyOutputs,
-    Mutating,
-    Regions,
-    Skips,
-    TiedLanguageModel,
-)
 from splitkit.testing.visible_state import Divided, enter_level, exit_level, observe
+
+# Small models for `splitkit.testing.graph_zoo`, each with something that makes splitting hard.
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (..., width) -> the same."""
+        y: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + y
+
+
+class TiedLanguageModel(nn.Module):
+    """A model whose embedding and head are one parameter, with a long skip, a tuple op and a buffer."""
+
+    bias: Tensor
+
+    def __init__(self, width: int = 8, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(width) * 1.3)
+        self.register_buffer("bias", torch.randn(width))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Shape (batch, time) -> logits and a half of the last state."""
+        x = self.embedding(ids)
+        skip = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        x = x + skip + self.bias
+        left, right = x.chunk(2, -1)
+        y = torch.cat([left * right, left + right], -1) * self.scale
+        return F.linear(y, self.embedding.weight), left
+
+
+class Mutating(nn.Module):
+    """A model with BatchNorm statistics, a counter buffer, in-place ops, and a write through a view."""
+
+    counter: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("counter", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shape (8, 8) -> the same, and a scalar."""
+        y = self.linear(x)
+        z = y.relu()
+        doubled = y * 2.0
+        doubled.add_(z)
+        normed = self.norm(doubled)
+        base = doubled + 1.0
+        view = base.view(4, 16)
+        view.select(0, 0).fill_(1.0)
+        self.counter.add_(y.detach().mean(0))
+        count = self.counter * 2.0
+        return normed + doubled + count, view.sum() + base.mean()
+
+
+class Skips(nn.Module):
+    """A U-shaped model: early values are read several parts later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 8) -> the same."""
+        skips = []
+        for layer in self.down:
+            x = layer(x).tanh()
+            skips.append(x)
+        for layer, skip in zip(self.up, reversed(skips), strict=True):
+            x = layer(x + skip).sigmoid()
+        return x
+
+
+class ManyOutputs(nn.Module):
+    """A model with ops that return tuples, nested unpacking, and a dict as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """Shape (batch, time, 6)."""
+        y, (h, c) = self.rnn(x)
+        a, b, d = y.split(2, -1)
+        values, indices = (a + b * d).topk(2, -1)
+        mean, largest = values.mean(), values.max(-1)
+        return {"state": [h, c], "top": (values * 2, indices), "both": largest.values + mean}
+
+
+class Dropouts(nn.Module):
+    """Two independent towers with dropout: running them in another order changes the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 8) -> the same."""
+        a = F.dropout(self.left(x), 0.3, self.training)
+        b = F.dropout(self.right(x), 0.3, self.training)
+        return torch.rand_like(a).mul(a) + b.sin()
+
+
+class Regions(nn.Module):
+    """A model with ``no_grad`` and autocast blocks, which export turns into higher-order ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, 8) -> the same."""
+        x = self.a(x)
+        with torch.no_grad():
+            frozen = self.b(x).cos()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.b(x) + self.a(x).relu()
+        mixed: Tensor = y.float() * frozen + x
+        return mixed
+
+
+class Dynamic(nn.Module):
+    """A model whose ops compute with the batch size, which is a symbol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, time, 4) -> (batch, 4)."""
+        rows = x.shape[0] * x.shape[1]
+        y = self.a(x).reshape(rows, 4).relu()
+        z: Tensor = torch.arange(rows, device=x.device).unsqueeze(1) * y / rows
+        return z.view(x.shape[0], x.shape[1], 4).sum(1)
+
+
+class Cache(nn.Module):
+    """A key-value cache that is written by index and read as a whole, without a data edge between the two."""
+
+    keys: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+        self.register_buffer("keys", torch.zeros(6, 4))
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        """Shapes (n, 4) and (n,) -> (n, 6)."""
+        with torch.no_grad():
+            self.keys.index_copy_(0, position, self.project(x))
+        turned = self.keys.t()  # computed while tracing: a second attribute of the graph with the buffer's memory
+        return F.linear(x, self.keys).sin() + x @ turned
 
 
 @dataclass(frozen=True)

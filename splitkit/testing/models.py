@@ -80,7 +80,7 @@ def load(spec: str, **sizes: int) -> Example:
             that is missing, cannot be called with these sizes, or returns something else.
     """
     if is_config(spec):
-        from splitkit.testing.config_models import config_example
+        from splitkit.testing.config_files import config_example
 
         return config_example(spec, **sizes)
     if is_program(spec):

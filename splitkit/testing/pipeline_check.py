@@ -17,15 +17,13 @@ from splitkit.engine.split import Split
 from splitkit.errors import CheckError, PipelineError
 from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.runtime.devices.accelerators import current
-from splitkit.runtime.devices.device_map import captured_types
-from splitkit.runtime.devices.hardcoded_devices import follow_device
-from splitkit.runtime.devices.move_tensors import move_tensors
+from splitkit.runtime.devices.accelerators import current, move_tensors
+from splitkit.runtime.devices.device_map import captured_types, follow_device
 from splitkit.runtime.ranks import fsdp
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.step_losses import PipelineStep, scaled
 from splitkit.short_repr import brief
-from splitkit.testing.trial import flattened_output
+from splitkit.testing.differences import flattened_output
 
 TOLERANCE = 1e-6
 """Largest deviation that counts as rounding in a first step, relative to the largest entry of a tensor."""

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.fx import Node
 
-from splitkit.errors import PolicyError
-from splitkit.graph.dataflow import Dataflow
+from splitkit import _torch
+from splitkit.checks import shown
+from splitkit.errors import GraphError, PolicyError
+from splitkit.graph.byte_sizes import storage_nbytes
+from splitkit.graph.dataflow import Dataflow, reads
+from splitkit.graph.fake_runs import values_again
 from splitkit.graph.joint_marks import is_marked_backward, mark_of
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import attribute, plain_size, shares_memory, storage_key, tensors, value_of
+from splitkit.memory.kernels.kernel_results import Bytes, ResultAliases, as_seen, storages_of
+from splitkit.memory.kernels.strides import kernel_strides
+from splitkit.memory.kernels.temporaries import Temporaries, may_decompose
+from splitkit.memory.measurement import measure_memory
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.short_repr import brief
-from splitkit.training.joint_storages import JointStorages
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -209,3 +220,262 @@ def is_pinned(node: Node) -> bool:
 def output_nodes(values: Iterable[object]) -> Iterator[Node]:
     """Yield the nodes among outputs; the others are constants."""
     return (value for value in values if isinstance(value, Node))
+
+
+# Number the storages of a joint graph, once for all questions of what is alive, saved or recomputed.
+
+
+STATIC = -1
+"""The slot of storages that the caller holds throughout: parameters, inputs, and views of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class JointStorages:
+    """Which node makes which storage, and which nodes yield it again, as kernels do. It does not depend on the plan.
+
+    A *slot* is a pair of a node and a storage that its value lies in. A storage is known by the slot of its maker, its
+    *root*. Slots of one storage are distinct because the halves may hold two copies of it: a view that backward takes
+    from forward lies in forward's copy, while the base that backward recomputes lies in its own.
+
+    Attributes:
+        index: node -> position in the graph, by which nodes are known below.
+        slots: node -> its slots, numbered over all nodes.
+        source: slot -> the slot of the same storage at an input of the node; `STATIC` if the storage is the caller's;
+            the slot itself if the node makes the storage.
+        root: slot -> the slot of the storage's maker, or `STATIC`.
+        maker: slot -> the node that yields it.
+        sizes: slot -> its bytes if the node makes it, perhaps symbolic; else 0.
+        nbytes: the same as plain numbers, as seen at capture.
+    """
+
+    index: Mapping[Node, int]
+    slots: tuple[tuple[int, ...], ...]
+    source: tuple[int, ...]
+    root: tuple[int, ...]
+    maker: NDArray[np.int64]
+    sizes: tuple[Bytes, ...]
+    nbytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, flow: Dataflow) -> JointStorages:
+        """Number the storages of a graph, which must not be edited afterwards."""
+        found = _Numbering(flow)
+        for node in flow.graph.nodes:
+            found.add(node)
+        return cls(
+            flow.index,
+            tuple(tuple(keys.values()) for keys in found.keys.values()),
+            tuple(found.source),
+            tuple(found.root),
+            np.array(found.maker, np.int64),
+            tuple(found.sizes),
+            tuple(found.nbytes),
+        )
+
+    @cached_property
+    def made(self) -> list[tuple[int, ...]]:
+        """Node -> its slots, without those that are `STATIC`."""
+        return [tuple(s for s in slots if self.source[s] != STATIC) for slots in self.slots]
+
+    def under(self, node: Node) -> tuple[int, ...]:
+        """Return the storages that a node's value lies in, each once, without the caller's."""
+        return tuple(dict.fromkeys(self.root[slot] for slot in self.made[self.index[node]]))
+
+
+class _Numbering:
+    """The slots of the nodes so far; ``keys`` maps a node to storage key -> slot."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        self.keys: dict[Node, dict[Hashable, int]] = {}
+        self.source: list[int] = []
+        self.root: list[int] = []
+        self.maker: list[int] = []
+        self.sizes: list[Bytes] = []
+        self.nbytes: list[int] = []
+        self._flow, self._again, self._strides_found = flow, _values_again(flow), kernel_strides(flow.root, {})
+        self._temporaries = Temporaries({})
+
+    def add(self, node: Node) -> None:
+        """Number the storages of a node's value."""
+        root = self._flow.root
+        value = None if node.op == "output" else self._again.get(node, value_of(node))
+        if node.op == "get_attr" and value is None:
+            value = attribute(root, str(node.target))
+        read = {r: self.keys[r] for r in node.all_input_nodes}
+        results = storages_of(root, node, list(tensors(value)), read, self._aliases(node))
+        self.keys[node] = {p.key: self._slot(node, len(self.keys), p.nbytes, p.held, p.tensor) for p in results}
+
+    def _slot(self, node: Node, position: int, nbytes: Bytes, held: int | None, tensor: torch.Tensor) -> int:
+        number = len(self.source)
+        makes = held is None and node.op not in ("placeholder", "get_attr")
+        source = number if makes else STATIC if held is None or self.source[held] == STATIC else held
+        self.source.append(source)
+        self.root.append(source if source in (number, STATIC) else self.root[source])
+        self.maker.append(position)
+        self.sizes.append(nbytes if makes else 0)
+        self.nbytes.append(as_seen(nbytes, tensor) if makes else 0)
+        return number
+
+    def _aliases(self, node: Node) -> ResultAliases:
+        """Return which arguments' memory the results of a composite op share, found by running it on fake tensors."""
+        if not isinstance(node.target, _torch.OpOverload) or not may_decompose(node.target):
+            return None
+        regions = [r for r in self._flow.scope[node].regions if r.target is _torch.ENTER_AUTOCAST]
+        return self._temporaries(self._flow.root, node, regions, self._strides_found).aliases
+
+
+def _values_again(flow: Dataflow) -> Mapping[Node, Any]:
+    """Return values that show which share memory, if the graph's do not; none if it cannot run on fake tensors."""
+    try:
+        return {} if shares_memory(flow.root) else values_again(flow.root)
+    except GraphError:
+        return {}
+
+
+# Which values wait between the input part and the weight part of a divided backward, and how many bytes they take.
+
+
+def waiting_values(flow: JointFlow, plan: Plan, stage: int) -> tuple[Node, ...]:
+    """Return the values that the weight part of a stage reads and does not compute, in graph order.
+
+    The weight part reads its own copy of a value if it has one, else that of the input part, else that which the input
+    part would read too: what forward saved, or a gradient from the next stage. Parameters, buffers and inputs of the
+    model are left out, since every part gets them from the caller.
+
+    Args:
+        flow: facts about the joint graph.
+        plan: a plan with the parts ``("input", stage)`` and ``("weight", stage)``.
+        stage: the stage.
+    """
+    late = ("weight", stage)
+    own = {n for n in flow.scope if late in plan.places.get(flow.producer(n), ())}
+    found = {read: None for node in own if node.op != "get_attr" for read in reads(node) if read not in own}
+    given = (n for n in found if n.op != "get_attr" and (n.op != "placeholder" or n in flow.backward_inputs))
+    return tuple(sorted(given, key=flow.index.__getitem__))
+
+
+def waiting_bytes(flow: JointFlow, plan: Plan, stage: int) -> int:
+    """Return the bytes of the storages of `waiting_values`, each counted once, without those that the caller holds."""
+    early = ("input", stage)
+    nodes, sizes = tuple(flow.index), dict[Hashable, int]()
+    for value in waiting_values(flow, plan, stage):
+        recomputed = early in plan.places.get(flow.producer(value), ())
+        for key, nbytes in _storages(flow, value):
+            # What backward recomputes from a saved base is a second storage, unless it is a view of that base.
+            maker = flow.producer(nodes[flow.storages.maker[key]]) if isinstance(key, int) else value
+            again = recomputed and early in plan.places.get(maker, ())
+            sizes[key, again] = nbytes
+    return sum(sizes.values())
+
+
+def _storages(flow: JointFlow, value: Node) -> Iterator[tuple[Hashable, int]]:
+    if value in flow.backward_inputs:
+        yield from ((storage_key(t), plain_size(storage_nbytes(t), {})) for t in tensors(value_of(value)))
+    else:
+        yield from ((root, flow.storages.nbytes[root]) for root in flow.storages.under(value))
+
+
+# The memory of an optimizer besides weights and gradients, found by stepping the real one on the meta device.
+
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop),
+        *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adadelta, torch.optim.Rprop),
+    )
+} | {"momentum": partial(torch.optim.SGD, momentum=0.9)}
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """The bytes that training takes besides forward and backward.
+
+    Attributes:
+        gradients: bytes of the gradients of trained parameters.
+        state: bytes that the optimizer holds between its steps.
+        temporary: further bytes that it takes while it steps.
+    """
+
+    gradients: int
+    state: int
+    temporary: int
+
+
+def check_optimizer(owner: object, optimizer: object) -> None:
+    """Raise SK302 unless ``optimizer`` is ``None``, a known name or a function that makes one."""
+    known = optimizer is None or callable(optimizer)
+    if not known and not (isinstance(optimizer, str) and optimizer in _BY_NAME):
+        raise PolicyError(
+            "SK302",
+            f"{type(owner).__name__} has optimizer={shown(optimizer)}",
+            f"Name one of {', '.join(_BY_NAME)}, or give a function of the parameters: "
+            "lambda params: torch.optim.AdamW(params, foreach=False).",
+        )
+
+
+def optimizer_memory(flow: JointFlow, optimizer: str | MakeOptimizer | None) -> OptimizerMemory:
+    """Return what training the parameters of a joint graph takes besides the step in the graph.
+
+    A parameter here is an input that gets a gradient. The optimizer is made for parameters of the same shapes and
+    dtypes on the meta device, and steps twice: its second step finds its state there, as all later ones do. On CUDA a
+    named optimizer uses its ``foreach`` implementation, which is torch's default there.
+
+    Args:
+        flow: facts about the joint graph.
+        optimizer: its name, a function from parameters to an optimizer, or ``None``.
+
+    Raises:
+        PolicyError: SK302 for an optimizer that cannot step on the meta device.
+    """
+    trained = _trained(flow)
+    gradients = sum(plain_size(storage_nbytes(tensor), {}) for tensor in trained)
+    if optimizer is None or not trained:
+        return OptimizerMemory(gradients, 0, 0)
+    on_cpu = all(tensor.device.type == "cpu" for tensor in trained)
+    parameters = [_like(tensor) for tensor in trained]
+    try:
+        made = _made(optimizer, parameters, foreach=not on_cpu)
+        made.step()
+        measured = measure_memory(made.step)
+    except Exception as error:
+        raise PolicyError(
+            "SK302",
+            f"the optimizer {shown(optimizer)} cannot step on the meta device: {type(error).__name__}: {error}",
+            f"Name one of {', '.join(_BY_NAME)}, or leave it out of Budget(card=...).",
+        ) from error
+    counted = (
+        ("cpu", "meta") if on_cpu else ("meta",)
+    )  # on CUDA the step counters, a scalar each, stay on the CPU and are not counted
+    state = sum(t.untyped_storage().nbytes() for t in _state(made) if t.device.type in counted)
+    peak = sum(measured.by_device.get(device, 0) for device in counted)
+    held = sum(t.untyped_storage().nbytes() for p in parameters for t in (p, p.grad) if t is not None)
+    return OptimizerMemory(gradients, state, max(0, peak - held - state))
+
+
+def _trained(flow: JointFlow) -> list[Tensor]:
+    """Return the inputs that get a gradient: backward returns one, or ``None``, for each input of forward in order."""
+    primals = [n for n in flow.graph.find_nodes(op="placeholder") if n not in flow.backward_inputs]
+    pairs = zip(primals, flow.gradients, strict=False)
+    values = (value_of(primal) for primal, gradient in pairs if isinstance(gradient, Node))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _like(tensor: Tensor) -> nn.Parameter:
+    shape = [plain_size(size, {}) for size in tensor.shape]
+    parameter = nn.Parameter(torch.empty(shape, dtype=tensor.dtype, device="meta"))
+    parameter.grad = torch.empty_like(parameter)
+    return parameter
+
+
+def _made(optimizer: str | MakeOptimizer, parameters: list[nn.Parameter], foreach: bool) -> torch.optim.Optimizer:
+    if isinstance(optimizer, str):
+        return _BY_NAME[optimizer](parameters, lr=1e-3, foreach=foreach)
+    return optimizer(parameters)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
+    held: Iterable[Any] = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in held if isinstance(value, Tensor)]

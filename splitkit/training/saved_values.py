@@ -10,8 +10,7 @@ from torch.fx import Node
 
 from splitkit.graph.byte_sizes import storage_bytes
 from splitkit.graph.dataflow import module_path
-from splitkit.graph.storages import storage_key, tensors
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.units import size
 
 

@@ -7,12 +7,12 @@ from splitkit.costs import flops
 from splitkit.engine.split import plan
 from splitkit.errors import CaptureError, SplitError
 from splitkit.graph.dataflow import analyze, module_path
-from splitkit.view.console.tables import table
+from splitkit.view.data.joint_ladder import source_line
 from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.op_columns import source_line
 from splitkit.view.page import page
 from splitkit.view.page.html import fragment, still_page
 from splitkit.view.svg.drawing import escaped
+from splitkit.view.tables import table
 
 
 def capture_failure_html(error: CaptureError, title: str = "") -> str:

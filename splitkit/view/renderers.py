@@ -15,9 +15,9 @@ from torch import fx
 
 from splitkit.checks import is_word, items_of, nbytes
 from splitkit.costs import Costs
-from splitkit.engine.joint_stages.staged_step import StagedStep
 from splitkit.engine.pair import Pair, divide
 from splitkit.engine.split import Split
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import SplitError, ViewError
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
@@ -25,34 +25,31 @@ from splitkit.memory.profile import MemoryProfile
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.purpose import purpose
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.plans.plan_request import UNSAID, PlannedOptimizer
+from splitkit.pipeline.trace import MeasuredStep
+from splitkit.plans.parts import UNSAID, PlannedOptimizer
 from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import require_times
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.training.saved_values import SavedValue
 from splitkit.training.stage_parts import is_staged, stage_part
-from splitkit.units import measure, size
-from splitkit.view.console.tables import table
+from splitkit.units import duration, measure, size
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.planned_run import planned_run
 from splitkit.view.data.rank_table import rank_table
 from splitkit.view.data.report import Report, report
 from splitkit.view.data.staged_ladder import StagedView
-from splitkit.view.data.staged_table import table_of_stages
-from splitkit.view.given_steps import checked_measurement, checked_run
 from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
-from splitkit.view.svg.bars import Bar, BarsDrawing
-from splitkit.view.svg.drawing import escaped
-from splitkit.view.svg.halves_svg import halves_svg
-from splitkit.view.svg.ladder_svg import ladder_svg
+from splitkit.view.svg.drawing import Bar, BarsDrawing, escaped
+from splitkit.view.svg.ladder_svg import halves_svg, ladder_svg, staged_svg
 from splitkit.view.svg.memory_chart import memory_svg
-from splitkit.view.svg.staged_svg import staged_svg
 from splitkit.view.svg.timeline import timeline_svg
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table
+
 
 _TOP = 12
 """The number of values that a picture or table names; the rest is summed up."""
@@ -175,7 +172,7 @@ def _stages(
     title: str = "",
 ) -> Picture:
     """Draw a training step in stages, which is made of the plan if it is not given."""
-    from splitkit.engine.joint_stages.divide_stages import divide_stages
+    from splitkit.engine.divide_stages import divide_stages
     from splitkit.frontends.aot import joint_flow
 
     limit, held = limit_of(memory), plan.request.counting(optimizer)
@@ -465,3 +462,69 @@ def view(shown: object, *, height: int | None = None, live: bool = False, **opti
         reason = f"view(live=True) needs the package {error.name}"
         raise ViewError("SK902", reason, "pip install anywidget; .view() needs no package.") from error
     return LadderWidget(ladder, height or 720)
+
+
+# Checks the steps of a pipeline, simulated and measured, that somebody gives to a picture of a plan.
+
+
+def checked_run(run: object, count: int, what: str) -> ScheduleRun | None:
+    """Return a simulated step that has as many stages as the plan has stages or parts.
+
+    Raises:
+        ViewError: SK901 if it has not.
+    """
+    if run is None:
+        return None
+    if not isinstance(run, ScheduleRun):
+        remedy = "Give what splitkit.simulate_schedule returns."
+        raise ViewError("SK901", f"run is a {type(run).__name__}, not a simulated step", remedy)
+    if len(run.stages) != count:
+        reason = f"the run has {len(run.stages)} stages, but the plan has {count} {what}"
+        of = "splitkit.stage_costs(flow, plan, costs)" if what == "parts" else "step.stage_costs(costs)"
+        raise ViewError("SK901", reason, f"Simulate the stages of this plan: {of}.")
+    return run
+
+
+def checked_measurement(measured: object, run: ScheduleRun | None) -> MeasuredStep:
+    """Return a measured step that has the actions of the simulated one.
+
+    Raises:
+        ViewError: SK901 if it has not.
+    """
+    if not isinstance(measured, MeasuredStep):
+        remedy = "Give what StepRecorder.measured or splitkit.MeasuredStep.load returns."
+        raise ViewError("SK901", f"measured is a {type(measured).__name__}, not a step that ran", remedy)
+    remedy = "Simulate the actions that ran: run=splitkit.simulate_schedule(stages, measured.order)."
+    if run is None:
+        raise ViewError("SK901", "a measured step is drawn next to a simulated one, but run is missing", remedy)
+    ran, planned = ({(e.rank, e.action) for e in step.timeline} for step in (measured, run))
+    if other := min(ran ^ planned, default=None):
+        where = "only measured" if other in ran else "only simulated"
+        reason = f"the measured step is not the simulated one: {other[1]} on rank {other[0]} was {where}"
+        raise ViewError("SK901", reason, remedy)
+    return measured
+
+
+# Makes the table of the stages of a training step.
+
+
+def table_of_stages(view: StagedView) -> Table:
+    """Return a table with a row for each stage: seconds of its parts, and bytes of a microbatch.
+
+    ``fixed`` is weights, gradients and the state of the optimizer; ``held`` is what a microbatch holds from forward to
+    backward, with what the stage received and sent.
+    """
+    unit, columns = view.stages[0].unit, view.still()["stages"]
+    split = view.divided
+    titles = ["stage", "forward", "input" if split else "backward", *(["weight"] if split else []), "ops again", "held"]
+    titles += [*(["waits for weight"] if split else []), "sent", "gradients sent", "temporary", "fixed"]
+    rows = []
+    for number, costs in enumerate(view.stages):
+        stage = view.step.stages[number]
+        row = [str(number), duration(costs.forward, unit), duration(costs.backward_input, unit)]
+        row += [duration(costs.backward_weight, unit)] if split else []
+        row += [f"{columns['again'][number]:.0f}", size(costs.saved_bytes)]
+        row += [size(stage.waiting_bytes)] if split else []
+        row += [size(stage.sent_bytes), size(stage.gradients_sent_bytes)]
+        rows.append([*row, size(costs.temporary_bytes), size(costs.fixed_bytes)])
+    return table(titles, rows, titles[1:])

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.runtime import pipeline
-from splitkit.runtime.ranks import first_cause, step_watch
+from splitkit.runtime.ranks import faults
 
 CAPTURED: list[fx.GraphModule] = []
 
@@ -26,7 +26,7 @@ def prepare() -> None:
     simgpu.register()
     staged_group.register()
     staged_group.TOLD = False
-    first_cause.PATIENCE = step_watch.PATIENCE = 2.0
+    faults.PATIENCE = faults.PATIENCE = 2.0
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
     CAPTURED.append(sk.capture(nn.Sequential(*layers), torch.randn(2, 8)))

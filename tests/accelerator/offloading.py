@@ -14,14 +14,13 @@ from randomstageplans import all_on_host
 from torch import nn
 
 import splitkit as sk
-from splitkit.engine.joint_stages.host_values import HostValue
-from splitkit.engine.joint_stages.staged_step import StagedStep
-from splitkit.memory.kernels import host_copies
+from splitkit.engine.staged_step import HostValue, StagedStep
+from splitkit.memory.kernels import kernel_results
 from splitkit.memory.measurement import measure_memory
 from splitkit.plans.offloaded import Offloaded
 from splitkit.policies import Budget
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_plan import stage_plan
+from splitkit.training.stage_parts import stage_plan
 
 
 class Net(nn.Module):
@@ -139,16 +138,16 @@ def run(case: str) -> dict[str, Any]:
 def plant(case: str) -> None:
     """Leave out a wait."""
     if case.removesuffix(", in stages") == "a copy does not wait for its kernel":
-        host_copies._copied = eager_copy
+        kernel_results._copied = eager_copy
 
 
 def eager_copy(made: torch.Tensor, source: torch.Tensor, device: torch.device, back: bool) -> torch.Tensor:
     """Copy on a stream that waits for nothing."""
-    stream = host_copies._copy_stream(device, back)
+    stream = kernel_results._copy_stream(device, back)
     assert stream is not None
     with stream:
         made.copy_(source)
-    setattr(made, host_copies._DONE, stream.record_event())
+    setattr(made, kernel_results._DONE, stream.record_event())
     return made
 
 
@@ -156,6 +155,6 @@ def main() -> None:
     """Run the cases of the command line."""
     simgpu.register()
     for case in sys.argv[1:]:
-        kept = copy.copy(vars(host_copies))
+        kept = copy.copy(vars(kernel_results))
         print(json.dumps((run_stages if case.endswith("in stages") else run)(case)), flush=True)
-        vars(host_copies).update(kept)
+        vars(kernel_results).update(kept)

@@ -16,7 +16,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.graph.losses import loss_of
 from splitkit.runtime import to_devices
-from splitkit.runtime.devices import accelerators, device_copies, device_graphs
+from splitkit.runtime.devices import accelerators, on_devices
 from splitkit.testing import models
 
 SMALL = {"layers": 2, "width": 32, "heads": 2, "batch": 2}
@@ -246,18 +246,18 @@ def output_written() -> None:
 
 def two_devices() -> None:
     """One value with tensors on two devices: each is ready after its own copy."""
-    streams = device_copies.CopyStreams()
+    streams = accelerators.CopyStreams()
     given = (torch.ones(3, device="simgpu:0"), torch.ones(3, device="simgpu:1"))
-    sent = device_copies.Send(torch.device("simgpu:0"), torch.device("simgpu:2"), streams)(given)
-    a, b = device_copies.Receive()(sent)
+    sent = accelerators.Send(torch.device("simgpu:0"), torch.device("simgpu:2"), streams)(given)
+    a, b = accelerators.Receive()(sent)
     a + b
 
 
 def from_cpu() -> None:
     x = torch.ones(3)
-    sent = device_copies.Send(None, torch.device("simgpu:2"), device_copies.CopyStreams())(x)
+    sent = accelerators.Send(None, torch.device("simgpu:2"), accelerators.CopyStreams())(x)
     x.add_(1.0)
-    device_copies.Receive()(sent) + 1
+    accelerators.Receive()(sent) + 1
 
 
 RUNS: dict[str, Callable[[], None]] = {
@@ -278,51 +278,51 @@ def _skip(owner: Any, name: str, found: Callable[..., Any] = lambda *args: None)
 
 def _first_only() -> None:
     """As if a value had the device of its first tensor."""
-    real = device_copies.Receive.forward
-    device_copies.Receive.forward = lambda self, sent: real(self, sent._replace(ready=sent.ready[:1]))  # type: ignore[method-assign]
+    real = accelerators.Receive.forward
+    accelerators.Receive.forward = lambda self, sent: real(self, sent._replace(ready=sent.ready[:1]))  # type: ignore[method-assign]
 
 
 def _elsewhere(*functions: Any) -> Callable[[], None]:
     """While one of these functions runs itself, the current stream of a device is one on which nothing else happens."""
-    real = device_copies.stream_of
+    real = accelerators.stream_of
 
     def stream_of(device: torch.device) -> torch.Stream:
         there = sys._getframe(1).f_code in [function.__code__ for function in functions]
         return accelerators.new_stream(device) if there else real(device)
 
-    return lambda: setattr(device_copies, "stream_of", stream_of)
+    return lambda: setattr(accelerators, "stream_of", stream_of)
 
 
-_BACK = device_copies._CopyFunction
+_BACK = accelerators._CopyFunction
 
 PLANTED: dict[str, tuple[str, Callable[[], None]]] = {
     "a part does not wait for the copy": (
-        "a tied weight", _elsewhere(device_copies.Receive.forward),
+        "a tied weight", _elsewhere(accelerators.Receive.forward),
     ),
     "the copy does not wait for the kernel before it": (
-        "a tied weight", _elsewhere(device_copies.copy_to_device),
+        "a tied weight", _elsewhere(accelerators.copy_to_device),
     ),
     "the gradient is not waited for": (
         "a tied weight", _elsewhere(_BACK.forward, _BACK.backward),
     ),
     "no record_stream": ("a tied weight", _skip(torch.Tensor, "record_stream")),
     "a written value is not waited for": (
-        "a written buffer", _skip(device_copies, "wait_until_read"),
+        "a written buffer", _skip(accelerators, "wait_until_read"),
     ),
     "the end of the call waits for nothing, and an input is written": (
-        "an input that is written after the call", _skip(device_copies.Release, "forward"),
+        "an input that is written after the call", _skip(accelerators.Release, "forward"),
     ),
     "the end of the call waits for nothing, and an output is written": (
-        "an output that is written after the call", _skip(device_copies.Release, "forward"),
+        "an output that is written after the call", _skip(accelerators.Release, "forward"),
     ),
     "outputs count as no memory of the caller": (
         "an output that is written after the call",
-        _skip(device_graphs, "callers_memory", lambda flow: frozenset()),
+        _skip(on_devices, "callers_memory", lambda flow: frozenset()),
     ),
     "one event for two devices": ("a value on two devices", _first_only),
     "memory of the CPU is copied while the caller goes on": (
         "memory of the CPU",
-        lambda: setattr(device_copies, "_copied", lambda x, target, _: x.to(target, copy=True, non_blocking=True)),
+        lambda: setattr(accelerators, "_copied", lambda x, target, _: x.to(target, copy=True, non_blocking=True)),
     ),
 }  # fmt: skip
 """What is wrong -> the run in which it is found, and what makes it wrong."""

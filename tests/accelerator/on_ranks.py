@@ -21,7 +21,7 @@ from splitkit.graph.losses import loss_of
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime import pipeline
 from splitkit.runtime.devices import accelerators
-from splitkit.runtime.ranks import rank_device, rng_state, stage
+from splitkit.runtime.ranks import rank_device, replicas, stage
 from splitkit.testing import models
 
 SIZES = {"layers": 2, "width": 32, "heads": 2, "batch": 2}
@@ -108,7 +108,7 @@ def planted(name: str, schedule: str, stages: str) -> dict[str, Any]:
     """The same with the faults that pipelines on accelerators had."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rng_state, "DeviceRng", lambda device: accelerators.DeviceRng(torch.device("cpu")))
+        patch.setattr(replicas, "DeviceRng", lambda device: accelerators.DeviceRng(torch.device("cpu")))
         worst = trained(name, schedule, stages)
         seen += ["the seeds differ"] if max(worst[what] for what in ("loss", "gradient", "weight")) > 1e-3 else []
     with pytest.MonkeyPatch.context() as patch:

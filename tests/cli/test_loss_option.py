@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from splitkit.cli import launcher
 from splitkit.errors import CaptureError
-from splitkit.testing.example_losses import with_loss
-from splitkit.testing.factory import Example
+from splitkit.testing.factory import Example, with_loss
 
 NETS = """
 import torch

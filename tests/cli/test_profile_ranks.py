@@ -10,11 +10,11 @@ import torch
 from launch import command
 
 from splitkit.cli.commands.profile_ranks import _pairs, _text
-from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.runtime.ranks.measurements import one_by_one, timed_stages
+from splitkit.pipeline.trace import MeasuredStep
+from splitkit.runtime.ranks.step_recorder import one_by_one, timed_stages
 
 SPEC = f"{Path(__file__).parent / 'tinynet.py'}:net"
 RECENT = torch.__version__ >= "2.13"  # older ones run neither zero bubbles nor dropout in several stages

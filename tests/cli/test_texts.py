@@ -11,7 +11,7 @@ from splitkit.cli.placement import _microbatches
 from splitkit.cli.source import Source, next_command
 from splitkit.testing.compare import Comparison
 from splitkit.testing.differences import Difference
-from splitkit.view.console.console import to_text
+from splitkit.view.console import to_text
 
 
 def told(*differences, loss=(2.5, None), **options):

@@ -293,14 +293,14 @@ def test_the_numbers_of_a_model_that_writes_do_not_depend_on_the_repeats(data, s
 
 
 def test_profile_writes_nothing_that_the_next_run_reads(factory):
-    from splitkit.testing import memory_runs
+    from splitkit.testing import timing
 
     made = models.load(f"{factory}:writing")
     before = [made.args[0].clone(), made.model.mean.clone()]
     split = sk.split(sk.capture(made.model, *made.args), sk.policies.Stages(2))
-    memory_runs.measure_forward(made.model, made, 0)
-    memory_runs.measure_parts(split, made, 0)
-    memory_runs.measure_training(memory_runs.TrainingRun.of(made), made, 0)
+    timing.measure_forward(made.model, made, 0)
+    timing.measure_parts(split, made, 0)
+    timing.measure_training(timing.TrainingRun.of(made), made, 0)
     after = [made.args[0], made.model.mean]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

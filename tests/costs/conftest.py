@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitkit.costs.timing.cpu_time import OwnTime
+from splitkit.costs.measuring_run import OwnTime
 
 
 @pytest.fixture(autouse=True)

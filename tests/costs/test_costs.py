@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.costs.formulas.flop_formulas import FORMULAS
+from splitkit.costs.flop_formulas import FORMULAS
 from splitkit.errors import GraphError
 from splitkit.frontends.capture.capture import capture
 from splitkit.testing import models

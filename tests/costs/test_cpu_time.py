@@ -11,10 +11,8 @@ import torch
 from capturedmodels import captured_example
 from torch import fx, nn
 
-from splitkit.costs.timing import cpu_time
-from splitkit.costs.timing.cpu_time import OwnTime, waiting_seconds
-from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.op_timing import MeasuredRuns
+from splitkit.costs import measuring_run
+from splitkit.costs.measuring_run import MeasuredRuns, OwnTime, measured, waiting_seconds
 from splitkit.frontends.capture.capture import capture
 from splitkit.graph.ops import declare, declared
 
@@ -44,9 +42,9 @@ class Machine:
             "thread_time": lambda: self.worked + real(),
             "process_time": lambda: self.worked + real(),
         }
-        monkeypatch.setattr(cpu_time, "time", SimpleNamespace(**counters))
-        monkeypatch.setattr(cpu_time, "waiting_seconds", lambda: self.waited)
-        monkeypatch.setattr(cpu_time, "voluntary_switches", lambda: self.slept)
+        monkeypatch.setattr(measuring_run, "time", SimpleNamespace(**counters))
+        monkeypatch.setattr(measuring_run, "waiting_seconds", lambda: self.waited)
+        monkeypatch.setattr(measuring_run, "voluntary_switches", lambda: self.slept)
 
 
 @pytest.fixture
@@ -143,7 +141,7 @@ def test_with_several_threads_the_time_that_passes_counts(monkeypatch):
 def test_a_kernel_that_counts_no_waiting_shows_it_by_the_work(others, monkeypatch):
     machine = Machine(others=others)
     machine.put_in(monkeypatch)
-    monkeypatch.setattr(cpu_time, "waiting_seconds", lambda: None)
+    monkeypatch.setattr(measuring_run, "waiting_seconds", lambda: None)
     clock = OwnTime()
     machine.work(1.0)
     assert clock.is_busy() == bool(others)

@@ -8,8 +8,8 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from splitkit import capture, costs
-from splitkit.costs.formulas import flop_formulas as formulas
-from splitkit.costs.formulas.flop_formulas import FORMULAS
+from splitkit.costs import flop_formulas as formulas
+from splitkit.costs.flop_formulas import FORMULAS
 
 aten = torch.ops.aten
 

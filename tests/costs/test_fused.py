@@ -12,10 +12,9 @@ from torch._inductor.compile_fx import compile_fx
 
 from splitkit import capture, costs
 from splitkit.costs import Device
-from splitkit.costs.formulas.fusion import Fusion
-from splitkit.costs.formulas.kernel_loops import Loop
+from splitkit.costs.fused import Fusion, Loop
 from splitkit.errors import CostError, GraphError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.policies import MinCut, SaveAll
 from splitkit.testing import models
 from splitkit.training.flow import FORWARD, save_all_plan

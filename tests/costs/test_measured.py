@@ -13,14 +13,13 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.costs.timing import measured as door
-from splitkit.costs.timing import measuring_run
-from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.run_inputs import Private
+from splitkit.costs import measuring_run
+from splitkit.costs.measuring_run import measured
+from splitkit.costs.run_inputs import Private
 from splitkit.errors import CostError, GraphError
 from splitkit.frontends.capture.capture import capture
-from splitkit.testing.oracle import assert_same
-from splitkit.testing.trial import bitwise, named_tensors
+from splitkit.testing.compare import assert_same
+from splitkit.testing.differences import bitwise, named_tensors
 
 QUICK = {"min_run_time": 1e-4}
 TINY = {"layers": 2, "width": 32, "heads": 2, "vocab": 100, "seq": 8}
@@ -322,7 +321,7 @@ def runs(monkeypatch):
         return Kept
 
     for name in ("FirstRun", "MeasuringRun"):
-        monkeypatch.setattr(door, name, kept(getattr(measuring_run, name)))
+        monkeypatch.setattr(measuring_run, name, kept(getattr(measuring_run, name)))
     return found
 
 

@@ -12,7 +12,7 @@ from splitkit import costs
 from splitkit.costs import Device, Flops, Fused
 from splitkit.costs.named import by_inductor, device_of, known_device, priced
 from splitkit.errors import GraphError, NoPlanError, PolicyError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.policies import Budget, MinCut
 from splitkit.studies.frontier import Frontier
 from splitkit.training.choices import savings

@@ -26,7 +26,7 @@ from splitkit.errors import CostError, FileError, PlanWarning
 from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.policies import Budget, ByName, MinCut, Stages
 from splitkit.prices import includes_backward, unit_of
-from splitkit.studies.explanation.recorded_policy import recorded_policy
+from splitkit.studies.explanation.explain import recorded_policy
 from splitkit.testing import models
 
 MINE = costs.Device("mine <b>", {"float32": 3e12, "float8": 7.5e13}, 1.1e11, 7 * 2**30, 1.7e-6, "a data sheet")
@@ -166,7 +166,7 @@ def test_another_process_prices_alike(tmp_path):
 import sys; sys.path[:0] = {sys.path!r}
 import torch
 import splitkit as sk
-from splitkit.studies.explanation.recorded_policy import recorded_policy
+from splitkit.studies.explanation.explain import recorded_policy
 from splitkit.testing import models
 from torch import nn
 {inspect.getsource(plain)}

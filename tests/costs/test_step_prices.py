@@ -11,9 +11,9 @@ from smallnets import loss_or_sum
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.costs.timing import measured as door
-from splitkit.costs.timing.measured import measured
-from splitkit.costs.timing.measured_prices import MeasuredSteps
+from splitkit.costs import measured as door
+from splitkit.costs.measured_prices import MeasuredSteps
+from splitkit.costs.measuring_run import measured
 from splitkit.errors import CostError
 from splitkit.frontends.capture.capture import capture
 from splitkit.graph.ops import declare

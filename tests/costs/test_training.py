@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import splitkit
 from splitkit import capture, costs
 from splitkit.costs import training
-from splitkit.costs.formulas.flop_formulas import FORMULAS
+from splitkit.costs.flop_formulas import FORMULAS
 from splitkit.costs.training import FromJoint, FromOps
 from splitkit.errors import CostError, GraphError
 from splitkit.graph.joint_marks import backward_nodes, forward_owners, is_joint

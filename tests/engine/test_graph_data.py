@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.engine.serialization import argument_data, function_names, graph_data, tree_specs
-from splitkit.engine.serialization.json_fields import JsonField
+from splitkit.engine import argument_data, function_names
+from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -28,9 +28,9 @@ def again(gm):
         held.append(tensor)
         return len(held) - 1
 
-    data = through_text(graph_data.encode_graph(gm, number_of))
-    made = graph_data.decode_graph(data, lambda number: held[number.whole()])
-    graph_data.form_outputs(made, data)
+    data = through_text(argument_data.encode_graph(gm, number_of))
+    made = argument_data.decode_graph(data, lambda number: held[number.whole()])
+    argument_data.form_outputs(made, data)
     return made
 
 
@@ -68,7 +68,7 @@ def test_a_form_of_outputs_comes_back(form):
     from splitkit._torch import pytree
 
     leaves, spec = pytree.tree_flatten(form)
-    found = tree_specs.decode_tree_spec(through_text(tree_specs.encode_tree_spec(spec)))
+    found = argument_data.decode_tree_spec(through_text(argument_data.encode_tree_spec(spec)))
     made = pytree.tree_unflatten(leaves, found)
     assert found == spec and made == form and type(made) is type(form)
 

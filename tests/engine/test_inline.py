@@ -23,7 +23,7 @@ from zoographs import specimens
 import splitkit as sk
 from splitkit import _torch
 from splitkit.costs import unit
-from splitkit.engine.inlining.inline import inline
+from splitkit.engine.inline import inline
 from splitkit.engine.split import split
 from splitkit.errors import GraphError, PlanError
 from splitkit.graph.dataflow import analyze

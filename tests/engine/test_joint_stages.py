@@ -13,14 +13,13 @@ from randomstageplans import random_stage_plan
 from torch import nn
 
 import splitkit as sk
-from splitkit.engine.joint_stages.divide_stages import divide_stages
-from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.engine.divide_stages import divide_stages
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import CycleError, PlanError
-from splitkit.frontends.joint.step_module import DividedStep
+from splitkit.frontends.step_module import DividedStep
 from splitkit.plans.record import Plan
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import StagePart
-from splitkit.training.stage_plan import stage_plan
+from splitkit.training.stage_parts import StagePart, stage_plan
 
 
 def evenly(flow, count):

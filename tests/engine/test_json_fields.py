@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitkit.engine.serialization.json_fields import JsonField
+from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError
 
 FILE = JsonField("graph.json", "", {"nodes": [{"name": "a", "sizes": [0, 3], "once": False}, 7]})

@@ -11,14 +11,14 @@ from campaigns import these_first
 from jointmodels import NAMES, SMALL, assert_stages_alike, captured, ran
 from randomstageplans import all_on_host, random_stage_plan
 
-from splitkit.engine.joint_stages.divide_stages import divide_stages
-from splitkit.engine.joint_stages.host_values import HostValue
+from splitkit.engine.divide_stages import divide_stages
+from splitkit.engine.staged_step import HostValue
 from splitkit.errors import PlanError
-from splitkit.memory.kernels import host_copies
+from splitkit.memory.kernels import kernel_results
 from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.record import Plan
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_plan import stage_plan
+from splitkit.training.stage_parts import stage_plan
 
 CASES = [(name, seed) for seed in range(6) for name in NAMES]
 FIRST = [(name, seed) for name in [*SMALL][:4] for seed in (0, 1)]
@@ -67,10 +67,10 @@ def test_forward_starts_copies_and_backward_waits_right_before_the_first_reader(
     stage = divide_stages(joint.flow, all_on_host(joint.flow, plan)).stages[0]
     for name in stage.offloaded:
         forward = {n.name: n for n in stage.forward.graph.nodes}
-        copy = next(n for n in forward[name].users if n.target is host_copies.TO_HOST)
+        copy = next(n for n in forward[name].users if n.target is kernel_results.TO_HOST)
         assert copy.prev is forward[name]
         given = next(n for n in stage.backward.graph.nodes if n.name == name)
-        (waits,) = [n for n in given.users if n.target is host_copies.ARRIVED]
+        (waits,) = [n for n in given.users if n.target is kernel_results.ARRIVED]
         assert [*given.users] == [waits] and all(user.op == "call_function" for user in waits.users)
     assert "wait on the host" in str(stage)
 

@@ -37,7 +37,7 @@ from decodermodels import Decoder, captured, ids, stages
 import splitkit as sk
 from splitkit.exports.onnx_stages import annotate_onnx
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.plans.checkpointed import checkpointed
+from splitkit.plans.record import checkpointed
 
 CUTS = ("layers.2", "layers.5")
 LAYERS = 6

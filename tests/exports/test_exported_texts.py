@@ -13,14 +13,13 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import CostError, FileError, NoPlanError, PlanError, PolicyError, ScheduleError
-from splitkit.exports.carried_plan import CarriedPlan
+from splitkit.exports.carried_plan import CarriedPlan, Layer, LayerSequence
 from splitkit.exports.format_list import WRITES
 from splitkit.exports.formats import FORMATS, format_of
-from splitkit.exports.layer_sequence import Layer, LayerSequence
 from splitkit.exports.megatron import megatron_layout
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.plans.checkpointed import checkpointed
 from splitkit.plans.parts import Part
+from splitkit.plans.record import checkpointed
 from splitkit.policies import ByName, Stages
 
 

@@ -20,7 +20,7 @@ def gm():
 def names(gm, text, **options):
     """The last layer of each stage but the last."""
     from splitkit.costs import default
-    from splitkit.exports.layer_sequence import layer_sequence
+    from splitkit.exports.carried_plan import layer_sequence
     from splitkit.graph.dataflow import analyze
 
     plan, flow = sk.import_plan(gm, text, **options), analyze(gm)

@@ -9,7 +9,7 @@ from torch import nn
 
 from splitkit.costs import unit
 from splitkit.errors import PlanError
-from splitkit.exports.layer_sequence import layer_sequence
+from splitkit.exports.carried_plan import layer_sequence
 from splitkit.graph.dataflow import waits_for
 
 LEVELS = ("nodes", "modules", "layers", "chain", "ends", "blocks")

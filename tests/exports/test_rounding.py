@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 import splitkit as sk
 from splitkit.errors import NoPlanError, PlanError
 from splitkit.exports import rounding
+from splitkit.exports.carried_plan import layer_sequence
 from splitkit.exports.export import pricing_of
-from splitkit.exports.interval_loads import interval_loads
-from splitkit.exports.layer_sequence import layer_sequence
-from splitkit.exports.rounding import best_cuts, cheapest_cuts, round_plan
+from splitkit.exports.rounding import best_cuts, cheapest_cuts, interval_loads, round_plan
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Stages
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from splitkit.errors import CaptureError, CycleError, GraphError, PlanError, PolicyError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.policies import RecomputeAll, Remat, RoundRobin, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable
 

@@ -19,7 +19,7 @@ from torch.fx.passes.operator_support import OperatorSupport, create_op_support
 import splitkit as sk
 from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
 from splitkit.graph.dependences import all_dependences
-from splitkit.search.capability.quotient import has_cycle
+from splitkit.search.tuple_members import has_cycle
 
 PARTITIONERS = {"torch": infra.CapabilityBasedPartitioner, "splitkit": sk.CapabilityBasedPartitioner}
 
@@ -368,7 +368,7 @@ def test_dict_outputs_and_keyword_inputs_of_an_exported_module_stay():
 
 def test_the_work_is_linear_in_nodes():
     """Counted, not timed: `_Blocks` looks at few blocks per node, also where every value is read again at the end."""
-    from splitkit.search.capability import adjacent
+    from splitkit.search import adjacent
 
     def looked_at(nodes):
         graph = fx.Graph()

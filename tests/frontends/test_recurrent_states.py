@@ -12,9 +12,8 @@ from decoders import STATES, captured, decoder
 
 import splitkit as sk
 from splitkit.graph.caches import caches_of
-from splitkit.graph.symbols import symbols_of
-from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
-from splitkit.runtime.generation.model_caches import put_into, taken_from
+from splitkit.graph.storages import symbols_of
+from splitkit.runtime.generation.local_generator import DecoderOnDevices, put_into, taken_from
 
 transformers = pytest.importorskip("transformers")
 

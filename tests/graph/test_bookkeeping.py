@@ -8,9 +8,8 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.extend import PARENT, Plan
-from splitkit.graph.bookkeeping import bookkeeping
-from splitkit.graph.dataflow import module_path
-from splitkit.plans.kept_books import keep_books
+from splitkit.graph.dataflow import bookkeeping, module_path
+from splitkit.plans.record import keep_books
 from splitkit.policies import (
     Buckets,
     ByParameterBytes,

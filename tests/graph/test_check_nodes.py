@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from handgraphs import graph_of
 
-from splitkit.graph.check_nodes import check_nodes
-from splitkit.graph.input_overlap import CHECKS
-from splitkit.graph.object_inputs import refuse_objects
+from splitkit.graph.check_nodes import CHECKS, check_nodes, refuse_objects
 
 
 def test_checks_and_what_is_read_for_them_alone():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.graph.gradients import Gradients
+from splitkit.graph.byte_sizes import Gradients
 
 
 class Formed(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from smallnets import loss_or_sum
 from torch import fx, nn
 
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.graph.joint_marks import backward_nodes, is_joint, is_marked_backward, mark_of
 
 

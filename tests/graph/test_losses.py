@@ -13,8 +13,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import CaptureError, PipelineError
 from splitkit.graph.losses import loss_of, no_loss
-from splitkit.runtime.ranks.last_stage import last_stage_of, own_loss, require_loss
-from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.stage_chain import chain_of, last_stage_of, own_loss, require_loss
 from splitkit.testing.models import Example
 from splitkit.testing.timing import best_step
 

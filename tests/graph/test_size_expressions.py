@@ -8,7 +8,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.graph.size_expressions import evaluated, expression_of, is_known, symbols_in, text_of
-from splitkit.graph.symbols import is_symbolic, value_of
+from splitkit.graph.storages import is_symbolic, value_of
 
 
 class Sizes(nn.Module):

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 import splitkit as sk
-from splitkit.frontends.joint.joint_capture import Joint
+from splitkit.frontends.joint_capture import Joint
 from splitkit.testing import models
 
 T = TypeVar("T")

@@ -12,9 +12,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.plans.parts import PARENT
-from splitkit.training.flow import BACKWARD
+from splitkit.training.flow import BACKWARD, waiting_bytes, waiting_values
 from splitkit.training.stage_parts import stage_part
-from splitkit.training.waiting_values import waiting_bytes, waiting_values
 
 aten = torch.ops.aten
 PLACES = ((), ("I",), ("W",), ("I", "W"))

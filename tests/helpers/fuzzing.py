@@ -24,9 +24,8 @@ from splitkit.engine.split import Split, split
 from splitkit.errors import CheckError, PlanError
 from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.plans.record import Plan
-from splitkit.testing.compare import Comparison, compare
-from splitkit.testing.oracle import assert_same
-from splitkit.testing.trial import untouched
+from splitkit.testing.compare import Comparison, assert_same, compare
+from splitkit.testing.differences import untouched
 
 
 @dataclass

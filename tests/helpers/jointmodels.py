@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
 from splitkit.costs import roofline
-from splitkit.frontends.joint.joint_capture import Joint, capture_joint
+from splitkit.frontends.joint_capture import Joint, capture_joint
 from splitkit.testing.models import Example, build
 
 WIDER = {"layers": 2, "width": 64, "heads": 2, "batch": 2}

@@ -12,8 +12,8 @@ from jointgraphs import Hand
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.offload_cut_search import StageTransfers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.stage_transfers import StageTransfers
 
 
 class Prices:

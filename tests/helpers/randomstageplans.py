@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from splitkit.engine.joint_stages.divide_stages import divide_stages
+from splitkit.engine.divide_stages import divide_stages
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import readers_of
 from splitkit.plans.offloaded import Offloaded
@@ -16,8 +16,7 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, output_nodes, save_all_plan, unrepeatable
 from splitkit.training.movable_values import why_not_moved
-from splitkit.training.stage_parts import StagePart, known_part
-from splitkit.training.stage_plan import stage_plan
+from splitkit.training.stage_parts import StagePart, known_part, stage_plan
 
 
 def random_stage_plan(flow: JointFlow, stages: int, seed: int) -> Plan:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from splitkit.frontends.joint.train_step import sum_of_outputs
+from splitkit.frontends.joint_capture import sum_of_outputs
 from splitkit.graph.losses import loss_of
 from splitkit.testing.models import Example
 

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
-from splitkit.engine.inlining.inline import inline
+from splitkit.engine.inline import inline
 from splitkit.engine.split import Split
 from splitkit.errors import CheckError
 from splitkit.graph.dataflow import reads

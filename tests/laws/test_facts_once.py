@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.graph.dataflow import analyze
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.policies import Best, Devices, Expert, MemoryBudget, RoundRobin, Stages
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.stage_search import StagePlanner

@@ -93,8 +93,8 @@ class Bug:
 
 
 ORDER, EMIT = "splitkit.plans.part_order", "splitkit.engine.codegen.emit"
-EDGES, MEMORY = "splitkit.graph.order_edges", "splitkit.graph.shared_memory"
-SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.engine.codegen.scoped_graph"
+EDGES, MEMORY = "splitkit.graph.shared_memory", "splitkit.graph.shared_memory"
+SCOPE, SCOPED = "splitkit.graph.scope", "splitkit.engine.codegen.emit"
 BUGS = [
     Bug(
         "a read does not wait for the write before it",

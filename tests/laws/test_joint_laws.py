@@ -16,7 +16,7 @@ from splitkit.engine.pair import divide
 from splitkit.engine.split import split
 from splitkit.errors import PlanError, PolicyError
 from splitkit.frontends.aot import joint_flow
-from splitkit.memory.kernels.host_copies import ARRIVED, TO_DEVICE, TO_HOST
+from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.record import Plan
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable

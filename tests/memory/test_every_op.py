@@ -16,7 +16,7 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit._torch import FakeTensorMode
 from splitkit.errors import GraphError
-from splitkit.memory.kernels.unseen import name_of
+from splitkit.memory.kernels.temporaries import name_of
 from splitkit.memory.measurement import measure_memory
 from splitkit.memory.profile import simulate_memory
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 
 
 class Smooth(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 
 import splitkit as sk
 from splitkit.errors import NoPlanError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, RecomputeAll, Remat, SaveAll
 from splitkit.testing import models

@@ -12,10 +12,9 @@ from campaigns import these_first
 from torch.fx import Node
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
-from splitkit.memory.segments.graph_memory import GraphMemory
-from splitkit.memory.segments.order_tables import NodeMemory
-from splitkit.memory.segments.segment import Incidence, OrderMemory
+from splitkit.memory.graph_memory import GraphMemory, NodeMemory
+from splitkit.memory.saved_storages import activations
+from splitkit.memory.segment import Incidence, OrderMemory
 from splitkit.testing import models
 from splitkit.testing.graph_zoo import zoo
 

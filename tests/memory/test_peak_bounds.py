@@ -10,10 +10,10 @@ from torch import nn
 from zoographs import specimens
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
-from splitkit.memory.segments.graph_memory import GraphMemory
-from splitkit.memory.segments.peak_bounds import PeakBounds
-from splitkit.search.memory.memory_cuts import MemoryCuts
+from splitkit.memory.graph_memory import GraphMemory
+from splitkit.memory.saved_storages import activations
+from splitkit.memory.segment import PeakBounds
+from splitkit.search.memory_cuts import MemoryCuts
 
 MODELS = [
     "dropout, exported",

@@ -10,7 +10,7 @@ from savedbytes import kept_by_autograd
 from torch import nn
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.testing.models import build
 
 

@@ -13,9 +13,9 @@ from test_peak_bounds import Wide
 from zoographs import specimens
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
-from splitkit.memory.segments.graph_memory import GraphMemory
-from splitkit.memory.segments.segment import Incidence, OrderMemory, SegmentMemory
+from splitkit.memory.graph_memory import GraphMemory
+from splitkit.memory.saved_storages import activations
+from splitkit.memory.segment import Incidence, OrderMemory, SegmentMemory
 
 ZOO = ["dropout, exported", "many outputs, exported", "mutation, exported", "tied language model, exported"]
 SMALL = {"layers": 1, "width": 32, "heads": 2, "vocab": 100}

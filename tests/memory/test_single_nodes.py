@@ -6,8 +6,8 @@ import pytest
 from capturedmodels import captured_example
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
-from splitkit.memory.segments.graph_memory import GraphMemory
+from splitkit.memory.graph_memory import GraphMemory
+from splitkit.memory.saved_storages import activations
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -12,8 +12,8 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import CostError
 from splitkit.hardware.device_specs import Device
-from splitkit.memory.autograd.saved_storages import activations
 from splitkit.memory.kernels.target_kernels import lstm_workspace
+from splitkit.memory.saved_storages import activations
 
 B, H, T, D = 2, 4, 40, 32
 ROWS = B * H * T

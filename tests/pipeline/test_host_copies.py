@@ -10,14 +10,12 @@ import pytest
 from pipelinegraphs import bytes_needed
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.action import Action
-from splitkit.pipeline.host_copies_of_stage import StageCopies
-from splitkit.pipeline.host_windows import HostWindow, host_windows, most_on_host
-from splitkit.pipeline.memory import memory_over_time
+from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.order import Action, HostWindow, StageCopies, host_windows, most_on_host
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.search.pipelines.rank_loads import rank_loads
+from splitkit.search.pipelines.rank_choice import rank_loads
 
 SCHEDULES = [("1f1b", 4, 6), ("gpipe", 2, 5), ("zbv", 4, 4), ("interleaved-1f1b", 4, 6)]
 

@@ -8,9 +8,8 @@ import pytest
 
 import splitkit as sk
 from splitkit.errors import FileError, ScheduleError, ViewError
-from splitkit.pipeline.measured_step import MeasuredStep
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.trace import Event
+from splitkit.pipeline.trace import Event, MeasuredStep
 
 
 def stage(seconds):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from splitkit.pipeline.rank_rows import RankRow, rows_of_parts
+from splitkit.pipeline.run import RankRow, rows_of_parts
 from splitkit.pipeline.stage_costs import StageCosts
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
 from splitkit import _torch
-from splitkit.memory.segments.segment import RNG_STATE_BYTES
+from splitkit.memory.segment import RNG_STATE_BYTES
 from splitkit.pipeline.schedules import known_schedules
 from splitkit.pipeline.stage_prices import StagePrices, stage_costs
 from splitkit.policies import Stages

@@ -11,8 +11,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.action import Action
-from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 

@@ -17,10 +17,10 @@ from splitkit.cli import main
 from splitkit.errors import PolicyError, ScheduleError
 from splitkit.extend import Action, Schedule, register_schedule
 from splitkit.pipeline import schedules
-from splitkit.pipeline.memory import keeps_sent
+from splitkit.pipeline.byte_breakdown import keeps_sent
+from splitkit.pipeline.schedule import stalls
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named, schedule_of
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
-from splitkit.pipeline.windowed import stalls
 from splitkit.policies import MemoryBudget, Stages
 from splitkit.runtime.ranks.order_runner import order_of
 from splitkit.view.data.ladder import LadderView

@@ -16,7 +16,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.hardware.device_specs import find_device
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, peaks_of_visits, run_order, stage_costs

@@ -16,12 +16,11 @@ from torch.distributed.pipelining._backward import stage_backward_input
 
 import splitkit as sk
 from splitkit import _torch
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.runtime.parent import values_of
-from splitkit.runtime.ranks.last_stage import last_stage_of
 from splitkit.runtime.ranks.stage import Batch, ChainStage
-from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.stage_chain import chain_of, last_stage_of
 from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.testing.models import build
 

@@ -17,14 +17,14 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PolicyError
 from splitkit.graph.byte_sizes import value_bytes
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.policies import SplitBackward, Stages
 from splitkit.runtime.ranks.border_values import non_view
 from splitkit.testing.models import build
-from splitkit.training.waiting_values import waiting_bytes
+from splitkit.training.flow import waiting_bytes
 
 SCALARS = 512
 """Bytes of a loss, of seeds of kernels: no value of the graph."""

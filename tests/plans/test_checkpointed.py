@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import splitkit as sk
-from splitkit.plans.checkpointed import NOTE, checkpointed
+from splitkit.plans.record import NOTE, checkpointed
 
 
 def test_its_claim_goes_and_its_note_says_so_once(chain):

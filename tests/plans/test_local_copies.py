@@ -11,7 +11,7 @@ from handgraphs import graph_of
 from torch import fx
 
 import splitkit as sk
-from splitkit.plans.local_copies import is_small, recompute_locally, recompute_sizes
+from splitkit.plans.rewrite import is_small, recompute_locally, recompute_sizes
 from splitkit.testing import assert_same
 
 

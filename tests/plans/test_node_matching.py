@@ -13,8 +13,8 @@ import torch
 import splitkit as sk
 from splitkit.errors import FileError, PlanWarning
 from splitkit.plans import plan_file
-from splitkit.plans.node_matching import size_differences
 from splitkit.plans.parts import Claim
+from splitkit.plans.plan_file import size_differences
 
 
 def captured(order, rows=4, op=torch.relu):

@@ -14,8 +14,7 @@ import splitkit as sk
 from splitkit.errors import FileError, PlanError
 from splitkit.hardware.device_specs import find_device
 from splitkit.plans import plan_file
-from splitkit.plans.parts import Part
-from splitkit.plans.plan_request import PlanRequest
+from splitkit.plans.parts import Part, PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 

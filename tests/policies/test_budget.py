@@ -18,7 +18,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.costs import roofline
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import PlanPool, RecomputeAll, Remat, SaveAll
 from splitkit.policies.budget import Budget

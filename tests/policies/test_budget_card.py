@@ -10,7 +10,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.policies import Budget, SaveAll
-from splitkit.training.optimizer import optimizer_memory
+from splitkit.training.flow import optimizer_memory
 
 
 class Net(nn.Module):

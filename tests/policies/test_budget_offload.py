@@ -13,11 +13,11 @@ import splitkit as sk
 from splitkit.costs import Link, Links, roofline
 from splitkit.errors import CostError, NoPlanError, PolicyError
 from splitkit.policies import Budget, SaveAll
-from splitkit.search.recompute.offload_bound import OffloadBound
+from splitkit.search.recompute.offload_planner import OffloadBound
 from splitkit.search.recompute.offload_search import OffloadSearch
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.search.recompute.recompute_search import RecomputeSearch
-from splitkit.training.checkpoints import eager_plan
+from splitkit.training.peaks import eager_plan
 
 HOSTS = (float("inf"), 6 * 1024.0)
 

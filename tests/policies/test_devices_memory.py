@@ -16,9 +16,8 @@ from torch import nn
 import splitkit as sk
 from splitkit.graph.dataflow import waits_for
 from splitkit.policies import Devices
-from splitkit.search.devices.device_search import DeviceSearch
-from splitkit.solvers.placement.evaluate import cycles
-from splitkit.solvers.placement.solution import Solution
+from splitkit.search.device_request import DeviceSearch
+from splitkit.solvers.placement.solution import Solution, cycles
 
 aten, LOOSE = torch.ops.aten, 2**40
 

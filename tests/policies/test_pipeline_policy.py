@@ -12,14 +12,13 @@ from lawtables import STAGED_LAWS
 from pipelinegraphs import random_joint
 
 from splitkit.costs import roofline
-from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.plans.record import Plan
 from splitkit.policies import Pipeline
-from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.joint_positions import JointPositions, staged_plan
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.staged_plan import staged_plan
 from splitkit.training.stage_parts import stage_part
 
 

@@ -18,7 +18,7 @@ import splitkit as sk
 from splitkit.costs import roofline, unit
 from splitkit.engine.pair import divide
 from splitkit.errors import PolicyError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, Remat, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan

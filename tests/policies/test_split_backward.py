@@ -14,13 +14,12 @@ from torch import nn
 import splitkit as sk
 from splitkit.costs import flops, roofline
 from splitkit.errors import PolicyError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.graph.joint_marks import forward_owners
 from splitkit.plans.record import Plan
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, SplitBackward
-from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
-from splitkit.training.stage_plan import stage_plan
-from splitkit.training.waiting_values import waiting_bytes, waiting_values
+from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, waiting_bytes, waiting_values
+from splitkit.training.stage_parts import stage_plan
 
 POLICIES = {
     "products": SplitBackward(),

@@ -12,7 +12,7 @@ from placedgraphs import Deep, Prices, dags, every_chain, load_of
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.byte_breakdown import ByteBreakdown
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages

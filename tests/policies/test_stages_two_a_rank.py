@@ -8,7 +8,7 @@ import pytest
 from leastmemory import KINDS, captured, every_plan
 
 import splitkit as sk
-from splitkit.pipeline.defaults import ranks_of
+from splitkit.pipeline.purpose import ranks_of
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 

@@ -24,7 +24,7 @@ import splitkit as sk
 from splitkit import cli, files
 from splitkit.cli import before_ranks
 from splitkit.cli.commands import generate, import_stages
-from splitkit.engine.serialization.argument_data import encode_argument
+from splitkit.engine.argument_data import encode_argument
 from splitkit.errors import FileError
 from splitkit.plans.plan_file import fingerprint, read_json
 from splitkit.plans.record import Plan
@@ -32,7 +32,7 @@ from splitkit.policies import Stages
 from splitkit.runtime import open_stages, save_stages
 from splitkit.runtime.folder import file_digests
 from splitkit.runtime.folder.file_digests import digest_of_file
-from splitkit.runtime.folder.state_data import encode_state, require_storable
+from splitkit.runtime.folder.optimizer_state import encode_state, require_storable
 from splitkit.runtime.folder.tensorfiles import DTYPES, stored_tensors, write_tensors
 from splitkit.testing.config_files import read_config
 

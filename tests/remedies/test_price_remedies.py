@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import splitkit as sk
 from splitkit import costs
 from splitkit.cli.commands.profile_ranks import _orders
+from splitkit.costs.measuring_run import require_steps
 from splitkit.costs.recorded import costs_of
-from splitkit.costs.timing.measured import require_steps
 from splitkit.graph.ops import declared as declarations
 from splitkit.pipeline.order_file import load_order
 from splitkit.pipeline.stage_costs import StageCosts

@@ -15,7 +15,7 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.graph.dataflow import module_path
 from splitkit.policies import AroundOps, Best, Devices, MemoryBudget, Pipeline, Stages
-from splitkit.studies.sweep_training import TrainingSweeper
+from splitkit.studies.sweep import TrainingSweeper
 
 TURNS = {"layers.0": [0], "layers.1": [1], "layers.2": [0], "layers.3": [1], "layers.4": [0]}
 """Layers that take turns on two devices: the first needs three pieces, the second two."""

@@ -16,7 +16,7 @@ from torch.fx.passes.operator_support import create_op_support
 from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, Pipeline, SaveAll, Stages
@@ -179,7 +179,7 @@ CASES = [
     ),
     Remedy(
         "SK302",
-        "Give splitkit.memory.autograd.saved_storages.activations of the graph, or none.",
+        "Give splitkit.memory.saved_storages.activations of the graph, or none.",
         lambda: priced(activations=3),
         (lambda: priced(activations=activations(sk.analyze(gm()))) == priced(), priced),
     ),

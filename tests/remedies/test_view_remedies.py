@@ -13,7 +13,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import ViewError
-from splitkit.pipeline.measured_step import MeasuredStep
+from splitkit.pipeline.trace import MeasuredStep
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, Stages
 from splitkit.view.renderers import html, pictured, svg, view

@@ -18,7 +18,7 @@ from decoders import FAMILIES, STATES, captured, decoder
 import splitkit as sk
 import splitkit.runtime.generation.generator as generator_module
 from splitkit.errors import SplitError
-from splitkit.runtime.generation.ring import BorderType, Message, Ring, RingBorder
+from splitkit.runtime.generation.decoder import BorderType, Message, Ring, RingBorder
 
 OTHERS = ("gpt2", "mamba")
 """A tied weight, states; Llama's tables cross borders. A campaign has every family."""

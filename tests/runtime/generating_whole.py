@@ -23,8 +23,8 @@ from splitkit.errors import SplitError
 from splitkit.graph.caches import constant_caches
 from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
+from splitkit.runtime.generation.generator import before_stages
 from splitkit.runtime.generation.model_tokens import ModelTokens
-from splitkit.runtime.generation.whole_modules import before_stages
 from splitkit.runtime.ranks.stage_chain import chain_of
 
 END, PAD, LIMIT = 7, 0, 20.0

@@ -13,8 +13,7 @@ from launch import launch
 
 from splitkit import _torch
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.runtime.ranks.faults import Progress, is_of_network
-from splitkit.runtime.ranks.first_cause import leave
+from splitkit.runtime.ranks.faults import Progress, is_of_network, leave
 from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.signs_of_life import heard_key, note_heard
 

@@ -11,8 +11,7 @@ from launch import launch
 
 from splitkit.errors import PipelineError
 from splitkit.runtime.generation.generation_request import Request, RequestLimits
-from splitkit.runtime.generation.model_tokens import ModelTokens
-from splitkit.runtime.generation.sampling import Sampler
+from splitkit.runtime.generation.model_tokens import ModelTokens, Sampler
 
 RANKS = 2
 

@@ -10,10 +10,10 @@ from decoders import STATES, captured, decoder
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.graph.caches import cache_forms, caches_of
-from splitkit.runtime.devices.device_graphs import PartOnDevice
+from splitkit.runtime.devices.on_devices import PartOnDevice
 from splitkit.runtime.generation.decoder_memory import decoder_memory
-from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
-from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
+from splitkit.runtime.generation.encoder_caches import decoder_cache, kept_caches
+from splitkit.runtime.generation.local_generator import DecoderOnDevices
 
 transformers = pytest.importorskip("transformers")
 

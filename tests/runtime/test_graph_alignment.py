@@ -12,7 +12,7 @@ from zoographs import specimens
 
 import splitkit as sk
 from splitkit.plans.plan_file import fingerprint
-from splitkit.runtime.ranks.graph_alignment import difference, listing, put_in_order
+from splitkit.runtime.ranks.rank_agreement import difference, listing, put_in_order
 
 
 def captured(order, rows=4, op=torch.relu):

@@ -15,13 +15,12 @@ import splitkit as sk
 from splitkit._torch import FakeTensorMode
 from splitkit.errors import NoPlanError, PipelineError
 from splitkit.graph.caches import caches_of
-from splitkit.runtime.devices import device_copies
-from splitkit.runtime.devices.device_graphs import PartOnDevice
+from splitkit.runtime.devices import accelerators
+from splitkit.runtime.devices.on_devices import PartOnDevice
 from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.decoder_memory import decoder_memory
-from splitkit.runtime.generation.decoder_on_devices import DecoderOnDevices
-from splitkit.runtime.generation.encoder_caches import EncoderCaches
-from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
+from splitkit.runtime.generation.encoder_caches import EncoderCaches, decoder_cache, kept_caches
+from splitkit.runtime.generation.local_generator import DecoderOnDevices
 from splitkit.runtime.ranks.stage_chain import chain_of
 
 transformers = pytest.importorskip("transformers")
@@ -197,7 +196,7 @@ def test_stages_of_less_than_a_layer_keep_each_cache_in_one_part(parts):
 
 def test_a_tied_weight_is_copied_once_and_not_in_every_step(monkeypatch):
     sent = []
-    monkeypatch.setattr(device_copies.Send, "_moved", lambda self, tensor: sent.append(tensor.shape) or tensor.clone())
+    monkeypatch.setattr(accelerators.Send, "_moved", lambda self, tensor: sent.append(tensor.shape) or tensor.clone())
     generator = sk.generator(decoder("gpt2"), split_of("gpt2"), CPUS)
     greedy(generator)
     assert sent and decoder("gpt2").transformer.wte.weight.shape not in sent

@@ -6,8 +6,8 @@ import pytest
 from decoders import captured
 
 import splitkit as sk
-from splitkit.engine.serialization.json_fields import JsonField
-from splitkit.runtime.folder.manifest import decode_facts, encode_facts
+from splitkit.engine.json_fields import JsonField
+from splitkit.runtime.folder.load import decode_facts, encode_facts
 from splitkit.runtime.generation.prompt_pieces import costly_positions, piece
 from splitkit.runtime.ranks.stage_chain import chain_of
 

@@ -16,8 +16,15 @@ from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
 from splitkit.runtime.ranks.fsdp import full_tensor, local_tensor, shard, shard_like, sum_shards
 from splitkit.runtime.ranks.order_runner import placed_order
-from splitkit.runtime.ranks.replicas import Replicas, replicas, require_replicable, row_of_rank, subgroup
-from splitkit.runtime.ranks.shared_parameters import BUCKET, _buckets
+from splitkit.runtime.ranks.replicas import (
+    BUCKET,
+    Replicas,
+    _buckets,
+    replicas,
+    require_replicable,
+    row_of_rank,
+    subgroup,
+)
 from splitkit.runtime.ranks.stage_chain import chain_of
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from splitkit.engine.serialization.json_fields import JsonField
+from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError
 from splitkit.runtime.folder.checkpoint_reader import METADATA, read_stored, stored_looks
 from splitkit.runtime.folder.checkpoint_weights import Weights
-from splitkit.runtime.folder.random_state import random_state, set_random_state
-from splitkit.runtime.folder.state_data import decode_state, empty_tensors, encode_state
+from splitkit.runtime.folder.optimizer_state import decode_state, empty_tensors, encode_state
+from splitkit.runtime.folder.training_checkpoint import random_state, set_random_state
 
 
 def through_json(value: object) -> object:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from splitkit.runtime.ranks import step_watch
+from splitkit.runtime.ranks import faults
 
 BEAT = 0.02
 
@@ -30,24 +30,24 @@ def step(monkeypatch):
     """A step whose device can be made to be done; ``ended`` has what the process would have ended with."""
     made = SimpleNamespace(done=False, ended=[], over=threading.Event(), store=Store())
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: made.done))
-    monkeypatch.setattr(step_watch, "BEAT", BEAT)
-    monkeypatch.setattr(step_watch, "PATIENCE", 2 * BEAT)
-    monkeypatch.setattr(step_watch._torch, "default_store", lambda: made.store)
-    monkeypatch.setattr(step_watch, "has_streams", lambda device: True)
-    monkeypatch.setattr(step_watch, "stream_of", lambda device: stream)
+    monkeypatch.setattr(faults, "BEAT", BEAT)
+    monkeypatch.setattr(faults, "PATIENCE", 2 * BEAT)
+    monkeypatch.setattr(faults._torch, "default_store", lambda: made.store)
+    monkeypatch.setattr(faults, "has_streams", lambda device: True)
+    monkeypatch.setattr(faults, "stream_of", lambda device: stream)
 
     def end(message, rank, ranks):
         made.ended.append(message)
         made.over.set()
 
-    monkeypatch.setattr(step_watch, "_end", end)
+    monkeypatch.setattr(faults, "_end", end)
     yield made
     made.over.set()
 
 
 def watched(step, limit=100.0, progress=lambda: None, silent=""):
     where = 0, [0, 1], torch.device("cpu"), limit, step.over
-    return step_watch.watched(*where, progress, lambda line: line or silent)
+    return faults.watched(*where, progress, lambda line: line or silent)
 
 
 def soon(happens):
@@ -66,7 +66,7 @@ def test_a_device_that_waits_after_the_host_has_left_the_step_is_watched(step):
         pass
     assert soon(lambda: step.store.held.add("splitkit: beats of rank 0", 0) > 1), "it does not beat"
     assert not step.ended
-    step.store.held.set(step_watch.KEY, "rank 1 failed")
+    step.store.held.set(faults.KEY, "rank 1 failed")
     assert soon(lambda: step.ended == ["rank 1 failed"])
 
 
@@ -75,12 +75,12 @@ def test_the_watch_ends_when_the_device_has_done_the_step(step):
         pass
     step.done = True
     assert soon(lambda: not threads())
-    step.store.held.set(step_watch.KEY, "rank 1 failed")
+    step.store.held.set(faults.KEY, "rank 1 failed")
     assert not step.ended
 
 
 def test_a_rank_that_gets_an_error_by_itself_raises_it(step):
-    step.store.held.set(step_watch.KEY, "rank 1 failed")
+    step.store.held.set(faults.KEY, "rank 1 failed")
     with pytest.raises(ValueError, match="mine"), watched(step):
         raise ValueError("mine")
     assert soon(lambda: not threads()) and not step.ended

@@ -25,7 +25,7 @@ from splitkit._torch import FakeTensorMode, attributes_of
 from splitkit.costs import unit
 from splitkit.errors import CheckError, PipelineError, PlanError
 from splitkit.runtime import to_devices
-from splitkit.runtime.devices import device_copies, device_graphs, writes_across_devices
+from splitkit.runtime.devices import accelerators, on_devices, writes_across_devices
 from splitkit.testing import models
 
 CPUS = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]  # to torch one CPU: every crossing value is copied all the same
@@ -82,7 +82,7 @@ def test_nothing_is_read_on_another_device(name):
 
 
 def test_a_forgotten_move_would_be_seen(monkeypatch):
-    monkeypatch.setattr(device_copies.Send, "_moved", lambda self, tensor: tensor)
+    monkeypatch.setattr(accelerators.Send, "_moved", lambda self, tensor: tensor)
     on, inputs, mode = on_fake_gpus("gpt2")
     with mode, torch.no_grad(), pytest.raises(Exception, match="device"):
         on(**inputs)
@@ -253,17 +253,17 @@ def test_memory_that_is_written_does_not_lie_on_two_devices(case):
 
 def test_random_plans_on_random_graphs_run_rightly_or_are_refused(monkeypatch):
     """The oracle is the whole graph; parts lie on two or three devices by chance."""
-    real = device_copies.Send._moved
+    real = accelerators.Send._moved
     seen = Counter()
     for seed in range(30):
         copies_inputs = seed % 2  # else inputs are where they are read, as all CPUs are one
-        monkeypatch.setattr(device_copies, "same_device", (lambda a, b: False) if copies_inputs else same)
+        monkeypatch.setattr(accelerators, "same_device", (lambda a, b: False) if copies_inputs else same)
         seen += fuzzed(seed)
-    assert device_copies.Send._moved is real
+    assert accelerators.Send._moved is real
     assert seen["same"] > 40 < seen["moves"] and seen["SK808"] > 10, seen
 
 
-same = device_copies.same_device
+same = accelerators.same_device
 
 
 def fuzzed(seed):
@@ -287,7 +287,7 @@ def fuzzed(seed):
 HOME = inspect.getsource(writes_across_devices._require_one_home)
 PLANTED = {
     "a value that is written is sent when it is made": (
-        93, lambda m: m.setattr(device_graphs.DeviceGraphs, "is_late", lambda *a: False),
+        93, lambda m: m.setattr(on_devices.DeviceGraphs, "is_late", lambda *a: False),
     ),
     "memory comes in by two ways": (
         2,
@@ -334,13 +334,13 @@ def test_a_value_is_moved_once_for_all_its_readers_on_a_device():
     on = to_devices(split, {0: "cpu:0", 1: "cpu:1", 2: "cpu:1", 3: "cpu:2"})
     assert [(m.name, m.target.index) for m in on.moves if m.source is not None] == [("sin", 1), ("sin", 2)]
     sent = []
-    original = device_copies.copy_to_device
-    device_copies.copy_to_device = lambda *args: sent.append(args[1]) or original(*args)
+    original = accelerators.copy_to_device
+    accelerators.copy_to_device = lambda *args: sent.append(args[1]) or original(*args)
     try:
         x = torch.randn(3)
         assert all(map(torch.equal, on(x), gm(x)))
     finally:
-        device_copies.copy_to_device = original
+        accelerators.copy_to_device = original
     assert sorted(d.index for d in sent) == [1, 2]
 
 
@@ -428,7 +428,7 @@ def test_what_cannot_be_is_refused():
 
 def test_an_expanded_value_is_copied_once():
     x = torch.randn(3, 1).expand(3, 1000)
-    made = device_copies.copy_to_device(x, torch.device("cpu"), device_copies.CopyStreams())
+    made = accelerators.copy_to_device(x, torch.device("cpu"), accelerators.CopyStreams())
     assert made.stride() == x.stride() and torch.equal(made, x) and made.data_ptr() != x.data_ptr()
     assert made.untyped_storage().nbytes() == 12
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import _backward
 
-from splitkit.runtime.ranks.torch_limits import divisible, passed_on
+from splitkit.runtime.ranks.stage import divisible, passed_on
 
 Forward = Callable[[nn.ModuleList, torch.Tensor], tuple[torch.Tensor, ...]]
 

@@ -29,7 +29,7 @@ def vendors(source: str) -> set[str]:
 def test_no_vendor_is_named():
     named = {path.name: found for path in FILES if (found := vendors(path.read_text()))}
     # methods of tensors in users' graphs, such as x.cuda(); and a generator that takes no index of a device
-    assert named == {"hardcoded_devices.py": {"cuda", "xpu", "mtia"}, "accelerators.py": {"mps"}}
+    assert named == {"device_map.py": {"cuda", "xpu", "mtia"}, "accelerators.py": {"mps"}}
     assert len(FILES) > 50
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.memory.autograd.saved_storages import activations
+from splitkit.memory.saved_storages import activations
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import PlacementModel
 

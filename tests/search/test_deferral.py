@@ -15,11 +15,8 @@ from jointgraphs import Hand
 from jointmodels import assert_steps_alike, captured
 
 from splitkit import costs
-from splitkit.search.deferral.deferral_cuts import DeferralNetwork
-from splitkit.search.deferral.deferral_problem import deferrals
-from splitkit.search.deferral.divided_backward import divided, plan_in_stages
-from splitkit.training.flow import BACKWARD, recompute, save_all_plan
-from splitkit.training.waiting_values import waiting_bytes, waiting_values
+from splitkit.search.deferral_cuts import DeferralNetwork, deferrals, divided, plan_in_stages
+from splitkit.training.flow import BACKWARD, recompute, save_all_plan, waiting_bytes, waiting_values
 
 KIB = 1024
 DIVIDED = ("backward", 0)

@@ -11,9 +11,9 @@ from jointmodels import wide
 from smallnets import NETS, loss_or_sum
 
 from splitkit.costs import roofline
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.search.recompute import plan_pool as pool
-from splitkit.search.recompute.descent import Descent
+from splitkit.search.recompute.plan_pool import Descent
 from splitkit.testing import models
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks

@@ -6,8 +6,8 @@ import numpy as np
 from campaigns import few_of_many
 from hypothesis import strategies as st
 
-from splitkit.memory.segments.peak_bounds import PeakBounds
-from splitkit.search.memory.memory_step import PartStarts
+from splitkit.memory.segment import PeakBounds
+from splitkit.search.memory_cuts import PartStarts
 
 
 @st.composite

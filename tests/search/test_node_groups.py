@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.search.node_groups import bundled
+from splitkit.search.placement_model import bundled
 
 
 class Fork(nn.Module):

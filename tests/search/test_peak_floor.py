@@ -13,8 +13,7 @@ from jointgraphs import Hand
 from splitkit.costs import roofline, unit
 from splitkit.search.recompute import plan_pool as pool
 from splitkit.search.recompute.memory_limits import MomentLimits
-from splitkit.search.recompute.peak_floor import Bounds
-from splitkit.search.recompute.recompute_search import RecomputeSearch
+from splitkit.search.recompute.recompute_search import Bounds, RecomputeSearch
 from splitkit.training.choices import savings
 from splitkit.training.peaks import Peaks
 

@@ -11,7 +11,7 @@ from placedgraphs import Prices, dags, load_of
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.pipeline.defaults import ranks_of
+from splitkit.pipeline.purpose import ranks_of
 from splitkit.policies import Best, Devices, Stages
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.pipeline.defaults import ranks_of
+from splitkit.pipeline.purpose import ranks_of
 from splitkit.policies import Expert, Stages
 from splitkit.search.stages.rank_borders import RankBorders
 from splitkit.solvers.line.rank_pairs import even_pairs

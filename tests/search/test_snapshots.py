@@ -16,7 +16,7 @@ from jointgraphs import Hand
 from torch import nn
 
 from splitkit.costs import roofline
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.training.choices import savings

@@ -15,8 +15,8 @@ from placedgraphs import Prices
 import splitkit as sk
 from splitkit.costs import Link, Links, roofline
 from splitkit.policies import Devices, Stages
-from splitkit.search.memory.traffic_bounds import least_load
 from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.traffic_bounds import least_load
 
 ONE = Links(Link(1e9, 1.0))
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from splitkit.solvers.cuts.min_cut import INFINITE
+from splitkit.solvers.min_cut import INFINITE
 
 
 def finite_cuts(net):

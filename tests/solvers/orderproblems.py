@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from splitkit.solvers.actions.order_problem import ActionBytes, OrderProblem, Row, Rows, time_rows
+from splitkit.solvers.order_problem import ActionBytes, OrderProblem, Row, Rows, time_rows
 
 SHAPES = (((0, 1), 1), ((0, 1), 2), ((0, 1), 3), ((0, 1, 2), 2), ((0, 1, 1, 0), 1), ((0, 1, 0, 1), 1))
 """(rank of each stage, microbatches) for which all orders can be enumerated."""

@@ -9,7 +9,7 @@ from allcuts import finite_cuts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit.solvers.cuts.min_cut import INFINITE, ROOM, Network, NoCutError, min_cut
+from splitkit.solvers.min_cut import INFINITE, ROOM, Network, NoCutError, min_cut
 
 
 def network(size, edges):

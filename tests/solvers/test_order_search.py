@@ -8,14 +8,19 @@ import pytest
 from campaigns import these_first
 from orderproblems import NO_LIMIT, SHAPES, least_value, random_problem
 
-from splitkit.solvers.actions.critical_moves import improve_rows
-from splitkit.solvers.actions.exact_order import branch
-from splitkit.solvers.actions.list_scheduler import list_rules, schedule_by_rule
-from splitkit.solvers.actions.order_bounds import work_or_path_bound
-from splitkit.solvers.actions.order_problem import ActionBytes, OrderProblem, StepState, time_rows
-from splitkit.solvers.actions.order_search import row_peak, rows_one_by_one, search_order
-from splitkit.solvers.actions.stage_windows import Windows, tighten
-from splitkit.solvers.actions.window_scheduler import DeadlineRule, schedule_in_windows
+from splitkit.solvers.exact_order import Windows, branch, tighten
+from splitkit.solvers.order_problem import ActionBytes, OrderProblem, StepState, time_rows
+from splitkit.solvers.order_search import (
+    DeadlineRule,
+    improve_rows,
+    list_rules,
+    row_peak,
+    rows_one_by_one,
+    schedule_by_rule,
+    schedule_in_windows,
+    search_order,
+    work_or_path_bound,
+)
 
 
 def even(stages, microbatches, room=NO_LIMIT, saved=10, waiting=4):

@@ -10,7 +10,7 @@ import pytest
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.search.pipelines.rank_loads import warm_up
+from splitkit.search.pipelines.rank_choice import warm_up
 from splitkit.solvers.line.path_bound import first_wait, least_path, least_sum
 
 

@@ -10,8 +10,7 @@ from hulls import lower_hull
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit.solvers.cuts.min_cut import INFINITE, Network, NoCutError
-from splitkit.solvers.cuts.parametric import TwoCosts
+from splitkit.solvers.min_cut import INFINITE, Network, NoCutError, TwoCosts
 
 
 @st.composite

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import DeviceTable
 from splitkit.solvers.placement.bounds import simple_bound
-from splitkit.solvers.placement.colocation import acyclic_groups
-from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.core import acyclic_groups, core_of
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.stages.border_bound import BorderBound, border_bound, borders_apply
+from splitkit.solvers.placement.solution import faults, loads
+from splitkit.solvers.placement.stages.border_bound import (
+    BorderBound,
+    _Program,
+    border_bound,
+    borders_apply,
+    stage_relaxation,
+)
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.stages.device_steps import device_steps
-from splitkit.solvers.placement.stages.program import _Program, stage_relaxation
-from splitkit.solvers.placement.stages.stage_loads import stage_loads
-from splitkit.solvers.placement.stages.unit_annealing import UnitAnnealing
+from splitkit.solvers.placement.stages.device_steps import device_steps, stage_loads
+from splitkit.solvers.placement.stages.stage_solver import UnitAnnealing
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

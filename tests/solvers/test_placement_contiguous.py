@@ -14,22 +14,23 @@ from hypothesis import strategies as st
 from splitkit.solvers import clock
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.colocation import acyclic_groups
-from splitkit.solvers.placement.contract import contracted_core
-from splitkit.solvers.placement.core import BIG, core_of
-from splitkit.solvers.placement.evaluate import faults, memory
+from splitkit.solvers.placement.bounds import contracted_core
+from splitkit.solvers.placement.core import BIG, ORDERS, acyclic_groups, core_of, orders
 from splitkit.solvers.placement.memory_remedies import infeasible
-from splitkit.solvers.placement.orders import ORDERS, orders
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.solution import InfeasibleError, faults, memory
 from splitkit.solvers.placement.stages import stage_solver as search_module
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.stages.device_steps import device_steps
-from splitkit.solvers.placement.stages.dominance import dominance_applies
-from splitkit.solvers.placement.stages.ideal_dp import _Search, best_stages
-from splitkit.solvers.placement.stages.ideals import Effort, TooManyError, ideals, sums_over_ideals
-from splitkit.solvers.placement.stages.order_dp import OrderDP
-from splitkit.solvers.placement.stages.stage_loads import stage_loads
+from splitkit.solvers.placement.stages.device_steps import OrderDP, device_steps, stage_loads
+from splitkit.solvers.placement.stages.ideal_dp import (
+    Effort,
+    TooManyError,
+    _Search,
+    best_stages,
+    dominance_applies,
+    ideals,
+    sums_over_ideals,
+)
 from splitkit.solvers.placement.stages.stage_solver import StageSearch, own_and_other_orders
 
 

@@ -8,12 +8,10 @@ import pytest
 from campaigns import these_first
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.colocation import acyclic_groups
-from splitkit.solvers.placement.core import core_of
+from splitkit.solvers.placement.core import acyclic_groups, core_of
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.stages.device_steps import device_steps
-from splitkit.solvers.placement.stages.ideal_dp import best_stages
-from splitkit.solvers.placement.stages.ideals import Effort, _most_held, ideals
+from splitkit.solvers.placement.stages.ideal_dp import Effort, _most_held, best_stages, ideals
 
 
 @pytest.mark.parametrize("slower", these_first([1.0, 2.0], [1.5, 5.0]))

@@ -9,13 +9,10 @@ import placementcases as cases
 import pytest
 from campaigns import few_of_many
 
-from splitkit.solvers.placement.colocation import colour_groups
-from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.latency import branch_and_bound as tree
-from splitkit.solvers.placement.latency.chain_bound import chain_bound
-from splitkit.solvers.placement.latency.latency_solver import latency
-from splitkit.solvers.placement.latency.makespan import CPU, Timing, makespan
-from splitkit.solvers.placement.orders import order_by_key
+from splitkit.solvers.placement import latency_solver as tree
+from splitkit.solvers.placement.chain_bound import CPU, Timing, chain_bound, makespan
+from splitkit.solvers.placement.core import colour_groups, core_of, order_by_key
+from splitkit.solvers.placement.latency_solver import latency
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.bounds import simple_bound
-from splitkit.solvers.placement.colocation import acyclic_groups
-from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.evaluate import faults, loads
+from splitkit.solvers.placement.core import acyclic_groups, core_of
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.stages.balanced_cut_bound import BalancedCutBound, BorderWindow
+from splitkit.solvers.placement.solution import faults, loads
 from splitkit.solvers.placement.stages.border_bound import BorderBound, border_bound, borders_apply
-from splitkit.solvers.placement.stages.lagrangian_bound import LagrangianBound, lagrangian_bound
+from splitkit.solvers.placement.stages.lagrangian_bound import (
+    BalancedCutBound,
+    BorderWindow,
+    LagrangianBound,
+    lagrangian_bound,
+)
 
 
 def border_ideals(core):

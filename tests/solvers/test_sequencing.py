@@ -7,11 +7,16 @@ import random
 
 import pytest
 
-from splitkit.solvers.sequencing.dispatching import Dispatch, dispatched, schedule_length
-from splitkit.solvers.sequencing.exact_sequence import shortest
-from splitkit.solvers.sequencing.sequence_search import improved
-from splitkit.solvers.sequencing.sequencing_problem import SequencingProblem, preemptive_bound
-from splitkit.solvers.sequencing.solve_sequence import sequenced
+from splitkit.solvers.solve_sequence import (
+    Dispatch,
+    SequencingProblem,
+    dispatched,
+    improved,
+    preemptive_bound,
+    schedule_length,
+    sequenced,
+    shortest,
+)
 
 
 def drawn(seed):

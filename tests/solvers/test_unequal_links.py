@@ -7,15 +7,12 @@ import pytest
 from campaigns import few_of_many
 from hypothesis import strategies as st
 
-from splitkit.solvers.placement.evaluate import cycles
+from splitkit.solvers.placement.link_model import LinkPrices, UnequalLinks
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.sets.set_solver import noncontiguous
-from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.set_solver import noncontiguous
+from splitkit.solvers.placement.solution import InfeasibleError, cycles
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.unequal.enumeration import Enumeration
-from splitkit.solvers.placement.unequal.link_model import LinkPrices, UnequalLinks
-from splitkit.solvers.placement.unequal.order_and_devices import best_on_order
-from splitkit.solvers.placement.unequal.unequal_solver import on_unequal_links
+from splitkit.solvers.placement.unequal_solver import Enumeration, best_on_order, on_unequal_links
 
 
 @st.composite

@@ -18,7 +18,7 @@ from splitkit.engine.split import split
 from splitkit.policies import RoundRobin
 from splitkit.testing import assert_same
 from splitkit.testing.compare import compare
-from splitkit.testing.trial import bitwise
+from splitkit.testing.differences import bitwise
 
 
 class Gives(nn.Module):

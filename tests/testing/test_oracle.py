@@ -12,7 +12,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.errors import CheckError, CycleError
 from splitkit.plans.parts import Part
-from splitkit.testing.oracle import assert_legal
+from splitkit.testing.compare import assert_legal
 
 
 class Layers(nn.Module):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from splitkit.testing.memory_runs import measure_forward
 from splitkit.testing.models import Example
-from splitkit.testing.rehearsal import copied_inputs, state_restored
+from splitkit.testing.timing import copied_inputs, measure_forward, state_restored
 
 
 def test_inputs_are_copies_that_share_memory_with_each_other_as_before():

@@ -24,9 +24,9 @@ sys.path.insert(0, str(HERE / "tests" / "helpers"))
 
 import splitkit as sk  # noqa: E402 - of this tree
 from splitkit.costs import roofline  # noqa: E402
-from splitkit.engine.joint_stages.staged_step import StagedStep  # noqa: E402
+from splitkit.engine.staged_step import StagedStep  # noqa: E402
 from splitkit.errors import SplitError  # noqa: E402
-from splitkit.frontends.joint.joint_capture import Joint  # noqa: E402
+from splitkit.frontends.joint_capture import Joint  # noqa: E402
 from splitkit.policies import (  # noqa: E402
     Budget,
     Devices,

@@ -12,7 +12,7 @@ from smallnets import NETS, loss_or_sum
 
 from splitkit.costs import unit
 from splitkit.engine.pair import divide
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models

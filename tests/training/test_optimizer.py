@@ -10,7 +10,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import PolicyError
-from splitkit.training.optimizer import check_optimizer, optimizer_memory
+from splitkit.training.flow import check_optimizer, optimizer_memory
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.costs import roofline
 from splitkit.errors import GraphError
-from splitkit.frontends.joint.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture_joint
 from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models

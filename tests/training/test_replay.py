@@ -12,9 +12,8 @@ from smallnets import NETS
 
 from splitkit.costs import unit
 from splitkit.testing import models
-from splitkit.training.choices import savings
+from splitkit.training.choices import Replay, savings
 from splitkit.training.peaks import Peaks
-from splitkit.training.replay import Replay
 
 
 def assert_alike(problem, peaks, runs):

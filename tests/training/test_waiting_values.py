@@ -6,8 +6,8 @@ from jointgraphs import Hand
 
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
-from splitkit.training.computed_again import computed_again
-from splitkit.training.waiting_values import waiting_bytes, waiting_values
+from splitkit.training.flow import waiting_bytes, waiting_values
+from splitkit.training.stage_parts import computed_again
 
 KIB = 1024
 

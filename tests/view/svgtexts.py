@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from itertools import combinations
 
-from splitkit.view.svg.text_width import width
+from splitkit.view.svg.drawing import width
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,9 +10,8 @@ from svgtexts import overlaps
 
 from splitkit.view.colours import COLOURS, colour, ink_on, mixed
 from splitkit.view.page.bundle import script
-from splitkit.view.svg.axes import round_size, thinned, tick_values
-from splitkit.view.svg.drawing import Drawing
-from splitkit.view.svg.text_width import shortened, width
+from splitkit.view.svg.drawing import Drawing, shortened, width
+from splitkit.view.svg.scatter import round_size, thinned, tick_values
 
 
 def test_a_text_is_cut_where_its_room_ends():

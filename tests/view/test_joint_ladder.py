@@ -20,8 +20,7 @@ from splitkit.graph.joint_marks import backward_nodes, forward_outputs
 from splitkit.policies import Budget, RecomputeAll, SaveAll
 from splitkit.units import size
 from splitkit.view.data.joint_ladder import HalvesView
-from splitkit.view.svg.halves_svg import halves_svg
-from splitkit.view.svg.ladder_svg import BOX, LEFT, RIBBONS
+from splitkit.view.svg.ladder_svg import BOX, LEFT, RIBBONS, halves_svg
 
 
 @cache

@@ -11,7 +11,7 @@ from steeredpages import GPT2, assert_quiet, border, planned, shown, side
 import splitkit as sk
 from splitkit.cli import main
 from splitkit.errors import ViewError
-from splitkit.pipeline.measured_step import MeasuredStep
+from splitkit.pipeline.trace import MeasuredStep
 from splitkit.policies import Stages
 from splitkit.view.data.ladder import LadderView
 

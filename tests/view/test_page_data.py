@@ -12,8 +12,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import RoundRobin, Stages
-from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.page_data import MOST_MARKS, border_marks, resimulated
+from splitkit.view.data.ladder import MOST_MARKS, LadderView, border_marks, resimulated
 
 
 def test_cuts_may_be_anywhere_where_there_are_few_rows():

@@ -14,12 +14,12 @@ from steeredpages import GPT2, assert_quiet, border, planned, shown, side
 import splitkit as sk
 from splitkit.graph.dataflow import readers_of
 from splitkit.graph.storages import storage_key
-from splitkit.memory.autograd.saved_storages import activations
-from splitkit.pipeline.memory import memory_over_time
+from splitkit.memory.saved_storages import activations
+from splitkit.pipeline.byte_breakdown import memory_over_time
 from splitkit.prices import kernels_of
 from splitkit.units import duration, size
+from splitkit.view.data.joint_ladder import source_line, type_text
 from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.op_columns import source_line, type_text
 
 pytestmark = NEEDS_CHROMIUM
 OTHERS = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}

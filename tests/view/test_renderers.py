@@ -22,7 +22,7 @@ import splitkit as sk
 from splitkit import prices
 from splitkit.errors import FileError, SplitError, ViewError
 from splitkit.pipeline.stage_prices import STATE_OF
-from splitkit.studies.sweep_rows import Sweep
+from splitkit.studies.sweep import Sweep
 from splitkit.units import duration, size
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.report import Report

@@ -10,8 +10,8 @@ import splitkit as sk
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.units import quantity, size
-from splitkit.view.console.console import show, to_text
-from splitkit.view.data.short_paths import collapse
+from splitkit.view.console import show, to_text
+from splitkit.view.data.report import collapse
 
 
 class Two(nn.Module):

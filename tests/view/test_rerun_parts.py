@@ -14,13 +14,12 @@ from steeredpages import GPT2, assert_quiet, planned, shown, side
 
 import splitkit as sk
 from splitkit.graph.byte_sizes import value_bytes
-from splitkit.memory.segments.segment import RNG_STATE_BYTES
+from splitkit.memory.segment import RNG_STATE_BYTES
 from splitkit.pipeline.stage_prices import StagePrices, stage_costs
-from splitkit.plans.checkpointed import checkpointed
+from splitkit.plans.record import checkpointed
 from splitkit.policies import Stages
 from splitkit.units import duration, size
-from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.rerun_parts import kept_between, step_choices
+from splitkit.view.data.ladder import LadderView, kept_between, step_choices
 from splitkit.view.svg.ladder_svg import ladder_svg
 
 in_browser = NEEDS_CHROMIUM

@@ -11,7 +11,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.graph.dataflow import waits_for
-from splitkit.view.data.rows import ladder_rows
+from splitkit.view.data.joint_ladder import ladder_rows
 
 
 def thirds(gm):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import splitkit
-from splitkit.view.page.bundle import SCRIPTS, joined, script, source
-from splitkit.view.page.compact import compact, pieces
+from splitkit.view.page.bundle import SCRIPTS, compact, joined, pieces, script, source
 
 FOLDER = Path(splitkit.__file__).parent / "view" / "page" / "scripts"
 ALL = (*SCRIPTS, "widget")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitkit.view.data.short_paths import collapse
+from splitkit.view.data.report import collapse
 
 LAYERS = [f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp")]
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from splitkit.view.console.console import show_spinner
+from splitkit.view.console import show_spinner
 
 
 class Terminal(io.StringIO):

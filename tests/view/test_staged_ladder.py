@@ -16,7 +16,7 @@ from splitkit.units import duration, size
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.renderers import pictured
 from splitkit.view.svg.drawing import stacked
-from splitkit.view.svg.staged_svg import staged_svg
+from splitkit.view.svg.ladder_svg import staged_svg
 
 
 def texts(picture):

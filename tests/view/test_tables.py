@@ -9,11 +9,11 @@ from rich.console import Console
 
 from splitkit import simulate_schedule
 from splitkit.errors import PolicyError
-from splitkit.pipeline.rank_rows import rows_of_parts
+from splitkit.pipeline.run import rows_of_parts
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.view.console.console import to_text
-from splitkit.view.console.tables import facts, table
+from splitkit.view.console import to_text
 from splitkit.view.data.rank_table import rank_table
+from splitkit.view.tables import facts, table
 
 STAGE = StageCosts(1.0, 1.0, 1.0, saved_bytes=2**20, temporary_bytes=2**10, parameter_bytes=2**30)
 

@@ -11,9 +11,8 @@ from steeredpages import GPT2, SMALL, STEP, assert_quiet, border, planned, shown
 import splitkit as sk
 from splitkit.policies import SaveAll
 from splitkit.units import duration, size
-from splitkit.view.data.joint_ladder import HalvesView
+from splitkit.view.data.joint_ladder import HalvesView, source_line
 from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.op_columns import source_line
 
 pytestmark = NEEDS_CHROMIUM
 

@@ -9,8 +9,7 @@ from steeredpages import GPT2, assert_quiet, planned, shown, side
 import splitkit as sk
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.units import duration, size
-from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.what_if import what_if
+from splitkit.view.data.ladder import LadderView, what_if
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from splitkit.cli.common import prepare
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import listed
 from splitkit.units import quantity, size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -11,7 +11,7 @@ from splitkit.cli.syntax.device_list import DeviceList
 from splitkit.hardware.device_specs import Device, devices
 from splitkit.hardware.link_specs import PRESETS
 from splitkit.units import duration, quantity, size
-from splitkit.view.console.tables import table
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,7 +15,7 @@ import splitkit as sk
 from splitkit.cli import distribution
 from splitkit.cli.outcome import Outcome
 from splitkit.units import size
-from splitkit.view.console.tables import table
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

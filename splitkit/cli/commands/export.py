@@ -18,7 +18,7 @@ from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import UsageError
 from splitkit.exports.format_list import WRITES
 from splitkit.exports.formats import FORMATS, format_named
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,7 +10,7 @@ import splitkit as sk
 from splitkit.cli import NO_PLAN, factories
 from splitkit.cli.common import find_own_code
 from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.view.console.console import show_spinner
+from splitkit.view.console import show_spinner
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -18,7 +18,7 @@ from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError, message_line
 from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.units import size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

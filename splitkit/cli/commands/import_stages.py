@@ -19,12 +19,12 @@ from splitkit.errors import FileError, UsageError
 from splitkit.exports.export import pricing_of
 from splitkit.exports.rounding import PlanPrice
 from splitkit.graph.dataflow import analyze
-from splitkit.pipeline.defaults import microbatches_of
 from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.purpose import microbatches_of
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Stages
 from splitkit.units import duration, size
-from splitkit.view.console.tables import table
+from splitkit.view.tables import table
 
 _TITLES = ("plan", "slowest stage", "step", "peak", "sent")
 _ELSEWHERE = ("devices", "replicas", "objective", "tokens", "chunk", "trace", "order")

@@ -12,17 +12,17 @@ from splitkit.cli.common import TRAINING, versions
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import wrote
 from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
-from splitkit.pipeline.defaults import ranks_of
+from splitkit.pipeline.purpose import ranks_of
 from splitkit.prices import price_name
-from splitkit.training.computed_again import computed_again
+from splitkit.training.stage_parts import computed_again
 from splitkit.units import duration, size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.costs import Costs
-    from splitkit.engine.joint_stages.staged_step import StagedStep
+    from splitkit.engine.staged_step import StagedStep
     from splitkit.plans.record import Plan
     from splitkit.training.flow import JointFlow
 

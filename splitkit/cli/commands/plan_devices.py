@@ -21,16 +21,15 @@ from splitkit.errors import ScheduleError
 from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.placed_prices import costs_of_plan
-from splitkit.pipeline.rank_rows import RankRow, rows_of_parts
-from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.run import RankRow, ScheduleRun, rows_of_parts
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.search.plan_figures import StagePricing
 from splitkit.units import duration, size
-from splitkit.view.console.tables import facts
 from splitkit.view.data.rank_table import rank_table
+from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

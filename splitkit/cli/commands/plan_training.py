@@ -18,14 +18,14 @@ from splitkit.cli.source import Source, next_command
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
 from splitkit.units import bounded, duration, read_percent, read_size, size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.costs import Costs
     from splitkit.engine.pair import Pair
-    from splitkit.frontends.joint.joint_capture import Joint
+    from splitkit.frontends.joint_capture import Joint
     from splitkit.memory.profile import MemoryProfile
     from splitkit.memory.simulation import SimulatedStorage
     from splitkit.plans.policy import Policy
@@ -81,7 +81,7 @@ def priced_step(args: Namespace, wanted: Source) -> tuple[CapturedStep, Costs]:
 def plan_step(args: Namespace) -> Outcome:
     """Run ``splitkit plan MODEL --what fwd-bwd``."""
     from splitkit.cli.commands import joint_stages
-    from splitkit.engine.joint_stages.staged_step import StagedStep
+    from splitkit.engine.staged_step import StagedStep
 
     policy = _policy(args)
     work, costs = priced_step(args, source.from_args(args.model, args))

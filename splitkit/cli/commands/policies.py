@@ -7,7 +7,7 @@ from typing import Any
 
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.syntax.policy_list import Builtin, builtins, installed
-from splitkit.view.console.tables import table
+from splitkit.view.tables import table
 
 
 def run(args: Namespace) -> Outcome:

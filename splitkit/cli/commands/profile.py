@@ -15,14 +15,14 @@ from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import require_inputs
 from splitkit.errors import CaptureError, UsageError
 from splitkit.units import bounded, size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
-    from splitkit.testing.memory_runs import TrainingRun
+    from splitkit.testing.timing import TrainingRun
 
 
 TOP = 10
@@ -49,12 +49,12 @@ def run(args: Namespace) -> Outcome:
     training = step.profile if step else None
     rows += [_row("forward + backward", training)] if training else []
     if args.run:
-        from splitkit.testing import memory_runs
+        from splitkit.testing import timing
 
         with work.clock.step("measure", "running the model"):
-            measured = memory_runs.measure_forward(split.module if split else work.gm, work.example, work.source.seed)
-            parts = memory_runs.measure_parts(split, work.example, work.source.seed) if split else []
-            both = [memory_runs.measure_training(step, work.example, work.source.seed)] if step else []
+            measured = timing.measure_forward(split.module if split else work.gm, work.example, work.source.seed)
+            parts = timing.measure_parts(split, work.example, work.source.seed) if split else []
+            both = [timing.measure_training(step, work.example, work.source.seed)] if step else []
         for row, found in zip(rows, [measured, *parts, *both], strict=True):
             row |= _measured(found, row["predicted"])
     data: dict[str, Any] = {
@@ -89,11 +89,11 @@ def _training(work: CapturedModel, forward_only: bool) -> tuple[TrainingRun | No
     """Return forward and backward of the unsplit model as eager autograd runs them, or why they cannot be captured."""
     if forward_only:
         return None, "--forward-only"
-    from splitkit.testing import memory_runs
+    from splitkit.testing import timing
 
     with work.clock.step("joint", "capturing forward and backward"):
         try:
-            return memory_runs.TrainingRun.of(work.example), ""
+            return timing.TrainingRun.of(work.example), ""
         except CaptureError as error:
             return None, str(error)
 

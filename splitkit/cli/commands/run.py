@@ -13,7 +13,7 @@ from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.source import require_inputs
 from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import listed
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

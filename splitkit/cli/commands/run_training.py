@@ -15,12 +15,12 @@ from splitkit.cli.common import TRAINING, decoded
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.engine.pair import Pair
 from splitkit.units import bounded, size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.frontends.joint.step_module import DividedStep
+    from splitkit.frontends.step_module import DividedStep
     from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.compare import Comparison
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     """Run the plan in the data of a plan file."""
     work = trainplan.prepare_step(source.from_plan(args.target, file, args))
-    from splitkit.frontends.joint.step_module import DividedStep
-    from splitkit.testing import memory_runs, timing
+    from splitkit.frontends.step_module import DividedStep
+    from splitkit.testing import timing
 
     with work.clock.step("plan", "reading the plan"):
         plan = decoded(work.joint.graph_module.graph, args.target, file)
@@ -58,8 +58,8 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
             data["check"] = _check(work, step)
         if isinstance(step.pair, Pair):
             with work.clock.step("measure", "measuring the memory of a step"):
-                both = memory_runs.TrainingRun(step.joint, step.pair)
-                found = memory_runs.measure_training(both, work.example, work.source.seed)
+                both = timing.TrainingRun(step.joint, step.pair)
+                found = timing.measure_training(both, work.example, work.source.seed)
                 data["peak"] |= _measured(found, data["peak"]["predicted"])
     data["seconds"] = work.clock.seconds
     failed = args.check and not data["check"]["same"]
@@ -68,10 +68,10 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
 
 def _halves(step: DividedStep) -> dict[str, Any]:
     """Return the simulated memory of forward and backward."""
-    from splitkit.testing import memory_runs
+    from splitkit.testing import timing
 
     assert isinstance(step.pair, Pair)
-    profile = memory_runs.TrainingRun(step.joint, step.pair).profile
+    profile = timing.TrainingRun(step.joint, step.pair).profile
     return {
         "halves": [_half(step, profile, which) for which in ("forward", "backward")],
         "saved": profile.saved,
@@ -98,7 +98,7 @@ def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
 
 def _check(work: CapturedStep, step: DividedStep) -> dict[str, Any]:
     """Compare loss, gradients and buffers with those of the model in eager mode."""
-    from splitkit.frontends.joint.train_step import TrainingStep
+    from splitkit.frontends.joint_capture import TrainingStep
 
     example = work.example
     whole = TrainingStep(example.model, None)

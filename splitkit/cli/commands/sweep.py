@@ -19,7 +19,7 @@ from splitkit.plans.plan_file import parts_in_data
 from splitkit.prices import price_name
 from splitkit.studies.frontier import Point
 from splitkit.units import duration, read_size, size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

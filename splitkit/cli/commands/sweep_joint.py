@@ -12,11 +12,9 @@ from splitkit.cli.common import TRAINING
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
-from splitkit.plans.policy_text import policy_text
+from splitkit.plans.plan_file import policy_text
 from splitkit.studies.fit.next_step import plan_command
-from splitkit.studies.sweep import MICROBATCHES, training_combinations
-from splitkit.studies.sweep_rows import Sweep
-from splitkit.studies.sweep_training import TrainingSweeper
+from splitkit.studies.sweep import MICROBATCHES, Sweep, TrainingSweeper, training_combinations
 
 if TYPE_CHECKING:
     from splitkit.cli.syntax.device_list import DeviceList

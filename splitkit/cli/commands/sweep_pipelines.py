@@ -16,7 +16,7 @@ from splitkit.cli.syntax import device_list
 from splitkit.errors import UsageError
 from splitkit.studies.sweep import MICROBATCHES, Sweep, Sweeper, combinations
 from splitkit.units import duration, size
-from splitkit.view.console.tables import facts
+from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

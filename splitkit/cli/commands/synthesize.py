@@ -15,7 +15,7 @@ from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
 from splitkit.prices import price_name
 from splitkit.units import read_size, size
-from splitkit.view.console.tables import facts
+from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,11 +9,12 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher, rank_process, stage_folders, train_checkpoints
+from splitkit.cli import launcher, rank_process, stage_folders
 from splitkit.cli.before_ranks import require_target
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
@@ -21,9 +22,9 @@ from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.outputs import FOR_PERFETTO, STDOUT
 from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
 from splitkit.cli.staged_plan_files import require_options, stages_of_file
-from splitkit.errors import PipelineError, UsageError
+from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.units import size
-from splitkit.view.console.tables import facts, table
+from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +36,95 @@ if TYPE_CHECKING:
     from splitkit.runtime.folder.training_checkpoint import CheckpointFolder
     from splitkit.runtime.ranks.pipeline import Pipeline
 
+
+# The checkpoints of ``splitkit train``: which options go together, when they are opened and when they are saved.
+
+
+def require_usable(args: Namespace) -> None:
+    """Refuse options that need ``--checkpoint`` or ``--nproc``, and a folder with another run's checkpoints."""
+    given = {
+        "--resume": args.resume,
+        "--every": args.every is not None,
+        "--keep": args.keep is not None,
+        "--async-save": args.async_save,
+        "--skip-failed-saves": args.skip_failed_saves,
+        "--max-restarts": args.max_restarts is not None,
+    }
+    if args.checkpoint is None:
+        if needy := [word for word, is_given in given.items() if is_given]:
+            raise UsageError("SK601", f"{needy[0]} needs a folder", "Add --checkpoint FOLDER.")
+        return
+    if args.max_restarts is not None and args.nproc is None:
+        remedy = "Add --nproc N, or give it to torchrun: torchrun --max-restarts N ... -m splitkit train ... --resume"
+        raise UsageError("SK601", "--max-restarts restarts the ranks that --nproc starts", remedy)
+    from splitkit.runtime.folder.file_digests import require_free
+
+    require_free(Path(args.checkpoint), args.resume)
+
+
+def opened_checkpoints(args: Namespace, pipe: Pipeline, optimizer: Any) -> CheckpointFolder | None:
+    """Open the folder of ``--checkpoint``, and load the last checkpoint with ``--resume``.
+
+    Args:
+        args: the arguments of the command. A given ``--lr`` replaces the learning rate of the checkpoint.
+        pipe: the pipeline.
+        optimizer: its optimizer.
+    """
+    if args.checkpoint is None:
+        return None
+    from splitkit.runtime.folder.training_checkpoint import open_checkpoints
+
+    keep = {} if args.keep is None else {"keep": args.keep}
+    found = open_checkpoints(args.checkpoint, pipe, optimizer, resume=args.resume, **keep)
+    if args.lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr
+    return found
+
+
+def save(args: Namespace, folder: CheckpointFolder | None, done: int) -> list[str]:
+    """Save after the last step, and after every ``--every`` steps.
+
+    Args:
+        args: the arguments of the command.
+        folder: the folder of ``--checkpoint``.
+        done: the number of steps done.
+
+    Returns:
+        Why checkpoints could not be written, with ``--skip-failed-saves``: this one, or the one before with
+        ``--async-save``. The last one must be written.
+    """
+    if folder is None or not (done == args.steps or (args.every and done % args.every == 0)):
+        return []
+    skipped: list[str] = []
+    with _skipping(skipped, folder, args.skip_failed_saves):
+        folder.wait()
+    with _skipping(skipped, folder, args.skip_failed_saves and done < args.steps):
+        folder.save(wait=not args.async_save)
+    return skipped
+
+
+@contextmanager
+def _skipping(skipped: list[str], folder: CheckpointFolder, may_skip: bool) -> Iterator[None]:
+    """Say in place of raising that a checkpoint cannot be written; all ranks raise the same."""
+    try:
+        yield
+    except FileError as error:
+        if not may_skip or error.code != "SK504":
+            raise
+        skipped.append(error.reason)
+        if os.environ.get("RANK") == "0":
+            last = folder.last.name if folder.last is not None else "none"
+            print(f"warning: {error.reason}; skipped, the last checkpoint is {last}", file=sys.stderr, flush=True)
+
+
 RATES = {"adamw": 1e-3, "sgd": 1e-2}
 """The default learning rates."""
 
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit train``: start the ranks, or be one of them."""
-    train_checkpoints.require_usable(args)
+    require_usable(args)
     if args.trace and args.steps < 2:
         raise UsageError("SK601", "--trace needs a step after the first one, which warms up", "Give --steps 2 or more.")
     require_compiler(args)
@@ -109,7 +192,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         batch = batch_of(work, pipe.microbatches, 0)
         beside = ReferenceModel(pipe, work, partial(_optimizer, args), args.tolerance, batch)
     compile_parts(pipe, args.compile)
-    saved = train_checkpoints.opened_checkpoints(args, pipe, optimizer)
+    saved = opened_checkpoints(args, pipe, optimizer)
     first = pipe.steps
     if beside is not None:
         beside.begin(optimizer if first else None)
@@ -205,7 +288,7 @@ def _steps(
                 beside.step(batch, each, optimizer)
             optimizer.zero_grad()
             advance(losses[-1])
-            skipped += train_checkpoints.save(args, saved, step + 1)
+            skipped += save(args, saved, step + 1)
     if saved is not None:
         saved.wait()
     return {

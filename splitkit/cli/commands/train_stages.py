@@ -18,7 +18,7 @@ from splitkit.cli import source
 from splitkit.cli.commands import plan_training
 from splitkit.cli.common import decoded
 from splitkit.cli.rank_process import peak_of_process, rolled_batch
-from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.engine.staged_step import StagedStep
 from splitkit.graph.losses import loss_of
 from splitkit.runtime.ranks.joint_pipeline import JointPipeline, joint_pipeline
 from splitkit.testing.pipeline_check import relative_difference

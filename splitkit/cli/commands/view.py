@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.pipeline.run import ScheduleRun
     from splitkit.pipeline.stage_costs import StageCosts
-    from splitkit.plans.plan_request import PlannedOptimizer
+    from splitkit.plans.parts import PlannedOptimizer
     from splitkit.plans.record import Plan
 
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit view``."""
-    from splitkit.pipeline.measured_step import MeasuredStep
+    from splitkit.pipeline.trace import MeasuredStep
     from splitkit.prices import require_times
 
     optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
@@ -100,7 +100,7 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
 
     The plan's own prices are used if no others are given.
     """
-    from splitkit.engine.joint_stages.staged_step import StagedStep
+    from splitkit.engine.staged_step import StagedStep
     from splitkit.pipeline.placed_prices import costs_of_plan
     from splitkit.prices import require_times
 
@@ -127,7 +127,7 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
 
 def _step(args: Namespace, plan: Plan, stages: Sequence[StageCosts], schedule: str | PipelineOrder) -> ScheduleRun:
     """Simulate a step; what the command line does not say is as the plan was made for."""
-    from splitkit.pipeline.defaults import planned_order
+    from splitkit.pipeline.purpose import planned_order
 
     if isinstance(schedule, str):
         schedule, count = planned_order(plan.request, schedule, args.microbatches, len(stages)), None

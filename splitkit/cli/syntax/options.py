@@ -6,7 +6,7 @@ import argparse
 import shutil
 
 from splitkit.cli.syntax.arguments import Parser, natural, positive, sizes
-from splitkit.testing.example_losses import LOSSES, TARGET
+from splitkit.testing.factory import LOSSES, TARGET
 from splitkit.testing.models import NAMES
 
 MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, path.py:factory, or path.pt2"

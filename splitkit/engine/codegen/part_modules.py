@@ -3,16 +3,98 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from threading import RLock
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import fx, nn
+from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from splitkit import _torch
-from splitkit.engine.codegen.pickled_graphs import GraphData, graph_as_data, graph_of_data
-from splitkit.engine.codegen.tied_parameters import Tied
+from splitkit._torch import HigherOrderOperator, OpOverload, OpOverloadPacket, attributes_of
+from splitkit.engine.codegen.writer import LeanGraph, Writer
+from splitkit.engine.function_names import function_of, name_of_function
+from splitkit.errors import FileError, GraphError
+
+# Keep parameters and buffers shared between modules in operations where ``nn.Module`` would separate them.
+
+
+Table = dict[str, Any]  # the parameters or the buffers of one module, by name
+Tie = list[tuple[Table, str, str]]  # the places of one tensor: table, key, and qualified name
+
+
+def ties_of(module: nn.Module, recurse: bool = True, every_name: bool = False) -> list[Tie]:
+    """Return the places of each tensor that a module and its children hold in several places.
+
+    Args:
+        module: the module to search.
+        recurse: search its children too.
+        every_name: count a child that has two names twice.
+    """
+    found: dict[int, Tie] = {}
+    modules = module.named_modules(remove_duplicate=not every_name) if recurse else [("", module)]
+    for path, owner in modules:
+        held = attributes_of(owner)
+        for table in (held.parameters, held.buffers):  # torch replaces the entries one by one
+            for key, tensor in table.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), []).append((table, key, f"{path}.{key}".lstrip(".")))
+    return [places for places in found.values() if len(places) > 1]
+
+
+class Tied(nn.Module):
+    """A module that converts, materializes and loads a shared tensor once, for all of its places.
+
+    ``to_empty()`` of a module on ``meta`` and ``load_state_dict(assign=True)`` make a new Parameter in each module that
+    holds one. A whole model may hold a weight once that it uses twice, but each of its parts holds the weight.
+    """
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:  # 2.11, 2.13, 2.15
+        ties = ties_of(self, recurse)
+        for _, *others in ties:
+            for table, key, _name in others:
+                table[key] = None  # `_apply` skips None
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            for (table, key, _name), *others in ties:
+                for other, name, _ in others:
+                    other[name] = table[key]
+
+    def _load_from_state_dict(  # 2.11, 2.13, 2.15
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if local_metadata.get("assign_to_params_buffers", False):
+            for tie in ties_of(self, every_name=True):
+                names = [prefix + name for _, _, name in tie]
+                missing_keys += _assign_to_all_names(state_dict, names, tie[0][0][tie[0][1]])
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _assign_to_all_names(state_dict: dict[str, Any], names: list[str], now: torch.Tensor | None) -> Iterable[str]:
+    """Give all names of one tensor the last value that is given for any of them; return the names that had none."""
+    given = [name for name in names if name in state_dict]
+    if not given:
+        return ()
+    new = state_dict[given[-1]]
+    if isinstance(now, nn.Parameter) and isinstance(new, torch.Tensor) and not isinstance(new, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=now.requires_grad)
+    state_dict.update(dict.fromkeys(names, new))
+    return [name for name in names if name not in given]
+
 
 _MAKING_CODE = RLock()
 
@@ -221,3 +303,98 @@ def _fill(module: nn.Module, kind: Any, **values: Any) -> None:
     for name, make in containers:
         filled[name] = make()
     filled.update(values)
+
+
+# Describe the nodes of a graph by what pickle can save.
+#
+# Pickle saves functions and classes by their names, but no ops: they are named here, and looked up when they are
+# loaded.
+
+
+class GraphData(NamedTuple):
+    """A graph for pickle.
+
+    Attributes:
+        nodes: op, target, arguments, keyword arguments, name and type of each node.
+        codegen: the generator of its code, with the signature.
+    """
+
+    nodes: list[tuple[Any, ...]]
+    codegen: Any
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Stands for a node among arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Op:
+    """Stands for an op, and is loaded as that op."""
+
+    name: str
+
+    def __reduce__(self) -> Any:
+        return _op_of, (self.name,)
+
+
+def graph_as_data(graph: fx.Graph) -> GraphData:
+    """Return a graph as data for pickle; the meta of nodes, which has fake tensors, is left out.
+
+    Raises:
+        GraphError: SK107 for an op that cannot be found by its name.
+    """
+    nodes = []
+    for node in graph.nodes:
+        told = map_aggregate((node.target, node.args, dict(node.kwargs)), lambda value: _told(node, value))  # noqa: B023
+        nodes.append((node.op, *told, node.name, node.type))
+    return GraphData(nodes, _torch.codegen_of(graph))
+
+
+def graph_of_data(data: GraphData) -> fx.Graph:
+    """Return the graph that `graph_as_data` has described."""
+    graph, found = LeanGraph(), dict[str, Node]()
+    writer = Writer(graph)
+    for op, target, args, kwargs, name, kind in data.nodes:
+        args, kwargs = map_aggregate((args, kwargs), lambda value: _read(value, found))
+        found[name] = writer.node(op, target, args, dict(kwargs), name)
+        found[name].type = kind
+    graph.set_codegen(data.codegen)
+    return graph
+
+
+def _read(value: Any, found: Mapping[str, Node]) -> Any:
+    return found[value.name] if isinstance(value, _Read) else value
+
+
+def _told(node: Node, value: Any) -> Any:
+    if isinstance(value, Node):
+        return _Read(value.name)
+    if isinstance(value, OpOverloadPacket):
+        return _Op(f"packet.{value}")
+    if not isinstance(value, (OpOverload, HigherOrderOperator)):
+        return value
+    if (name := name_of_function(value)) is None:
+        raise GraphError(
+            "SK107",
+            f"{node.name} calls {value}, which cannot be found by its name when the pickle is loaded",
+            "Save the plan (plan.save) and the weights (module.state_dict), and split again; or copy with "
+            "copy.deepcopy.",
+            [node],
+        )
+    return _Op(name)
+
+
+def _op_of(name: str) -> Any:
+    kind, _, rest = name.partition(".")
+    space, _, packet = rest.partition(".")
+    found = getattr(getattr(torch.ops, space), packet, None) if kind == "packet" else function_of(name)
+    if found is None:
+        raise FileError(
+            "SK508",
+            f"the pickled graph calls {rest}, which this process does not know",
+            "Import the package that defines it before the pickle is loaded.",
+        )
+    return found

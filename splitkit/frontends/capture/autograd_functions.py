@@ -39,8 +39,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture.capture_errors import lost_hook_error, user_line
-from splitkit.frontends.capture.export_blocks import ReentrantCheckpoint
+from splitkit.frontends.capture.capture_errors import ReentrantCheckpoint, lost_hook_error, user_line
 from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.facts import Described, Effects, unknown_effects
 from splitkit.graph.storages import storage_key

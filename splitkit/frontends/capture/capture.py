@@ -5,29 +5,40 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.fx import _pytree as fx_pytree  # 2.11, 2.13, 2.15
 
 from splitkit import _torch
-from splitkit._torch import pytree
+from splitkit._torch import FakeTensor, attributes_of, pytree
 from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, SplitError
 from splitkit.frontends.capture.ambient_autocast import autocast_recorded, refuse_autocast, refuse_kept_casts
 from splitkit.frontends.capture.autograd_functions import (
     functions_as_nodes,
     refuse_lost_functions,
     refuse_module_hooks,
 )
-from splitkit.frontends.capture.capture_errors import capture_error, require_module
-from splitkit.frontends.capture.export_blocks import blocks_as_nodes, restore_callers_grad
+from splitkit.frontends.capture.capture_errors import (
+    GradFlags,
+    blocks_as_nodes,
+    capture_error,
+    require_module,
+    restore_callers_grad,
+    source_of,
+)
 from splitkit.frontends.capture.first_call import (
     are_real,
     attributes_restored,
@@ -35,14 +46,9 @@ from splitkit.frontends.capture.first_call import (
     in_eval_mode,
     parameters_and_names,
     retry_after_call,
+    warn_of_forward_hooks,
 )
-from splitkit.frontends.capture.forward_hooks import warn_of_forward_hooks
-from splitkit.frontends.capture.grad_flags import GradFlags
-from splitkit.frontends.capture.input_checks import InputCheck
-from splitkit.frontends.capture.meta_models import buffers_on_meta, inputs_on_meta
-from splitkit.frontends.capture.reached import note_reached
-from splitkit.frontends.capture.seeding import refuse_seeding
-from splitkit.frontends.capture.symbolic_trace import trace
+from splitkit.frontends.capture.symbolic_trace import refuse_seeding, trace
 from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, restore_by_value
 from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
@@ -338,3 +344,291 @@ def dicts_restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
         for now, before in held:
             now.clear()
             now.update(before)
+
+
+# Recovers the partial graph of a failed capture for its error: what the tracer had recorded so far.
+
+
+_ROOT = "_export_root"
+"""The name of the model inside the wrapper that torch.export traces (2.11, 2.13, 2.15); a test fails if it changes."""
+
+
+def note_reached(refusal: SplitError, cause: BaseException) -> None:
+    """Set ``reached`` and ``stopped_at`` of a `CaptureError`, as far as the traceback of ``cause`` tells.
+
+    Nothing here may hide why the capture failed, so a graph that cannot be copied is left out.
+    """
+    if not isinstance(refusal, CaptureError):
+        return
+    graphs = [tracer for tracer in _tracers(cause) if any(n.op.startswith("call") for n in tracer.graph.nodes)]
+    if not graphs:
+        return
+    try:
+        tracer = max(graphs, key=lambda tracer: len(tracer.graph.nodes))
+        refusal.reached = _copied(tracer)
+        refusal.stopped_at = source_of(cause)
+    except Exception:
+        refusal.reached = None
+
+
+def _tracers(error: BaseException) -> Iterator[fx.Tracer]:
+    """Yield the tracers in the frames of an error and of what caused it."""
+    current: BaseException | None = error
+    while current is not None:
+        for frame, _ in traceback.walk_tb(current.__traceback__):
+            for value in list(frame.f_locals.values()):
+                if isinstance(value, fx.Tracer) and isinstance(getattr(value, "graph", None), fx.Graph):
+                    yield value
+        current = current.__cause__ or current.__context__
+
+
+def _copied(tracer: fx.Tracer) -> fx.GraphModule:
+    """Return the graph of a tracer without the nodes at its end that make no tensor: the value that stopped it."""
+    graph = fx.Graph()
+    kept = list(tracer.graph.nodes)
+    while kept and not isinstance(kept[-1].meta.get("val", torch.Tensor()), torch.Tensor):
+        kept.pop()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in kept:
+        copy = made[node] = graph.node_copy(node, made.__getitem__)
+        if stack := copy.meta.get("nn_module_stack"):
+            copy.meta["nn_module_stack"] = OrderedDict(
+                (key, (path.removeprefix(_ROOT).removeprefix("."), kind)) for key, (path, kind) in stack.items() if path
+            )
+    graph.output(made[kept[-1]] if kept else ())
+    root = tracer.root if isinstance(tracer.root, nn.Module) else nn.Module()
+    return fx.GraphModule(root, graph)
+
+
+# Captures a model whose parameters are on ``meta``: inputs and buffers go there too, and buffers keep their values.
+#
+# A checkpoint has no buffers that are in no state dict, such as the ``inv_freq`` of rotary embeddings, so their values
+# must be known when weights are loaded. A buffer that is still real when the model is captured keeps its value; the
+# models of transformers compute theirs again (``_init_weights``).
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a model has parameters, all on ``meta``."""
+    found = list(model.parameters())
+    return bool(found) and all(p.is_meta and not isinstance(p, FakeTensor) for p in found)
+
+
+def inputs_on_meta(model: nn.Module, inputs: Any) -> Any:
+    """Return inputs for a model, moved to ``meta`` if its parameters are there."""
+    if not is_on_meta(model) or any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(inputs)):
+        return inputs
+    return pytree.tree_map_only(torch.Tensor, _on_meta, inputs)
+
+
+@contextmanager
+def buffers_on_meta(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Move the buffers of a model to ``meta`` in a ``with`` block, if its parameters are there.
+
+    Yields:
+        Name of a buffer that is in no state dict -> its value on the CPU, as far as it is known.
+    """
+    values: dict[str, torch.Tensor] = {}
+    if not is_on_meta(model):
+        yield values
+        return
+    moved: dict[int, torch.Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        held = attributes_of(module)
+        again = None
+        for name, buffer in held.buffers.items():
+            if buffer is None or isinstance(buffer, FakeTensor):
+                continue
+            if name in held.unsaved:
+                again = _computed_again(model, module) if again is None and buffer.is_meta else again
+                known = (again or {}).get(name) if buffer.is_meta else buffer.detach().cpu().clone()
+                if known is not None:
+                    values[f"{path}.{name}".lstrip(".")] = known
+            if not buffer.is_meta:
+                moved.setdefault(id(buffer), _on_meta(buffer))
+                replaced.append((held.buffers, name, buffer))
+    try:
+        for table, name, buffer in replaced:
+            table[name] = moved[id(buffer)]
+        yield values
+    finally:
+        for table, name, buffer in replaced:
+            table[name] = buffer
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
+    return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+
+def _computed_again(model: nn.Module, module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that the model's own initialization of a module fills, by name.
+
+    It runs on two copies of the module filled with different numbers: what differs afterwards was not filled.
+    """
+    fill = next((m for m in _owners(model, module) if callable(getattr(m, "_init_weights", None))), None)
+    if fill is None:
+        return {}
+    made: list[dict[str, torch.Tensor]] = []
+    for number in (0, 1):
+        copied = copy.copy(module)
+        tables = attributes_of(copied)
+        fresh = {
+            name: torch.full(b.shape, number, dtype=b.dtype, device="cpu") if b is not None else None
+            for name, b in tables.buffers.items()
+        }
+        copied.__dict__["_buffers"] = fresh
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                fill._init_weights(copied)
+        except Exception:
+            # The initialization is the model's own code, which may need what a bare module lacks.
+            return {}
+        made.append({name: b for name, b in fresh.items() if b is not None})
+    first, second = made
+    return {name: b for name, b in first.items() if torch.equal(b, second[name])}
+
+
+def _owners(model: nn.Module, module: nn.Module) -> Iterator[Any]:
+    """Yield the modules that have a module inside, the innermost first."""
+    around = [m for m in model.modules() if any(inner is module for inner in m.modules())]
+    yield from reversed(around)
+
+
+# Check the inputs of a captured graph, with a hook that Dynamo and strict export can trace.
+
+
+Size = int | str | None
+"""The size of a dimension: fixed, the name of a symbol, or ``None`` where only torch's own check knows."""
+
+
+@dataclass(frozen=True)
+class ExpectedInput:
+    """The shape or value that an input must have.
+
+    Attributes:
+        shape: sizes of a tensor; ``None`` if the input is not a tensor.
+        value: number or string that was fixed at capture.
+        is_value: whether a value was fixed.
+    """
+
+    shape: tuple[Size, ...] | None = None
+    value: object = None
+    is_value: bool = False
+
+
+class InputCheck:
+    """Refuses inputs that differ from the example in structure, fixed sizes or Python values.
+
+    It needs nothing of the module but its graph and signature, so that the parent of a split can have it too. Where
+    Dynamo traces the check, sizes and values are compared at compile time and become guards.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self.spec: Any = gm._in_spec
+        self.ranges: Any = dict(getattr(gm, "range_constraints", None) or {})
+        self.limits = _limits(self.ranges)
+        self.wanted = [_expected(node) for node in inputs]
+        self.is_whole = all(map(_is_whole, inputs))
+
+    def watch(self, gm: fx.GraphModule) -> None:
+        """Register the check on ``gm``, so that modules unpickled from it have the check too."""
+        gm.register_forward_pre_hook(self, with_kwargs=True)
+        pickle_by_nodes(gm)
+
+    def __call__(self, gm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise RuntimeError for inputs of another size or value, ValueError for another structure."""
+        if torch.compiler.is_compiling():
+            self._require(_leaves(args, kwargs, self.spec))
+            return
+        # The usual case: everything as in the example, and nothing that only torch's check knows.
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec == self.spec and self.is_whole and not self._refusal(leaves):
+            return
+        self._look_closely(gm, args, kwargs)
+
+    def _look_closely(self, gm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run torch's own check, which is slow and names the input; then ours, for graphs without values."""
+        from torch.export._unlift import _check_input_constraints_pre_hook  # 2.11, 2.13, 2.15
+
+        read = SimpleNamespace(validate_inputs=True, range_constraints=self.ranges, graph=gm.graph, _in_spec=self.spec)
+        _check_input_constraints_pre_hook(read, args, kwargs)  # type: ignore[no-untyped-call]
+        self._require(_leaves(args, kwargs, self.spec))
+
+    def _require(self, leaves: Sequence[Any]) -> None:
+        if refusal := self._refusal(leaves):
+            raise RuntimeError(refusal)
+
+    def _refusal(self, leaves: Sequence[Any]) -> str:
+        """Return what is wrong with inputs of the right structure; empty if nothing is."""
+        sizes: dict[str, Any] = {}
+        for i in range(min(len(self.wanted), len(leaves))):
+            if refusal := self._input_refusal(self.wanted[i], leaves[i], sizes):
+                return f"Expected input {i} {refusal}"
+        return ""
+
+    def _input_refusal(self, wanted: ExpectedInput, given: Any, sizes: dict[str, Any]) -> str:
+        if wanted.is_value:
+            same = type(given) is type(wanted.value) and given == wanted.value
+            return "" if same else f"to be equal to {wanted.value}, as at capture"
+        if wanted.shape is None:
+            return ""
+        if not isinstance(given, torch.Tensor):
+            return "to be a tensor"
+        if len(wanted.shape) != given.dim():
+            return f"to have {len(wanted.shape)} dimensions, as at capture"
+        for dim, size in enumerate(wanted.shape):
+            if refusal := self._size_refusal(size, given.shape[dim], sizes):
+                return f"at shape[{dim}] {refusal}"
+        return ""
+
+    def _size_refusal(self, wanted: Size, given: int, sizes: dict[str, Any]) -> str:
+        if wanted is None:
+            return ""
+        if isinstance(wanted, int):
+            return "" if given == wanted else f"to be equal to {wanted}, as at capture"
+        low, high = self.limits.get(wanted, (None, None))
+        if wanted in sizes and given != sizes[wanted]:
+            return "to be equal to another size, as at capture"
+        sizes[wanted] = given
+        if low is not None and given < low:
+            return f"to be >= {low}"
+        return f"to be <= {high}" if high is not None and given > high else ""
+
+
+def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], spec: Any) -> list[Any]:
+    """Return the inputs in the order of the signature."""
+    if len(args) != spec.child(0).num_children:
+        raise RuntimeError("The graph takes other positional inputs: give the ones that it was captured with.")
+    return list(fx_pytree.tree_flatten_spec((args, kwargs), spec))
+
+
+def _expected(node: fx.Node) -> ExpectedInput:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return ExpectedInput(shape=tuple(map(_size, value.shape)))
+    return ExpectedInput(value=value, is_value=True) if isinstance(value, (int, float, str)) else ExpectedInput()
+
+
+def _size(size: int | torch.SymInt) -> Size:
+    if isinstance(size, int):
+        return size
+    return str(size.node.expr) if size.node.expr.is_Symbol else None
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Return whether an `ExpectedInput` covers every check of this input."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return not isinstance(value, torch.SymInt) and all(_size(size) is not None for size in sizes)
+
+
+def _limits(ranges: Mapping[Any, Any]) -> dict[str, tuple[int | None, int | None]]:
+    """Return symbol -> (lower bound, upper bound), ``None`` where a bound is missing."""
+
+    def bound(value: Any) -> int | None:
+        return int(value) if getattr(value, "is_Integer", False) or isinstance(value, int) else None
+
+    return {str(symbol): (bound(r.lower), bound(r.upper)) for symbol, r in dict(ranges).items()}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,10 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 from splitkit._torch import pytree, written_arguments
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture.autograd_functions import functions_as_fx_nodes
-from splitkit.frontends.capture.capture_errors import lost_data_error, user_line
-from splitkit.frontends.capture.forward_hooks import is_of_user
-from splitkit.frontends.capture.grad_flags import DATA_SETTERS
-from splitkit.frontends.capture.seeding import refuse_seeding
+from splitkit.frontends.capture.capture_errors import DATA_SETTERS, lost_data_error, user_line
+from splitkit.frontends.capture.first_call import is_of_user
 from splitkit.graph.fake_runs import set_values
 from splitkit.graph.storages import storage_key
 
@@ -209,3 +210,42 @@ class _ConstantInputs:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b))
+
+
+# Refuse a model that seeds a random number generator while it is traced: the seed would be set now and never again.
+
+
+_TORCH = str(Path(torch.__file__).parent)  # torch saves and restores the RNG state around its own traces
+_SEEDING = ("manual_seed", "seed", "set_rng_state")
+_LOCK = threading.RLock()  # patches of two threads that overlap would not all be undone
+
+
+@contextmanager
+def refuse_seeding() -> Iterator[None]:
+    """Refuse calls of ``torch.manual_seed`` and its like by code outside of torch.
+
+    No tracer records them: export and ``symbolic_trace`` run them once, and the graph draws other numbers than the
+    model. ``Generator.manual_seed`` is not seen, since its class cannot be patched; `splitkit.compare` notices it.
+
+    Raises:
+        CaptureError: SK410 with the line of the model.
+    """
+    me = threading.get_ident()  # other threads may seed meanwhile
+    with _LOCK, ExitStack() as stack:
+        for name in _SEEDING:
+            for module in (torch, torch.random):
+                stack.enter_context(patch.object(module, name, _refusing(name, getattr(module, name), me)))
+        yield
+
+
+def _refusing(name: str, original: Callable[..., Any], thread: int) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            return original(*args, **kwargs)
+        raise CaptureError(
+            "SK410",
+            f"the model calls torch.{name}, which tracing loses: the graph would draw other numbers{user_line()}",
+            "Seed before the model is called, or make the random numbers an input.",
+        )
+
+    return refuse

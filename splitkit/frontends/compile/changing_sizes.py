@@ -29,7 +29,7 @@ from splitkit.costs import Costs, default
 from splitkit.engine.pair import Pair
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import value_of
 from splitkit.memory.profile import simulate_memory
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
 from splitkit.plans.record import Plan

@@ -13,8 +13,7 @@ from torch._inductor.compile_fx import compile_fx  # 2.11, 2.13, 2.15
 from torch._inductor.custom_graph_pass import CustomPartitionerFn  # 2.11, 2.13, 2.15
 
 from splitkit.frontends.aot import PartitionFn
-from splitkit.graph.storages import storage_key
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import storage_key, value_of
 
 
 class Partitioner(CustomPartitionerFn):

@@ -12,8 +12,6 @@ from torch.fx import Node
 
 from splitkit._torch import operator_in
 from splitkit.graph.ops import op_tables
-from splitkit.graph.ops.ambient_calls import is_restored
-from splitkit.graph.ops.containers import container_effects
 from splitkit.graph.ops.declared import declared_facts, declared_module
 from splitkit.graph.ops.facts import (
     PURE,
@@ -26,11 +24,13 @@ from splitkit.graph.ops.facts import (
     unknown_effects,
 )
 from splitkit.graph.ops.fast_path import quick_effects
-from splitkit.graph.ops.functions import is_python, named_effects, python_effects
-from splitkit.graph.ops.memo import Memo
-from splitkit.graph.ops.module_effects import (
+from splitkit.graph.ops.functions import is_python, is_restored, named_effects, python_effects
+from splitkit.graph.ops.memo import Memo, foreign_effects, operand_effects
+from splitkit.graph.ops.schemas import overloads_of, packet_facts, schema_facts
+from splitkit.graph.ops.tuples import (
     ModuleEffects,
     body_modules,
+    container_effects,
     find_attribute,
     is_changed,
     is_stock,
@@ -38,10 +38,8 @@ from splitkit.graph.ops.module_effects import (
     settled_effects,
     stock_inside,
 )
-from splitkit.graph.ops.non_tensors import foreign_effects, operand_effects
-from splitkit.graph.ops.schemas import overloads_of, packet_facts, schema_facts
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import value_of
 
 
 def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects:

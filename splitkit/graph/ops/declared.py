@@ -10,12 +10,11 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.graph.input_overlap import CHECKS
-from splitkit.graph.object_inputs import refuse_objects
+from splitkit.graph.check_nodes import CHECKS, refuse_objects
 from splitkit.graph.ops.facts import Effects, Facts, Slot, distinct_tensors, replace_effects
-from splitkit.graph.ops.module_effects import is_changed, module_tensors
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.ops.state_scans import SCANS
+from splitkit.graph.ops.tuples import is_changed, module_tensors
 from splitkit.graph.storages import held_in
 
 _DECLARED: dict[Any, Facts] = {

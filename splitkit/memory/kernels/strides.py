@@ -17,9 +17,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.graph.fake_calls import StandIn, changes_state, hints, stand_in
-from splitkit.graph.storages import tensors
-from splitkit.graph.symbols import value_of
+from splitkit.graph.byte_sizes import StandIn, changes_state, hints, stand_in
+from splitkit.graph.storages import tensors, value_of
 
 StrideFixes = Mapping[Node, Any]
 """Node -> a stand-in for its value, for nodes whose strides differ from those of ``meta["val"]``."""

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.fx import Node
 
+from splitkit import _torch
 from splitkit._torch import attributes_of
-from splitkit.engine.codegen.tied_parameters import Tied
+from splitkit.engine.codegen.assemble import carry_hooks
+from splitkit.engine.codegen.part_modules import Tied
+from splitkit.engine.overlap_checks import rename_checked_attributes
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.plans.parts import PartKey
-from splitkit.runtime.devices.accelerators import same_device
-from splitkit.runtime.devices.device_graphs import DeviceGraphs, Move
-from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
-from splitkit.runtime.devices.move_tensors import move_tensors
+from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.scope import is_state_op
+from splitkit.graph.shared_memory import GIVEN
+from splitkit.graph.storages import attribute
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.runtime.devices.accelerators import (
+    CopyStreams,
+    Receive,
+    Release,
+    RequireDevice,
+    Send,
+    current,
+    move_tensors,
+    same_device,
+)
+from splitkit.runtime.devices.device_map import (
+    DevicePlaces,
+    Devices,
+    captured_types,
+    devices_of,
+    graph_on_device,
+    names_devices,
+    places_of,
+    rewrite_devices,
+    stays,
+)
+from splitkit.runtime.parent import values_of
 
 
 def to_devices(split: Split, devices: Devices = None) -> OnDevices:
@@ -146,3 +175,300 @@ def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
         name = str(node.target).split(".")[0]
         if name in vars(root):
             yield name, vars(root)[name]
+
+
+# Builds the graphs of a split with copies between its devices.
+
+
+_HELD = "whole"  # the name, in each part, of the module that holds all parameters
+
+
+class Move(NamedTuple):
+    """A value that is copied to another device in each call.
+
+    Attributes:
+        name: the name of the node that computes it, or of the parameter.
+        source: the device of the value; ``None`` for an input, which is copied unless it is on the target already.
+        target: the device to copy to.
+    """
+
+    name: str
+    source: torch.device | None
+    target: torch.device
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    with warnings.catch_warnings():
+        # torch warns of its own LeafSpec, which it copies with the form of the inputs and outputs
+        warnings.simplefilter("ignore", FutureWarning)
+        return copy.deepcopy(graph)
+
+
+class PartOnDevice(nn.Module):
+    """A part on its device. The device is the current one while the part runs, since custom kernels launch on that."""
+
+    def __init__(self, part: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.part, self.device = part, device
+
+    def forward(self, *args: Any) -> Any:
+        """Run the part."""
+        with current(self.device):
+            return self.part(*args)
+
+
+class DeviceGraphs:
+    """Builds the parts and their parent for given devices.
+
+    Attributes:
+        split: the split.
+        moves: the copies of each call.
+    """
+
+    def __init__(self, split: Split, places: DevicePlaces, held: nn.Module) -> None:
+        self.split, self._places, self._held = split, places, held
+        self._captured = captured_types(split.flow.graph, split.flow.root)
+        self._copy_streams, self._callers = CopyStreams(), callers_memory(split.flow)
+        self.moves: list[Move] = []
+        self._foreign: dict[PartKey, list[Node]] = {}
+        self.parts = {key: self._part(key) for key in split.parts}
+
+    def parent(self) -> fx.GraphModule:
+        """Return the graph that calls the parts, with the hooks of the split."""
+        split = self.split
+        before = split.module.graph
+        graph = _copied(before)
+        new = dict(zip(before.nodes, graph.nodes, strict=True))
+        rename_checked_attributes(graph, lambda name: f"{_HELD}.{split.qualified_names[name]}")
+        module = fx.GraphModule({}, fx.Graph())
+        module.add_module(_HELD, self._held)
+        originals = {copied: node for node, copied in split.copies[PARENT].items()}
+        names = {name: key for key, name in split.names.items()}
+        for old, node in new.items():
+            device = self._places.nodes.get(old)
+            if old.op in ("get_attr", "call_module") and old.target not in names:
+                self._read_held(module, node, str((originals.get(old) or old).target), device)
+            if old in originals and device is not None:
+                rewrite_devices(node, device, self._captured)
+        for name, key in names.items():
+            module.add_module(name, PartOnDevice(self.parts[key], self._places.parts[key]))
+        homes = {new[old]: device for old, device in self._places.nodes.items()}
+        known = {new[old]: node for old, node in originals.items()}
+        self._give_foreign(graph, names, homes, known)
+        _MoveWriter(self, module, graph, homes, known).write()
+        module.graph = graph
+        module.meta = dict(_torch.meta_of(split.module))
+        carry_hooks(split.module, module)
+        return module
+
+    def _part(self, key: PartKey) -> fx.GraphModule:
+        """Build a part: it reads tensors on its device from the shared module, and gets others as arguments."""
+        split, device = self.split, self._places.parts[key]
+        before = split.parts[key].graph
+        graph = _copied(before)
+        new = dict(zip(before.nodes, graph.nodes, strict=True))
+        originals = {copied: node for node, copied in split.copies[key].items()}
+        module = fx.GraphModule({}, fx.Graph())
+        module.add_module(_HELD, self._held)
+        foreign: dict[str, tuple[Node, Node]] = {}
+        last: Node | None = None
+        for node in graph.find_nodes(op="placeholder"):
+            last = node
+        for old, node in new.items():
+            original = originals.get(old)
+            if original is not None and old.op in ("get_attr", "call_module"):
+                value = attribute(split.flow.root, str(original.target))
+                home = self._places.tensors.get(id(value), device)
+                if old.op == "get_attr" and isinstance(value, torch.Tensor) and home != device:
+                    given = foreign.get(str(original.target))
+                    if given is None:
+                        with graph.inserting_after(last) if last is not None else graph.inserting_before():
+                            last = graph.placeholder(f"given_{node.name}")
+                        last.meta = dict(node.meta)
+                        foreign[str(original.target)] = given = (original, last)
+                    node.replace_all_uses_with(given[1])
+                    graph.erase_node(node)
+                    continue
+                self._read_held(module, node, str(original.target), device)
+            elif old.op == "get_attr":
+                self._read_held(module, node, str(old.target), device)
+            rewrite_devices(node, device, self._captured)
+        self._foreign[key] = [original for original, _ in foreign.values()]
+        module.graph = graph
+        module.training = split.parts[key].training
+        return module
+
+    def _read_held(self, module: fx.GraphModule, node: Node, target: str, device: torch.device | None) -> None:
+        """Make a node read an attribute of the shared module; copy graphs with hard-coded devices."""
+        value = attribute(self.split.flow.root, target)
+        node.target = f"{_HELD}.{target}"
+        if not isinstance(value, fx.GraphModule) or device is None or not names_devices(value, device, self._captured):
+            return
+        if any(True for _ in (*value.parameters(), *value.buffers())):
+            raise PipelineError(
+                "SK807",
+                f"the graph {target} names a device and holds tensors of its own",
+                "Capture by export, which gives such graphs all that they read.",
+                [node],
+            )
+        name = target.replace(".", "_")
+        module.add_module(name, graph_on_device(value, device, self._captured))
+        node.target = name
+
+    def _give_foreign(
+        self, graph: fx.Graph, names: Mapping[str, PartKey], homes: dict[Node, torch.device], known: dict[Node, Node]
+    ) -> None:
+        """Make the parent pass tensors to the parts that read them, if other devices hold them."""
+        read: dict[str, Node] = {}
+        first = next(iter(graph.nodes))
+        for node in list(graph.nodes):
+            first = node.next if node.op == "placeholder" else first
+        for node in list(graph.nodes):
+            call = node.op == "call_module" and node.target in names
+            body = node.op == "get_attr" and node.target in names
+            if not (call or body):
+                continue
+            for original in self._foreign[names[str(node.target)]]:
+                target = str(original.target)
+                if target not in read:
+                    with graph.inserting_before(first):
+                        made = read[target] = graph.get_attr(f"{_HELD}.{target}")
+                    made.meta, known[made] = dict(original.meta), original
+                    homes[made] = self._places.tensors[id(attribute(self.split.flow.root, target))]
+                for caller in [node] if call else list(node.users):
+                    caller.args = (*caller.args, read[target])
+
+    def sender(self, source: torch.device | None, target: torch.device, original: Node | None) -> Send:
+        """Return a module that copies a value from one device to another."""
+        return Send(source, target, self._copy_streams, self.is_late(original))
+
+    def is_callers(self, original: Node | None) -> bool:
+        """Whether the caller may write the memory of a value after a call."""
+        return original is None or original in self._callers
+
+    def is_moved(self, node: Node) -> bool:
+        """Whether a value of the parent must be copied for another device."""
+        return not stays(node, self._captured)
+
+    def is_late(self, original: Node | None) -> bool:
+        """Whether a value is written, so that it must be copied only when it is read."""
+        return original in self._places.written.values
+
+    def needs(self, original: Node | None) -> torch.device | None:
+        """Return the device on which an input must be because the graph writes it there, if any."""
+        return self._places.written.homes.get(original) if original is not None else None
+
+
+@dataclass
+class _MoveWriter:
+    """Inserts the copies into the parent's graph.
+
+    A copy starts as soon as the value is computed, under the grad mode of that place, and is awaited before the first
+    read. A value that is written is copied when it is read. At the end, the caller's streams wait for the copies of
+    what the caller may write.
+
+    Attributes:
+        callers: the copies of what the caller may write.
+    """
+
+    graphs: DeviceGraphs
+    module: fx.GraphModule
+    graph: fx.Graph
+    homes: Mapping[Node, torch.device]
+    originals: Mapping[Node, Node]
+    callers: list[Node] = field(default_factory=list)
+
+    def write(self) -> None:
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        made = {node: list(node.users) for node in order if node.op != "output" and not is_state_op(node)}
+        originals = {**self.originals, **values_of(self.graph, self.graphs.split)}
+        for node, users in made.items():
+            source = self.homes.get(node)
+            if (source is None and node.op != "placeholder") or not self.graphs.is_moved(node):
+                continue
+            readers: dict[torch.device, list[Node]] = {}
+            for user in sorted(users, key=order.__getitem__):
+                if user in self.homes and self.homes[user] != source:
+                    readers.setdefault(self.homes[user], []).append(user)
+            for target, those in readers.items():
+                sent = self._move(node, source, target, those, original := originals.get(node))
+                if self.graphs.is_callers(original):
+                    self.callers.append(sent)
+        if self.callers:
+            self.module.add_module("release", Release())
+            with self.graph.inserting_before(self.graph.output_node()):
+                self.graph.call_module("release", tuple(self.callers))
+
+    def _move(
+        self, node: Node, source: torch.device | None, target: torch.device, readers: list[Node], original: Node | None
+    ) -> Node:
+        if source is None and self.graphs.needs(original) == target:
+            module: nn.Module = RequireDevice(node.name, target)
+        else:
+            module = self.graphs.sender(source, target, original)
+        first = readers[0]
+        if self.graphs.is_late(original):
+            place = self.graph.inserting_before(first)
+            self._require_plain(first)
+        else:
+            after = node
+            while node.op in ("placeholder", "get_attr") and after.next.op in ("placeholder", "get_attr"):
+                after = after.next
+            place = self.graph.inserting_after(after)
+        with place:
+            verb = "to_written" if self.graphs.is_late(original) else "to"
+            sent = self.graph.call_module(self._named(verb, source, target, module), (node,))
+        with self.graph.inserting_before(first):
+            taken = self.graph.call_module(self._named("at", None, target, Receive()), (sent,))
+        taken.meta = dict(node.meta)
+        for reader in readers:
+            reader.replace_input_with(node, taken)
+        self.graphs.moves.append(Move(original.name if original is not None else node.name, source, target))
+        return sent
+
+    def _named(self, verb: str, source: torch.device | None, target: torch.device, module: nn.Module) -> str:
+        if isinstance(module, RequireDevice):
+            name = f"there_{module.name}"
+        else:
+            ends = [target] if verb == "at" or source is None else [source, target]
+            name = "_".join([verb, *(str(end).replace(":", "_") for end in ends)])
+        if not hasattr(self.module, name):
+            self.module.add_module(name, module)
+        return name
+
+    def _require_plain(self, reader: Node) -> None:
+        """Refuse to copy a written value inside a region of the parent, which may switch gradients off."""
+        original = self.originals.get(reader)
+        if original is not None and self.graphs.split.flow.scope[original].grad is not None:
+            raise PipelineError(
+                "SK808",
+                f"{reader.name} reads what is written from another device, in a region that sets the grad mode",
+                "Give it a part: the parent runs it now.",
+                [reader],
+            )
+
+
+# Finds the values whose memory the caller of a graph can write after a call.
+
+
+def callers_memory(flow: Dataflow) -> frozenset[Node]:
+    """Return the inputs, attributes and outputs of a graph, and all values that may share memory with one of them.
+
+    Opaque code may keep what it was given: then these are all values.
+    """
+    effects = flow.effects
+    if not all(effect.known for effect in effects.values()):
+        return frozenset(flow.graph.nodes)
+    sharing: dict[Node, list[Node]] = {}
+    for node, effect in effects.items():
+        for other in effect.aliases:
+            sharing.setdefault(node, []).append(other)
+            sharing.setdefault(other, []).append(node)
+    rest = [n for n in flow.graph.nodes if n.op in GIVEN] + flow.graph.output_node().all_input_nodes
+    found = set[Node]()
+    while rest:
+        node = rest.pop()
+        if node not in found:
+            found.add(node)
+            rest += sharing.get(node, ())
+    return frozenset(found)

@@ -24,20 +24,22 @@ import torch
 from torch import fx, nn
 
 from splitkit._torch import attributes_of, codegen_of, pytree
-from splitkit.engine.serialization import argument_data, graph_data
-from splitkit.engine.serialization.argument_data import dtype_of
-from splitkit.engine.serialization.json_fields import WRITE_AGAIN, JsonField
+from splitkit.engine import argument_data
+from splitkit.engine.argument_data import dtype_of, name_of_dtype
+from splitkit.engine.json_fields import WRITE_AGAIN, JsonField
 from splitkit.errors import FileError, listed
 from splitkit.graph.caches import ENCODER_CACHES
+from splitkit.graph.size_expressions import Expression, is_known, symbols_in
 from splitkit.graph.storages import parameters_and_buffers
+from splitkit.pipeline.inseparable_nodes import SCALARS
 from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.file_digests import DIGESTS, require_intact, stored_digests
-from splitkit.runtime.folder.manifest import decode_facts, like_of
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
-from splitkit.runtime.ranks.stage_chain import Chain, stage_of_calls
+from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, Sizes
+from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, stage_of_calls
 from splitkit.short_repr import brief
 
 MANIFEST = "manifest.json"
@@ -120,14 +122,14 @@ class StageFolder:
             if self.chain.keys[stage] in self.parts or stage in made:
                 continue
             data = self._stage(stage)
-            made[stage] = graph_data.decode_graph(data, tensor_of)
+            made[stage] = argument_data.decode_graph(data, tensor_of)
             self._forget_unsaved(made[stage], data["tensors"])
             owned |= {name: tensor_of(self.manifest["parent"]["tensors"][name]) for name in self.chain.own(stage)}
             if ENCODER_CACHES in data.value:
-                caches[stage] = graph_data.decode_graph(data[ENCODER_CACHES], tensor_of)
+                caches[stage] = argument_data.decode_graph(data[ENCODER_CACHES], tensor_of)
         self._fill(fresh)
         if self.chain.stages - 1 in made:
-            graph_data.form_outputs(self.module, self.manifest["parent"])
+            argument_data.form_outputs(self.module, self.manifest["parent"])
         self.tensors.update(fresh)
         self.encoder_caches.update(caches)
         for name, tensor in owned.items():
@@ -307,7 +309,7 @@ def open_stages(
     rows = [(keys[row["part"].whole(len(keys))], row["name"].text()) for row in manifest["stages"].items()]
     empty = {name: nn.Module() for _, name in rows}
     parent = manifest["parent"]
-    module = graph_data.decode_graph(parent, lambda number: _meta(manifest, number), empty)
+    module = argument_data.decode_graph(parent, lambda number: _meta(manifest, number), empty)
     return StageFolder(
         path,
         manifest,
@@ -345,3 +347,170 @@ def _read(path: Path) -> dict[str, Any]:
     except FileError as error:
         code = "SK504" if error.code == "SK504" else "SK505"
         raise FileError(code, error.reason, WRITE_AGAIN) from error
+
+
+# Encodes the facts about the split graph that a pipeline needs (`ChainFacts`) as JSON data, and decodes them.
+
+
+def encode_facts(chain: Chain) -> dict[str, Any]:
+    """Encode the facts of a chain; of its values only those that cross a border, and the outputs.
+
+    Raises:
+        PipelineError: SK801 for a value that cannot be sent.
+    """
+    facts = chain.facts
+    wanted = chain.split.module.graph.output_node().all_input_nodes
+    crossing = dict.fromkeys(n for stage in range(chain.stages - 1) for n in chain.border(stage, wanted))
+    outputs = dict.fromkeys(n for n in wanted if n in chain.stage_of and not chain.value(n).unsendable)
+    return {
+        "values": {node.name: _encode_value(chain.value(node).sent(True)) for node in {**crossing, **outputs}},
+        "inputs": {name: None if like is None else _encode_like(like) for name, like in facts.inputs.items()},
+        "draws": list(facts.draws),
+        "writes": list(facts.writes),
+        "identity": dict(facts.identity),
+        **({"sizes": encode_sizes(facts.sizes)} if facts.sizes.inputs else {}),
+        "captured": sorted(facts.captured),
+        **({"costly": facts.costly} if facts.costly is not None else {}),
+        **({"constants": dict(facts.constants)} if facts.constants else {}),
+    }
+
+
+def decode_facts(data: JsonField) -> ChainFacts:
+    """Decode the facts of a chain.
+
+    Raises:
+        FileError: SK505 for damaged data.
+    """
+    inputs = {name: None if like.value is None else like_of(like) for name, like in data["inputs"].fields()}
+    sizes = decode_sizes(data["sizes"]) if "sizes" in data.value else GraphSizes()
+    return ChainFacts(
+        {name: _decode_value(value, sizes.captured) for name, value in data["values"].fields()},
+        inputs,
+        tuple(item.flag() for item in data["draws"].items()),
+        tuple(item.text() for item in data["writes"].items()),
+        {name: value.text() for name, value in data["identity"].fields()},
+        sizes,
+        frozenset(item.text() for item in data["captured"].items()),
+        data["costly"].whole() if "costly" in data.value else None,
+        {name: value.value for name, value in data["constants"].fields()} if "constants" in data.value else {},
+    )
+
+
+def like_of(data: JsonField) -> torch.Tensor:
+    """Return a tensor on ``meta`` with the encoded shape and dtype."""
+    return torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
+
+
+def _encode_like(like: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": name_of_dtype(like.dtype), "shape": list(like.shape)}
+
+
+def _encode_value(value: BorderValue) -> dict[str, Any]:
+    scalar = None if value.scalar is None else value.scalar.__name__
+    rest = {
+        "requires_grad": value.like.requires_grad,
+        "written": value.written,
+        "scalar": scalar,
+        "order": list(value.order),
+        **({"sizes": encode_shape(value.shape)} if value.shape else {}),
+    }
+    return {"name": value.name, **_encode_like(value.like), **rest}
+
+
+def _decode_value(data: JsonField, captured: Sizes) -> BorderValue:
+    scalar = data["scalar"]
+    kind = next((kind for kind in SCALARS if kind.__name__ == scalar.value), None)
+    if kind is None and scalar.value is not None:
+        raise scalar.damaged("null, bool, int or float")
+    like, grad = like_of(data), data["requires_grad"].flag()
+    if grad and not like.is_floating_point() and not like.is_complex():
+        raise data["requires_grad"].damaged("false, for it is not a float")
+    order = tuple(data["order"].sizes())
+    if order and sorted(order) != list(range(like.dim())):
+        raise data["order"].damaged("the dimensions of the shape, each once")
+    shape = decode_shape(data["sizes"], captured) if "sizes" in data.value else ()
+    if shape and len(shape) != like.dim():
+        raise data["sizes"].damaged("a size for each dimension")
+    like = like.requires_grad_(grad)
+    return BorderValue(data["name"].text(), like, kind, data["written"].flag(), order=order, shape=shape)
+
+
+# Encodes the symbolic sizes of a graph as JSON data, and decodes them.
+
+
+def encode_sizes(sizes: GraphSizes) -> dict[str, Any]:
+    """Encode the symbolic sizes of a graph."""
+    return {
+        "inputs": {name: encode_shape(shape) for name, shape in sizes.inputs.items()},
+        "captured": dict(sizes.captured),
+        "ranges": {symbol: list(limits) for symbol, limits in sizes.ranges.items()},
+        "guards": encode_shape(sizes.guards),
+        "computed": {name: _encode(size) for name, size in sizes.computed.items()},
+        "squares": sorted(sizes.squares),
+    }
+
+
+def decode_sizes(data: JsonField) -> GraphSizes:
+    """Decode the symbolic sizes of a graph.
+
+    Raises:
+        FileError: SK505 for damaged data.
+    """
+    captured = {symbol: size.whole() for symbol, size in data["captured"].fields()}
+    return GraphSizes(
+        {name: decode_shape(shape, captured) for name, shape in data["inputs"].fields()},
+        captured,
+        {symbol: _limits(limits) for symbol, limits in data["ranges"].fields()},
+        tuple(map(_decode, data["guards"].items())),
+        {name: _known(size, captured) for name, size in data["computed"].fields()},
+        # folders that older versions wrote do not say it
+        frozenset(item.text() for item in data["squares"].items()) if "squares" in data.value else frozenset(),
+    )
+
+
+def encode_shape(shape: Sequence[Expression]) -> list[Any]:
+    """Encode expressions: numbers, names of symbols, and lists of a function and its arguments."""
+    return [_encode(size) for size in shape]
+
+
+def decode_shape(data: JsonField, captured: Sizes) -> tuple[Expression, ...]:
+    """Decode expressions that can be evaluated.
+
+    Args:
+        data: what `encode_shape` returned.
+        captured: symbol -> its size at capture.
+
+    Raises:
+        FileError: SK505 for damaged data.
+    """
+    return tuple(_known(size, captured) for size in data.items())
+
+
+def _encode(size: Expression) -> Any:
+    return [size[0], *map(_encode, size[1:])] if isinstance(size, tuple) else size
+
+
+def _known(data: JsonField, captured: Sizes) -> Expression:
+    found = _decode(data)
+    if not is_known(found) or not captured.keys() >= set(symbols_in(found)):
+        raise data.damaged("an expression of known symbols and functions")
+    return found
+
+
+def _decode(data: JsonField) -> Expression:
+    if isinstance(data.value, str):
+        return data.text()
+    if isinstance(data.value, list):
+        name, *arguments = data.items() if data.value else [data]
+        return (name.text(), *map(_decode, arguments))
+    if not isinstance(data.value, int) or isinstance(data.value, bool):
+        raise data.damaged("a size")
+    return data.value
+
+
+def _limits(data: JsonField) -> tuple[int, int | None]:
+    limits = list(data.items())
+    if len(limits) != 2:
+        raise data.damaged("a least and a largest size")
+    low, high = limits
+    return low.whole(), None if high.value is None else high.whole()

@@ -16,8 +16,8 @@ from splitkit.errors import FileError, PipelineError, listed
 from splitkit.graph.caches import ENCODER_CACHES, runs_outside
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.graph.unsaved_buffers import known_value
+from splitkit.runtime.devices.accelerators import replace_tensor, tables_of
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
-from splitkit.runtime.devices.move_tensors import replace_tensor, tables_of
 from splitkit.runtime.devices.on_devices import OnDevices, to_devices
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.tensorfiles import fills_its_range

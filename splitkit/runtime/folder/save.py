@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from splitkit import files
-from splitkit.engine.serialization import argument_data, graph_data
+from splitkit.engine import argument_data
 from splitkit.engine.split import Split
 from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES, caches_of
@@ -21,8 +21,7 @@ from splitkit.graph.storages import attribute, parameters_and_buffers, storage_k
 from splitkit.graph.unsaved_buffers import kept_values, known_value
 from splitkit.runtime.folder.checkpoint_weights import INDEX
 from splitkit.runtime.folder.file_digests import DIGESTS, digest_of_file
-from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA
-from splitkit.runtime.folder.manifest import encode_facts
+from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode_facts
 from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
 from splitkit.runtime.generation.decoder import EMBEDDED, DecoderChain
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
@@ -63,14 +62,14 @@ def save_stages(
     """
     chain = chain_of(split)
     tensors = _Tensors(split)
-    programs = [graph_data.encode_graph(part, tensors.number) for part in split.parts.values()]
+    programs = [argument_data.encode_graph(part, tensors.number) for part in split.parts.values()]
     if ENCODER_CACHES in split.flow.root.meta:
         decoder = DecoderChain.of(chain)
         for stage, program in enumerate(programs):
             if names := decoder.constants(stage):
                 caches = encoder_caches_of(split.flow.root, names)
-                program[ENCODER_CACHES] = graph_data.encode_graph(caches, tensors.number)
-    parent = graph_data.encode_graph(split.module, tensors.number, tuple(split.names.values()))
+                program[ENCODER_CACHES] = argument_data.encode_graph(caches, tensors.number)
+    parent = argument_data.encode_graph(split.module, tensors.number, tuple(split.names.values()))
     tensors.require_apart(chain.facts.writes)
     texts = [json.dumps(program) + "\n" for program in programs]
     held = tensors.by_stage(chain, programs, parent)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from splitkit.engine.serialization.json_fields import JsonField
+from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(

@@ -1,12 +1,13 @@
 """Saves and loads the state of a training run with a pipeline, which may continue with any number of stages and ranks.
 
 Names are those of the unsplit model. Tensors are in files of ``torch.distributed.checkpoint``, to which each rank
-writes what it holds; the rest is JSON. `splitkit.runtime.folder.checkpoint_folder` has the layout of the folder.
+writes what it holds; the rest is JSON. `splitkit.runtime.folder.file_digests` has the layout of the folder.
 """
 
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,9 +28,10 @@ from torch.optim import Optimizer
 
 from splitkit import _torch, files
 from splitkit.checks import is_whole, shown
-from splitkit.engine.serialization.json_fields import JsonField
+from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError, SplitError
-from splitkit.runtime.folder import checkpoint_folder as on_disk
+from splitkit.runtime.devices.accelerators import DeviceRng
+from splitkit.runtime.folder import file_digests as on_disk
 from splitkit.runtime.folder.checkpoint_reader import (
     cause_of,
     look_text,
@@ -36,15 +39,16 @@ from splitkit.runtime.folder.checkpoint_reader import (
     without_planner_log,
 )
 from splitkit.runtime.folder.optimizer_state import (
+    decode_state,
+    empty_tensors,
     encode_optimizer,
+    encode_state,
     load_optimizer,
     merge_optimizers,
     prepare_optimizer,
     require_known,
+    require_storable,
 )
-from splitkit.runtime.folder.random_state import random_state, set_random_state
-from splitkit.runtime.folder.scheduler_state import encode_scheduler, load_scheduler, merge_schedulers
-from splitkit.runtime.folder.state_data import decode_state, empty_tensors, encode_state, require_storable
 from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.rank_agreement import from_every
@@ -429,3 +433,130 @@ class CheckpointFolder:
                 f"Look at the messages of the other ranks. {left}; continue with resume=True (--resume). "
                 f"Here: {cause_of(error)}",
             ) from error
+
+
+# Saves and restores the random number generators of a process, from which a training loop draws between steps.
+#
+# The pipeline itself draws nothing from them: each microbatch has a seed of its own (`Pipeline.seed_of`). They matter
+# to what surrounds it, such as shuffling and augmentation.
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of the generators of Python, numpy, torch on the CPU, and torch on a device."""
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (kind, torch.tensor(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        state[device.type] = DeviceRng(device).state()
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore what `random_state` returned. The state of another kind of device is left out."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type != "cpu" and device.type in state:
+        DeviceRng(device).set_state(state[device.type])
+
+
+# Describes the state of a learning rate scheduler apart from the parameter groups, which differ between ranks.
+#
+# A scheduler keeps lists with a value for each parameter group. Where they repeat what the groups say themselves, only
+# that is saved, so that the state fits optimizers with other numbers of groups.
+
+
+_OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr", "lr_lambdas": ""}
+"""Lists with a value for each group, and the option that has this value; lambdas are saved as ``None``."""
+
+_MARK = "of each group"
+
+
+def encode_scheduler(scheduler: Any, optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the class and the state of a scheduler as JSON-ready data.
+
+    Args:
+        scheduler: has ``state_dict`` and ``load_state_dict``.
+        optimizer: its optimizer.
+        tensors: name -> tensor; the tensors of the state are added.
+
+    Raises:
+        FileError: SK506 for what is not data.
+    """
+    state = _marked(scheduler.state_dict(), optimizer)
+    return {"class": type(scheduler).__name__, "state": encode_state(state, "scheduler", tensors)}
+
+
+def merge_schedulers(every: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return the description that all ranks have.
+
+    Raises:
+        PipelineError: SK804 if ranks differ; names the first field that does.
+    """
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            where = _difference(every[0], other)
+            raise PipelineError(
+                "SK804",
+                f"the scheduler of rank {rank} differs from rank 0's in {where}",
+                "Step all schedulers in the same way; one that reads the loss needs the same loss on every rank.",
+            )
+    return every[0]
+
+
+def load_scheduler(data: JsonField, scheduler: Any, optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    """Set the state of a scheduler, after its optimizer's.
+
+    Raises:
+        FileError: SK505 for damaged data, SK507 if it is the state of another scheduler.
+    """
+    kind = data["class"].text()
+    if kind != type(scheduler).__name__:
+        raise FileError(
+            "SK507",
+            f"the checkpoint has the state of a {kind}, but this scheduler is a {type(scheduler).__name__}",
+            "Create the scheduler as in the run that wrote the checkpoint.",
+        )
+    scheduler.load_state_dict(_unmarked(decode_state(data["state"], tensors), optimizer))
+
+
+def _values(option: str, optimizer: Optimizer) -> list[Any]:
+    found = [group.get(option) if option else None for group in optimizer.param_groups]
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in found]
+
+
+def _marked(value: Any, optimizer: Optimizer) -> Any:
+    if isinstance(value, list):
+        return [_marked(item, optimizer) for item in value]
+    if type(value) is not dict:
+        return value
+    found = {key: _marked(item, optimizer) for key, item in value.items()}
+    for key, option in _OF_GROUPS.items():
+        same = _values(option, optimizer)
+        # a scheduler that waits in a SequentialLR shows the rate that it set last, and reads it nowhere
+        if key in value and (value[key] == same or (key == "_last_lr" and len(value[key]) == len(same))):
+            found[key] = {_MARK: option}
+    return found
+
+
+def _unmarked(value: Any, optimizer: Optimizer) -> Any:
+    if isinstance(value, list):
+        return [_unmarked(item, optimizer) for item in value]
+    if type(value) is not dict:
+        return value
+    if value.keys() == {_MARK}:
+        return _values(str(value[_MARK]), optimizer)
+    return {key: _unmarked(item, optimizer) for key, item in value.items()}
+
+
+def _difference(one: Any, other: Any) -> str:
+    if one is None or other is None or one["class"] != other["class"]:
+        return "its class"
+    rows, others = one["state"]["dict"], other["state"]["dict"]
+    return next((str(row[0]) for row in rows if row not in others), "its fields")

@@ -11,7 +11,7 @@ from splitkit.errors import PipelineError
 from splitkit.pipeline.decoder_step import step_kernels, step_peak, step_sizes, weights_of
 from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.plans.parts import PartKey
-from splitkit.runtime.generation.kept_caches import decoder_cache, kept_caches
+from splitkit.runtime.generation.encoder_caches import decoder_cache, kept_caches
 from splitkit.units import size
 
 

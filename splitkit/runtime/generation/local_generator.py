@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any, cast
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from splitkit._torch import attributes_of
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
-from splitkit.graph.caches import runs_outside
+from splitkit.graph.caches import ARGUMENTS, DEEPSTACK, ENCODER_CACHES, runs_outside
 from splitkit.graph.storages import attribute, parameters_and_buffers
-from splitkit.runtime.devices.accelerators import same_device
+from splitkit.language_model import given_to_language_model
+from splitkit.plans.parts import PartKey
+from splitkit.runtime.devices.accelerators import Receive, Send, move_tensors, same_device
 from splitkit.runtime.devices.device_map import Devices
-from splitkit.runtime.devices.move_tensors import move_tensors
-from splitkit.runtime.generation.model_step import ModelStep
+from splitkit.runtime.devices.on_devices import Move, OnDevices, PartOnDevice
+from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
+from splitkit.runtime.generation.encoder_caches import EncoderCaches, KeptCache, kept_caches
+from splitkit.runtime.generation.generation_request import unfit
 
 
 def generator(model: Any, split: Split, devices: Devices = None) -> Any:
@@ -144,3 +149,477 @@ def _require_there(module: nn.Module, device: torch.device) -> None:
                 "Untie the weight, or let the first part read it.",
                 [name],
             )
+
+
+# Runs a call of a model's ``forward`` as a step of a split decoder.
+
+
+_PASSED_ON = ("past_key_values", "use_cache", "logits_to_keep")
+_READ_HERE = {"self", *ARGUMENTS, "return_dict", "use_cache", "logits_to_keep", "cache_position"}
+
+
+class ModelStep:
+    """A step that takes the arguments of a model's ``forward``, and returns its outputs.
+
+    Attributes:
+        decoder: the parts on their devices.
+    """
+
+    def __init__(self, model: Any, split: Split, devices: Devices = None) -> None:
+        self.decoder = DecoderOnDevices(split, devices)
+        has_encoder = ENCODER_CACHES in split.flow.root.meta
+        self._encoder = EncoderCaches(split, self.decoder.caches, self.decoder.devices) if has_encoder else None
+        names = DecoderInputs.among(self.decoder.inputs)
+        if names is None:
+            raise PipelineError(
+                "SK801",
+                "the graph reads neither tokens nor embeddings: its inputs are " + listed(self.decoder.inputs, 6),
+                "Capture one step of the decoder: sk.capture_decoder(model).",
+            )
+        self._model, self._embedded = model, names.embedded
+        self._tokens, self._mask, self._positions = names.tokens, names.mask, names.positions
+        caches = self.decoder.caches
+        self._cache = next(name for name in ARGUMENTS if caches[0].given.startswith(name))
+        self._grows = any(cache.grows for cache in caches)
+        given = {cache.given for cache in caches}
+        tensors = {node.name: node.meta.get("val") for node in split.flow.graph.find_nodes(op="placeholder")}
+        self._wanted = {n: x for n, x in tensors.items() if isinstance(x, torch.Tensor) and n not in given}
+        self._without_images = {
+            name: functools.partial(_no_features, x) for name, x in self._wanted.items() if name.startswith(DEEPSTACK)
+        }
+        self._masks = [name for name, x in self._wanted.items() if name.startswith(self._mask) and x.ndim == 4]
+        # what is made here if it is not given, unless the graph reads it in another form than [sequences, positions]
+        forms = {name: [w for w in self._wanted if w.startswith(name)] for name in (self._mask, self._positions)}
+        self._made = {
+            name for name, read in forms.items() if not read or (name in read and self._wanted[name].ndim == 2)
+        }
+        self._taken = {self._tokens, *self._made, *self.decoder.inputs}
+        self._taken |= {"encoder_outputs"} if self._encoder else set()
+
+    def __call__(self, given: Mapping[str, Any]) -> Any:
+        """Run one call, with the arguments by name.
+
+        Raises:
+            PipelineError: SK802 for arguments that the graph does not take.
+        """
+        given = self._to_language_model(given) if self._embedded else given
+        self._require_known(given)
+        ids: torch.Tensor = given[self._tokens]
+        cache = given.get(self._cache)
+        cache = self._empty_cache() if cache is None else cache
+        require_plain(cache)
+        past, mask = cached_positions(cache), given.get(self._mask)
+        if not self._grows and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            # states do not say how many positions came before, and the graph reads those of the step
+            mask = mask[:, -ids.shape[1] :]
+        inputs = {name: x for name, x in _leaves(given) if name in self._wanted and x is not None}
+        if self._mask in self._made:
+            inputs[self._mask] = mask = _mask(self._mask, mask, ids, past)
+            if self._positions in self._made:
+                inputs.setdefault(self._positions, (mask.cumsum(1) - 1).clamp(min=0)[:, past:])
+        if (positions := inputs.get(self._positions)) is not None and positions.ndim == 2:
+            inputs[self._positions] = positions.expand(len(ids), -1)
+        hidden = given["encoder_outputs"][0] if self._encoder else None
+        if hidden is not None:
+            seen = given.get(MASK)
+            inputs[ENCODED] = hidden
+            inputs[MASK] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
+        inputs |= {name: empty(ids) for name, empty in self._without_images.items() if name not in inputs}
+        inputs |= {name: self._no_mask(name, ids, past) for name in self._masks if name not in inputs}
+        self._require_all(inputs)
+        tensors = taken_from(cache, self.decoder, ids.shape[0], lambda: self._encoded(inputs))
+        logits, tensors = self.decoder.step(inputs, tensors)
+        put_into(cache, self.decoder.caches, tensors)
+        return _output(logits, self._cache, cache if given.get("use_cache") is not False else None, hidden)
+
+    def _to_language_model(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        own = {name: value for name, value in given.items() if name != "self"}
+        passed_on = {name: given[name] for name in _PASSED_ON if name in given}
+        return {**given_to_language_model(self._model, own), **passed_on}
+
+    def _no_mask(self, name: str, ids: torch.Tensor, past: int) -> torch.Tensor:
+        """Return the mask that is the same as none: a model leaves it out where its attention can do without."""
+        allowed = torch.ones(len(ids), 1, ids.shape[1], past + ids.shape[1], dtype=torch.bool, device=ids.device)
+        if all(getattr(module, "is_causal", True) for module in self._model.get_decoder().modules()):
+            allowed = allowed.tril(past)
+        dtype = self._wanted[name].dtype
+        return allowed if dtype == torch.bool else torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
+
+    def _encoded(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+        assert self._encoder is not None
+        return self._encoder.compute(inputs)
+
+    def _empty_cache(self) -> Any:
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self._encoder else DynamicCache()
+
+    def _require_all(self, inputs: Mapping[str, Any]) -> None:
+        """Refuse a call without an input that the graph reads, or with one of other dimensions."""
+        for name, like in self._wanted.items():
+            found = inputs.get(name)
+            if not isinstance(found, torch.Tensor) or found.ndim != like.ndim:
+                has = f"is {list(found.shape)}" if isinstance(found, torch.Tensor) else "is missing"
+                reason = f"{name} {has}, and the graph reads {like.ndim} dimensions"
+                raise unfit(reason, "Give what generate gives the model.")
+
+    def _require_known(self, given: Mapping[str, Any]) -> None:
+        """Refuse arguments that the graph has no input for, and what it does not compute."""
+        ids = given.get(self._tokens)
+        if not isinstance(ids, torch.Tensor) or ids.ndim != (3 if self._embedded else 2) or not ids.numel():
+            raise unfit(f"there are no {self._tokens}", "Give what the graph was captured with.")
+        if self._encoder and given.get("encoder_outputs") is None:
+            raise unfit("there are no encoder_outputs", "Give those of model.get_encoder(), as generate does.")
+        for name, value in _leaves({name: x for name, x in given.items() if name not in _READ_HERE}):
+            if name not in self._taken and value is not None and value is not False:
+                raise unfit(f"the graph has no input {name}", f"Call it without {name}; it was captured without.")
+        if given.get("return_dict") is False:
+            raise unfit("return_dict is False", "Read logits and past_key_values by name.")
+        keep = given.get("logits_to_keep", 0)
+        if "logits_to_keep" in self.decoder.inputs and ids.shape[1] > 1 and keep != 1:
+            wanted = "all" if isinstance(keep, int) and not keep else str(keep)
+            raise unfit(
+                f"the graph computes the logits of the last token, not {wanted}",
+                "Call it with logits_to_keep=1, as generate does; assisted decoding needs more than it has.",
+            )
+
+
+def _leaves(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name -> value for the inputs of a graph, with the names that export gives in dicts and lists."""
+    for name, value in given.items():
+        if type(value) is dict:
+            yield from _leaves({f"{name}_{key}": x for key, x in value.items()})
+        elif isinstance(value, (list, tuple)):
+            yield from _leaves({f"{name}_{i}": x for i, x in enumerate(value)})
+        else:
+            yield name, value
+
+
+def _output(logits: torch.Tensor, name: str, cache: Any, hidden: torch.Tensor | None) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast, Seq2SeqLMOutput
+    from transformers.models.mamba.modeling_mamba import MambaCausalLMOutput
+
+    if hidden is not None:
+        return Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)
+    kind: Any = CausalLMOutputWithPast if name == ARGUMENTS[0] else MambaCausalLMOutput
+    return kind(logits=logits, **{name: cache})
+
+
+def _mask(name: str, mask: torch.Tensor | None, ids: torch.Tensor, past: int) -> torch.Tensor:
+    sequences, query = ids.shape[:2]
+    if mask is None:
+        return _ones(ids, sequences, past + query)
+    if not isinstance(mask, torch.Tensor) or mask.shape != (sequences, past + query):
+        found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+        raise unfit(
+            f"{name} is {found}, for {sequences} sequences of {past} cached and {query} new tokens",
+            f"Give one of {[sequences, past + query]}.",
+        )
+    return mask
+
+
+def _no_features(like: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    """Return what stands for no images: no token is one, and there are no features."""
+    sizes = embedded.shape[:2] if like.dtype == torch.bool else (0, embedded.shape[2])
+    return torch.zeros(sizes, dtype=like.dtype, device=embedded.device)
+
+
+def _ones(like: torch.Tensor, *sizes: int) -> torch.Tensor:
+    return torch.ones(sizes, dtype=torch.long, device=like.device)
+
+
+# Takes the tensors of a step from a cache of transformers, and puts them back.
+
+
+_OWN = re.compile(
+    r"(?:(self|cross)_attention_cache_)?layers_(\d+)_(keys|values|conv_states|recurrent_states)_?(\d*)_?$"
+)
+_KEYS = ("keys", "values")
+_TRANSFORMERS = re.compile(r"(key|value)_cache_(\d+)$")
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in a cache.
+
+    Attributes:
+        within: ``"self"`` or ``"cross"``, the cache of an ``EncoderDecoderCache``; empty for any other cache.
+        layer: the number of the layer.
+        kind: ``"keys"``, ``"values"``, ``"conv_states"`` or ``"recurrent_states"``.
+        state: the number of a state of the layer.
+    """
+
+    within: str
+    layer: int
+    kind: str
+    state: int = 0
+
+    def tensor_in(self, layer: Any) -> Any:
+        """Return the tensor in a layer of a cache; ``None`` if it is empty."""
+        found = getattr(layer, self.kind, None)
+        return found.get(self.state) if isinstance(found, dict) else found
+
+    def put_into(self, layer: Any, tensor: torch.Tensor) -> None:
+        """Let a layer of a cache hold a tensor."""
+        layer.dtype, layer.device = tensor.dtype, tensor.device
+        if self.kind in _KEYS:
+            setattr(layer, self.kind, tensor)
+            layer.is_initialized = True
+            return
+        getattr(layer, self.kind)[self.state] = tensor
+        getattr(layer, f"is_{self.kind}_initialized")[self.state] = layer.has_previous_state[self.state] = True
+        if self.kind == "conv_states":
+            layer.conv_kernel_size[self.state] = tensor.shape[-1]
+
+
+def require_plain(cache: Any) -> None:
+    """Refuse a cache that is no ``DynamicCache``, or that moves layers to the CPU.
+
+    Raises:
+        PipelineError: SK802.
+    """
+    for inner in _caches_in(cache).values():
+        offloads = " that offloads" if getattr(inner, "offloading", False) else ""
+        if type(inner).__name__ != "DynamicCache" or offloads:
+            raise unfit(
+                f"the cache is a {type(inner).__name__}{offloads}, which the graph cannot keep on its devices",
+                "Generate without cache_implementation, or give a DynamicCache.",
+            )
+
+
+def cached_positions(cache: Any) -> int:
+    """Return the positions that a cache holds; 0 if it has states only, which do not say."""
+    inside = _caches_in(cache).values()
+    if not any(hasattr(layer, "get_seq_length") for inner in inside for layer in inner.layers):
+        return 0
+    return int(cache.get_seq_length())
+
+
+def taken_from(
+    cache: Any, decoder: DecoderOnDevices, sequences: int, encoded: Callable[[], Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """Take the tensors out of a cache, in the order of a step.
+
+    Args:
+        cache: from an earlier step, or without tensors.
+        decoder: the decoder.
+        sequences: the number of sequences.
+        encoded: computes the constant tensors, if the cache does not have them.
+
+    Raises:
+        PipelineError: SK802 for a cache of another kind, or for other sequences; nothing is taken out then.
+    """
+    inside, places = _caches_in(cache), [_place(kept) for kept in decoder.caches]
+    filled = {within: _is_filled(inner) for within, inner in inside.items()}
+    for within, inner in inside.items():
+        if filled[within]:
+            _require_layers(inner, [place for place in places if place.within == within], sequences)
+    missing = any(kept.constant and not filled[p.within] for kept, p in zip(decoder.caches, places, strict=True))
+    constants = iter(encoded() if missing else ())
+    found = []
+    for kept, place in zip(decoder.caches, places, strict=True):
+        if filled[place.within]:
+            tensor = place.tensor_in(inside[place.within].layers[place.layer]).to(decoder.home(kept))
+        elif kept.constant:
+            tensor = next(constants)
+        else:
+            tensor = torch.zeros(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.home(kept))
+        found.append(tensor)
+    for inner in inside.values():
+        for layer in inner.layers:
+            _forget(layer)
+    return found
+
+
+def put_into(cache: Any, caches: Sequence[KeptCache], tensors: Sequence[torch.Tensor]) -> None:
+    """Let a cache hold the tensors of a step, each on its device; every layer with keys keeps all positions."""
+    inside, places = _caches_in(cache), [_place(kept) for kept in caches]
+    for within, inner in inside.items():
+        inner.layers = [_class_of(kinds)() for kinds in _kinds([place for place in places if place.within == within])]
+    for place, tensor in zip(places, tensors, strict=True):
+        place.put_into(inside[place.within].layers[place.layer], tensor)
+    if "cross" in inside:
+        cache.is_updated = dict.fromkeys(range(len(inside["cross"].layers)), True)
+
+
+def _kinds(places: Sequence[_Place]) -> list[set[str]]:
+    """Return the kinds of tensors of each layer; none for a layer that keeps nothing, such as one of experts only."""
+    found: list[set[str]] = [set() for _ in range(1 + max((place.layer for place in places), default=-1))]
+    for place in places:
+        found[place.layer].add(place.kind)
+    return found
+
+
+def _class_of(kinds: set[str]) -> Any:
+    """Return the class of transformers for a layer with these kinds of tensors."""
+    from transformers import cache_utils
+
+    has_keys, has_states = not kinds.isdisjoint(_KEYS), not kinds.issubset(_KEYS)
+    if has_states:
+        return cache_utils.LinearAttentionAndFullAttentionLayer if has_keys else cache_utils.LinearAttentionLayer
+    return cache_utils.DynamicLayer if has_keys else cache_utils.DummyLayer
+
+
+def _forget(layer: Any) -> None:
+    """Let a layer hold no tensors, so that those of the last step can be freed."""
+    for kind in _KEYS:
+        if getattr(layer, kind, None) is not None:
+            setattr(layer, kind, None)
+    for table in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+        table.update(dict.fromkeys(table))
+
+
+def _caches_in(cache: Any) -> Mapping[str, Any]:
+    if type(cache).__name__ == "EncoderDecoderCache":
+        return {"self": cache.self_attention_cache, "cross": cache.cross_attention_cache}
+    return {"": cache}
+
+
+def _is_filled(cache: Any) -> bool:
+    for layer in cache.layers:
+        keys, states = getattr(layer, "keys", None), getattr(layer, "has_previous_state", {})
+        if (isinstance(keys, torch.Tensor) and keys.numel()) or any(states.values()):
+            return True
+    return False
+
+
+def _require_layers(cache: Any, places: Sequence[_Place], sequences: int) -> None:
+    layers, wanted = cache.layers, [_class_of(kinds) for kinds in _kinds(places)]
+    # behind the last layer that keeps something there may be some that keep nothing
+    wanted += [_class_of(set())] * (len(layers) - len(wanted))
+    if [type(layer) for layer in layers] != wanted:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise unfit(f"the cache has {len(layers)} layers of {kinds}", "Give the cache that an earlier call returned.")
+    count = next(tensor.shape[0] for place in places if (tensor := place.tensor_in(layers[place.layer])) is not None)
+    if count != sequences:
+        raise unfit(f"there are {sequences} sequences, and the cache has {count}", "Give as many.")
+
+
+def _place(kept: KeptCache) -> _Place:
+    if found := _OWN.search(kept.given):
+        return _Place(found[1] or "", int(found[2]), found[3], int(found[4] or 0))
+    # where transformers' own registration of the class came first
+    if found := _TRANSFORMERS.search(kept.given):
+        return _Place("", int(found[2]), f"{found[1]}s")
+    raise unfit(f"the cache {kept.given} is not keys, values or a state of a layer", "Capture with sk.capture_decoder.")
+
+
+# Runs the steps of a split decoder in one process, with each part and its caches on a device.
+#
+# A cache is handed to its part in a box, from which the part takes it at the first use. So nobody else holds the old
+# tensor while the part makes the new one, and it is freed at once::
+#
+#     parent:  part(hidden, box)        part:  keys = take(box); cat = cat([keys, new]); keys = None
+
+
+Box = list[torch.Tensor]
+"""One tensor of a cache, until its part has taken it."""
+
+
+def take(box: Box) -> torch.Tensor:
+    """Take the tensor out of a box."""
+    return box.pop()
+
+
+class DecoderOnDevices:
+    """A step of a decoder, part after part.
+
+    Attributes:
+        caches: the tensors of the caches, in the order in which a step takes and returns them.
+        inputs: the names of all inputs of the graph, in their order.
+        devices: part -> its device.
+        tensors: the module that holds the parameters.
+        moves: the copies of each step; no cache is among them.
+    """
+
+    def __init__(self, split: Split, devices: Devices = None) -> None:
+        self.caches: Sequence[KeptCache] = kept_caches(split)
+        self.tensors = OnDevices(split, devices)
+        self.devices: Mapping[PartKey, torch.device] = self.tensors.part_devices
+        self._parent = self.tensors.parent
+        given, weights = (self._parent.graph.find_nodes(op=op) for op in ("placeholder", "get_attr"))
+        known, constants = {cache.given for cache in self.caches}, {c.given for c in self.caches if c.constant}
+        self.inputs = tuple(node.name for node in given)
+        for node in given:
+            if node.name in known:
+                readers = _readers(self._parent, node)
+                if node.name not in constants:
+                    _take(self._parent, node, readers)
+        for node in weights:
+            _copy_once(self._parent, node)
+        still = {node.name for node in split.flow.graph.find_nodes(op="get_attr")} | known
+        self.moves: Sequence[Move] = tuple(move for move in self.tensors.moves if move.name not in still)
+        # plain arguments and results, not the model's
+        self._parent.graph.set_codegen(fx.graph.CodeGen())
+        self._parent.recompile()
+
+    def home(self, cache: KeptCache) -> torch.device:
+        """Return the device on which a cache stays."""
+        return self.devices[cache.part]
+
+    @torch.no_grad()
+    def step(self, inputs: Mapping[str, Any], caches: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the logits and the updated caches.
+
+        Args:
+            inputs: name of an input -> its value; inputs that are not named are ``None``.
+            caches: the caches, on the devices of their parts; the list is emptied, so that old caches can be freed.
+        """
+        given = dict[str, Any](inputs)
+        for cache in self.caches:
+            tensor = caches.pop(0)
+            given[cache.given] = tensor if cache.constant else [tensor]
+            del tensor
+        outputs = self._parent.forward(*map(given.get, self.inputs))
+        return outputs[0], list(outputs[1 : len(self.caches) + 1])
+
+
+def _take(parent: fx.GraphModule, given: fx.Node, readers: Sequence[fx.Node]) -> None:
+    """Let the part that reads an input take it from its box."""
+    for reader in readers:
+        part = parent.get_submodule(str(reader.target))
+        assert isinstance(part, PartOnDevice)
+        _take_at_first_use(cast(fx.GraphModule, part.part), reader.args.index(given))
+
+
+def _copy_once(parent: fx.GraphModule, weight: fx.Node) -> None:
+    """Hold copies of a tied weight on the other devices that read it: here it does not change between the steps."""
+    value = attribute(parent, str(weight.target))
+    for sent in list(weight.users):
+        move = parent.get_submodule(str(sent.target))
+        if not isinstance(move, Send) or not isinstance(value, torch.Tensor):
+            continue
+        name = f"{sent.target}_{sent.name}"
+        parent.register_buffer(name, value.detach().to(move.target), persistent=False)
+        with parent.graph.inserting_before(sent):
+            held = parent.graph.get_attr(name)
+        _bypass(parent, sent, held)
+
+
+def _readers(parent: fx.GraphModule, given: fx.Node) -> list[fx.Node]:
+    """Return the calls of parts that read an input, after removing the copies to their devices."""
+    for sent in list(given.users):
+        if sent.op == "call_module" and isinstance(parent.get_submodule(str(sent.target)), Send):
+            _bypass(parent, sent, given)
+    return [user for user in given.users if user.op == "call_module"]
+
+
+def _bypass(parent: fx.GraphModule, sent: fx.Node, value: fx.Node) -> None:
+    """Remove a copy between devices; its receivers read ``value`` instead."""
+    for user in list(sent.users):
+        if isinstance(parent.get_submodule(str(user.target)), Receive):
+            user.replace_all_uses_with(value)
+            parent.graph.erase_node(user)
+        else:
+            # the end of the call, where the caller's streams wait for copies
+            user.args = tuple(arg for arg in user.args if arg is not sent)
+    parent.graph.erase_node(sent)
+
+
+def _take_at_first_use(part: fx.GraphModule, place: int) -> None:
+    given = part.graph.find_nodes(op="placeholder")[place]
+    users = set(given.users)
+    with part.graph.inserting_before(next(node for node in part.graph.nodes if node in users)):
+        taken = part.graph.call_function(take, (given,))
+    taken.meta = dict(given.meta)
+    given.replace_all_uses_with(taken, delete_user_cb=lambda user: user is not taken)
+    part.recompile()

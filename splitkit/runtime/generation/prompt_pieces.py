@@ -11,10 +11,10 @@ import math
 
 from torch import fx
 
-from splitkit.costs.formulas.flop_count import counter_of
+from splitkit.costs.flop_formulas import counter_of
+from splitkit.graph.byte_sizes import hints, op_name
 from splitkit.graph.dataflow import Dataflow, facts_of
-from splitkit.graph.fake_calls import hints, op_name
-from splitkit.graph.symbols import value_of
+from splitkit.graph.storages import value_of
 
 _ATTENTION, _TOKENS = "scaled_dot_product_attention", ("input_ids", "inputs_embeds")
 _SHORTEST = 4

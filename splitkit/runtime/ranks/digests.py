@@ -9,13 +9,18 @@ depend on the order of their terms, so the digest is the same on every device an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from splitkit._torch import pytree
+from splitkit.errors import PipelineError, SplitError
+from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
+from splitkit.runtime.ranks.rank_agreement import differs, from_every
 
 BLOCK = 1 << 14
 """Words in a block: 64 KiB, whose products fit the second-level cache of a core."""
@@ -109,3 +114,199 @@ def _weights(device: torch.device) -> torch.Tensor:
         z ^= z >> 31
         found.append(z - (z >> 63 << 64))
     return torch.tensor(found, dtype=torch.int64, device=device)
+
+
+# Compares what the ranks are about to run, by one small collective at the start of every call.
+#
+# Each rank gives a row of whole numbers, and all ranks get all rows::
+#
+#               refuses  outputs  weights  batch  kind  number  form  content  target
+#     rank 0       0        0        1        0     1       3    81..    17..       0
+#     rank 1       0        1        1        1     1       3    81..    17..    95..
+#
+# The first four are added up: whether any rank refuses the call, asks for outputs, wants the weights compared, or was
+# given a batch that can be divided. The others must be the same on all ranks; 0 stands for what a rank is not given,
+# and matches everything. Only if a rank refuses or a number differs do the ranks exchange texts, from which all of
+# them raise the same error.
+
+
+T = TypeVar("T")
+Kind = Literal["step", "infer", "step(loss_everywhere=True)"]
+_KINDS: tuple[Kind, ...] = ("step", "infer", "step(loss_everywhere=True)")
+_FLAGS = 4
+_REFUSAL = [1, *[0] * 9]
+_REMEDY = "Make the same calls on every rank, with the same batch: seed the data loaders of all ranks in the same way."
+
+
+@dataclass(frozen=True)
+class PipelineCall:
+    """A call of a rank, as it is compared with the calls of other ranks.
+
+    Attributes:
+        kind: the method of the pipeline.
+        number: how many training steps have begun before it.
+        inputs: input of the graph -> its value for the whole batch; empty if this rank is not given the batch.
+        targets: the target of the loss, under a name for messages; empty if this rank is not given it.
+        outputs: whether this rank asks for the outputs. Ranks may differ in it.
+        weights: whether the weights are to be compared: they were loaded, or trained since. Ranks may differ in it.
+        undivided: why this rank cannot tell that it was given a batch; ``None`` if it was. Ranks may differ in it.
+    """
+
+    kind: Kind
+    number: int
+    inputs: Mapping[str, Any]
+    targets: Mapping[str, Any] = field(default_factory=dict)
+    outputs: bool = False
+    weights: bool = False
+    undivided: PipelineError | None = None
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What holds for a call on all ranks.
+
+    Attributes:
+        outputs: whether any rank asks for the outputs: all ranks must then send them.
+        weights: whether any rank wants the weights compared.
+    """
+
+    outputs: bool
+    weights: bool
+
+
+class StepAgreement:
+    """The agreement of the ranks of a group on their calls."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, progress: Progress) -> None:
+        self._group, self._progress = group, progress
+        self._device = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
+
+    def begin(self, prepare: Callable[[], tuple[PipelineCall, T]]) -> tuple[T, Agreed]:
+        """Prepare a call on every rank, and compare the calls. All ranks must call it; nothing runs unless they agree.
+
+        Args:
+            prepare: returns the call, and what else it prepared, which is returned.
+
+        Raises:
+            PipelineError: SK804 on every rank if the calls differ; names the ranks, and the input that differs. The
+                call's ``undivided`` on every rank if no rank was given a batch.
+            Exception: the error of ``prepare`` on the rank that raised it. The other ranks raise it as a
+                `PipelineError` that names the rank, SK805 if it has no code.
+        """
+        made, failed = _attempt(lambda: _with_row(*prepare()))
+        own, call, prepared = made or (_REFUSAL, None, None)
+        with naming_lost_ranks(self._progress, "for all ranks to begin the call"):
+            rows = self._rows(own)
+            refused, outputs, weights, divided = (any(row[i] for row in rows) for i in range(_FLAGS))
+            if not refused and _are_same(rows):
+                if call is not None and call.undivided is not None and not divided:
+                    raise call.undivided
+                return cast(T, prepared), Agreed(outputs, weights)
+            told = from_every((_told(failed), _described(call)), self._group)
+        _raise_first([error for error, _ in told], failed, "refused the call")
+        raise _difference([described for _, described in told])
+
+    def together(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes on this rank, or raise its error on all ranks, as `begin` does."""
+        made, failed = _attempt(make)
+        with naming_lost_ranks(self._progress, "for all ranks to prepare their stages"):
+            errors = from_every(_told(failed), self._group)
+        _raise_first(errors, failed, "could not prepare its stages")
+        return made
+
+    def _rows(self, own: Sequence[int]) -> list[list[int]]:
+        """Return the row of each rank: the sum of tables in which each rank fills its row only."""
+        every = [[0] * len(own) for _ in range(dist.get_world_size(self._group))]
+        every[self._progress.replicas.rank] = list(own)
+        table = torch.tensor(every, dtype=torch.int64, device=self._device)
+        dist.all_reduce(table, group=self._group)
+        rows: list[list[int]] = table.tolist()
+        return rows
+
+
+_Told = tuple[str, str, str, tuple[str, ...]]
+"""Code, reason, remedy and nodes of an error, for the other ranks."""
+
+
+class _Described(NamedTuple):
+    """A call in texts and digests, to say what differs."""
+
+    kind: str
+    number: int
+    given: dict[str, tuple[str, int]]
+
+
+def _attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _with_row(call: PipelineCall, prepared: T) -> tuple[list[int], PipelineCall, T]:
+    """Return the row of a call before it."""
+    batch = (call.inputs, call.targets)
+    forms = [digest_of_text(str(_forms(given))) if given else 0 for given in batch]
+    contents = [digest_of_tensors(leaf_tensors(dict(given))) if given else 0 for given in batch]
+    flags = [0, call.outputs, call.weights, call.undivided is None]
+    row = [*flags, 1 + _KINDS.index(call.kind), 1 + call.number, *forms, *contents]
+    return row, call, prepared
+
+
+def _forms(given: Mapping[str, Any]) -> dict[str, str]:
+    return {name: form_of(value) for name, value in given.items()}
+
+
+def _are_same(rows: Sequence[Sequence[int]]) -> bool:
+    """Whether the numbers that are compared are the same in all rows."""
+    return all(len(set(column) - {0}) < 2 for column in list(zip(*rows, strict=True))[_FLAGS:])
+
+
+def _described(call: PipelineCall | None) -> _Described | None:
+    if call is None:
+        return None
+    given = {**call.inputs, **call.targets}
+    forms = _forms(given)
+    contents = {name: digest_of_tensors(leaf_tensors(value)) for name, value in given.items()}
+    return _Described(call.kind, call.number, {name: (forms[name], contents[name]) for name in given})
+
+
+def _told(failed: Exception | None) -> _Told | None:
+    if failed is None:
+        return None
+    if isinstance(failed, SplitError):
+        return failed.code, failed.reason, failed.remedy, failed.nodes
+    return "SK805", f"{type(failed).__name__}: {failed}", "Look at the messages of that rank.", ()
+
+
+def _raise_first(errors: Sequence[_Told | None], own: Exception | None, did: str) -> None:
+    """Raise the error of this rank, else the first one of another rank, if there is one."""
+    if own is not None:
+        raise own
+    for rank, error in enumerate(errors):
+        if error is not None:
+            code, reason, remedy, nodes = error
+            raise PipelineError(code, f"rank {rank} {did}: {reason}", remedy, nodes)
+
+
+def _difference(calls: Sequence[_Described | None]) -> PipelineError:
+    """Return the error that says what differs first, and on which ranks."""
+    every = {rank: call for rank, call in enumerate(calls) if call is not None}
+    names = dict.fromkeys(name for call in every.values() for name in call.given)
+    given = {name: {rank: call.given[name] for rank, call in every.items() if name in call.given} for name in names}
+    found = [
+        differs({rank: call.kind for rank, call in every.items()}, "{} is called on {}, and {} on {}"),
+        differs(
+            {rank: call.number for rank, call in every.items()},
+            "the number of training steps so far is {} on {}, and {} on {}",
+        ),
+        *(
+            differs({rank: form for rank, (form, _) in of.items()}, f"{n} is {{}} on {{}}, and {{}} on {{}}")
+            for n, of in given.items()
+        ),
+        *(
+            differs({rank: digest for rank, (_, digest) in of.items()}, f"{n} has other values on {{1}} than on {{3}}")
+            for n, of in given.items()
+        ),
+    ]
+    return PipelineError("SK804", next(filter(None, found), "the ranks make different calls"), _REMEDY)

@@ -15,30 +15,33 @@ from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.checks import is_whole, shown
-from splitkit.engine.joint_stages.staged_step import StagedStep
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.plan_file import fingerprint
 from splitkit.runtime.ranks.batch_dims import BatchDims, division
-from splitkit.runtime.ranks.digests import digest_of_tensors
+from splitkit.runtime.ranks.digests import PipelineCall, StepAgreement, digest_of_tensors
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.fixed_at_capture import require_gradients
-from splitkit.runtime.ranks.gradient_slots import BorderSlots, border_slots
-from splitkit.runtime.ranks.host_queue import HostQueue
-from splitkit.runtime.ranks.joint_stage import JointBatch, JointStage, StageOutputs
-from splitkit.runtime.ranks.microbatches import checked_dims, cut_inputs, no_batch, require_fit
+from splitkit.runtime.ranks.fsdp import OtherTensors, require_same_copies
+from splitkit.runtime.ranks.joint_stage import (
+    BorderSlots,
+    HostQueue,
+    JointBatch,
+    JointStage,
+    StageOutputs,
+    border_slots,
+)
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, require_process_group
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_graphs
-from splitkit.runtime.ranks.rank_stages import handed_loss
-from splitkit.runtime.ranks.replicas import replicas, row_of_rank
-from splitkit.runtime.ranks.rng_state import RngHandover, microbatch_seed
-from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement
+from splitkit.runtime.ranks.replicas import RngHandover, microbatch_seed, replicas, row_of_rank
+from splitkit.runtime.ranks.stage import handed_loss
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced, shares_of
-from splitkit.runtime.ranks.weight_agreement import OtherTensors, require_same_copies
+from splitkit.runtime.ranks.step_sizes import checked_dims, cut_inputs, no_batch, require_fit
 
 _EACH = "or concatenate the microbatches in dimension 0"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -481,3 +484,90 @@ def _require_same(
 def _digest_of(model: nn.Module) -> str:
     tensors = pytree.tree_leaves([dict(model.named_parameters()), dict(model.named_buffers())])
     return str(digest_of_tensors(tensors))
+
+
+# Refuses changes to stages that would not do what they do to a model, because the capture has fixed it.
+
+
+def autocasts_of(parts: Sequence[fx.GraphModule]) -> frozenset[tuple[str, torch.dtype]]:
+    """Return the types of devices and the dtypes of the autocasts that graphs enter."""
+    regions = [node for part in parts for node in part.graph.nodes if node.target is _torch.ENTER_AUTOCAST]
+    entered: Any = (node.args[:2] for node in regions if node.args[2:3] != (False,))
+    return frozenset(entered)
+
+
+def require_gradients() -> None:
+    """Refuse a step where gradients are off.
+
+    Raises:
+        PipelineError: SK802.
+    """
+    if not torch.is_grad_enabled():
+        raise PipelineError(
+            "SK802",
+            "gradients are off, and a step runs backward",
+            "Call step outside torch.no_grad() and torch.inference_mode(); forward alone is Pipeline.infer.",
+        )
+
+
+class FixedAtCapture:
+    """The modes of the parts of a rank, and which of its parameters train, when the pipeline was made."""
+
+    def __init__(self, parts: Sequence[fx.GraphModule], parameters: Mapping[str, nn.Parameter]) -> None:
+        # Modules that a graph calls, as after symbolic_trace, follow their own mode.
+        self._modes = [(part, part.training) for part in parts if not part.graph.find_nodes(op="call_module")]
+        self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+
+        self._autocasts = autocasts_of(parts)
+
+    def require_autocast(self, device: torch.device) -> None:
+        """Refuse an autocast around a call, unless it was around the capture too.
+
+        Inside it, stages would compute other dtypes than those that the graph says cross the borders.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        if not torch.is_autocast_enabled(device.type):
+            return
+        dtype = torch.get_autocast_dtype(device.type)
+        if (device.type, dtype) not in self._autocasts:
+            name = str(dtype).removeprefix("torch.")
+            raise PipelineError(
+                "SK802",
+                f"autocast to {name} is active around the call, but was not active around the capture",
+                f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then.",
+            )
+
+    def require_modes(self) -> None:
+        """Refuse parts whose mode has changed.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        for part, mode in self._modes:
+            if part.training != mode:
+                called = "train" if part.training else "eval"
+                raise PipelineError(
+                    "SK802",
+                    f"{called}() was called on a part, which has no effect: dropout and BatchNorm stay as captured",
+                    "Capture the model in the other mode, and run that with the same weights: "
+                    f"pipe.evaluation(sk.capture(model.{called}(), **inputs_of_one_microbatch)). Undo it with "
+                    f"{'eval' if part.training else 'train'}().",
+                )
+
+    def require_flags(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse parameters whose ``requires_grad`` has changed: it decides which gradients cross borders.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        for name, parameter in parameters.items():
+            if parameter.requires_grad != self._flags[name]:
+                raise PipelineError(
+                    "SK802",
+                    f"requires_grad of {name} is {parameter.requires_grad}, and was {self._flags[name]} when the "
+                    "pipeline was made: the other ranks do not know that",
+                    "Tell all ranks: pipe.train_only(lambda name: ...).",
+                    [name],
+                )

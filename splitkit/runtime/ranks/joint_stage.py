@@ -8,22 +8,118 @@ backward is divided in the first stage as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
-from splitkit.engine.joint_stages.host_values import host_values, on_device
-from splitkit.engine.joint_stages.staged_step import StageGraphs
+from splitkit.engine.staged_step import HostValue, StageGraphs, host_values, on_device
+from splitkit.errors import PipelineError
+from splitkit.pipeline.order import Action, host_windows
 from splitkit.runtime.devices.accelerators import current
+from splitkit.runtime.ranks.border_values import BorderValue, border_value
 from splitkit.runtime.ranks.faults import Progress
-from splitkit.runtime.ranks.gradient_slots import BorderSlots
-from splitkit.runtime.ranks.host_queue import HostQueue
-from splitkit.runtime.ranks.rng_state import RngHandover
+from splitkit.runtime.ranks.replicas import RngHandover
 from splitkit.runtime.ranks.step_losses import scaled
+
+# Moves the offloaded values of a rank's stages to the host and back between the actions of a schedule.
+#
+# `splitkit.pipeline.order` says at the end of which action a value is released, and at the start of which it is
+# asked for, so the device holds what the simulation says.
+
+
+_Key = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+@dataclass
+class HostQueue:
+    """The values of one rank.
+
+    Attributes:
+        row: the actions of the rank in a step.
+        moving: the stages that offload.
+        host_most: the most bytes that were on the host at once in this step.
+        device_most: the most bytes of offloaded values that were on the device at once: made, leaving, or coming back.
+    """
+
+    row: Sequence[Action]
+    moving: Collection[int]
+    host_most: int = 0
+    device_most: int = 0
+    _values: dict[_Key, list[HostValue]] = field(default_factory=dict)
+    _number: dict[Action, int] = field(default_factory=dict)
+    _released: dict[int, list[_Key]] = field(default_factory=dict)
+    _asked: dict[int, list[_Key]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.moving:
+            return
+        self._number = {action: number for number, action in enumerate(self.row)}
+        for key, window in host_windows(self.row).items():
+            if key[0] in self.moving:
+                self._released.setdefault(window.released, []).append(key)
+                self._asked.setdefault(window.asked, []).append(key)
+
+    def clear(self) -> None:
+        """Forget what a step has left behind."""
+        self._values.clear()
+        self.host_most = self.device_most = 0
+
+    def begin(self, stage: int, kinds: str, microbatch: int) -> None:
+        """Ask for what comes back while an action runs.
+
+        Args:
+            stage: the stage of the action.
+            kinds: its kind; for a backward ``"BI"``, whichever the schedule has.
+            microbatch: its microbatch.
+        """
+        number = self._of(stage, kinds, microbatch)
+        for key in self._asked.get(number, ()) if number is not None else ():
+            for value in self._values.get(key, ()):
+                value.ask()
+        self._note()
+
+    def end(self, stage: int, kinds: str, microbatch: int) -> None:
+        """Wait for what left until the end of an action, and free its memory; arguments as in `begin`."""
+        self._note()
+        number = self._of(stage, kinds, microbatch)
+        for key in self._released.get(number, ()) if number is not None else ():
+            for value in self._values.get(key, ()):
+                value.release()
+
+    def add(self, stage: int, microbatch: int, values: list[HostValue]) -> None:
+        """Take the values of a microbatch whose forward has run."""
+        if values:
+            self._values[stage, microbatch] = values
+
+    def back(self, stage: int, microbatch: int) -> None:
+        """Make sure that the values of a microbatch are on their way back: backward is about to run."""
+        for value in self._values.get((stage, microbatch), ()):
+            if value.copy is None:
+                value.release()
+                value.ask()
+
+    def done(self, stage: int, microbatch: int) -> None:
+        """Forget the values of a microbatch whose backward, or input part, has run."""
+        for value in self._values.pop((stage, microbatch), ()):
+            value.wait()  # what only the weight graph reads
+
+    def _of(self, stage: int, kinds: str, microbatch: int) -> int | None:
+        found = (self._number.get(Action(stage, kind, microbatch)) for kind in kinds)
+        return next((number for number in found if number is not None), None)
+
+    def _note(self) -> None:
+        values = [value for each in self._values.values() for value in each]
+        self.host_most = max(self.host_most, sum(value.host.nbytes for value in values))
+        here = sum(value.host.nbytes for value in values if value.source is not None or value.copy is not None)
+        self.device_most = max(self.device_most, here)
+
 
 Graph = Callable[..., tuple[Any, ...]]
 
@@ -263,3 +359,89 @@ def _callable(graph: Any, device: torch.device, compiled: bool) -> Graph:
 def _apart(value: torch.Tensor, received: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a value that is passed on as a tensor of its own, which an autograd function may return."""
     return value.detach() if any(value is given for given in received) else value
+
+
+# Choose the buffers in which gradients of a staged training step are sent upstream over a border.
+#
+# Torch's pipelining sends one gradient back for each activation that requires one, and takes its shape from it. The
+# graphs of a staged step may send back any values, so each of them travels in the slot of an activation of its size and
+# dtype. Between layers these are the activation's own gradients; inside a layer, the slot may be another activation's.
+
+
+@dataclass(frozen=True)
+class BorderSlots:
+    """How values cross the border between a stage and the next one.
+
+    Attributes:
+        activations: the values that go to the next stage, in order.
+        gradients: the values that come back, in order.
+        slot_of: for each gradient, the position of the activation in whose place it comes back.
+    """
+
+    activations: tuple[BorderValue, ...]
+    gradients: tuple[BorderValue, ...]
+    slot_of: tuple[int, ...]
+
+    @property
+    def expected(self) -> tuple[torch.Tensor, ...]:
+        """The tensors on ``meta`` that torch is told to expect; those with a slot require a gradient."""
+        return tuple(
+            value.meta_tensor.detach().clone().requires_grad_(i in self.slot_of)
+            for i, value in enumerate(self.activations)
+        )
+
+    def packed(self, gradients: Sequence[torch.Tensor], device: torch.device, where: str) -> list[torch.Tensor | None]:
+        """Return what goes back for each activation: its slot's gradient in the activation's shape, or ``None``."""
+        found: list[torch.Tensor | None] = [None] * len(self.activations)
+        for value, gradient, slot in zip(self.gradients, gradients, self.slot_of, strict=True):
+            found[slot] = value.packed(gradient, device, where).view(self.activations[slot].meta_tensor.shape)
+        return found
+
+    def unpacked(self, slots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients from what came back for each activation."""
+        return [
+            value.unpacked(slots[slot].view(value.meta_tensor.shape))
+            for value, slot in zip(self.gradients, self.slot_of, strict=True)
+        ]
+
+
+def border_slots(before: StageGraphs, after: StageGraphs, number: int) -> BorderSlots:
+    """Return how values cross the border between two stages.
+
+    Args:
+        before: the graphs of the stage before the border.
+        after: those of the stage after it.
+        number: the number of the stage before.
+
+    Raises:
+        PipelineError: SK801 for a value that cannot be sent, or a gradient for which no activation has a slot.
+    """
+    activations = _values(before.sent, _nodes(before.forward))
+    gradients = _values(after.gradients_sent, _nodes(after.backward))
+    free = [i for i, value in enumerate(activations) if value.scalar is None and value.like.is_floating_point()]
+    slots: list[int] = []
+    for gradient in gradients:
+        fitting = (i for i in free if _size(activations[i]) == _size(gradient) and i not in slots)
+        slot = next(fitting, None)
+        if slot is None:
+            raise PipelineError(
+                "SK801",
+                f"stage {number + 1} sends {gradient.name} back to stage {number}, but of the activations that it "
+                f"received ({', '.join(before.sent) or 'none'}) none is left of that size and dtype",
+                "Cut a few nodes earlier or later, between two layers: torch sends one gradient back per activation.",
+                [gradient.name],
+            )
+        slots.append(slot)
+    return BorderSlots(activations, gradients, tuple(slots))
+
+
+def _size(value: BorderValue) -> tuple[int, torch.dtype]:
+    return prod(value.like.shape), value.like.dtype
+
+
+def _nodes(graph: torch.fx.GraphModule) -> Mapping[str, Node]:
+    return {node.name: node for node in graph.graph.nodes}
+
+
+def _values(names: Sequence[str], nodes: Mapping[str, Node]) -> tuple[BorderValue, ...]:
+    return tuple(border_value(nodes[name], frozenset(), frozenset()).sent(False) for name in names)

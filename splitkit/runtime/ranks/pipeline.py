@@ -10,38 +10,44 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
-from splitkit.checks import is_whole, shown
+from splitkit._torch import pytree
+from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.batch_broadcast import broadcast_batch
 from splitkit.runtime.ranks.batch_dims import BatchDims
-from splitkit.runtime.ranks.compared_ranks import ComparedRanks
+from splitkit.runtime.ranks.digests import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.evaluation import missing_inputs, share_tensors, split_like, summed_without
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.fixed_at_capture import FixedAtCapture, require_gradients
-from splitkit.runtime.ranks.fsdp import shard, sum_shards
-from splitkit.runtime.ranks.gradient_norm import clip_gradients
-from splitkit.runtime.ranks.last_stage import LastStage, Loss, last_stage_of, loss_without_grad, own_loss
-from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch
+from splitkit.runtime.ranks.fsdp import ComparedRanks, OtherTensors, local_tensor, require_same_model, shard, sum_shards
+from splitkit.runtime.ranks.joint_pipeline import FixedAtCapture, require_gradients
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
-from splitkit.runtime.ranks.rank_stages import RankStages
-from splitkit.runtime.ranks.replicas import replicas, require_replicable, row_of_rank
-from splitkit.runtime.ranks.rng_channel import rng_channel
-from splitkit.runtime.ranks.rng_state import microbatch_seed
-from splitkit.runtime.ranks.shared_parameters import SharedParameters
-from splitkit.runtime.ranks.sized_stages import SizedStages
-from splitkit.runtime.ranks.stage import Batch
-from splitkit.runtime.ranks.stage_chain import chain_of
-from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
+from splitkit.runtime.ranks.replicas import (
+    SharedParameters,
+    microbatch_seed,
+    replicas,
+    require_replicable,
+    rng_channel,
+    row_of_rank,
+)
+from splitkit.runtime.ranks.stage import Batch, RankStages
+from splitkit.runtime.ranks.stage_chain import (
+    Chain,
+    LastStage,
+    Loss,
+    chain_of,
+    last_stage_of,
+    loss_without_grad,
+    own_loss,
+)
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced
-from splitkit.runtime.ranks.step_sizes import MessageShapes
-from splitkit.runtime.ranks.trained_parameters import set_trained
-from splitkit.runtime.ranks.weight_agreement import OtherTensors, require_same_model
+from splitkit.runtime.ranks.step_sizes import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
 
 
 def pipeline(
@@ -494,3 +500,173 @@ class Pipeline(ComparedRanks):
     def _share(self) -> range:
         """The microbatches of this replica."""
         return self.replicas.share(self.microbatches)
+
+
+# Sends a batch that only rank 0 has read to the other ranks.
+
+
+def broadcast_batch(batch: Any, device: torch.device, group: dist.ProcessGroup | None) -> Any:
+    """Return rank 0's batch on every rank. All ranks must call it.
+
+    Args:
+        batch: tensors and other values, in dicts, lists and tuples; ignored on other ranks than 0.
+        device: the device of this rank, to which tensors are sent.
+        group: the ranks.
+    """
+    first = dist.get_rank(group) == 0
+    leaves, spec = pytree.tree_flatten(batch)
+    # Tensors are sent as they are, and described by empty ones; other values are pickled.
+    plain = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if _is_tensor(leaf) else leaf for leaf in leaves]
+    sent: list[Any] = [pytree.tree_unflatten(plain, spec) if first else None]
+    dist.broadcast_object_list(sent, group=group, group_src=0)
+    likes, spec = pytree.tree_flatten(sent[0])
+    for i, like in enumerate(likes):
+        if _is_tensor(like):
+            own = (
+                leaves[i].to(device).contiguous() if first else torch.empty(like.shape, dtype=like.dtype, device=device)
+            )
+            dist.broadcast(own, group=group, group_src=0)
+            likes[i] = own
+    return pytree.tree_unflatten(likes, spec)
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+# Holds torch's stages of a rank for the sizes of the last step, and makes new ones when a step has other sizes.
+#
+# Torch's stages receive into tensors of fixed shapes, which up to torch 2.14 they hold from one step to the next. So
+# only the stages of the last step are kept; new ones take 3 to 15 ms. All ranks see the same batches, so they make new
+# stages in the same steps.
+
+
+class SizedStages:
+    """The stages of a rank, for training or for inference.
+
+    Attributes:
+        last_stage: what the last stage does.
+        batch: the batch that the stages work on.
+        latest: the stages of the last step; ``None`` before the first one.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        last_stage: LastStage,
+        batch: Batch,
+        make: Callable[[LastStage, Batch, MessageShapes], RankStages],
+    ) -> None:
+        self._chain, self._make = chain, make
+        self.last_stage, self.batch = last_stage, batch
+        self.latest: RankStages | None = None
+        self._shapes: MessageShapes | None = None
+
+    def of(self, step: StepSizes) -> RankStages:
+        """Return the stages for a step. All ranks call it with the same sizes."""
+        shapes = message_shapes(self._chain, self.last_stage.wanted, step)
+        if self.latest is None or shapes != self._shapes:
+            # The old stages are freed before new ones are made.
+            self.latest = None
+            self.latest, self._shapes = self._make(self.last_stage, self.batch, shapes), shapes
+        return self.latest
+
+
+# Sets on all ranks which parameters train, and finds out anew which values at borders have a gradient.
+
+
+def set_trained(
+    split: Split,
+    own: Mapping[str, nn.Parameter],
+    trains: Callable[[str], bool],
+    group: dist.ProcessGroup | None,
+) -> Chain:
+    """Set ``requires_grad`` of the parameters of the whole model. All ranks must call it.
+
+    Args:
+        split: the split, whose graph has all parameters.
+        own: the parameters of this rank by their names in the graph that was split.
+        trains: called with the names of a parameter; it trains if the result is true for one of them.
+        group: the ranks.
+
+    Returns:
+        The chain of the stages, with what now has a gradient at the borders.
+
+    Raises:
+        PipelineError: SK804 on every rank if the ranks choose different parameters; SK801 for sharded parameters.
+    """
+    whole = {n: t for n, t in parameters_and_buffers(split.flow.root).items() if isinstance(t, nn.Parameter)}
+    named: dict[int, list[str]] = {}
+    for name, parameter in whole.items():
+        named.setdefault(id(parameter), []).append(name)
+    chosen = {name: any(map(trains, named[id(parameter)])) for name, parameter in whole.items()}
+    every: list[dict[str, bool]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(every, chosen, group=group)
+    for rank, other in enumerate(every):
+        if different := [name for name, flag in every[0].items() if other.get(name) != flag]:
+            raise PipelineError(
+                "SK804",
+                f"rank {rank} chooses differently than rank 0 whether {different[0]} trains",
+                "Pass the same function on every rank.",
+                different,
+            )
+    if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:
+        raise PipelineError("SK801", f"{sharded[0]} is sharded", "Choose what trains before shard().", sharded)
+    for name, parameter in (*whole.items(), *own.items()):
+        if name in chosen and (parameter.is_floating_point() or parameter.is_complex()):
+            parameter.requires_grad_(chosen[name])
+            # A gradient of earlier steps would otherwise be applied again in each step of the optimizer.
+            parameter.grad = parameter.grad if chosen[name] else None
+    return chain_of(split)
+
+
+# Clips gradients by the norm of all gradients of the model, whichever ranks hold them.
+
+
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    counted: Sequence[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Scale the gradients of this rank so that the norm over all ranks is at most ``max_norm``. All ranks must call it.
+
+    Args:
+        parameters: the parameters of this rank.
+        counted: those of them that this rank counts; of the copies of a parameter, one rank counts one.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the exponent of the norm, positive; ``inf`` for the largest absolute value.
+        device: the device of this rank.
+        group: the ranks.
+
+    Returns:
+        The norm before clipping, float64, the same on every rank.
+
+    Raises:
+        PipelineError: SK802 for a ``max_norm`` or ``norm_type`` that is not a positive number.
+    """
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not is_number(value) or value <= 0:
+            raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a positive number.")
+    norms = [_norm(p.grad, norm_type, device) for p in counted if p.grad is not None]
+    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    every = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(dist.get_world_size(group))]
+    # Norms are gathered, not summed as powers, which could overflow.
+    dist.all_gather(every, own.to(torch.float64), group=group)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(every), norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local_tensor(parameter.grad).mul_(factor)
+    return total
+
+
+def _norm(grad: torch.Tensor, norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the norm of a gradient, or of this rank's shard of it, in at least single precision."""
+    own = local_tensor(grad.detach())
+    if own.dtype in (torch.float16, torch.bfloat16):
+        own = own.float()
+    norm: torch.Tensor = torch.linalg.vector_norm(own, norm_type)
+    return norm.to(device)

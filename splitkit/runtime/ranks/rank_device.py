@@ -11,10 +11,8 @@ from torch import fx, nn
 from splitkit import _torch
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import attribute
-from splitkit.runtime.devices.accelerators import accelerator_type, with_index
-from splitkit.runtime.devices.device_map import follows
-from splitkit.runtime.devices.hardcoded_devices import follow_device
-from splitkit.runtime.devices.move_tensors import move_tensors
+from splitkit.runtime.devices.accelerators import accelerator_type, move_tensors, with_index
+from splitkit.runtime.devices.device_map import follow_device, follows
 from splitkit.runtime.ranks.stage_chain import Chain
 
 

@@ -11,18 +11,24 @@ All stages have the same number of replicas, so that as many pipelines run side 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from splitkit import _torch
 from splitkit.checks import is_whole, shown
 from splitkit.errors import PipelineError, ScheduleError
-from splitkit.pipeline.action import Action
-from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.order import Action, PipelineOrder
+from splitkit.runtime.devices.accelerators import DeviceRng
+from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.short_repr import brief
 
 
@@ -149,3 +155,304 @@ def row_of_rank(order: PipelineOrder, replicas: Replicas) -> tuple[Action, ...]:
     """Return the actions of this rank in a step, with the numbers that microbatches have in the step."""
     first = replicas.own * order.microbatches
     return tuple(a._replace(microbatch=a.microbatch + first) for a in order.ranks[replicas.place])
+
+
+# Sums the gradients of parameters of which several ranks have a copy.
+#
+# Stages on several ranks may read the same parameter, and each replica has all parameters of its stages.
+
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients in one all-reduce of replicas: the default of torch's DDP (25 MiB), not tuned here."""
+
+
+def owners_of_shared(chain: Chain) -> list[dict[str, int]]:
+    """Return for each parameter that several stages read: its name in the split -> the stage that reads it by it."""
+    split = chain.split
+    stage_of = {split.names[key]: stage for stage, key in enumerate(chain.keys)}
+    groups = [[(name, name.split(".")[0]) for name in names] for names in split.shared]
+    return [{name: stage_of[child] for name, child in group if child in stage_of} for group in groups]
+
+
+class SharedParameters:
+    """The parameters that this rank shares with other ranks.
+
+    Stages of one rank share the parameter object, so that autograd sums their gradients.
+
+    Attributes:
+        tied: the parameters that this rank shares with stages on other ranks.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        rank_of: Sequence[int],
+        replicas: Replicas,
+        group: dist.ProcessGroup | None,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        split = chain.split
+        self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        elsewhere: set[int] = set()
+        for owners in owners_of_shared(chain):
+            places = tuple(sorted({rank_of[stage] for stage in owners.values()}))
+            if len(places) < 2:
+                continue
+            if places not in groups:
+                groups[places] = subgroup(group, [rank for place in places for rank in replicas.ranks[place]])
+            if replicas.place in places:
+                name = next(name for name, stage in owners.items() if rank_of[stage] == replicas.place)
+                self._shared.append((split.module.get_parameter(name), groups[places]))
+                if replicas.place != places[0]:
+                    elsewhere.add(id(self._shared[-1][0]))
+        self.tied = tuple(parameter for parameter, _ in self._shared)
+        shared = {id(parameter) for parameter in self.tied}
+        self._counted_elsewhere, self._is_first = frozenset(elsewhere), replicas.own == 0
+        self._across = replicas.replica_group
+        self._replicated = [p for p in parameters if id(p) not in shared] if self._across is not None else []
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether a sum over all parameters of the model takes this one from this rank: one copy, or every shard."""
+        if isinstance(parameter, DTensor):
+            return True
+        return self._is_first and id(parameter) not in self._counted_elsewhere
+
+    @contextmanager
+    def added_up(self) -> Iterator[None]:
+        """Wrap a step: what it adds to the gradient of one copy is added to the gradients of all copies."""
+        held = [*(parameter for parameter, _ in self._shared), *self._replicated]
+        before = [parameter.grad for parameter in held]
+        for parameter in held:
+            parameter.grad = None
+        try:
+            yield
+            for parameter, group in self._shared:
+                if parameter.requires_grad:
+                    found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    # Gloo sums memory element by element, and strides may differ between ranks.
+                    parameter.grad = found.contiguous()
+                    dist.all_reduce(parameter.grad, group=group)
+            _add_up([p for p in self._replicated if p.grad is not None], self._across)
+        finally:
+            for parameter, grad in zip(held, before, strict=True):
+                if grad is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+def _add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """All-reduce gradients over a group whose ranks have the same parameters in the same order."""
+    for bucket in _buckets(parameters):
+        flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
+        dist.all_reduce(flat, group=group)
+        for parameter, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+            parameter.grad = total.view_as(parameter)  # the old gradient may be expanded, or alias another
+
+
+def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield runs of consecutive tensors of one dtype with at most `BUCKET` bytes, or a single larger tensor."""
+    bucket: list[nn.Parameter] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and (tensor.dtype != bucket[0].dtype or held + tensor.nbytes > BUCKET):
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+# Hands the RNG state from stage to stage, so that random numbers do not depend on the number of stages.
+#
+# Each microbatch begins with a seed of its own. If several stages draw random numbers, the RNG state travels with the
+# microbatch from the first of them to the last::
+#
+#     seed ─▶ stage 0 (dropout) ──state──▶ stage 1 ──state──▶ stage 2 (dropout)
+#
+# so that a microbatch sees the numbers that the unsplit model draws after ``torch.manual_seed(seed)``. On accelerators
+# a pipeline hands it over between the hosts (`splitkit.runtime.ranks.replicas`).
+
+
+def microbatch_seed(seed: int, step: int, microbatches: int, microbatch: int) -> int:
+    """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
+    return (seed * 1_000_003 + step * microbatches + microbatch) % 2**63
+
+
+class RngHandover:
+    """The RNG hand-over of one stage.
+
+    Attributes:
+        draws: whether the stage draws random numbers.
+        receives: whether the RNG state comes from the previous stage, among the values that cross the border.
+        sends: whether the RNG state goes to the next stage, among the values that cross the border.
+        like: a tensor on ``meta`` like an RNG state.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        draws: bool,
+        receives: bool,
+        sends: bool,
+        device: torch.device,
+        channel: RngChannel | None = None,
+    ) -> None:
+        self.draws, self._device, self._stage, self._channel = draws, device, stage, channel
+        self.receives, self.sends = receives and channel is None, sends and channel is None
+        self._rng = DeviceRng(device)
+        self._before: torch.Tensor | None = None
+        self._passed: torch.Tensor | None = None
+        self.like = torch.empty_like(self._rng.state(), device="meta")
+
+    @classmethod
+    def of(cls, chain: Chain, stage: int, device: torch.device, channel: RngChannel | None) -> RngHandover:
+        """Return the RNG hand-over of one stage.
+
+        Args:
+            chain: all stages.
+            stage: the stage.
+            device: its device.
+            channel: hands the state over between hosts; ``None`` to send it with the values of the border.
+        """
+        who = [s for s, draws in enumerate(chain.facts.draws) if draws]
+        first, last = (min(who), max(who)) if who else (0, 0)
+        return cls(stage, stage in who, first < stage <= last, first <= stage < last, device, channel)
+
+    def begin(self, received: Sequence[torch.Tensor], seed: int, microbatch: int) -> Sequence[torch.Tensor]:
+        """Set the RNG state for a microbatch, and return the received values without the state.
+
+        Args:
+            received: the values that crossed the border.
+            seed: the seed of the microbatch.
+            microbatch: its number in the step.
+        """
+        state, rest = (received[0], received[1:]) if self.receives else (None, received)
+        if self._channel is not None and self._channel.receives(self._stage):
+            state = self._channel.receive(self._stage, microbatch, self.like)
+        self._passed = state
+        if self.draws:
+            self._before = self._rng.state()
+            if state is None:
+                self._rng.seed(seed)
+            else:
+                self._rng.set_state(state)
+        return rest
+
+    def end(self, microbatch: int) -> tuple[torch.Tensor, ...]:
+        """Restore the caller's RNG state, and return the state to send to the next stage with other values, if any."""
+        if self._before is not None:
+            self._passed = self._rng.state()
+            self._rng.set_state(self._before)
+            self._before = None
+            if self._channel is not None:
+                self._channel.send(self._stage, microbatch, self._passed)
+        passed, self._passed = self._passed, None
+        return (passed.to(self._device),) if self.sends and passed is not None else ()
+
+
+# Sends RNG states between ranks on accelerators through the memory of the hosts.
+#
+# The state of an accelerator's generator is on the host. Sent with the values of a border, it would be copied to the
+# device and back, and each stage that draws random numbers would wait for its device::
+#
+#     host     begin F0 ◀──state── wait for the state, not for the device; queue the kernels of F0; begin F1 ...
+#     device                                                       ...kernels of F0...
+#
+# The host of a stage waits only until the host of the stage before has queued its kernels.
+
+
+class RngChannel:
+    """The RNG states that the stages of this rank exchange in a step.
+
+    A state goes from each stage that draws random numbers to the next one that does.
+    """
+
+    def __init__(
+        self, draws: Sequence[bool], rank_of: Sequence[int], rank: int, group: dist.ProcessGroup | None
+    ) -> None:
+        """Make the channel; all ranks of the group must.
+
+        Args:
+            draws: stage -> whether it draws random numbers.
+            rank_of: stage -> the rank in the group that runs it for this one.
+            rank: this rank.
+            group: the ranks.
+        """
+        drawing = [stage for stage, does in enumerate(draws) if does]
+        self._next = dict(pairwise(drawing))
+        self._before = {after: stage for stage, after in self._next.items()}
+        self._stages, self._rank_of, self._rank = len(draws), rank_of, rank
+        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+        self._group: Any = dist.new_group(ranks, _torch.timeout_of(group), "gloo") if self._next else None
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+
+    def receives(self, stage: int) -> bool:
+        """Whether a stage gets its RNG state from an earlier one."""
+        return stage in self._before
+
+    def send(self, stage: int, microbatch: int, state: torch.Tensor) -> None:
+        """Hand the state after a stage to the next stage that draws, if there is one.
+
+        Args:
+            stage: the stage that has drawn.
+            microbatch: its number in the step.
+            state: the state, on the CPU.
+        """
+        to = self._next.get(stage)
+        if to is None:
+            return
+        rank = self._rank_of[to]
+        if rank == self._rank:
+            self._kept[to, microbatch] = state
+        else:
+            work: Any = dist.isend(state, group=self._group, group_dst=rank, tag=self._tag(to, microbatch))
+            self._sent.append((work, state))
+
+    def receive(self, stage: int, microbatch: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the state with which a stage begins a microbatch; wait for it.
+
+        Args:
+            stage: a stage of which `receives` is true.
+            microbatch: its number in the step.
+            like: a tensor of the shape and dtype of a state.
+        """
+        rank = self._rank_of[self._before[stage]]
+        if rank == self._rank:
+            return self._kept.pop((stage, microbatch))
+        state = torch.empty_like(like, device="cpu")
+        dist.recv(state, group=self._group, group_src=rank, tag=self._tag(stage, microbatch))
+        return state
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Wrap a step: in the end, wait until what was sent in it has been received."""
+        # what a step that failed has left
+        self._kept.clear()
+        self._sent.clear()
+        yield
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    def _tag(self, stage: int, microbatch: int) -> int:
+        """Return the tag of a message; two ranks with several stages may send in another order than they receive."""
+        return 1 + microbatch * self._stages + stage
+
+
+def rng_channel(
+    chain: Chain, rank_of: Sequence[int], replicas: Replicas, group: dist.ProcessGroup | None, device: torch.device
+) -> RngChannel | None:
+    """Return the channel of a pipeline's ranks; ``None`` on the CPU, which waits for nothing. All ranks must call it.
+
+    Args:
+        chain: the stages.
+        rank_of: stage -> its place in a pipeline.
+        replicas: which ranks are at each place.
+        group: the ranks.
+        device: the device of this rank.
+    """
+    if device.type == "cpu":
+        return None
+    return RngChannel(chain.facts.draws, [*map(replicas.rank_at, rank_of)], replicas.rank, group)

@@ -9,15 +9,25 @@ into tensors of one shape, so if sizes differ, each value is sent as a flat tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import inf
+from typing import Any
 
+import torch
 from torch.fx import Node
 
-from splitkit.runtime.ranks.border_values import BorderValue
-from splitkit.runtime.ranks.graph_sizes import Sizes
+from splitkit._torch import pytree
+from splitkit.checks import is_whole, shown
+from splitkit.errors import PipelineError
+from splitkit.graph.call_signature import input_binder
+from splitkit.graph.size_expressions import evaluated
+from splitkit.runtime.ranks.batch_dims import BatchDims, Division, Rivals, division, row_symbols
+from splitkit.runtime.ranks.border_values import BorderValue, Sizes
+from splitkit.runtime.ranks.digests import form_of
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.step_losses import Reduction, shares_of
 
 
 @dataclass(frozen=True)
@@ -68,3 +78,427 @@ def message_shapes(chain: Chain, wanted: Sequence[Node], step: StepSizes) -> Mes
     values = [chain.value(node) for node in crossing]
     largest = {v.name: max(v.at(sizes).like.numel() for sizes in different) for v in values if v.scalar is None}
     return MessageShapes(padded=largest)
+
+
+# Splits a batch into microbatches.
+
+
+_OTHER_SIZES = " For other sizes, capture with dynamic=True; for a smaller last batch, drop_last=True."
+EACH = "or give each microbatch: step(microbatches=[...])"
+"""What works whatever the dimension of the batch is."""
+
+
+@dataclass(frozen=True)
+class DividedBatch:
+    """The batch of a step, divided into microbatches.
+
+    Attributes:
+        whole: the inputs as they are given, for all microbatches together; empty if this rank is not given them all.
+        inputs: microbatch -> its inputs, by the names that they have in the graph.
+        targets: microbatch -> its target.
+        sizes: the sizes of the microbatches, and the shares of their losses.
+        undivided: why this rank cannot tell that it was given a batch; ``None`` if it was.
+    """
+
+    whole: dict[str, Any]
+    inputs: list[dict[str, Any]]
+    targets: list[Any]
+    sizes: StepSizes
+    undivided: PipelineError | None = None
+
+
+class BatchSplitter:
+    """Splits the inputs and targets of a step, by the shapes with which the graph was captured.
+
+    Raises:
+        PipelineError: SK802 for ``batch_dims`` that name no dimension of an input.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        microbatches: int,
+        device: torch.device,
+        needed: Collection[str] | None = None,
+        batch_dims: BatchDims | None = None,
+    ) -> None:
+        self._binder, self._count, self._device = input_binder(chain.split.module), microbatches, device
+        self._wanted, self._sizes, self._constants = chain.facts.inputs, chain.facts.sizes, chain.facts.constants
+        self._needed = self._wanted.keys() if needed is None else needed
+        self._likes = {name: like for name, like in self._wanted.items() if like is not None}
+        self._named = checked_dims(batch_dims, {name: like.dim() for name, like in self._likes.items()})
+
+    def divide(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, reduction: Reduction | None
+    ) -> DividedBatch:
+        """Return the microbatches of a step.
+
+        If the graph has symbolic sizes, the rows are shared out as evenly as possible. An input that this rank does not
+        read may be missing, or ``None``.
+
+        Args:
+            args: the inputs.
+            kwargs: the keyword inputs; or ``microbatches``, with the inputs of each.
+            target: the target, or with ``microbatches`` a list of them.
+            reduction: the reduction of the losses; ``None`` on a rank that computes none.
+
+        Raises:
+            PipelineError: SK802 for arguments that the graph does not take, of another dtype or shape than captured, or
+                whose batch may be in several dimensions; and as `targets` and `shares_of`.
+        """
+        rest = {name: value for name, value in kwargs.items() if name != "microbatches"}
+        each, rows, error = kwargs.get("microbatches"), tuple[int, ...](), None
+        if each is None:
+            values = self._bound(args, rest)
+            whole = {} if any(values[name] is None for name in self._likes) else values
+            found = self._division(values)
+            inputs, rows = cut_inputs(values, found, self._count, self._device), found.rows or (1,) * self._count
+            targets = self.targets(target, rows, found)
+            if not found.rows and self._count > 1:
+                given = {name: like if values[name] is None else values[name] for name, like in self._likes.items()}
+                error = no_batch(given, self._count, EACH)
+        else:
+            inputs, targets = self.given(each), self.given_targets(target)
+            whole = {name: [own[name] for own in inputs] for name in self._wanted}
+        sizes = tuple(self._sizes.bound(own) for own in inputs)
+        if not rows:
+            rows = self._rows(sizes) if reduction == "mean" else (1,) * self._count
+        batch = [own if target is None else {**own, "target": t} for own, t in zip(inputs, targets, strict=True)]
+        shares = () if reduction is None else shares_of(reduction, rows, batch)
+        return DividedBatch(whole, inputs, targets, StepSizes(sizes, rows, shares), error)
+
+    def given(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the inputs of each microbatch as `divide` does, where the caller has divided the batch.
+
+        Args:
+            microbatches: the keyword inputs of each microbatch.
+
+        Raises:
+            PipelineError: SK802 for another number of microbatches, and as in `divide`.
+        """
+        if len(microbatches) != self._count:
+            raise PipelineError(
+                "SK802",
+                f"{len(microbatches)} microbatches are given, and a step has {self._count}",
+                f"Give {self._count}, or make the pipeline with microbatches={len(microbatches)}.",
+            )
+        made = [self._bound((), inputs) for inputs in microbatches]
+        for inputs in made:
+            for name, value in inputs.items():
+                like = self._wanted[name]
+                if isinstance(value, torch.Tensor) and like is not None:
+                    fits = value.shape == like.shape if not self._sizes.inputs else value.dim() == like.dim()
+                    if value.dtype != like.dtype or not fits:
+                        wants = f"{_dtype(like)}{list(like.shape)}"
+                        raise _unfit(name, value, f"Give each microbatch {wants}, as captured.")
+                    inputs[name] = value.to(self._device)
+        return made
+
+    def with_target(self, kwargs: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
+        """Return the keyword arguments and the target of a step, with the target among the former if it is an input."""
+        if "target" not in self._wanted:
+            return dict(kwargs), target
+        given = kwargs.get("microbatches")
+        if given is None:
+            return {**kwargs, "target": target}, None
+        if target is None:
+            return dict(kwargs), None
+        pairs = zip(given, self.given_targets(target), strict=False)
+        return {**kwargs, "microbatches": [{**inputs, "target": own} for inputs, own in pairs]}, None
+
+    def targets(self, target: Any, rows: Sequence[int], found: Division | None = None) -> list[Any]:
+        """Return the target of each microbatch.
+
+        Args:
+            target: a tensor or a tree of them, with all microbatches concatenated in dimension 0, or in the dimension
+                that was named.
+            rows: the rows of each microbatch.
+            found: how the inputs are divided.
+
+        Raises:
+            PipelineError: SK802 if the rows of a tensor cannot be shared out like the rows of the inputs, or if the
+                inputs have their batch in another dimension and that of the target is not named.
+        """
+        leaves, spec = pytree.tree_flatten(target)
+        inner = found is not None and bool(found.dims) and 0 not in found.dims.values() and "target" not in self._named
+        parts = [self._shares(leaf, rows, inner) for leaf in leaves]
+        return [pytree.tree_unflatten([part[i] for part in parts], spec) for i in range(self._count)]
+
+    def given_targets(self, target: Any) -> list[Any]:
+        """Return the target of each microbatch from a list of them; ``None`` is for all.
+
+        Raises:
+            PipelineError: SK802 for another number of them.
+        """
+        made = [None] * self._count if target is None else list(target)
+        if len(made) != self._count:
+            raise PipelineError(
+                "SK802", f"{len(made)} targets for {self._count} microbatches", "Give the target of each microbatch."
+            )
+        return list(pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), made))
+
+    def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        missing = [name for name in [*self._wanted][len(args) :] if name not in kwargs and name not in self._needed]
+        try:
+            values = self._binder(*args, **kwargs, **dict.fromkeys(missing))
+        except Exception as error:
+            reason = f"the graph does not take these arguments: {error}"
+            raise PipelineError("SK802", reason, "Give the inputs of the model.") from error
+        found = dict(zip(self._wanted, values, strict=True))
+        for name in self._sizes.inputs:
+            if not isinstance(found[name], torch.Tensor):
+                raise PipelineError("SK802", f"{name} is a {type(found[name]).__name__}", "Give a tensor.", [name])
+        for name, constant in self._constants.items():
+            if found[name] is not None and (type(found[name]), repr(found[name])) != (type(constant), repr(constant)):
+                reason = f"{name} is {form_of(found[name])}, but the graph was captured with {shown(constant)}"
+                remedy = "Capture with a tensor in its place, such as torch.tensor(2), or with this value."
+                raise PipelineError("SK802", reason, remedy, [name])
+        return found
+
+    def _division(self, values: Mapping[str, Any]) -> Division:
+        """Return how inputs are divided: as captured if they fit it, otherwise by the symbols that count rows."""
+        likes = self._likes
+        for name in likes:
+            if values[name] is None and name in self._needed:
+                raise PipelineError("SK802", f"{name} is None, but this rank reads it", "See Pipeline.needs.", [name])
+        given = {name: values[name] for name in likes if isinstance(values[name], torch.Tensor)}
+        shapes = {name: value.shape for name, value in given.items()}
+        parts: Mapping[str, Sequence[Sequence[int]]] = {name: [likes[name].shape] * self._count for name in given}
+        found = division(shapes, parts, self._named)
+        if self._sizes.inputs and (found.unfit or not found.rows):
+            sized, rows, rivals = self._symbolic_parts(given)
+            other = division(shapes, sized, self._named, rows)
+            if other.dims or other.unfit or not any(found.unfit.values()):
+                found, parts = other, sized
+                if not other.dims and not other.unfit and self._count > 1:
+                    self._require_clear(rivals, given)
+        require_fit(given, likes, parts, found, self._named, EACH, other=None if self._sizes.inputs else _OTHER_SIZES)
+        return found
+
+    def _symbolic_parts(
+        self, given: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, list[list[int]]], tuple[int, ...], Rivals]:
+        """Share out the rows as evenly as possible.
+
+        Returns:
+            Input -> its shape in each microbatch; the rows of each, if symbols count them; and what else may be rows.
+
+        Raises:
+            PipelineError: SK802 if inputs have different numbers of rows, or fewer than there are microbatches; or if
+                several dimensions may hold the batch.
+        """
+        known, sizes = self._sizes, dict[str, int]()
+        for name, shape in known.inputs.items():
+            for symbol, size in zip(shape, given[name].shape, strict=False):
+                if isinstance(symbol, str):
+                    sizes.setdefault(symbol, size)
+        extents = {symbol: (known.captured[symbol], size) for symbol, size in sizes.items()}
+        found = row_symbols(known.inputs, extents, known.squares, self._named)
+        each, rows = [dict[str, int]()] * self._count, list[int]()
+        if self._count > 1 and found.groups:
+            symbols = tuple(symbol for group in found.groups.values() for symbol in group)
+            rows = self._rows_of(given, symbols)
+            self._require_clear(found.rivals, given)
+            each = [dict.fromkeys(symbols, n) for n in rows]
+        sized = [{**known.captured, **sizes, **own} for own in each]
+        parts = {name: [[evaluated(size, own) for size in known.inputs[name]] for own in sized] for name in given}
+        return parts, tuple(rows), found.rivals
+
+    def _rows_of(self, given: Mapping[str, torch.Tensor], symbols: Collection[str]) -> list[int]:
+        """Return the rows of each microbatch."""
+        counts = dict[str, int]()
+        for name, shape in self._sizes.inputs.items():
+            dim = self._named.get(name, 0)
+            if dim is not None and shape and shape[dim] in symbols and given[name].dim() > dim:
+                counts[name] = given[name].shape[dim]
+        total, text = next(iter(counts.values())), ", ".join(f"{name} {rows}" for name, rows in counts.items())
+        if len(set(counts.values())) > 1:
+            raise PipelineError(
+                "SK802",
+                f"the inputs have different numbers of rows: {text}",
+                "Give all inputs the same number of rows; make the pipeline with batch_dims={name: None} for an input "
+                f"that every microbatch gets as it is; {EACH}.",
+                sorted(counts),
+            )
+        if total < self._count:
+            raise PipelineError(
+                "SK802",
+                f"{next(iter(counts))} has {total} rows for {self._count} microbatches",
+                f"Give {self._count} rows or more, or leave the last batch out (drop_last=True in a DataLoader).",
+                sorted(counts),
+            )
+        return [total // self._count + (i < total % self._count) for i in range(self._count)]
+
+    def _require_clear(self, rivals: Rivals, given: Mapping[str, torch.Tensor]) -> None:
+        """Refuse inputs whose batch may be in several dimensions."""
+        for name, rival in rivals:
+            varying = {dim for dim, size in enumerate(self._sizes.inputs[name]) if not isinstance(size, int)}
+            dims = sorted(varying | {0, rival})
+            ways = " or ".join(f"batch_dims={{{name!r}: {dim}}}" for dim in dims)
+            raise PipelineError(
+                "SK802",
+                f"dimension {' or '.join(map(str, dims))} of {name}, {_look(given[name])}, may hold the batch",
+                f"Name the right one where you make the pipeline: {ways}; {EACH}.",
+                [name],
+            )
+
+    def _rows(self, sizes: Sequence[Sizes]) -> tuple[int, ...]:
+        """Return the rows of microbatches that the caller has divided.
+
+        Raises:
+            PipelineError: SK802 if several dimensions may hold the batch, which would weight losses differently.
+        """
+        extents = {symbol: tuple(own[symbol] for own in sizes) for symbol in sizes[0]}
+        found = row_symbols(self._sizes.inputs, extents, self._sizes.squares, self._named)
+        ones = (1,) * self._count
+        counts = [*found.groups] or [ones]
+        rivals = [extents[str(self._sizes.inputs[name][dim])] for name, dim in found.rivals]
+        if len({tuple(Fraction(n, sum(own)) for n in own) for own in (*counts, *rivals)}) > 1:
+            name = next(iter(self._sizes.inputs))
+            raise PipelineError(
+                "SK802",
+                "several dimensions may count the rows of the microbatches, by which their losses are weighted",
+                f"Name the right one where you make the pipeline, such as batch_dims={{{name!r}: 1}}; or give it "
+                'another reduction than "mean".',
+            )
+        return counts[0]
+
+    def _shares(self, leaf: Any, rows: Sequence[int], inner: bool) -> list[Any]:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or self._named.get("target", 0) is None:
+            return [leaf] * self._count
+        if inner and leaf.dim() > 1:
+            raise PipelineError(
+                "SK802",
+                f"the target is {_look(leaf)}, and the batch is not in dimension 0 of the inputs",
+                "Name the dimension where you make the pipeline: batch_dims={..., 'target': 1}.",
+            )
+        dim = min(self._named.get("target") or 0, leaf.dim() - 1)
+        even, found = len(set(rows)) == 1, leaf.shape[dim]
+        if found % (self._count if even else sum(rows)):
+            raise PipelineError(
+                "SK802",
+                f"the target has {found} rows for {self._count} microbatches"
+                + ("" if even else f" of {', '.join(map(str, rows))} rows"),
+                f"Give a multiple of {self._count if even else sum(rows)}.",
+            )
+        each = [found // self._count] * self._count if even else [n * (found // sum(rows)) for n in rows]
+        return list(torch.split(leaf.to(self._device), each, dim))
+
+
+def checked_dims(named: BatchDims | None, dims: Mapping[str, int]) -> BatchDims:
+    """Return the dimensions that the caller named.
+
+    Args:
+        named: input, or ``target`` -> the dimension that holds its batch.
+        dims: input -> the number of its dimensions.
+
+    Raises:
+        PipelineError: SK802 for an input that is not there, or a dimension that it does not have.
+    """
+    for name, dim in (named or {}).items():
+        most = dims.get(name, inf if name == "target" else 0)
+        if dim is not None and not (is_whole(dim) and dim < most):
+            raise PipelineError(
+                "SK802",
+                f"batch_dims has {name!r}: {shown(dim)}",
+                f"Name a dimension, from 0 on, of one of {', '.join(dims)}, or of the target.",
+            )
+    return dict(named or {})
+
+
+def cut_inputs(values: Mapping[str, Any], found: Division, count: int, device: torch.device) -> list[dict[str, Any]]:
+    """Return the inputs of each microbatch.
+
+    Args:
+        values: the inputs of a step by name.
+        found: how they are divided.
+        count: the number of microbatches.
+        device: where they go.
+    """
+    made: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in values.items():
+        own = value.to(device) if isinstance(value, torch.Tensor) else value
+        dim = found.dims.get(name)
+        parts = [own] * count if dim is None else own.split(found.lengths[name], dim)
+        for inputs, part in zip(made, parts, strict=True):
+            inputs[name] = part.contiguous() if dim else part
+    return made
+
+
+def require_fit(
+    given: Mapping[str, torch.Tensor],
+    likes: Mapping[str, torch.Tensor],
+    parts: Mapping[str, Sequence[Sequence[int]]],
+    found: Division,
+    named: BatchDims,
+    each: str,
+    *,
+    other: str | None,
+) -> None:
+    """Refuse an input that cannot be divided.
+
+    Args:
+        given: the tensors among the inputs.
+        likes: input -> a tensor of the shape and dtype of one microbatch at capture.
+        parts: input -> its shape in each microbatch.
+        found: how they are divided.
+        named: the dimensions that the caller named.
+        each: what else works.
+        other: what to do for other sizes, if the graph's are fixed; otherwise ``None``.
+
+    Raises:
+        PipelineError: SK802; names the input and what would fit.
+    """
+    for name, value in given.items():
+        like, own, count = likes[name], parts[name], len(parts[name])
+        if value.dtype == like.dtype and name not in found.unfit:
+            continue
+        if value.dtype == like.dtype and (dim := found.unfit[name]) is not None:
+            raise PipelineError(
+                "SK802",
+                f"{name} is {_look(value)}: {count} microbatches of {list(own[0])}, if dimension {dim} holds the batch",
+                f"If so, name it where you make the pipeline: batch_dims={{{name!r}: {dim}}}; {each}.",
+                [name],
+            )
+        dim, whole = named.get(name, 0), list(own[0])
+        if dim is not None and whole:
+            whole[dim] = sum(part[dim] for part in own)
+        how = "it fits the other inputs"
+        if other is not None:
+            how = "as captured" if dim is None else f"{count} microbatches of {list(like.shape)} in dimension {dim}"
+        remedy = f"Give {_dtype(like)}{whole}: {how}; {each}.{other or ''}"
+        raise _unfit(name, value, remedy)
+
+
+def no_batch(given: Mapping[str, Any], count: int, each: str) -> PipelineError | None:
+    """Return the error of a step whose inputs are all as large as in one microbatch; ``None`` if none has dimensions.
+
+    Args:
+        given: the inputs by name.
+        count: the number of microbatches.
+        each: what else works.
+    """
+    found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
+    for name, value in found.items():
+        rows, *rest = value.shape
+        of_this = f" ({name} {_dtype(value)}{[rows // count, *rest]} for this batch)" if rows % count == 0 else ""
+        return PipelineError(
+            "SK802",
+            f"no input is a batch of {count} microbatches: {name} is {_look(value)}, as large as in one of them",
+            f"Capture with the inputs of one microbatch{of_this}; or give {name} as "
+            f"{_dtype(value)}{[rows * count, *rest]}; {each}.",
+            [name],
+        )
+    return None
+
+
+def _look(tensor: torch.Tensor) -> str:
+    return f"{_dtype(tensor)}{list(tensor.shape)}"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _unfit(name: str, value: torch.Tensor, remedy: str) -> PipelineError:
+    return PipelineError("SK802", f"{name} is {_look(value)}", remedy, [name])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, islice, pairwise
 from math import comb
@@ -21,18 +21,182 @@ from numpy.typing import NDArray
 
 from splitkit.costs import Links
 from splitkit.pipeline.order import PipelineOrder
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
-from splitkit.search.pipelines.cut_times import CutTimes
 from splitkit.search.pipelines.joint_positions import bytes_across
-from splitkit.search.pipelines.least_step import LeastStep
-from splitkit.search.pipelines.rank_choice import RankChoice
-from splitkit.search.pipelines.rank_loads import rank_loads, warm_up
-from splitkit.search.pipelines.stage_frontiers import StageFrontiers
+from splitkit.search.pipelines.rank_choice import RankChoice, rank_loads, warm_up
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers, problem_key
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.step_bound import ProvenStep, StepBound
+from splitkit.search.pipelines.step_bound import ProvenStep, StepBound, fixed_bytes
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum, nearest_cuts
+
+# Tables of stage times over pairs of cuts, for pipelines with one stage on each rank: bounds first, exact where asked.
+#
+# The bounds add up the frontiers of the pieces between neighbouring cuts, as if all that passes a cut were free: by the
+# Lagrangian ``R(bytes) >= max over prices of (sum of the pieces' least (seconds + price * bytes) - price * bytes)``.
+
+
+_PRICES = 64
+
+
+class CutTimes:
+    """The times of all stages between cuts.
+
+    Attributes:
+        cuts: (n + 1,) the positions of the cuts, with 0 and the end.
+        lower: (p, n + 1, n + 1) lower bounds on the seconds of stage k from cut i to cut j; infinite if it cannot fit.
+        upper: the same; seconds of a stage that fits, where ``known``, else the lower bound.
+        known: (p, n + 1, n + 1) bool; which entries are exact.
+    """
+
+    def __init__(self, choices: RankChoice, cuts: Ints) -> None:
+        self.choices, self.cuts = choices, cuts
+        self.problems = choices.frontiers.problems
+        self.count = [int(load.surely()[0]) for load in choices.loads]
+        both = self.problems.seconds[cuts]
+        self._base = both[None, :] - both[:, None]
+        self._fixed = fixed_bytes(self.problems, cuts)
+        made = self.problems.peaks.gradients[cuts]
+        self._gradients = (made[None, :] - made[:, None]).astype(np.float64)
+        self.lower = self._bounds()
+        self.upper = self.lower.copy()
+        self.known = np.zeros(self.lower.shape, np.bool_)
+
+    def _bounds(self) -> Floats:
+        size = len(self.cuts)
+        outside = np.arange(size)[:, None] >= np.arange(size)[None, :]
+        tables = []
+        prices, sums = self._lagrangian()
+        received = self.problems.sent_on[self.cuts][:, None]
+        for rank, limit in enumerate(self.choices.limits):
+            table = self._base.copy()
+            if limit is not None:
+                left = (limit - self._fixed - self._gradients) / max(1, self.count[rank]) - received
+                again = np.zeros((size, size))
+                for price, total in zip(prices.tolist(), sums, strict=True):
+                    np.maximum(again, total[None, :] - total[:, None] - price * left, out=again)
+                table += again
+                table[left < 0] = np.inf
+            table[outside] = np.inf
+            tables.append(table)
+        return np.array(tables)
+
+    def _lagrangian(self) -> tuple[Floats, Floats]:
+        """Return (l,) prices in seconds a byte, and (l, n + 1) sums of the pieces' least cost before each cut."""
+        corners, known = list[Floats](), dict[object, Floats]()
+        for start, end in zip(self.cuts, self.cuts[1:], strict=False):
+            problem = self.problems.problem(int(start), int(end), relaxed=True).savings
+            key = problem_key(problem)
+            if key not in known:
+                hull = Hull.of(problem)
+                known[key] = np.array([(c.first, c.second * hull.tick) for c in hull.corners], np.float64)
+            corners.append(known[key])
+        slopes = [-np.diff(c[:, 1]) / np.diff(c[:, 0]) for c in corners if len(c) > 1]
+        prices = np.unique(np.concatenate(slopes)) if slopes else np.zeros(0)
+        if len(prices) > _PRICES:
+            prices = prices[np.linspace(0, len(prices) - 1, _PRICES).astype(np.int64)]
+        sums = np.zeros((len(prices), len(self.cuts)))
+        for q, corner in enumerate(corners):
+            least = (corner[None, :, 1] + prices[:, None] * corner[None, :, 0]).min(axis=1)
+            sums[:, q + 1] = sums[:, q] + least
+        return prices, sums
+
+    def settle(self, stage: int, start: int, end: int) -> None:
+        """Make the entry of a stage exact."""
+        if self.known[stage, start, end] or start >= end:
+            return
+        self.known[stage, start, end] = True
+        span = (int(self.cuts[start]), int(self.cuts[end]))
+        base = float(self._base[start, end])
+        limit = self.choices.limits[stage]
+        frontier = self.choices.frontiers.of(*span)
+        points = self.choices.of(stage, [span])
+        self.upper[stage, start, end] = np.inf if points is None else base + points[0].seconds
+        if limit is not None:
+            left = limit - self._fixed[start, end] - self._gradients[start, end]
+            bound = frontier.bound(left / max(1, self.count[stage]))
+            self.lower[stage, start, end] = max(self.lower[stage, start, end], base + bound)
+
+    def settled(self, ends: Sequence[int]) -> bool:
+        """Make the entries of a plan exact; return whether they were."""
+        starts = (0, *ends[:-1])
+        stages = list(zip(range(len(ends)), starts, ends, strict=True))
+        if all(self.known[each] for each in stages):
+            return True
+        for each in stages:
+            self.settle(*each)
+        return False
+
+
+# A lower bound on the step of given cuts: a simulation with the least times that their stages can have.
+#
+# A simulated step is not longer if stages are quicker, so this holds for everything that the stages may save.
+
+
+_RANGES = 60  # shares of what may run in forward or backward that are simulated for a bound
+_SMALL = 150  # ops of a stage for which an integer program is solved
+
+
+class LeastStep:
+    """The bounds for one graph, schedule and memory."""
+
+    def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None) -> None:
+        self.choices, self.order, self.links = choices, order, links
+        self.problems = choices.frontiers.problems
+
+    def of(self, ends: Sequence[int], enough: float | None = None) -> float:
+        """Return a lower bound on the step of some cuts; infinite if a rank cannot hold its stages.
+
+        Args:
+            ends: the cuts.
+            enough: look for a sharper bound, up to this.
+        """
+        spans, exact = list(zip((0, *ends[:-1]), ends, strict=True)), enough is not None
+        costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
+        for rank, load in enumerate(self.choices.loads):
+            fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
+            for stage, count in zip(load.stages, load.surely().tolist(), strict=True):
+                limit, again = self.choices.limits[rank], 0.0
+                if limit is not None:
+                    made = self.problems.peaks.gradients[list(spans[stage])]
+                    left = limit - fixed - int(made[1] - made[0])
+                    frontier = self.choices.frontiers.of(*spans[stage])
+                    bound = frontier.least if exact and len(frontier.problem.ops) <= _SMALL else frontier.bound
+                    again = bound(left // max(1, count)) if left >= 0 else np.inf
+                if not np.isfinite(again):
+                    return float("inf")
+                costs[stage] = self.problems.least_seconds(*spans[stage], again)
+        either = np.array([self.problems.either[b] - self.problems.either[a] for a, b in spans])
+        return self._with_shares(costs, either, 0.0 if enough is None else enough)
+
+    def _with_shares(self, costs: Sequence[StageCosts], either: Floats, enough: float) -> float:
+        """Return a lower bound on the step if each stage has any share of ``either`` in forward, the rest in backward.
+
+        Halve the range of a share where the bound is lowest: each range counts with the least that is in either half.
+        """
+
+        def bound(low: Floats, high: Floats) -> float:
+            early, late = (low * either).tolist(), ((1.0 - high) * either * (not self.problems.divided)).tolist()
+            shared = [
+                replace(c, forward=c.forward + f, backward_input=c.backward_input + b)
+                for c, f, b in zip(costs, early, late, strict=True)
+            ]
+            return simulate_schedule(shared, self.order, links=self.links).seconds
+
+        low, high, number = np.zeros(len(costs)), np.ones(len(costs)), 0
+        ranges = [(bound(low, high), number, low, high)]
+        while ranges[0][0] < enough and number < _RANGES and either.any():
+            _, _, low, high = heapq.heappop(ranges)
+            stage = int(np.argmax((high - low) * either))
+            middle, change = (low[stage] + high[stage]) / 2, np.arange(len(low)) == stage
+            for pair in ((low, np.where(change, middle, high)), (np.where(change, middle, low), high)):
+                number += 1
+                heapq.heappush(ranges, (bound(*pair), number, *pair))
+        return ranges[0][0]
+
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -14,18 +14,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from math import ceil, inf
 
+import numpy as np
+from torch.fx import Node
+
 from splitkit.costs import Links
-from splitkit.pipeline.order import PipelineOrder
+from splitkit.costs.links import HostLink
+from splitkit.pipeline.order import PipelineOrder, StageCopies
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.cut_scoring import CutScoring, Moved, ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
-from splitkit.search.pipelines.offload_choice_of_ranks import OffloadChoice
-from splitkit.search.pipelines.rank_choice import Points, RankChoice, Span
-from splitkit.search.pipelines.rank_loads import rank_loads
-from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontiers
-from splitkit.search.pipelines.stage_transfers import StageTransfers
+from splitkit.search.pipelines.rank_choice import Points, RankChoice, RankLoads, Span, freed_rate, rank_loads
+from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontier, StageFrontiers
+from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
+from splitkit.training.choices import Choice, Ints
+from splitkit.training.flow import output_nodes
+from splitkit.training.movable_values import why_not_moved
 
 _SHARES = (1.0, 0.5, None)
 """Shares of a rank's time in which its link may be busy; ``None``: the largest first, and nothing recomputed."""
@@ -158,3 +164,264 @@ class OffloadCutSearch(CutSearch):
             away = min(each * int(load.away.max(initial=0)), self.host.nbytes, float(_MOST))
             found.append(None if limit is None else limit + ceil(away))
         return found
+
+
+# Chooses what the stages of a rank recompute, and which saved values go to the host, within the rank's memory.
+#
+# In the steady state of a pipeline a rank computes, for each microbatch, all of its stages once. As long as the copies
+# of a microbatch take no longer in either direction, no action waits for them. So values are offloaded up to a share
+# of that time, and what the memory still lacks is recomputed. Shares are tried and simulated, since a step also has a
+# beginning and an end, where ranks have less to do.
+
+
+_ROUNDS = 20
+
+
+@dataclass(frozen=True, eq=False)
+class RankOffload:
+    """What a rank does.
+
+    Attributes:
+        points: the points of its stages.
+        moved: for each stage, the storages of its problem that go to the host.
+    """
+
+    points: Points
+    moved: tuple[tuple[int, ...], ...]
+
+
+class OffloadChoice:
+    """The choices of all ranks.
+
+    Attributes:
+        ranks: the choices without offload, with the memory of each rank.
+        transfers: what stages can move.
+        loads: what each rank holds at once, and has on the host.
+        host: the bytes that each rank has on the host.
+    """
+
+    def __init__(
+        self, ranks: RankChoice, transfers: StageTransfers, loads: Sequence[RankLoads], host: float = inf
+    ) -> None:
+        self.ranks, self.transfers, self.loads, self.host = ranks, transfers, loads, host
+        self._values: dict[tuple[Span, FrontierPoint], dict[int, int]] = {}
+
+    def of(self, rank: int, spans: Sequence[Span], share: float | None, reserve: int = 0) -> RankOffload | None:
+        """Return the choice of a rank; ``None`` if it does not fit.
+
+        Args:
+            rank: the rank.
+            spans: the positions of its stages.
+            share: the share of its time in which the link may be busy; ``None``: stages recompute as little as they
+                can, and the largest values are offloaded until the rest fits, however long that takes.
+            reserve: bytes that are left free, for messages.
+        """
+        found = [self.ranks.frontiers.of(*span) for span in spans]
+        fitted = (self._one if len(spans) == 1 else self._several)(rank, spans, found, share, reserve)
+        if fitted is None:
+            return None
+        now = fitted
+        counts = self.loads[rank].surely().tolist()
+        for stage in sorted(range(len(spans)), key=lambda s: -fitted.points[s].seconds):
+            left = -now.lacks / max(1, counts[stage])
+            more = found[stage].within(now.points[stage].saved + left)
+            if more is not None and more.seconds < now.points[stage].seconds:
+                points = (*now.points[:stage], more, *now.points[stage + 1 :])
+                changed = self._with(rank, spans, points, share, reserve)
+                now = changed if changed.lacks <= 0 else now
+        return now.chosen()
+
+    def _one(
+        self, rank: int, spans: Sequence[Span], found: Sequence[StageFrontier], share: float | None, reserve: int
+    ) -> _Order | None:
+        """Return the point of the only stage: less is saved as long as the link cannot take enough."""
+        count, allowed = max(1, int(self.loads[rank].surely()[0])), inf
+        for _ in range(_ROUNDS):
+            point = found[0].within(allowed)
+            if point is None:
+                return None
+            now = self._with(rank, spans, (point,), share, reserve)
+            if now.lacks <= 0 or share is None:
+                return now if now.lacks <= 0 else None
+            allowed = min(point.saved - 1.0, point.saved - now.lacks / count)
+        return None
+
+    def _several(
+        self, rank: int, spans: Sequence[Span], found: Sequence[StageFrontier], share: float | None, reserve: int
+    ) -> _Order | None:
+        """Return points of several stages: recompute where a second frees the most, until the link takes the rest."""
+        corners = [frontier.corners() for frontier in found]
+        at, counts = [0] * len(spans), self.loads[rank].surely().tolist()
+        now = self._with(rank, spans, tuple(own[0] for own in corners), share, reserve)
+        while now.lacks > 0:
+            rates = [freed_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
+            step = int(np.argmax(rates))
+            if rates[step] < 0 or share is None:
+                return None
+            at[step] += 1
+            points = tuple(own[i] for own, i in zip(corners, at, strict=True))
+            now = self._with(rank, spans, points, share, reserve)
+        return now
+
+    def _with(self, rank: int, spans: Sequence[Span], points: Points, share: float | None, reserve: int) -> _Order:
+        """Return the values of some points in the order in which they are offloaded, as far as the link takes them."""
+        values = [self._movable(span, point) for span, point in zip(spans, points, strict=True)]
+        loads, link = self.loads[rank], self.transfers.link
+        gone = loads.away.max(axis=0, initial=0).tolist()
+        counts = loads.surely().tolist()
+        order = sorted(
+            ((stage, storage) for stage, own in enumerate(values) for storage in own if gone[stage]),
+            key=lambda pair: (-values[pair[0]][pair[1]] * (1 if share is None else gone[pair[0]]), pair),
+        )
+        problems = self.ranks.frontiers.problems
+        busy = sum(float(problems.seconds[b] - problems.seconds[a]) for a, b in spans)
+        busy += sum(point.seconds for point in points)
+        most, taken = inf if share is None else share * busy, list[tuple[int, int]]()
+        out = back = host = 0.0
+        for stage, storage in order:
+            nbytes = values[stage][storage]
+            there = host + nbytes * counts[stage]
+            later = out + link.out.seconds(nbytes), back + link.back.seconds(nbytes)
+            if max(later) <= most and there <= self.host:
+                (out, back), host = later, there
+                taken.append((stage, storage))
+        limit = self.ranks.limits[rank]
+        known = [self.ranks.bytes_of(span) for span in spans]
+        free = inf if limit is None else limit - reserve - sum(fixed for fixed, _ in known)
+        return _Order(points, taken, values, loads, [waits for _, waits in known], free)
+
+    def _movable(self, span: Span, point: FrontierPoint) -> dict[int, int]:
+        """Return storage -> bytes of what a stage can move at a point."""
+        key = span, point
+        if key not in self._values:
+            problem, choice = self.ranks.frontiers.problem(*span), self.ranks.frontiers.choice(*span, point)
+            sizes = problem.savings.nbytes
+            self._values[key] = {s: int(sizes[s]) for s in self.transfers.movable(problem, choice)}
+        return self._values[key]
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """Points of a rank, and an order of values of which as many are offloaded as the memory needs.
+
+    Attributes:
+        points: the points.
+        order: (stage, storage) of what may be offloaded.
+        values: for each stage, storage -> bytes.
+        loads: what the rank holds at once.
+        waits: bytes of each stage that wait for the weight part, ``None`` for all that it saves.
+        free: bytes that microbatches may take.
+    """
+
+    points: Points
+    order: Sequence[tuple[int, int]]
+    values: Sequence[dict[int, int]]
+    loads: RankLoads
+    waits: Sequence[int | None]
+    free: float
+
+    @cached_property
+    def _held(self) -> Ints:
+        saved = np.array([point.saved for point in self.points], np.int64)
+        later = np.array([s if w is None else w for s, w in zip(saved.tolist(), self.waits, strict=True)], np.int64)
+        extra = np.array([point.temporary for point in self.points], np.int64)
+        held: Ints = self.loads.saved @ saved + self.loads.waiting @ later + extra[self.loads.runs]
+        return held
+
+    @cached_property
+    def lacks(self) -> float:
+        """The bytes by which the limit is exceeded if all of the order is offloaded; not positive if it fits."""
+        return self._over(len(self.order))
+
+    def _over(self, count: int) -> float:
+        moved = np.zeros(len(self.points), np.int64)
+        for stage, storage in self.order[:count]:
+            moved[stage] += self.values[stage][storage]
+        return float((self._held - self.loads.away @ moved).max(initial=0)) - self.free
+
+    def chosen(self) -> RankOffload:
+        """Return the choice with the shortest beginning of the order that is enough."""
+        low, high = 0, len(self.order)  # a longer beginning frees more
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._over(middle) <= 0 else (middle + 1, high)
+        moved: list[list[int]] = [[] for _ in self.points]
+        for stage, storage in self.order[:high]:
+            moved[stage].append(storage)
+        return RankOffload(self.points, tuple(tuple(sorted(own)) for own in moved))
+
+
+# Which saved values of a stage can go to the host, and how long their copies take beside its forward and backward.
+
+
+class StageTransfers:
+    """The values that stages of one joint graph can move, and their copies.
+
+    Attributes:
+        problems: the problems of all stages.
+        link: the link of each rank to its host.
+    """
+
+    def __init__(self, problems: StageProblems, link: HostLink) -> None:
+        self.problems, self.link = problems, link
+        flow, peaks = problems.flow, problems.peaks
+        seconds = {node: problems.costs.seconds(node) for node in flow.nodes}
+        self._seconds = [sum(seconds.get(node, 0.0) for node in ops) for ops in peaks.order.ops]
+        self._fixed: dict[Node, bool] = {}
+        self._returned = {r for n in output_nodes((*flow.outputs, *flow.gradients)) for r in flow.storages.under(n)}
+
+    def movable(self, problem: StageProblem, choice: Choice) -> dict[int, Node]:
+        """Return storage of the problem -> the saved value that fills it, for the storages that can go to the host."""
+        savings, found = problem.savings, dict[int, Node]()
+        saved = np.flatnonzero(choice.saved).tolist()
+        storages = savings.storage[saved].tolist()
+        for value, storage in zip(saved, storages, strict=True):
+            if int(savings.nbytes[storage]) and storages.count(storage) == 1 and self._moves(savings.values[value]):
+                found[storage] = savings.values[value]
+        return found
+
+    def _moves(self, value: Node) -> bool:
+        if value not in self._fixed:
+            flow = self.problems.flow
+            returned = not self._returned.isdisjoint(flow.storages.under(value))
+            self._fixed[value] = returned or bool(why_not_moved(flow, value))
+        return not self._fixed[value]
+
+    def copies(self, problem: StageProblem, choice: Choice, storages: Sequence[int]) -> StageCopies | None:
+        """Return the copies of a microbatch of a stage that offloads these storages; ``None`` for none."""
+        if not storages:
+            return None
+        start, end = problem.start, problem.end
+        values = self.movable(problem, choice)
+        order, flow = self.problems.peaks.order, self.problems.flow
+        forward, backward = self.problems.members.of(start, end, choice)
+        if self.problems.divided:
+            late = self.problems.halves.weights(start, end)
+            backward = [op for op in backward if op not in late]
+        backward = order.backward_ops(backward)
+        sizes = problem.savings.nbytes
+        roots = {flow.storages.under(values[s])[0]: int(sizes[s]) for s in storages}
+        costs = self.problems.seconds_of(problem, choice)
+        made = _ends(forward, self._seconds)
+        first = {order.number[flow.producer(values[s])]: int(sizes[s]) for s in storages}
+        leaving = sorted((made.get(op, costs.forward), size) for op, size in first.items())
+        out = [self.link.out.seconds(size) for _, size in leaving]
+        waits = [at + left for (at, _), left in zip(leaving, _rests(out), strict=True)]
+        rest = dict(zip(backward, _rests([self._seconds[op] for op in backward]), strict=True))
+        reads = {root: max((rest[op] for op in backward if root in order.held[op]), default=0.0) for root in roots}
+        coming = sorted(((-reads[root], size) for root, size in roots.items()))
+        back = [self.link.back.seconds(size) for _, size in coming]
+        own = costs.backward_input
+        tails = [done + min(own, -left) for (left, _), done in zip(coming, accumulate(back), strict=True)]
+        nbytes = sum(roots.values())
+        return StageCopies(nbytes, sum(out), min(max(waits), costs.forward + sum(out)), sum(back), max(tails))
+
+
+def _ends(ops: Sequence[int], seconds: Sequence[float]) -> dict[int, float]:
+    """Return op -> when it ends, if they run one after the other."""
+    return dict(zip(ops, accumulate(seconds[op] for op in ops), strict=True))
+
+
+def _rests(seconds: Sequence[float]) -> list[float]:
+    """Return suffix sums: for each entry, its sum with all later entries."""
+    return list(accumulate(reversed(seconds)))[::-1]

@@ -21,8 +21,7 @@ from torch.fx import Node
 
 from splitkit.solvers.recompute import Limit
 from splitkit.training.choices import Bools, Choice, Floats, Savings
-from splitkit.training.flow import BACKWARD, save_all_plan
-from splitkit.training.joint_storages import STATIC
+from splitkit.training.flow import BACKWARD, STATIC, save_all_plan
 from splitkit.training.peaks import Ints, Peaks, PeakTrace
 
 _AT_ONCE = 6  # limits that one simulation adds

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
+from torch.fx import Node
 
-from splitkit.search.recompute.network import CutNetwork, explained
-from splitkit.solvers.cuts.parametric import Corner, NestedCuts, TwoCosts
+from splitkit.errors import NoPlanError
+from splitkit.solvers.min_cut import Corner, NestedCuts, Network, NoCutError, TwoCosts, min_cut, whole_capacities
 from splitkit.training.choices import Choice, Savings
 
 
@@ -77,3 +81,131 @@ class Hull:
 def whole_network(cutting: CutNetwork) -> tuple[TwoCosts, float]:
     """Return the network with whole costs, bytes and ticks of time, and the seconds of a tick."""
     return TwoCosts.of(cutting.size, cutting.tails, cutting.heads, (cutting.nbytes, cutting.seconds))
+
+
+# The flow network whose minimum cuts are the best choices of what a joint graph saves.
+
+
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class CutNetwork:
+    """A `Savings` as a network: the sink's side is what backward has.
+
+    ::
+
+        source --price--> op --nbytes--> value --inf--> sink      needed by backward
+                          op <---inf---- value                    read by the op
+
+    An op on the sink's side runs in backward, and so must have the values that it reads there; a value there is
+    either of such an op, or its storage is saved. A value that is not savable is one vertex with its op.
+
+    Attributes:
+        problem: the arrays.
+        size: number of vertices; 0 is the source, 1 the sink.
+        tails: (e,) int; where edges start.
+        heads: (e,) int; where they end.
+        nbytes: (e,) float; what an edge costs in bytes.
+        seconds: (e,) float; what it costs in seconds.
+        op: (n,) int; the vertex of each op.
+        value: (m,) int; of each value.
+    """
+
+    problem: Savings
+    size: int
+    tails: Ints
+    heads: Ints
+    nbytes: Floats
+    seconds: Floats
+    op: Ints
+    value: Ints
+
+    @classmethod
+    def of(cls, problem: Savings, weights: Floats, fixed: Bools) -> CutNetwork:
+        """Build the network of a problem.
+
+        Args:
+            problem: the arrays.
+            weights: (k,) what saving each storage costs.
+            fixed: (n,) bool; ops that may not be recomputed.
+        """
+        n, savable = len(problem.ops), problem.savable
+        op = 2 + np.arange(n)
+        value = np.where(savable, 2 + n + np.cumsum(savable) - 1, op[problem.maker])
+        readers, read = op[problem.reads[:, 0]], value[problem.reads[:, 1]]
+        needed, owner = value[problem.needed], problem.maker[savable]
+        prices = np.where(fixed, np.inf, problem.price)
+        never, nothing = np.full(len(read) + len(needed), np.inf), np.zeros(len(read) + len(needed))
+        return cls(
+            problem,
+            2 + n + int(savable.sum()),
+            np.concatenate([np.zeros(n, np.int64), op[owner], read, needed]),
+            np.concatenate([op, value[savable], readers, np.ones(len(needed), np.int64)]),
+            np.concatenate([np.zeros(n), weights[problem.storage[savable]], never]),
+            np.concatenate([prices, np.zeros(len(owner)), nothing]),
+            op,
+            value,
+        )
+
+    def network(self, price: float) -> Network:
+        """The network at so many bytes a second; capacities are rounded to 2**-60 of their sum.
+
+        At a price of 0 all seconds together weigh half a byte: of the plans that save the fewest, the quickest is best.
+        """
+        total = float(self.seconds[np.isfinite(self.seconds)].sum())
+        costs = self.nbytes + (price or 0.5 / (total or 1.0)) * self.seconds
+        return Network(self.size, self.tails, self.heads, whole_capacities(costs)[0])
+
+    def choice(self, side: Bools) -> Choice:
+        """Return the choice that a cut stands for, given by the source's side."""
+        return self.problem.choose(~side[self.op])
+
+    @cached_property
+    def rank(self) -> Ints:
+        """The position of the op of each vertex."""
+        found = np.zeros(self.size, np.int64)
+        found[self.value] = self.problem.maker
+        found[self.op] = np.arange(len(self.op))
+        return found
+
+    def nodes(self, vertices: Iterable[int]) -> tuple[Node, ...]:
+        """Return the nodes that vertices stand for, each once."""
+        known = dict(zip(self.value.tolist(), self.problem.values, strict=True))
+        known |= dict(zip(self.op.tolist(), self.problem.ops, strict=True))
+        return tuple(dict.fromkeys(known[v] for v in vertices if v in known))
+
+
+def cheapest(cutting: CutNetwork, price: float, why: Mapping[Node, str]) -> Choice:
+    """Return the choice of least cost in bytes at ``price`` bytes per second; of equal choices the one with the
+    fewest ops.
+
+    Args:
+        cutting: the network.
+        price: bytes that a second is worth.
+        why: op that may not be recomputed -> the reason, for the error.
+
+    Raises:
+        NoPlanError: SK303 when something that backward needs can be neither saved nor recomputed.
+    """
+    with explained(cutting, why):
+        return cutting.choice(min_cut(cutting.network(price)).largest)
+
+
+@contextmanager
+def explained(cutting: CutNetwork, why: Mapping[Node, str]) -> Iterator[None]:
+    """Turn ``NoCutError`` into SK303, which names the nodes on the path of infinite edges and its start."""
+    try:
+        yield
+    except NoCutError as error:
+        nodes = cutting.nodes(error.path)
+        culprit, way = nodes[0], " -> ".join(n.name for n in nodes)
+        raise NoPlanError(
+            "SK303",
+            f"{culprit.name} may be neither saved nor computed again ({why.get(culprit, 'no reason is known')}), and "
+            f"backward needs it: {way}",
+            "Let one of these be saved (a finite size), or be computed again.",
+            nodes,
+        ) from error

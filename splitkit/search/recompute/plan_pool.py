@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
+from time import monotonic
 
 import numpy as np
 
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
-from splitkit.training.choices import Bools, Choice, Savings
+from splitkit.training.choices import Bools, Choice, Ints, Replay, Savings
 from splitkit.training.flow import BACKWARD
 from splitkit.training.peaks import Peaks, PeakTrace
-from splitkit.training.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -147,3 +148,214 @@ def _key(savings: Savings, peaks: Peaks) -> str:
     for array in (*arrays, np.array(peaks.nbytes), peaks.transient):
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+# Local search on simulated peaks: ops change sides, in groups of ops that play the same part in each layer.
+#
+# The program that finds the least recompute sees limits at a few moments; only a simulation sees the peak. A model
+# repeats its layers, so a change that helps in one helps in all: an op is grouped with those whose neighbourhoods
+# (targets, bytes, what is read and by whom, `_RADIUS` steps around) are equal, and whole groups move before single ops.
+
+
+_STEPS = 180_000  # nodes that one search simulates at most, all its tries together
+_MOST = 600  # tries of one search
+EFFORT = 3
+"""Times as many tries for the lowest peak."""
+_STARTS = 3  # plans over the budget from which one goes down to it
+_RADIUS = 2  # how far ops look at their neighbours to tell which part they play
+_NEAR = 0.97  # what is above this fraction of the peak counts as high
+
+
+class Descent:
+    """A search for better plans near those of a pool; every plan that it tries goes into the pool.
+
+    Counts of tries end it, so that it is the same in every process and on every machine, unless ``until`` is given.
+
+    Attributes:
+        pool: simulates the plans.
+        until: a deadline, by ``time.monotonic``.
+        free: ops that may be saved and may be recomputed.
+        groups: groups of these ops that play the same part in each layer.
+    """
+
+    def __init__(self, pool: Pool, until: float = inf) -> None:
+        self.pool, self.savings, self.until = pool, pool.savings, until
+        free = np.zeros(len(self.savings.ops), np.bool_)
+        free[self.savings.maker[self.savings.savable]] = True
+        self.free = np.flatnonzero(free & ~self.savings.fixed)
+        self.groups = _groups(self.savings, self.free)
+        self._tries = min(_MOST, _STEPS // max(1, len(pool.peaks.nodes)))
+
+    def sow(self, effort: int = EFFORT) -> None:
+        """Try plans that save one group, or every second, third ... of its ops, and recompute everything else.
+
+        The plans that save and that recompute as much as possible are tried as well. Small groups, and fractions of
+        groups, need more than the least effort.
+        """
+        for runs in (False, True):
+            self.pool.see(np.full(len(self.savings.ops), runs))
+        masks = (group[::apart] for apart in (1, 2, 3, 4) for group in self.groups if apart == 1 or len(group) > apart)
+        if effort == 1:
+            masks = (group for group in sorted(self.groups, key=lambda group: -len(group)))
+        for _, mask in zip(range(effort * self._tries), masks, strict=False):
+            if monotonic() > self.until:
+                return
+            most = np.ones(len(self.savings.ops), np.bool_)
+            most[mask] = False
+            self.pool.see(most)
+
+    def lower(self, *, others: bool, effort: int = EFFORT) -> None:
+        """Descend from the lowest plan: to fewer bytes at the peak, or fewer moments there.
+
+        Args:
+            others: whether an op that the plan neither saves nor recomputes is recomputed when another change makes
+                backward need it; otherwise it is saved.
+            effort: how many times the tries of a search for a budget to spend.
+        """
+        best = self.pool.lowest()
+        wish = best.runs
+        if others:
+            wish = np.ones(len(best.runs), np.bool_)
+            wish[self.savings.maker[best.choice.saved & self.savings.savable]] = False
+        _Descent(self, best, wish, effort * self._tries).go()
+
+    def under(self, budget: int) -> None:
+        """Descend to the budget from plans above it that are quicker than the best plan within it, and stay quicker."""
+        best = self.pool.best(lambda seen: seen.peak <= budget)
+        most = np.inf if best is None else best.seconds
+        over = sorted((s for s in self.pool if s.peak > budget and s.seconds < most), key=lambda s: (s.peak, s.seconds))
+        for start in over[:_STARTS]:
+            if start.seconds < most:
+                end = _Descent(self, start, start.runs, self._tries // _STARTS, budget, most).go()
+                most = min(most, end.seconds) if end.peak <= budget else most
+
+    def cheaper(self, budget: int) -> None:
+        """Save what the best plan within the budget recomputes, the most expensive first, while it stays within."""
+        best = self.pool.best(lambda seen: seen.peak <= budget)
+        tries, price = self._tries // 3, self.savings.price
+        improved = best is not None
+        while improved and best is not None:
+            improved = False
+            moves = (group[best.runs[group]] for group in (*_many(self.groups), *self.free[:, None]))
+            for move in sorted((m for m in moves if len(m)), key=lambda m: -float(price[m].sum())):
+                if not tries or monotonic() > self.until:
+                    return
+                changed = best.runs.copy()
+                changed[move] = False
+                if self.savings.choose(changed).seconds < best.seconds:
+                    seen, tries = self.pool.see(changed), tries - 1
+                    if seen.peak <= budget:
+                        best, improved = seen, True
+
+    def moves(self, trace: PeakTrace) -> Iterator[Ints]:
+        """Return groups, then single ops; those with the most bytes alive at the peak come first."""
+        at = int(trace.timeline.argmax())
+        there = (trace.born <= at) & (trace.dies >= at)
+        flow, peaks = self.savings.flow, self.pool.peaks
+        nbytes = np.bincount(peaks.storages.maker[trace.slot[there]], trace.nbytes[there], minlength=len(peaks.nodes))
+        weight = nbytes[[flow.index[op] for op in self.savings.ops]]
+        yield from sorted(_many(self.groups), key=lambda group: -float(weight[group].sum()))
+        yield from self.free[np.argsort(-weight[self.free], kind="stable")][:, None]
+
+
+class _Descent:
+    """One descent: to less height above the budget, or, without a budget, near the peak.
+
+    Attributes:
+        descent: the search that it belongs to.
+        best: the current plan.
+        wish: (n,) whether an op is recomputed if backward needs it.
+        left: remaining tries.
+        budget: bytes.
+        seconds: a limit on the recompute time of every plan on the way.
+    """
+
+    def __init__(
+        self,
+        descent: Descent,
+        start: Seen,
+        wish: Bools,
+        tries: int,
+        budget: int | None = None,
+        seconds: float = float("inf"),
+    ) -> None:
+        self.descent, self.best, self.wish, self.left = descent, start, wish, tries
+        self.budget, self.seconds = budget, seconds
+        self.trace = descent.pool.trace(start.runs)[1]
+        self._tried = set[bytes]()
+
+    def go(self) -> Seen:
+        """Take every step that leads down until none does; yield the plan at the end."""
+        improved = True
+        while improved:
+            improved = False
+            for move in self.descent.moves(self.trace):
+                for changed in _flips(self.wish, move):
+                    if self._done():
+                        return self.best
+                    improved |= self._step(changed)
+        return self.best
+
+    def _done(self) -> bool:
+        within = self.budget is not None and self.best.peak <= self.budget
+        return within or self.left <= 0 or monotonic() > self.descent.until
+
+    def _step(self, changed: Bools) -> bool:
+        choice = self.descent.savings.choose(changed)
+        key = choice.runs.tobytes()
+        if key in self._tried or choice.seconds >= self.seconds:
+            return False
+        self._tried.add(key)
+        self.left -= 1
+        seen, trace = self.descent.pool.trace(changed)
+        high = int(_NEAR * self.best.peak) if self.budget is None else self.budget
+        if _height(trace, high) >= _height(self.trace, high) or (self.budget is None and seen.peak > self.best.peak):
+            return False
+        self.best, self.trace, self.wish = seen, trace, changed
+        return True
+
+
+def _height(trace: PeakTrace, high: int) -> int:
+    """Return bytes times steps above ``high`` bytes."""
+    return int(np.maximum(trace.timeline - high, 0).sum())
+
+
+def _flips(wish: Bools, move: Ints) -> Iterator[Bools]:
+    """Return the choices with all ops on one side, then all on the other, where that changes anything."""
+    for runs in (True, False):
+        if (wish[move] != runs).any():
+            changed = wish.copy()
+            changed[move] = runs
+            yield changed
+
+
+def _many(groups: list[Ints]) -> list[Ints]:
+    return [group for group in groups if len(group) > 1]
+
+
+def _groups(savings: Savings, free: Ints) -> list[Ints]:
+    """Group the ops that play the same part: same target and bytes, read from and by such ops, two steps around.
+
+    This is colour refinement (Weisfeiler and Leman 1968), cut off early so that the ends of a stack of layers are like
+    its middle.
+    """
+    held: list[list[int]] = [[] for _ in savings.ops]
+    for value, op in enumerate(savings.maker.tolist()):
+        held[op].append(int(savings.nbytes[savings.storage[value]]))
+    label = _numbered((str(op.target), tuple(held[i]), bool(savings.fixed[i])) for i, op in enumerate(savings.ops))
+    maker = savings.maker.tolist()
+    for _ in range(_RADIUS):
+        label = _numbered(
+            (label[i], tuple(label[maker[v]] for v in savings.read_by[i]), tuple(sorted(label[u] for u in users)))
+            for i, users in enumerate(savings.used_by)
+        )
+    found: dict[int, list[int]] = {}
+    for op in free.tolist():
+        found.setdefault(label[op], []).append(op)
+    return [np.array(group, np.int64) for group in found.values()]
+
+
+def _numbered(keys: Iterator[Hashable]) -> list[int]:
+    """Number the keys in order of first occurrence; equal keys get equal numbers."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]

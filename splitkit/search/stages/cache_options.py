@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from splitkit.checks import Memory, is_whole, is_word, shown
 from splitkit.errors import PolicyError
-from splitkit.graph.cache_bytes import cache_bytes
+from splitkit.graph.byte_sizes import cache_bytes
 from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.prices import Costs, as_given, includes_backward

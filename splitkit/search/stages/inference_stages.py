@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
+import numpy as np
+from torch import fx
 from torch.fx import Node
 
 from splitkit.checks import Memory
+from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
+from splitkit.graph.byte_sizes import cache_bytes
+from splitkit.memory.segment import SegmentMemory
+from splitkit.pipeline.byte_breakdown import ByteBreakdown, cache_room
+from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes
+from splitkit.pipeline.stage_prices import StagePrices
+from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
+from splitkit.search.additive_memory import AdditiveMemory
+from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.request import StageRequest
+from splitkit.search.stages.candidate_borders import BorderSet, ideal_borders, loads_between, order_borders
+from splitkit.search.stages.memory_fit import bad_problems
 from splitkit.search.stages.stage_search import StagePlanner
-from splitkit.search.stages.token_search import TokenSearch
-from splitkit.units import size
+from splitkit.solvers.clock import Clock, endless_clock
+from splitkit.solvers.line.lazy_chains import LazyChains
+from splitkit.solvers.placement.memory_remedies import stages_fit
+from splitkit.solvers.placement.problem import Bools, Floats, Ints, Slot
+from splitkit.units import duration, size
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,3 +110,389 @@ class InferenceStages:
                 raise
             return staging.described(cuts)
         return plan if cuts is None else staging.better(plan, cuts)
+
+
+# The search for stages that hold the largest cache: the most tokens for which every stage has room.
+#
+# A stage has room for (memory - weights - activations) / (bytes of cache per token) tokens, and the pipeline for the
+# least of these. Over given borders this is a bottleneck problem along a chain, which `LazyChains` solves exactly;
+# memory is computed only of stages that may matter. Of the plans with the most tokens the one with the fastest slowest
+# stage is taken, then the most even one.
+#
+# If all borders of the graph are known, the result is the optimum. Otherwise the bound is of a relaxation by sums over
+# nodes, in any order of them: it leaves activations out.
+
+
+_NEAR, _TESTS = 1e-3, 4  # relative: how far above the tokens found the relaxation is tested first; how often
+_MOST = 2.0**53
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSearch:
+    """One search.
+
+    Attributes:
+        demand: the request, for inference, with the memory of each rank.
+        keys: the names of the stages.
+        cache: node -> bytes of cache per token.
+        chunk: for the graph of a decoder, the most new tokens of a step, of all sequences together.
+        tolerance: relative; how much slower than the fastest the slowest stage may be where that makes stages even.
+        clock: the deadline.
+    """
+
+    demand: StageRequest
+    keys: tuple[PartKey, ...]
+    cache: Mapping[Node, int]
+    chunk: int = 1
+    tolerance: float = 0.0
+    clock: Clock = field(default_factory=endless_clock, repr=False)
+
+    def most(self) -> Plan | None:
+        """Return stages with room for the most tokens, with a claim; None if none are found that hold the weights.
+
+        Raises:
+            NoPlanError: SK303 if there is room for the weights, but for no token.
+        """
+        with bad_problems(self.demand.policy, self._placing):
+            found = self._most_within(self._capacity)
+        if found is None:
+            return None
+        plan, along = found
+        if (tokens := min(self.room(plan))) > 0 and any(more := self.beside_cache(plan, tokens)):
+            again = self._most_within(self._capacity - more)
+            if again is not None and min(self.room(again[0])) > tokens:
+                plan = again[0]
+        return self.described(plan, along)
+
+    def _most_within(self, capacity: Floats) -> tuple[Plan, int] | None:
+        """Return stages for the most tokens along the borders, and a bound, where only caches grow with the tokens."""
+        found = self._tokens_by_pair(capacity).least()
+        if found is None:
+            return None
+        return self.fastest(int(-found.cost), capacity) or self._plan(found.borders), int(-found.bound)
+
+    def described(self, plan: Plan, along: int | None = None) -> Plan:
+        """Return a plan with its claim and a note; ``along`` is an upper bound on the tokens along the borders.
+
+        Raises:
+            NoPlanError: SK303 if there is room for no token.
+        """
+        room = self.room(plan)
+        tokens = min(room)
+        if tokens < 1:
+            raise self._no_token(plan)
+        bound = self._bound(tokens, along)
+        proof = "all borders" if self._borders.track.whole else "cuts of the graph's order, sums"
+        claim = Claim("tokens", tokens, max(bound, tokens), proof, self.keys[room.index(tokens)])
+        return replace(plan, claim=claim, note=self._note(plan, claim))
+
+    def fastest(self, tokens: int, capacity: Floats | None = None) -> Plan | None:
+        """Return the stages with the least bottleneck that have room for so many tokens, the most even ones of these;
+        None if there are none. Only caches grow with the tokens here; ``capacity`` is the memory of each rank for them.
+        """
+        chains = self._loads_by_pair(tokens, self._capacity if capacity is None else capacity)
+        if (found := chains.least()) is None:
+            return None
+        even = chains.even(found.cost * (1 + self.tolerance))
+        return self._plan((even or found).borders)
+
+    def room(self, plan: Plan) -> list[int]:
+        """Return for how many tokens each stage has room, by its true peak, up to the least room before it."""
+        key = tuple(map(plan.home, self.demand.flow.nodes))
+        if key not in self._rooms:
+            stages, cache = self.demand.stage_prices.of(plan), self._cache_of(plan)
+            if self._steps is None:
+                room = cache_room(stages, cache, self._limits)
+            else:
+                weights = [replace(stage, saved_bytes=0, temporary_bytes=0) for stage in stages]
+                room = cache_room(weights, cache, self._limits)
+                most = min(room)
+                for i, part in enumerate(self._graphs(plan)):
+                    room[i] = most = self._steps.room(part, self._limits[i], most)
+            self._rooms[key] = room
+        return self._rooms[key]
+
+    def _graphs(self, plan: Plan) -> list[fx.GraphModule]:
+        flow = self.demand.flow
+        homes = tuple(map(plan.home, flow.nodes))
+        if homes not in self._parts:
+            inside = [{n for n, home in zip(flow.nodes, homes, strict=True) if home == key} for key in self.keys]
+            self._parts[homes] = [graph_of_nodes(flow, nodes) for nodes in inside]
+        return self._parts[homes]
+
+    @property
+    def grows(self) -> bool:
+        """Whether more than the cache grows with the tokens, as the graph tells."""
+        return self._steps is not None
+
+    def peaks(self, plan: Plan, tokens: int) -> list[int]:
+        """Return the bytes that each stage holds in a step with so many tokens, if the graph tells; else nothing."""
+        return [] if self._steps is None else [self._steps.peak(part, tokens) for part in self._graphs(plan)]
+
+    def fits(self, plan: Plan, tokens: int) -> bool:
+        """Return whether a step with so many tokens fits, as far as the graph tells."""
+        return all(peak <= limit for peak, limit in zip(self.peaks(plan, tokens), self._limits, strict=False))
+
+    def beside_cache(self, plan: Plan, tokens: int) -> Ints:
+        """Return (k,) bytes beyond cache and captured activations that each stage needs at so many tokens."""
+        if self._steps is None:
+            return np.zeros(len(self.keys), np.int64)
+        pairs = zip(self.demand.stage_prices.of(plan), self._cache_of(plan), strict=True)
+        known = [ByteBreakdown.of_stage(stage, cache=tokens * each).total for stage, each in pairs]
+        return np.maximum(0, np.array(self.peaks(plan, tokens)) - known)
+
+    def _note(self, plan: Plan, claim: Claim) -> str:
+        tight = self.keys.index(claim.limiting)
+        tokens = int(claim.value)
+        per_token = self._cache_of(plan)[tight]
+        stage = self.demand.stage_prices.of(plan)[tight]
+        held = ByteBreakdown.of_stage(stage, cache=tokens * per_token)
+        if self._steps is not None:
+            peak = self._steps.peak(self._graphs(plan)[tight], tokens)
+            held = replace(held, activations=peak - held.weights - held.cache)
+        loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
+        slowest = duration(float(loads.max()), unit_of(self.demand.costs))
+        return (
+            f"{len(self.keys)} stages, room for {tokens:,} tokens of cache. {claim.proof}; inference: stage {tight} is "
+            f"tightest, {held.told} of {size(self._limits[tight])}; the slowest {slowest}"
+        )
+
+    def _no_token(self, plan: Plan) -> NoPlanError:
+        """Return the error for memory that has no room for a token, with a memory that has."""
+        held = map(ByteBreakdown.of_stage, self.demand.stage_prices.of(plan))
+        each = [one.total + nbytes for one, nbytes in zip(held, self._cache_of(plan), strict=True)]
+        need = max(self.peaks(plan, 1) or each)
+        name = type(self.demand.policy).__name__
+        reason = f"{name}: for inference, the stages hold weights and activations, but not the cache of one token"
+        remedy = f"Give {need} bytes ({size(need)}) to each of {len(self.keys)} devices: for that there is a plan."
+        return NoPlanError("SK303", reason, remedy)
+
+    def _bound(self, tokens: int, along: int | None) -> int:
+        """Return an upper bound on the tokens of every plan that computes each node once."""
+        if self._borders.track.whole and along is not None:
+            return along
+        spare = float(sum(self._limits)) - float(self._least_held.sum())
+        low, high = tokens, max(tokens, int(spare // float(self._per_token.sum())))
+        asked = low + max(1, int(_NEAR * low))
+        for _ in range(_TESTS):
+            answer = None if self.clock.is_over() or low >= high else self._may_hold(min(asked, high))
+            if answer is None:
+                break
+            low, high = (min(asked, high), high) if answer else (low, min(asked, high) - 1)
+            asked = (low + high + 1) // 2
+        return high
+
+    def _may_hold(self, tokens: int) -> bool | None:
+        """Return whether stages in any order have room for so many tokens, by sums over nodes; None if not known."""
+        slots = [Slot(capacity=float(limit)) for limit in self._limits]
+        nbytes = (self._least_held + tokens * self._per_token).astype(np.int64)
+        return stages_fit(self._placing.problem(slots, nbytes=nbytes, ordered=True))
+
+    def _tokens_by_pair(self, capacity: Floats) -> LazyChains:
+        """Return the chains whose costs are tokens below 0; infinite for stages that do not fit."""
+        track = self._borders.track
+        fixed, per_token = track.between(self._fixed), track.between(self._per_token)
+        costs = _tokens(capacity[:, None] - fixed - self._borders.least, per_token)
+        least = partial(self._tokens_of, capacity)
+        return LazyChains(track.first, track.last, -costs, lambda pair: -least(pair), self.clock.is_over)
+
+    def _loads_by_pair(self, tokens: int, capacity: Floats) -> LazyChains:
+        """Return the chains whose costs are seconds; infinite for stages without room for so many tokens."""
+        track = self._borders.track
+        loads = loads_between(track, self._placing, self._travel, len(self.keys))
+        if self._travel is None:
+            # Among stages that are about equally fast, those between which fewer bytes go.
+            share = track.crossing[0] / max(1, track.crossing[0].max())
+            nudge = self.tolerance * loads.max() / 2
+            loads = loads + nudge * (share[track.first] + share[track.last])
+        spare = capacity[:, None] - track.between(self._fixed) - self._borders.least
+        costs = np.where(spare >= tokens * track.between(self._per_token), loads, np.inf)
+
+        def price(pair: int) -> Floats:
+            found: Floats = np.where(self._tokens_of(capacity, pair) >= tokens, loads[:, pair], np.inf)
+            return found
+
+        return LazyChains(track.first, track.last, costs, price, self.clock.is_over)
+
+    def _tokens_of(self, capacity: Floats, pair: int) -> Floats:
+        """Return (k,) the tokens for which each rank has room beside the stage between a pair of borders."""
+        if pair not in self._known:
+            held = self._borders.held(pair)
+            self._known[pair] = held.parameters + held.temporary
+        ends = self._borders.track
+        per_token = self._sums[ends.last[pair]] - self._sums[ends.first[pair]]
+        return _tokens(capacity - self._known[pair], np.full(len(self.keys), per_token))
+
+    @cached_property
+    def _known(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _rooms(self) -> dict[tuple[PartKey, ...], list[int]]:
+        return {}
+
+    @cached_property
+    def _parts(self) -> dict[tuple[PartKey, ...], list[fx.GraphModule]]:
+        return {}
+
+    @cached_property
+    def _steps(self) -> DecoderSteps | None:
+        """The steps of a decoder, if the graph's caches are its own."""
+        flow = self.demand.flow
+        return DecoderSteps.of(flow, self.demand.costs, self.chunk) if self.cache == cache_bytes(flow) else None
+
+    @cached_property
+    def _sums(self) -> Floats:
+        """(b,) bytes of cache per token before each border."""
+        return np.asarray(self._borders.track.members @ self._per_token.astype(np.float64), np.float64)
+
+    def _plan(self, borders: Sequence[int]) -> Plan:
+        return Plan.of(self._placing.labels(self._borders.track.stage_of(borders), self.keys))
+
+    def _cache_of(self, plan: Plan) -> list[int]:
+        """Return the bytes of cache per token of each stage."""
+        held = dict.fromkeys(self.keys, 0)
+        for node, nbytes in self.cache.items():
+            held[plan.home(node)] += nbytes
+        return [held[key] for key in self.keys]
+
+    @cached_property
+    def _limits(self) -> list[int]:
+        limits = self.demand.limits(len(self.keys))
+        assert None not in limits
+        return [limit for limit in limits if limit is not None]
+
+    @cached_property
+    def _capacity(self) -> Floats:
+        return np.array(self._limits, np.float64)
+
+    @cached_property
+    def _travel(self) -> TransferTimes | None:
+        return self.demand.travel(range(len(self.keys)))
+
+    @cached_property
+    def _placing(self) -> PlacementModel:
+        demand = self.demand
+        return PlacementModel(demand.flow, demand.prices, [demand.seconds], together=demand.inseparable)
+
+    @cached_property
+    def _borders(self) -> CacheBorders:
+        return CacheBorders.of(self._placing, self.demand.stage_prices, self._fixed + self._per_token)
+
+    @cached_property
+    def _fixed(self) -> Ints:
+        return AdditiveMemory.of(self._placing, None, None).fixed
+
+    @cached_property
+    def _least_held(self) -> Ints:
+        """(n,) bytes of which no stage holds less than the sum over its units: weights, and the activations of the one
+        unit that needs most by itself.
+        """
+        alone = self.demand.stage_prices.memory.order([self.demand.flow.nodes]).single_nodes()[3]
+        most = self.demand.flow.nodes[int(alone.argmax())]
+        held = self._fixed.copy()
+        held[self._placing.index[most]] += int(alone.max())
+        return held
+
+    @cached_property
+    def _per_token(self) -> Ints:
+        """(n,) bytes of cache per token of each unit."""
+        found = np.zeros(len(self._placing.units), np.int64)
+        for node, nbytes in self.cache.items():
+            found[self._placing.index[node]] += nbytes
+        return found
+
+
+def _tokens(spare: Floats, per_token: Floats) -> Floats:
+    """Return the tokens that fit into spare bytes; -inf if even the weights do not fit."""
+    some: Bools = np.broadcast_to(per_token > 0, spare.shape)
+    room: Floats = np.full(spare.shape, _MOST)
+    np.divide(spare, per_token, out=room, where=some)
+    found: Floats = np.where(spare < 0, -np.inf, np.minimum(np.floor(room), _MOST))
+    return found
+
+
+# The borders between which stages with a cache may lie: all of a small graph, else many along its own order.
+
+
+_MOST_BORDERS = 1_000
+_SMALL = 1e-6  # of all bytes: what holds less, such as a norm, needs no border of its own
+
+
+@dataclass(frozen=True, eq=False)
+class CacheBorders:
+    """Borders, and the memory between them.
+
+    Attributes:
+        track: the borders.
+        least: (p,) a lower bound on the activations of the stage between each pair of borders.
+    """
+
+    track: BorderSet
+    least: Floats
+
+    @classmethod
+    def of(cls, placing: PlacementModel, prices: StagePrices, held: Ints) -> CacheBorders:
+        """Return all borders of the graph if they are few, else those along its own order.
+
+        Args:
+            placing: the units.
+            prices: the memory of stages.
+            held: (n,) bytes of weights and of cache per token of each unit.
+        """
+        if (track := ideal_borders(placing, prices)) is not None:
+            return cls(track, np.zeros(len(track.first)))
+        order = np.arange(len(placing.units))
+        line, ends = prices.memory.order([placing.nodes(order)]), placing.places(order)
+        places = _places(line.messages[ends], held)
+        track = order_borders(placing, prices, order, places)
+        alone = line.single_nodes()[3]
+        return cls(track, _greatest(alone)(ends[places][track.first], ends[places][track.last]))
+
+    def held(self, pair: int) -> SegmentMemory:
+        """Return the memory of the stage between a pair of borders."""
+        return self.track.stretch(int(self.track.first[pair]), int(self.track.last[pair]))
+
+
+def _places(messages: Ints, held: Ints) -> Ints:
+    """Return (b,) positions of an order: all, or one for each way to divide the weights and the cache.
+
+    Of positions between which nothing is held, the one that the fewest bytes cross is taken. If there are still too
+    many, those that the fewest bytes cross are, spread evenly among equals.
+
+    Args:
+        messages: (n + 1,) bytes that cross before each position.
+        held: (n,) bytes of weights and of cache per token of each unit.
+    """
+    size = len(held)
+    if size < _MOST_BORDERS:
+        return np.arange(size + 1)
+    group = np.concatenate([[0], np.cumsum(held > _SMALL * held.sum())])
+    cheapest = np.lexsort((messages, group))
+    inner = np.sort(cheapest[np.unique(group[cheapest], return_index=True)[1]])
+    inner = inner[(inner > 0) & (inner < size)]
+    if len(inner) > _MOST_BORDERS:
+        limit = np.sort(messages[inner], kind="stable")[_MOST_BORDERS - 1]
+        below, equal = inner[messages[inner] < limit], inner[messages[inner] == limit]
+        some = equal[np.linspace(0, len(equal) - 1, _MOST_BORDERS - len(below)).astype(np.int64)]
+        inner = np.concatenate([below, some])
+    return np.unique(np.concatenate([[0], inner, [size]])).astype(np.int64)
+
+
+def _greatest(values: Ints) -> Callable[[Ints, Ints], Floats]:
+    """Return a function from starts and ends to the greatest value between them (a sparse table)."""
+    table = [values]
+    while (width := 1 << len(table)) <= len(values):
+        half = table[-1]
+        table.append(np.maximum(half[: len(values) - width + 1], half[width // 2 : len(values) - width // 2 + 1]))
+
+    def greatest(start: Ints, end: Ints) -> Floats:
+        level = np.log2(np.maximum(1, end - start)).astype(np.int64)
+        found = np.zeros(len(start))
+        for number in np.unique(level).tolist():
+            at = np.flatnonzero(level == number)
+            rows = table[number]
+            found[at] = np.maximum(rows[start[at]], rows[end[at] - (1 << number)])
+        return found
+
+    return greatest

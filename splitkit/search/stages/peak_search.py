@@ -17,8 +17,7 @@ import numpy as np
 
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import TransferTimes
-from splitkit.search.stages.candidate_borders import BorderSet, CandidateBorders, StagePeaks, loads_between
-from splitkit.search.stages.in_flight import InFlight
+from splitkit.search.stages.candidate_borders import BorderSet, CandidateBorders, InFlight, StagePeaks, loads_between
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.border_chains import Chains, count_of
 from splitkit.solvers.placement.problem import Floats, Ints

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+from scipy.optimize import linear_sum_assignment
 from torch.fx import Node
 
 from splitkit.costs import Costs
@@ -15,21 +17,19 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.purpose import request_of
-from splitkit.plans.parts import PARENT, PartKey
-from splitkit.plans.plan_request import PlanRequest
+from splitkit.plans.parts import PARENT, PartKey, PlanRequest
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import price_name, require_costs, unit_of
 from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.compared_figures import ComparedFigure, compared_stages, compared_steps, figure_text
+from splitkit.studies.explanation.explain import graph_of_plan, recorded_policy
 from splitkit.studies.explanation.folded_names import folded_modules
-from splitkit.studies.explanation.paired_parts import name_of_part, paired
 from splitkit.studies.explanation.recompute_explanation import choices_of, staged_run
-from splitkit.studies.explanation.recorded_policy import graph_of_plan, recorded_policy
 from splitkit.studies.explanation.told import Section, Told
-from splitkit.view.console.tables import table
 from splitkit.view.data.report import part_title
+from splitkit.view.tables import table
 
 _SHOWN = 20
 
@@ -267,3 +267,32 @@ def _of_steps(
         figures.insert(0, ComparedFigure("step", step, other, unit))
         figures.insert(1, ComparedFigure("fullest device", fullest, fuller, "bytes"))
     return figures, (first.places, second.places)
+
+
+# Pairs the parts of two plans so that as many nodes as possible are in paired parts, and names parts.
+
+
+A = TypeVar("A", bound=Hashable)
+B = TypeVar("B", bound=Hashable)
+
+
+def paired(homes: Iterable[tuple[A, B]], ours: Sequence[A], theirs: Sequence[B]) -> dict[B, A]:
+    """Return part of the second plan -> part of the first, one to one; parts without a common node have none.
+
+    Args:
+        homes: for each node, its part in the first plan and in the second.
+        ours: the parts of the first plan that are paired.
+        theirs: the parts of the second plan that are paired.
+    """
+    row, column = {key: i for i, key in enumerate(theirs)}, {key: i for i, key in enumerate(ours)}
+    shared = np.zeros((len(theirs), len(ours)))
+    for here, there in homes:
+        if there in row and here in column:
+            shared[row[there], column[here]] += 1
+    pairs = zip(*linear_sum_assignment(-shared), strict=True)
+    return {theirs[i]: ours[j] for i, j in pairs if shared[i, j]}
+
+
+def name_of_part(key: PartKey) -> str:
+    """Return the name of a part, or ``"parent"``."""
+    return "parent" if key is PARENT else part_title(key)

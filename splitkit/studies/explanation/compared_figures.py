@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from splitkit.search.plan_figures import StageFigures
 from splitkit.search.recompute.plan_pool import Seen
 from splitkit.units import duration, size
-from splitkit.view.console.tables import table
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table

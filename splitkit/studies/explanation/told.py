@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
 from splitkit.short_repr import brief
-from splitkit.view.console.console import to_text
+from splitkit.view.console import to_text
 from splitkit.view.page.html import html_table
 from splitkit.view.svg.drawing import escaped
 

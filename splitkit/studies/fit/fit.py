@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch.fx import Node
 
 from splitkit.checks import count, shown
-from splitkit.errors import PolicyError
-from splitkit.pipeline.defaults import microbatches_of, ranks_of
+from splitkit.costs import Costs, default
+from splitkit.errors import CaptureError, NoPlanError, PolicyError
+from splitkit.frontends.capture_decoder import capture_decoder
+from splitkit.graph.byte_sizes import cache_bytes
+from splitkit.graph.dataflow import Dataflow, analyze, module_path
+from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes, weights_of
+from splitkit.pipeline.purpose import microbatches_of, ranks_of
 from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.plans.record import Plan
+from splitkit.policies.stages import Stages
 from splitkit.solvers.most_fitting import MOST_TOKENS
-from splitkit.studies.fit.alternatives import inference_alternatives, training_alternatives
-from splitkit.studies.fit.blocks import blocks_of
-from splitkit.studies.fit.cards import Card, CardList, cards_of
-from splitkit.studies.fit.decoder_fit import DecoderFit
-from splitkit.studies.fit.fit_model import FitModel, fit_model
-from splitkit.studies.fit.fit_result import Fit, FittedDevice
+from splitkit.studies.fit.fit_model import NARROW, FitModel, ModelBlock, blocks_of, fit_model
 from splitkit.studies.fit.inference_fit import InferenceFit, weight_bytes
+from splitkit.studies.fit.layout import MOST_CARDS, Card, CardList, HeldBytes, cards_of
 from splitkit.studies.fit.next_step import (
+    Alternative,
+    Fit,
+    FittedDevice,
     decoder_command,
+    has_attention_alone,
     inference_command,
     is_decoder,
     sizes_of_inputs,
     training_command,
 )
 from splitkit.studies.fit.training_fit import TrainingFit
+from splitkit.units import size
 
 _USUAL_TOKENS = 4096
 """The tokens that are asked for by default, or the model's context if that is less."""
@@ -208,3 +221,195 @@ def _training_rows(found: TrainingFit, cards: Sequence[Card], tokens: int) -> li
         names = tuple(block.name for block in line[i:j])
         rows.append(FittedDevice(card, names, held, flying[device], saved, budget))
     return rows
+
+
+# Asks the planner how many tokens a decoder's stages hold: the plan that `splitkit plan` then makes.
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderFit:
+    """Answers for a decoder that `capture_decoder` takes, with weights as the model has them.
+
+    Attributes:
+        subject: the model.
+        blocks: its blocks, by which the table names what a device runs.
+        requests: the number of requests whose caches are held.
+        chunk: the most new tokens that a step computes, of all requests together.
+    """
+
+    subject: FitModel
+    blocks: Sequence[ModelBlock]
+    requests: int
+    chunk: int
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        """Facts about the graph of a step."""
+        return analyze(capture_decoder(self.subject.in_mode(training=False), batch=self.requests))
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the planner counts all that generation takes, and its caches grow; else only a run tells."""
+        if self.subject.stored or self.subject.bits is not None or not has_attention_alone(self.subject.model):
+            return False
+        try:
+            return self._steps is not None and bool(self._cached)
+        except CaptureError:
+            return False
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return default(self.flow)
+
+    @cached_property
+    def _steps(self) -> DecoderSteps | None:
+        return DecoderSteps.of(self.flow, self._costs, self.chunk)
+
+    @cached_property
+    def _cached(self) -> Mapping[Node, int]:
+        return cache_bytes(self.flow)
+
+    def plan(self, cards: Sequence[Card]) -> Plan | None:
+        """Return the plan with room for the most tokens, one stage on each device; ``None`` if none has room for one.
+
+        Its claim counts the tokens of all requests.
+        """
+        limits = [card.limit for card in cards]
+        policy = Stages(len(cards), memory=limits, objective="tokens", chunk=self.chunk)
+        try:
+            return policy.assign(self.flow, self._costs)
+        except NoPlanError:
+            return None
+
+    def devices(self, cards: Sequence[Card], plan: Plan, tokens: int) -> list[FittedDevice]:
+        """Return what each device holds with so many tokens of each request."""
+        flow, cached, steps, found = self.flow, self._cached, self._steps, []
+        assert steps is not None, "a decoder whose caches grow"
+        for key, card in enumerate(cards):
+            nodes = [node for node in flow.nodes if plan.home(node) == key]
+            part = graph_of_nodes(flow, nodes)
+            weights, peak = weights_of(part), steps.peak(part, tokens * self.requests)
+            cache = tokens * self.requests * sum(cached.get(node, 0) for node in nodes)
+            held = HeldBytes(weights=weights, cache=cache, activations=peak - weights - cache)
+            paths = {f"{module_path(node)}." for node in nodes}
+            inside = [b.name for b in self.blocks if any(path.startswith(f"{b.name}.") for path in paths)]
+            found.append(FittedDevice(card, tuple(inside), held))
+        return found
+
+
+# Finds what would fit where a model does not: each change is planned again, and told with its number.
+
+
+_MOST_MORE = 64
+"""The most devices that are added."""
+
+Found = TypeVar("Found", InferenceFit, TrainingFit)
+
+
+def inference_alternatives(
+    found: InferenceFit,
+    cards: Sequence[Card],
+    wanted: int | None,
+    most: int | None,
+    cast: Callable[[str], InferenceFit],
+) -> list[Alternative]:
+    """Return the changes with which a step fits: tokens, devices, lower precision.
+
+    Args:
+        found: the model.
+        cards: the devices on which it does not fit.
+        wanted: the tokens that are asked for.
+        most: the most tokens that fit.
+        cast: gives the model in another dtype.
+    """
+    asked = wanted or 1
+    formats = [name for name, bits in NARROW.items() if found.bits is None or bits < found.bits]
+    return [
+        *_fewer_tokens(found, cards, most),
+        *_more_devices(found, cards, asked),
+        *_lower_precision(found, cards, asked, cast, [*_halved(found.subject), *formats]),
+    ]
+
+
+def training_alternatives(
+    found: TrainingFit,
+    cards: Sequence[Card],
+    wanted: int | None,
+    most: int | None,
+    cast: Callable[[str], TrainingFit],
+) -> list[Alternative]:
+    """Return the changes with which a step of training fits; arguments as for `inference_alternatives`."""
+    asked = wanted or 1
+    return [
+        *_fewer_tokens(found, cards, most),
+        *_recomputed(found, cards, asked),
+        *_more_devices(found, cards, asked),
+        *_lower_precision(found, cards, asked, cast, _halved(found.subject)),
+        *_other_optimizer(found, cards, asked),
+    ]
+
+
+def _fewer_tokens(found: InferenceFit | TrainingFit, cards: Sequence[Card], most: int | None) -> Iterator[Alternative]:
+    if most:
+        what = f"{most:,} tokens instead, the most that fit (--tokens {most})"
+        yield Alternative("tokens", most, what, _fullest(found, cards, most))
+
+
+def _more_devices(
+    found: InferenceFit | TrainingFit, cards: Sequence[Card], tokens: int, also: str = ""
+) -> Iterator[Alternative]:
+    largest: Card = max(cards, key=lambda card: card.memory)
+    most = min(_MOST_MORE, MOST_CARDS - len(cards))
+    for more in range(1, most + 1):
+        several: list[Card] = [*cards, *[largest] * more]
+        if found.layout(several, tokens) is not None:
+            what = f"{more} more device{'s' if more > 1 else ''} like {largest.name}: {len(several)} in all{also}"
+            yield Alternative("devices", len(several), what, _fullest(found, several, tokens))
+            return
+
+
+def _halved(subject: FitModel) -> list[str]:
+    """Return bfloat16 for a model with weights in float32."""
+    wide = any(parameter.dtype in (torch.float32, torch.float64) for parameter in subject.model.parameters())
+    return ["bfloat16"] if wide and subject.bits is None and not subject.stored else []
+
+
+def _lower_precision(
+    found: Found, cards: Sequence[Card], tokens: int, cast: Callable[[str], Found], formats: Sequence[str]
+) -> Iterator[Alternative]:
+    for name in formats:
+        other = cast(name)
+        try:
+            fits = other.layout(cards, tokens) is not None
+        except CaptureError:  # code that makes tensors of its own dtype beside the weights
+            continue
+        if fits:
+            weights = weight_bytes(other.blocks, NARROW.get(name))
+            what = f"weights in {name}, {size(weights)} in all (--dtype {name})"
+            yield Alternative("dtype", name, what, _fullest(other, cards, tokens))
+
+
+def _recomputed(found: TrainingFit, cards: Sequence[Card], tokens: int) -> Iterator[Alternative]:
+    if found.recompute:
+        return
+    again = found.changed(recompute=True)
+    if again.layout(cards, tokens) is not None:
+        what = "stages that save only their inputs and recompute the rest (--recompute)"
+        yield Alternative("recompute", 1, what, _fullest(again, cards, tokens))
+    else:
+        yield from _more_devices(again, cards, tokens, " with --recompute")
+
+
+def _other_optimizer(found: TrainingFit, cards: Sequence[Card], tokens: int) -> Iterator[Alternative]:
+    for name in ("momentum", "sgd") if found.optimizer in ("adam", "adamw") else ():
+        other = found.changed(optimizer=name)
+        if other.layout(cards, tokens) is not None:
+            what = f"the optimizer {name}, which has less state (--train {name})"
+            yield Alternative("optimizer", name, what, _fullest(other, cards, tokens))
+            return
+
+
+def _fullest(found: InferenceFit | TrainingFit, cards: Sequence[Card], tokens: int) -> int:
+    """Return the bytes on the device that is the fullest with the most even layout."""
+    held: list[HeldBytes] = found.rows(cards, tokens)
+    return max(zip(held, cards, strict=True), key=lambda one: one[0].total / one[1].limit)[0].total

@@ -3,31 +3,273 @@
 ::
 
       forward            saved             backward
-    [ h.0        ] ====== 12 MiB ====== [ ∇ h.0        ]      a row is a module, as in `splitkit.view.data.rows`;
+    [ h.0        ] ====== 12 MiB ====== [ ∇ h.0        ]      a row is a module, as in `LadderView`;
     [ h.1        ] -- 1 MiB ----------- [ ∇ h.1 ////// ]      hatched: what backward recomputes
     [ lm_head    ] ====== 48 MiB ====== [ ∇ lm_head    ]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import zlib
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
-from typing import Any
+from itertools import accumulate, groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch.fx import Node
 
-from splitkit.engine.offload_copies import back_on_device, on_host
-from splitkit.engine.pair import Pair
-from splitkit.graph.dataflow import Dataflow
+from splitkit import _torch
+from splitkit.costs import unit_of
+from splitkit.engine.pair import Pair, back_on_device, on_host
+from splitkit.graph.dataflow import Dataflow, module_path, readers_of, waits_for
+from splitkit.graph.joint_marks import backward_nodes, forward_owners
+from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.memory.simulation import SimulatedStorage
 from splitkit.prices import Costs
-from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
-from splitkit.view.data.op_columns import ops_data, rounded
-from splitkit.view.data.rows import LadderRows, ladder_rows
+
+# Divides a graph into the rows of its picture; no row reads from a row below it.
+#
+# A row is a module: a numbered layer, or a sibling of numbered layers. Where a plan divides a module, each part of the
+# plan has a row of its own::
+#
+#     transformer.wte            row 0   stage 0
+#     transformer.h.0            row 1   stage 0
+#     transformer.h.1            row 2   stage 0
+#     transformer.h.1 (part 2)   row 3   stage 1
+#
+# A row of more than `MOST_OPS` ops that is not a numbered layer is divided further: into the modules inside it, and
+# what lies directly in one module, as in a model written without modules, into runs of ops where few values are alive.
+
+
+MOST_OPS = 100
+"""A row of more ops is divided. Layers of transformers have 20 to 60."""
+_RUN, _SPREAD = 40, 15
+"""The ops of a run where modules do not divide a row, and by how many its end may move to where fewer are alive."""
+
+
+@dataclass(frozen=True)
+class LadderRows:
+    """The rows of a graph.
+
+    Attributes:
+        names: the unique names of the rows, from the top.
+        of: placeable node -> its row.
+        backward: the backward nodes of a joint graph; each lies in the row of the forward node that it belongs to.
+        parts: the part of each row.
+    """
+
+    names: tuple[str, ...]
+    of: Mapping[Node, int]
+    backward: frozenset[Node]
+    parts: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def ladder_rows(flow: Dataflow, part: Mapping[Node, int]) -> LadderRows:
+    """Divide a graph into rows under a plan.
+
+    A node lies in the row of its module, or in the row of a node that it waits for if that is lower: so values only go
+    down. The backward nodes of a joint graph do not decide where a row is.
+
+    Args:
+        flow: facts about the graph.
+        part: placeable node -> the number of its part in the order in which parts run; backward nodes follow their
+            forward nodes.
+    """
+    late = backward_nodes(flow.graph)
+    forward = [node for node in flow.nodes if node not in late]
+    row_paths = _row_paths(Counter(module_path(node) for node in forward))
+    order = sorted(forward, key=lambda node: part.get(node, 0))  # stable: in graph order within a part
+    runs = _runs(flow, forward, row_paths)
+    row_of: dict[Node, int] = {}
+    known: dict[Hashable, int] = {}
+    names: list[str] = []
+    parts: list[int] = []
+    # a node opens its module's row at the first node of that module and part; then it sinks below what it waits for
+    for node in order:
+        own = part.get(node, 0)
+        path, run = row_paths[module_path(node)], runs.get(node, "")
+        key = path, run, own
+        if key not in known:
+            known[key] = len(names)
+            names.append(f"{path} · {run}" if run else path)
+            parts.append(own)
+        row_of[node] = max([known[key], *(row_of[n] for n in waits_for(flow, node) if n in row_of)])
+    names = _unique(names)
+    kept = sorted(set(row_of.values()))  # sinking may have emptied rows
+    place = {row: i for i, row in enumerate(kept)}
+    of = {node: place[row] for node, row in row_of.items()}
+    owner = forward_owners(flow.graph) if late else {}
+    of |= {node: of.get(owner[node], len(kept) - 1) for node in flow.nodes if node in late and node in owner}
+    # backward nodes without a forward node of their own, such as the loss's, go to the last row
+    left = {node: len(kept) - 1 for node in flow.nodes if node not in of}
+    return LadderRows(tuple(names[r] for r in kept), of | left, frozenset(late), tuple(parts[r] for r in kept))
+
+
+def _row_paths(paths: Counter[str]) -> dict[str, str]:
+    """Return module path -> the path of the row that the module lies in.
+
+    A row's path ends at the first number. A module that contains numbered layers is not a row of its children: they are
+    rows themselves, and so is what the module computes itself. The same holds for a module of too many ops.
+
+    Args:
+        paths: module path -> the number of its ops.
+    """
+    through = {""}
+    for path in paths:
+        atoms = path.split(".")
+        first = next((i for i, atom in enumerate(atoms) if atom.isdigit()), None)
+        if first is not None:
+            through.update(".".join(atoms[:i]) for i in range(1, first))
+    while True:
+        found = _rows_below(paths, through)
+        ops: Counter[str] = Counter()
+        for path, count in paths.items():
+            ops[found[path]] += count
+        inside = {row for path, row in found.items() if path != row and row not in through}
+        large = {row for row in inside if _is_divided(row, ops[row])}
+        if not large:
+            return found
+        through |= large
+
+
+def _is_divided(path: str, ops: int) -> bool:
+    """Whether a row is divided: it has too many ops, and is not a numbered layer."""
+    return ops > MOST_OPS and not path.rpartition(".")[2].isdigit()
+
+
+def _rows_below(paths: Mapping[str, int], through: set[str]) -> dict[str, str]:
+    """Return module path -> its row, where the children of the modules ``through`` are rows."""
+    found = {}
+    for path in paths:
+        atoms = path.split(".") if path else []
+        end = 0
+        while end < len(atoms) and (end == 0 or ".".join(atoms[:end]) in through):
+            end += 1
+            if end < len(atoms) and atoms[end].isdigit():
+                end += 1
+                break
+        found[path] = ".".join(atoms[:end]) or "(top level)"
+    return found
+
+
+def _runs(flow: Dataflow, forward: Sequence[Node], row_paths: Mapping[str, str]) -> dict[Node, str]:
+    """Return node -> the name of its run of ops, for the nodes of rows that modules do not divide enough."""
+    rows: dict[str, list[Node]] = {}
+    for node in forward:
+        rows.setdefault(row_paths[module_path(node)], []).append(node)
+    large = [nodes for path, nodes in rows.items() if _is_divided(path, len(nodes))]
+    if not large:
+        return {}
+    last = {node: max((flow.index[r] for r in readers), default=-1) for node, readers in readers_of(flow).items()}
+    return {node: name for nodes in large for name, run in _narrow_runs(flow, nodes, last) for node in run}
+
+
+def _narrow_runs(
+    flow: Dataflow, nodes: Sequence[Node], last: Mapping[Node, int]
+) -> Iterator[tuple[str, Sequence[Node]]]:
+    """Yield the name and the nodes of each run; runs end where the fewest values of these nodes are alive."""
+    ends = [0] * (len(nodes) + 1)  # by position among the nodes: how many values are read for the last time there
+    place = [flow.index[node] for node in nodes]
+    for node in nodes:
+        ends[bisect_left(place, last.get(node, -1))] += 1
+    alive = [i + 1 - read for i, read in enumerate(accumulate(ends[:-1]))]
+    start = 0
+    while start < len(nodes):
+        middle = start + _RUN
+        if middle + _RUN // 2 >= len(nodes):
+            end = len(nodes)
+        else:
+            end = 1 + min(range(middle - _SPREAD, middle + _SPREAD), key=lambda i: (alive[i], abs(i - middle)))
+        run = nodes[start:end]
+        yield f"{run[0].name} … {run[-1].name}", run
+        start = end
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        found.append(name if seen[name] == 1 else f"{name} (part {seen[name]})")
+    return found
+
+
+# What the pictures of stages, and of forward and backward, have in common: rows, and the values between them.
+
+
+class LadderModel:
+    """A graph in rows; forward runs down and backward up."""
+
+    if TYPE_CHECKING:
+        flow: Dataflow
+        costs: Costs
+        title: str
+        memory: int | None
+
+        @cached_property
+        def rows(self) -> LadderRows:
+            """The rows from top to bottom."""
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The nodes that the picture counts: the forward nodes, in graph order."""
+        return [node for node in self.flow.nodes if node not in self.rows.backward]
+
+    @cached_property
+    def nodes_of_rows(self) -> list[list[Node]]:
+        """The counted nodes of each row."""
+        found: list[list[Node]] = [[] for _ in range(len(self.rows))]
+        for node in self.nodes:
+            found[self.rows.of[node]].append(node)
+        return found
+
+    def common(self) -> dict[str, Any]:
+        """Return the data that all pages and still pictures of ladders have."""
+        return {
+            "title": self.title,
+            "unit": unit_of(self.costs),
+            "memory": self.memory,
+            "rows": [
+                {"name": name, "part": self.part_of_row(row), "ops": len(nodes), "kind": row_kind(nodes)}
+                for row, (name, nodes) in enumerate(zip(self.rows.names, self.nodes_of_rows, strict=True))
+            ],
+            "edges": as_triples(self._edges()),
+        }
+
+    def part_of_row(self, row: int) -> int:
+        """Return the number of the part that a row lies in."""
+        return self.rows.parts[row]
+
+    def _edges(self) -> dict[tuple[int, int], int]:
+        """Return (row, lower row that reads from it) -> bytes of the values read; each value counts once."""
+        found: dict[tuple[int, int], int] = {}
+        of, late = self.rows.of, self.rows.backward
+        for node, readers in readers_of(self.flow).items():
+            if node in late:
+                continue
+            for row in sorted({of[reader] for reader in readers if reader not in late} - {of[node]}):
+                found[of[node], row] = found.get((of[node], row), 0) + self.costs.nbytes(node)
+        return found
+
+
+def sums_of_makers(saved: Mapping[tuple[int, int], Mapping[Any, int]]) -> list[tuple[int, int, int]]:
+    """Return (row, row) -> maker -> bytes as `as_triples`, with the bytes of all makers together."""
+    return as_triples({rows: sum(makers.values()) for rows, makers in saved.items()})
+
+
+def as_triples(found: Mapping[tuple[int, int], int]) -> list[tuple[int, int, int]]:
+    """Return (row, row) -> bytes as a sorted list."""
+    return [(a, b, nbytes) for (a, b), nbytes in sorted(found.items())]
+
 
 SCHEMA = "splitkit.halves/1"
 TINY = 1000
@@ -198,3 +440,81 @@ def _given_names(buffers: Iterable[SimulatedStorage]) -> dict[str, str]:
     # `capture_joint` wraps the model in a module that calls it `model`
     wrapped = all(name.startswith("model.") for name in found.values())
     return {node: name.removeprefix("model.") if wrapped else name for node, name in found.items()}
+
+
+# Turns the nodes of a graph into columns of plain data, in which equal texts are stored once.
+
+
+# A frame of a formatted traceback, as fx, Dynamo and torch.export write it (2.11, 2.13, 2.15).
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(.*)')
+
+
+def ops_data(flow: Dataflow, nodes: Sequence[Node], row: Callable[[Node], int], costs: Costs) -> dict[str, Any]:
+    """Return columns of equal length, with one entry per node.
+
+    ``module``, ``sort`` and ``source`` are indices into ``modules``, ``sorts`` and ``sources``; a sort is ``[op, value,
+    bytes, seconds]``, which equal layers share; a source is the line of Python that made the op. ``reads`` has, for
+    each value that a node reads, how many entries further up the value is.
+
+    Args:
+        flow: facts about the graph.
+        nodes: the nodes in topological order.
+        row: node -> its row.
+        costs: the prices of the nodes.
+    """
+    place = {node: i for i, node in enumerate(nodes)}
+    modules, module = _numbered(module_path(node) for node in nodes)
+    sorts, sort = _numbered(
+        (_torch.target_name(node), type_text(node), costs.nbytes(node), rounded(costs.seconds(node))) for node in nodes
+    )
+    sources, source = _numbered(source_line(node) for node in nodes)
+    return {
+        "name": [node.name for node in nodes],
+        "row": [row(node) for node in nodes],
+        "modules": modules,
+        "module": module,
+        "sorts": sorts,
+        "sort": sort,
+        "sources": sources,
+        "source": source,
+        "reads": [[place[node] - place[n] for n in flow.inputs(node) if n in place] for node in nodes],
+    }
+
+
+def source_line(node: Node) -> str:
+    """Return the innermost line of the model's code that made a node: ``net/model.py:12: x = self.act(x)``, or ``""``.
+
+    Lines of torch itself, which every call of a layer passes, say nothing about the model. Of a path only the folder
+    and the file are shown.
+    """
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in found if "/site-packages/torch/" not in frame[0].replace("\\", "/")] or found
+    if not own:
+        return ""
+    file, number, code = own[-1]
+    return f"{'/'.join(file.replace(chr(92), '/').split('/')[-2:])}:{number}: {code.strip()}"
+
+
+def row_kind(nodes: Iterable[Node]) -> int:
+    """Return a hash of the ops and types in a row; rows of equal layers have the same, and pictures fold them."""
+    shape = "|".join(f"{_torch.target_name(node)} {type_text(node)}" for node in nodes)
+    return zlib.crc32(shape.encode())
+
+
+def type_text(node: Node) -> str:
+    """Return the type of a node's value: ``float32[2, 16, 64]``."""
+    texts = (
+        f"{str(t.dtype).removeprefix('torch.')}{[*map(str, t.shape)]}".replace("'", "") for t in tensors(value_of(node))
+    )
+    return ", ".join(texts)
+
+
+def rounded(number: float) -> float | int:
+    """Return a number with seven digits; pictures show fewer."""
+    return number if isinstance(number, int) else float(f"{number:.7g}")
+
+
+def _numbered(words: Iterable[Any]) -> tuple[list[Any], list[int]]:
+    numbers: dict[Any, int] = {}
+    which = [numbers.setdefault(word, len(numbers)) for word in words]
+    return list(numbers), which

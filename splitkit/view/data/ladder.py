@@ -1,41 +1,43 @@
 """Turns a plan in stages into the data of its picture: rows, saved values, borders, and prices of possible stages.
 
 All bytes and seconds that a picture shows come from here. The page gets the price of the stage between any two
-`splitkit.view.data.page_data.border_marks`, as `splitkit.pipeline.stage_prices.StagePrices` computes it, so that
+`splitkit.view.data.ladder.border_marks`, as `splitkit.pipeline.stage_prices.StagePrices` computes it, so that
 dragging a border shows exactly what a plan with that border would. A still picture needs none of these prices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 from torch import fx
 from torch.fx import Node
 
+from splitkit.costs.links import Links
+from splitkit.errors import PlanError, SplitError
+from splitkit.graph.byte_sizes import value_bytes
 from splitkit.graph.caches import given_caches
 from splitkit.graph.dataflow import Dataflow
-from splitkit.memory.segments.graph_memory import GraphMemory
-from splitkit.memory.segments.segment import OrderMemory
-from splitkit.pipeline.measured_step import MeasuredStep
+from splitkit.memory.graph_memory import GraphMemory
+from splitkit.memory.segment import OrderMemory
 from splitkit.pipeline.placed_prices import in_part
 from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.schedule import Schedule
+from splitkit.pipeline.schedules import known_schedules, schedule_of
+from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, run_order
-from splitkit.plans.parts import PARENT
-from splitkit.plans.record import Plan
+from splitkit.pipeline.trace import MeasuredStep, Transport
+from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.record import Plan, checkpointed
 from splitkit.prices import Costs, Optimizer
-from splitkit.view.data.ladder_model import LadderModel, sums_of_makers
-from splitkit.view.data.op_columns import ops_data
-from splitkit.view.data.page_data import border_marks, resimulated
-from splitkit.view.data.plan_template import plan_template
-from splitkit.view.data.rerun_parts import Taken, kept_between, rerun, step_choices, taken_values
-from splitkit.view.data.rows import LadderRows, ladder_rows
-from splitkit.view.data.stage_memory import HeldStorage, held_storages, run_data, shared_weights
-from splitkit.view.data.what_if import what_if
+from splitkit.view.data.joint_ladder import LadderModel, LadderRows, as_triples, ladder_rows, ops_data, sums_of_makers
+from splitkit.view.data.staged_ladder import HeldStorage, held_storages, run_data, shared_weights
 
 SCHEMA = "splitkit.ladder/2"
 COLUMNS = ("forward", "backward", "saved", "temporary", "fixed")
@@ -319,3 +321,233 @@ def _figure(stage: StageCosts, column: str) -> float:
         else getattr(stage, "forward" if column == "forward" else f"{column}_bytes")
     )
     return whole
+
+
+# The plan file that a page can save: all of it but the places, which the page fills in from its borders.
+
+
+_OF_THE_PLAN = ("nodes", "note", "claim", "places")
+
+
+def plan_template(plan: Plan, keys: Iterable[PartKey]) -> dict[str, Any]:
+    """Return the fields of a plan's file that stay when borders are moved.
+
+    The parts are in the order in which they run, as the page numbers its stages. The names of nodes are not repeated
+    (they are in the columns of ops), so the file is bound to a graph of equal names.
+
+    Args:
+        plan: the plan.
+        keys: its parts in the order in which they run.
+    """
+    data = plan.to_dict()
+    written = dict(zip(plan.parts, data["parts"], strict=True))
+    kept = {name: value for name, value in data.items() if name not in _OF_THE_PLAN}
+    return kept | {"parts": [written[key] for key in keys]}
+
+
+# The steps that the same stages would take under other schedules, numbers of microbatches, links, and with recompute.
+#
+# The page picks among them at once: they are computed here, by the simulator, so that no number is the page's own.
+
+
+LINKS = ("pcie4", "nvlink4", "ethernet100", "ethernet400")
+"""The presets that can be chosen, besides the links of the step itself and none."""
+_FACTORS = (0.5, 1, 2, 4)
+_MOST_ACTIONS = 2_000
+"""A longer step is left out. All others together took 0.3 s for 4 stages, 8 microbatches, recompute or not."""
+
+
+def what_if(run: ScheduleRun, recompute: Mapping[str, Sequence[StageCosts]] | None = None) -> dict[str, Any] | None:
+    """Return the other steps as columns: ``schedules``, ``microbatches``, ``links`` and ``recompute`` to choose from.
+
+    Each of ``rows`` is ``[schedule, microbatches, links, ranks, seconds, bubble, highest peak, recompute]``; the first
+    three and the last are indices. A combination that a schedule refuses has no row. ``own`` is the row of the step
+    itself. Replicated stages, very long steps, and orders of one's own have no other steps: ``None``.
+
+    Args:
+        run: the step itself.
+        recompute: a word for which parts are run again in backward -> the costs of the stages; those of ``run`` first.
+    """
+    recompute = {"as planned": run.stages} if recompute is None else recompute
+    words = [schedule.word for schedule in known_schedules()]
+    schedule = schedule_of(run.order)
+    if schedule is None or run.transport is None or max(run.replicas) > 1:
+        return None
+    counts = sorted({max(1, int(run.order.microbatches * factor)) for factor in _FACTORS})
+    links: dict[str, Any] = {"as given": run.transport.links, "none": None, **{preset: preset for preset in LINKS}}
+    if run.transport.links is None:
+        del links["as given"]
+    rows: list[list[float]] = []
+    own = None
+    for s, word in enumerate(words):
+        ranks = run.ranks if word == schedule.word else None
+        for m, count in enumerate(counts):
+            if count * len(run.stages) * 2 > _MOST_ACTIONS:
+                continue
+            for (k, given), (r, stages) in product(enumerate(links.values()), enumerate(recompute.values())):
+                step = _simulated(run, stages, run.transport, word, count, ranks, given)
+                if step is None:
+                    break
+                if (word, count, k, r) == (schedule.word, run.order.microbatches, 0, 0):
+                    own = len(rows)
+                rows.append([s, m, k, step.ranks, step.seconds, step.bubble, max(step.peaks), r])
+    if own is None:  # too long
+        return None
+    choices = {"schedules": words, "microbatches": counts, "links": list(links), "recompute": list(recompute)}
+    return choices | {"rows": rows, "own": own}
+
+
+def _simulated(
+    run: ScheduleRun,
+    stages: Sequence[StageCosts],
+    transport: Transport,
+    schedule: str,
+    microbatches: int,
+    ranks: int | None,
+    links: Any,
+) -> ScheduleRun | None:
+    try:
+        return simulate_schedule(
+            stages,
+            schedule,
+            microbatches,
+            ranks=ranks,
+            links=links,
+            overlap=transport.overlap,
+            static_buffers=run.static_buffers,
+        )
+    except SplitError:  # the schedule does not go with these numbers, or the links do not know these ranks
+        return None
+
+
+# What a picture shows of parts that backward runs again: what they keep, and what the step takes with and without.
+
+
+Taken = tuple[Node | None, int, list[Node]]
+"""A value: the node that makes it (``None`` for an input of the graph), its bytes, and the nodes that read it."""
+
+
+def rerun(plan: Plan, keys: Sequence[PartKey]) -> list[bool]:
+    """Return for each part whether backward runs it again."""
+    return [plan.parts[key].call == "checkpoint" for key in keys]
+
+
+def taken_values(flow: Dataflow) -> list[Taken]:
+    """Return the values that a part keeps if it takes them and backward runs it again, in graph order."""
+    found: list[Taken] = []
+    for node in flow.index:
+        if node.op in ("get_attr", "output"):
+            continue
+        maker = flow.producer(node)
+        readers = {flow.producer(user) for user in node.users} - {maker}
+        read = sorted(filter(flow.is_placeable, readers), key=flow.index.__getitem__)
+        if read and (nbytes := value_bytes(node)):
+            found.append((None if node.op == "placeholder" else maker, nbytes, read))
+    return found
+
+
+def kept_between(
+    saved: Mapping[tuple[int, int], Mapping[Node, int]],
+    taken: Sequence[Taken],
+    row_of: Callable[[Node], int],
+    part_of: Callable[[int], int],
+    again: Sequence[bool],
+) -> list[tuple[int, int, int]]:
+    """Return (row that makes, row that keeps, bytes) of what lies between forward and backward.
+
+    A part that backward runs again keeps the values of other parts that it reads, up to its first reader; other parts
+    keep what autograd saves. `page/scripts/recomputed.js` does the same after a border has moved.
+
+    Args:
+        saved: (row, row) -> what autograd saves, as if no part were run again.
+        taken: the values of the graph.
+        row_of: node -> its row.
+        part_of: row -> its part.
+        again: for each part whether it is run again.
+    """
+    found = {rows: sum(of.values()) for rows, of in saved.items() if not again[part_of(rows[1])]}
+    for maker, nbytes, readers in taken:
+        first: dict[int, int] = {}
+        for row in map(row_of, readers):
+            first[part_of(row)] = min(row, first.get(part_of(row), row))
+        own = None if maker is None else part_of(row_of(maker))
+        for part, row in first.items():
+            if again[part] and part != own:
+                key = (row if maker is None else row_of(maker), row)
+                found[key] = found.get(key, 0) + nbytes
+    return as_triples(found)
+
+
+def step_choices(prices: StagePrices, plan: Plan, run: ScheduleRun) -> dict[str, Sequence[StageCosts]]:
+    """Return a word for which parts are run again -> their costs; first as planned.
+
+    There is nothing else to choose in inference, where parts have effects, and where the step has other prices.
+    """
+    again = [part.call == "checkpoint" for part in plan.parts.values()]
+    own = "yes" if all(again) else "in some parts" if any(again) else "no"
+    found: dict[str, Sequence[StageCosts]] = {own: run.stages}
+    if prices.optimizer is None or prices.of(plan) != tuple(run.stages):
+        return found
+    plain = replace(plan, parts={key: replace(part, call="plain") for key, part in plan.parts.items()})
+    for word, made in {"no": plain, "yes": checkpointed(plan)}.items():
+        if word not in found:
+            with suppress(PlanError):
+                found[word] = prices.of(made)
+    return found
+
+
+# Computes where the borders on the page may go, and simulates the step of a plan again for other stages.
+#
+# The price of every segment of rows would be quadratic in the graph, so a tall ladder has prices only between its
+# `border_marks`.
+
+
+MOST_MARKS = 64
+"""The number of segments between `border_marks` where there are more rows than this. The page has a price for every run
+of segments: 64 * 65 / 2 = 2,080 of them."""
+
+
+def border_marks(borders: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """Return the rows above which a border may go.
+
+    All rows where they are few. Otherwise rows that divide the rows and their seconds evenly, and the borders of the
+    plan itself unless these are too many.
+
+    Args:
+        borders: the first row of each stage of the plan, and the number of rows.
+        seconds: the seconds of each row.
+    """
+    rows = len(seconds)
+    if rows <= MOST_MARKS:
+        return list(range(rows + 1))
+    # rows of about equal time, so that even plans exist, but not too many rows between two marks either
+    found = {0, rows, *(borders if len(borders) <= MOST_MARKS else ())}
+    mean = sum(seconds) / rows or 1.0
+    past = list(accumulate(second / mean + 1 for second in seconds))  # time and rows weigh the same
+    parts = MOST_MARKS + 2 - len(found)
+    found.update(1 + bisect_left(past, past[-1] * part / parts, hi=rows - 2) for part in range(1, parts))
+    return sorted(found)
+
+
+def _scalable_schedule(run: ScheduleRun) -> Schedule | None:
+    """Return the schedule if it makes an order for any number of stages, and all links are alike."""
+    links = None if run.transport is None else run.transport.links
+    alike = links is None or (isinstance(links, Links) and not links.size and not links.pairs)
+    found = schedule_of(run.order) if alike else None
+    return found if found is not None and found.window is not None else None
+
+
+def resimulated(run: ScheduleRun, stages: Sequence[StageCosts]) -> ScheduleRun | None:
+    """Simulate the same step with other stages; return ``None`` if the schedule does not allow that many."""
+    schedule, transport = _scalable_schedule(run), run.transport
+    if schedule is None or transport is None:
+        return None
+    options: dict[str, Any] = {
+        "overlap": transport.overlap,
+        "static_buffers": run.static_buffers,
+        "links": transport.links,
+    }
+    try:
+        return simulate_schedule(stages, schedule.name, run.order.microbatches, **options)
+    except SplitError:
+        return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from splitkit.costs.links import links_of
 from splitkit.errors import SplitError
-from splitkit.pipeline.defaults import planned_order
+from splitkit.pipeline.purpose import planned_order
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts

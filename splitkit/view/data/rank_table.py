@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from splitkit.checks import Memory, memory_of
-from splitkit.pipeline.rank_rows import RankRow
-from splitkit.pipeline.run import ScheduleRun
-from splitkit.view.console.tables import table
+from splitkit.pipeline.run import RankRow, ScheduleRun
+from splitkit.view.tables import table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +33,7 @@ _SPARE = ("in flight", "temporary", "fixed", "saved", "stages", "bubble", "memor
 def rank_table(ranks: ScheduleRun | Sequence[RankRow], devices: Sequence[str] = (), memory: Memory = None) -> Table:
     """Return a table with one row per rank; leave out empty columns, and device or memory if all ranks have the same::
 
-        from splitkit.view.console.console import show
+        from splitkit.view.console import show
         show(rank_table(splitkit.simulate_schedule(stages, "1f1b", 8), memory="80GiB"))
 
     Args:

@@ -19,7 +19,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def html_table(table: Table) -> str:
-    """Return a table of `splitkit.view.console.tables` as HTML, with its title; all text is escaped."""
+    """Return a table of `splitkit.view.tables` as HTML, with its title; all text is escaped."""
     sides = [
         "text-align:right;white-space:nowrap" if c.justify == "right" else "text-align:left" for c in table.columns
     ]

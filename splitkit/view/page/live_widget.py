@@ -20,13 +20,11 @@ from splitkit.costs.recorded import record_of
 from splitkit.engine.split import plan as checked_plan
 from splitkit.errors import SplitError, ViewError
 from splitkit.pipeline.stage_prices import run_order
-from splitkit.plans.checkpointed import checkpointed
 from splitkit.plans.parts import Part
-from splitkit.plans.record import Plan
+from splitkit.plans.record import Plan, checkpointed
 from splitkit.policies import Stages
 from splitkit.prices import includes_backward
-from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.page_data import resimulated
+from splitkit.view.data.ladder import LadderView, resimulated
 from splitkit.view.page import style
 from splitkit.view.page.bundle import script
 from splitkit.view.page.html import fragment

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape, unescape
 from typing import Literal
 
-from splitkit.view.colours import INK, LINE, MUTED, PAPER
-from splitkit.view.svg.text_width import shortened, width
+from splitkit.view.colours import INK, LINE, MUTED, PAPER, colour
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Verdana, sans-serif"
 Anchor = Literal["start", "middle", "end"]
@@ -187,3 +187,110 @@ def _points(points: Sequence[Point2]) -> str:
 def _n(number: float) -> str:
     """Return a number with two decimals, without trailing zeros: pictures are small files."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
+
+
+# Estimates the width of text without a browser.
+#
+# The widths are those of DejaVu Sans, which is among the widest screen fonts: what fits by it fits in other fonts too.
+
+
+_FIRST = 32
+_WIDTHS = (
+    *(318, 401, 460, 838, 636, 950, 780, 275, 390, 390, 500, 838, 318, 361, 318, 337),
+    *(636, 636, 636, 636, 636, 636, 636, 636, 636, 636, 337, 337, 838, 838, 838, 531),
+    *(1000, 684, 686, 698, 770, 632, 575, 775, 752, 295, 295, 656, 557, 863, 748, 787),
+    *(603, 787, 695, 635, 611, 732, 684, 989, 685, 611, 685, 390, 337, 390, 838, 500),
+    *(500, 613, 635, 550, 635, 615, 352, 635, 634, 278, 278, 579, 278, 974, 634, 612),
+    *(635, 635, 411, 521, 392, 634, 592, 818, 592, 592, 525, 636, 337, 636, 838),
+)
+"""The widths of the characters from space to tilde, in thousandths of the font size."""
+_BOLD = 1.13
+"""How much wider bold text is."""
+_OTHER = 1000
+"""The width assumed for all other characters."""
+
+
+def width(text: str, size: float = 11, bold: bool = False) -> float:
+    """Return the most pixels that a text takes."""
+    thousandths = sum(_WIDTHS[at] if 0 <= (at := ord(letter) - _FIRST) < len(_WIDTHS) else _OTHER for letter in text)
+    return thousandths * size / 1000 * (_BOLD if bold else 1)
+
+
+def shortened(text: str, room: float, size: float = 11, bold: bool = False, *, end: bool = False) -> str:
+    """Shorten a text with an ellipsis so that it fits; return ``""`` if not even one letter does.
+
+    Args:
+        text: the text.
+        room: the pixels that it may take.
+        size: the font size.
+        bold: whether the font is bold.
+        end: whether to keep the end, which matters more in the path of a module.
+    """
+    if width(text, size, bold) <= room:
+        return text
+    room -= width("…", size, bold)
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        kept = text[-middle:] if end else text[:middle]
+        low, high = (middle, high) if width(kept, size, bold) <= room else (low, middle - 1)
+    if not low:
+        return ""
+    return f"…{text[-low:]}" if end else f"{text[:low]}…"
+
+
+# Draws bar charts as still pictures.
+
+
+WIDTH, NAMES, ROW = 820, 300, 20
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar.
+
+    Attributes:
+        name: the text at its left.
+        value: its length.
+        text: the text at its right: the value with its unit.
+        number: the number of its colour.
+        tooltip: the text on hover; by default the name and the text.
+    """
+
+    name: str
+    value: float
+    text: str
+    number: int = 0
+    tooltip: str = ""
+
+
+@dataclass(frozen=True)
+class BarsDrawing:
+    """A bar chart.
+
+    Attributes:
+        title: the title of the picture.
+        groups: (heading, bars); each group has a scale of its own.
+    """
+
+    title: str
+    groups: Sequence[tuple[str, Sequence[Bar]]]
+
+    def to_svg(self) -> str:
+        """Return the picture; names are escaped."""
+        draw, y = Drawing(WIDTH), 34.0
+        draw.text(8, 16, self.title, bold=True, size=12, room=WIDTH - 16)
+        for heading, bars in self.groups:
+            draw.text(8, y + 6, heading, MUTED, size=10, bold=True, room=WIDTH - 16)
+            y += 14
+            most = max((bar.value for bar in bars), default=0) or 1
+            room = WIDTH - NAMES - 24 - max((width(bar.text) for bar in bars), default=0)
+            for bar in bars:
+                tooltip = bar.tooltip or f"{bar.name}: {bar.text}"
+                long = max(1.0, room * bar.value / most)
+                draw.text(NAMES - 8, y + 13, bar.name, anchor="end", room=NAMES - 16, title=tooltip)
+                draw.rect(NAMES, y + 3, long, ROW - 6, colour(bar.number), tooltip, round_=2)
+                draw.text(NAMES + long + 6, y + 13, bar.text)
+                y += ROW
+            y += 12
+        return draw.to_svg(y, self.title)

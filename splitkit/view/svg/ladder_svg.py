@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 from splitkit.units import duration, measure, size
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
+from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
-from splitkit.view.svg.drawing import Drawing
-from splitkit.view.svg.text_width import shortened, width
+from splitkit.view.data.staged_ladder import StagedView
+from splitkit.view.svg.drawing import Drawing, shortened, stacked, width
+from splitkit.view.svg.timeline import timeline_svg
 
 ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46
 _MOST = 80
@@ -323,3 +325,126 @@ def _runs(kinds: list[int]) -> Iterator[tuple[int, int]]:
 def ladder_svg(ladder: LadderView) -> str:
     """Return the still picture of a ladder."""
     return LadderDrawing(ladder.still(), ladder.saved_bytes).to_svg()
+
+
+# Draws forward and backward of a training step as a still picture: the ladder, with the border between its halves.
+
+
+_FORWARD, _BACKWARD = 0, 1
+_EDGE = 12
+
+
+@dataclass(frozen=True)
+class HalvesDrawing(LadderDrawing):
+    """A ladder of forward and backward; ``data`` is what `splitkit.view.data.joint_ladder.HalvesView.still` returns."""
+
+    @property
+    def _heading(self) -> str:
+        again = f", {len(self.data['again'])} ops computed again" if self.data["again"] else ""
+        return f"{size(self.data['bytes'])} saved for backward{again}"
+
+    @property
+    def _border_texts(self) -> list[str]:
+        return []  # its only border lies between the halves, in the middle
+
+    def _fill(self, item: Item, late: bool) -> str:
+        return colour(_BACKWARD if late else _FORWARD)
+
+    def _bands(self, draw: Drawing) -> None:
+        high = self.items[-1].y + ROW + GAP - TOP + GAP
+        for x, number in ((LEFT, _FORWARD), (self._right - BOX, _BACKWARD)):
+            draw.rect(x - _EDGE, TOP - GAP, BOX + 2 * _EDGE, high, mixed(colour(number), 0.12))
+        middle = LEFT + BOX + RIBBONS / 2
+        draw.line((middle, TOP - GAP), (middle, TOP - GAP + high), INK, 1.3, dashes="6 4")
+
+    def _marks(self, draw: Drawing, item: Item) -> None:
+        """Hatch the share of a backward box that is the time of ops computed again."""
+        spent = sum(self.data["times"]["again"][item.start : item.end])
+        whole = sum(self.data["times"]["backward"][item.start : item.end])
+        if not any(self.data["recomputed"][item.start : item.end]):
+            return
+        left, wide = self._right - BOX, BOX * min(1.0, spent / whole if whole else 0.0)
+        draw.path(stripes(left, item.y, max(wide, 4), ROW), "#ffffff", 1.5, opacity=0.4)
+
+    def _legend(self) -> list[tuple[str, str]]:
+        return [(colour(_BACKWARD), "hatched: computed again in backward")] if self.data["again"] else []
+
+
+def halves_svg(halves: HalvesView) -> str:
+    """Return the still picture of the chosen division of a step."""
+    data = halves.still()
+
+    def saved(start: int, end: int) -> int:
+        return sum(int(nbytes) for row, _, nbytes in data["saved"] if start <= row < end)
+
+    return HalvesDrawing(data, saved).to_svg()
+
+
+# Draws a training step in stages as a still picture: the ladder of its stages, and its simulated step below.
+
+
+@dataclass(frozen=True)
+class StagedDrawing(LadderDrawing):
+    """A ladder of the stages of a training step; ``data`` is what `StagedView.still` returns."""
+
+    @property
+    def _divided(self) -> bool:
+        return bool(self.data["divided"])
+
+    @property
+    def _columns(self) -> list[Column]:
+        step = BOX + RIBBONS
+        found = [Column("forward", "", LEFT, "forward ↓")]
+        if not self._divided:
+            return [*found, Column("backward", "∇ ", LEFT + step, "backward ↑")]
+        early = Column("backward", "∇x ", LEFT + step, "gradients of inputs ↑")
+        return [*found, early, Column("weight", "∇w ", LEFT + 2 * step, "gradients of weights")]
+
+    @property
+    def _between(self) -> list[tuple[str, str]]:
+        waits = [("waits", "waits for the weight part (bytes)")] if self._divided else []
+        return [("saved", "saved for backward (bytes)"), *waits]
+
+    @property
+    def _heading(self) -> str:
+        again = sum(self.data["counts"]["again"])
+        return f"{super()._heading}, {size(sum(b for *_, b in self.data['saved']))} saved" + (
+            f", {again} ops computed again" if again else ""
+        )
+
+    def _about(self, stage: int) -> list[tuple[str, str]]:
+        """Return the lines beside a stage: what its parts take, what it saves, and what waits."""
+        again, waiting = (self.data["stages"][name][stage] for name in ("again", "waiting"))
+        more = [f"{again:.0f} ops again"] if again else []
+        more += [f"{size(waiting)} waits"] if waiting else []
+        return [*super()._about(stage), *((line, MUTED) for line in more)]
+
+    def _is_empty(self, item: Item, column: str) -> bool:
+        return not any(self.data["counts"][column][item.start : item.end])
+
+    def _marks(self, draw: Drawing, item: Item) -> None:
+        """Hatch the share of a backward box that is the time of ops computed again."""
+        times, span = self.data["times"], slice(item.start, item.end)
+        if any(self.data["counts"]["again"][span]):
+            whole = sum(times["backward"][span])
+            share = min(1.0, sum(times["again"][span]) / whole) if whole else 0.0
+            left = self._columns[1].x
+            draw.path(stripes(left, item.y, max(BOX * share, 4), ROW), "#ffffff", 1.5, opacity=0.4)
+
+    def _legend(self) -> list[tuple[str, str]]:
+        found = [(RIBBON, "line: read by the box, ribbon: held until its end, as wide as its bytes")]
+        if any(self.data["counts"]["again"]):
+            found.append((colour(0), "hatched: computed again in backward"))
+        found.append((INK, "▼ activations, ▲ gradients that cross"))
+        return found
+
+
+def staged_svg(view: StagedView) -> str:
+    """Return the still picture of a training step in stages."""
+    data = view.still()
+
+    def saved(start: int, end: int) -> int:
+        return sum(int(nbytes) for row, _, nbytes in data["saved"] if start <= row < end)
+
+    ladder = StagedDrawing(data, saved).to_svg()
+    return ladder if view.run is None else stacked([ladder, timeline_svg(view.run, view.memory)])

@@ -10,7 +10,8 @@ from splitkit.graph.dataflow import module_path
 from splitkit.memory.profile import MemoryProfile
 from splitkit.units import bounded, size
 from splitkit.view.colours import BAD, INK, MUTED, colour, mixed
-from splitkit.view.svg.axes import (
+from splitkit.view.svg.drawing import Drawing, width
+from splitkit.view.svg.scatter import (
     PlotArea,
     horizontal_axis,
     round_size,
@@ -19,8 +20,6 @@ from splitkit.view.svg.axes import (
     vertical_axis,
     visible_limit,
 )
-from splitkit.view.svg.drawing import Drawing
-from splitkit.view.svg.text_width import width
 
 WIDTH, HEIGHT = 820, 300
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 62, 66

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from splitkit.pipeline.action import KINDS
-from splitkit.pipeline.memory import memory_over_time
+from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.order import KINDS
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.trace import Event
 from splitkit.units import duration, measure, size
 from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
-from splitkit.view.svg.axes import PlotArea, horizontal_axis, thinned, tick_values, visible_limit
-from splitkit.view.svg.drawing import Drawing
-from splitkit.view.svg.text_width import width
+from splitkit.view.svg.drawing import Drawing, width
+from splitkit.view.svg.scatter import PlotArea, horizontal_axis, thinned, tick_values, visible_limit
 
 WIDTH, LEFT, RIGHT, TOP = 860, 66, 84, 76
 _SHADES = {"F": 0.5, "B": 1.0, "I": 1.0, "W": 0.72}

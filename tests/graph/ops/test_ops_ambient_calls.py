@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.autograd import forward_ad
 
 from splitkit.graph.ops import effects_of, op_tables
-from splitkit.graph.ops.ambient_calls import is_ambient, may_change_modes
+from splitkit.graph.ops.functions import is_ambient, may_change_modes
 
 SETTERS = [
     torch.set_grad_enabled,

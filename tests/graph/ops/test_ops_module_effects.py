@@ -8,7 +8,7 @@ from torch import nn
 
 from splitkit.graph.ops import effects_of, is_tuple, op_tables
 from splitkit.graph.ops.facts import Effects, first_argument
-from splitkit.graph.ops.module_effects import module_tensors, settled_effects, stock_inside
+from splitkit.graph.ops.tuples import module_tensors, settled_effects, stock_inside
 
 
 def act(m: nn.Module, train: bool = True) -> tuple[str, str, bool, int]:

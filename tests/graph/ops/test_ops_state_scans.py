@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from splitkit._torch import FakeTensorMode
-from splitkit.costs.formulas.flop_formulas import formulas_for
-from splitkit.engine.serialization.function_names import function_of, name_of_function
+from splitkit.costs.flop_formulas import formulas_for
+from splitkit.engine.function_names import function_of, name_of_function
 from splitkit.graph.ops.declared import declared_facts
 from splitkit.graph.ops.facts import Facts
 from splitkit.graph.ops.state_scans import CHUNKED_SCAN, LIMITED_STEPS, SCANS, SELECTIVE_SCAN

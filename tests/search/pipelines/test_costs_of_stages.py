@@ -14,9 +14,8 @@ from trainingnets import random_training_graph
 import splitkit as sk
 from splitkit.plans.rewrite import prune
 from splitkit.policies import Pipeline
-from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.joint_positions import JointPositions, staged_plan
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.staged_plan import staged_plan
 
 
 def assert_same_costs(joint, costs, seed, tries=3):

@@ -7,11 +7,9 @@ import pytest
 from pipelinegraphs import all_choices, bytes_needed, random_joint
 
 from splitkit.pipeline.schedules import pipeline_order
-from splitkit.search.pipelines.cut_search import CutSearch, candidate_cuts
-from splitkit.search.pipelines.cut_times import CutTimes
+from splitkit.search.pipelines.cut_search import CutSearch, CutTimes, candidate_cuts
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.rank_choice import RankChoice
-from splitkit.search.pipelines.rank_loads import rank_loads
+from splitkit.search.pipelines.rank_choice import RankChoice, rank_loads
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 

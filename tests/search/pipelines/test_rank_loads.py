@@ -9,7 +9,7 @@ from pipelinegraphs import bytes_needed
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.search.pipelines.rank_loads import rank_loads
+from splitkit.search.pipelines.rank_choice import rank_loads
 
 
 @pytest.mark.parametrize(

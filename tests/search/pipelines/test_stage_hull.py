@@ -7,7 +7,7 @@ import pytest
 from pipelinegraphs import all_choices, random_joint
 
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.stage_hull import StageHull
+from splitkit.search.pipelines.stage_frontiers import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
 
 

@@ -8,8 +8,7 @@ from pipelinegraphs import Prices
 
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.rank_choice import RankChoice
-from splitkit.search.pipelines.rank_loads import rank_loads
+from splitkit.search.pipelines.rank_choice import RankChoice, rank_loads
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 

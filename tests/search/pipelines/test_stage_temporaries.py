@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.engine.joint_stages.graph_temporaries import graph_temporaries
+from splitkit.engine.staged_step import graph_temporaries
 from splitkit.memory.measurement import measure_memory
 from splitkit.policies import Pipeline
 

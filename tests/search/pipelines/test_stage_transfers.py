@@ -8,8 +8,8 @@ from pipelinegraphs import Prices
 
 from splitkit.costs.links import HostLink
 from splitkit.search.pipelines.joint_positions import JointPositions
+from splitkit.search.pipelines.offload_cut_search import StageTransfers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.stage_transfers import StageTransfers
 from splitkit.training.choices import Choice
 
 

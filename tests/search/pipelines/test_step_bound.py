@@ -13,11 +13,9 @@ from splitkit.costs import Link, Links
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.search.pipelines.cut_search import CutSearch, candidate_cuts
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.span_tables import SpanTables
-from splitkit.search.pipelines.stage_frontiers import StageFrontiers
-from splitkit.search.pipelines.stage_hull import StageHull
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers, StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.step_bound import PieceHulls, SpanHulls, StepBound
+from splitkit.search.pipelines.step_bound import PieceHulls, SpanHulls, SpanTables, StepBound
 
 KINDS = ("zbv", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev", "v-half", "1f1b")
 CASES = [(seed, kind) for seed in range(20) for kind in KINDS]

@@ -7,7 +7,7 @@ import pytest
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.search.stages.in_flight import InFlight
+from splitkit.search.stages.candidate_borders import InFlight
 
 
 def most_held(order, stage, ends):

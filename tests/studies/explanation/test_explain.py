@@ -10,11 +10,11 @@ from explainedgraphs import Costs, towers
 from torch import nn
 
 import splitkit as sk
-from splitkit.plans.policy_text import policy_text
+from splitkit.plans.plan_file import policy_text
 from splitkit.policies import Best, Budget, ByName, Devices, Expert, MinCut, Remat, RoundRobin, SplitBackward
 from splitkit.policies import Stages as StagesPolicy
 from splitkit.search.plan_figures import StagePricing
-from splitkit.studies.explanation.recorded_policy import recorded_policy
+from splitkit.studies.explanation.explain import recorded_policy
 from splitkit.units import duration
 
 

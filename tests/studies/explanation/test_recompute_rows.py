@@ -11,8 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.engine.pair import divide
 from splitkit.policies import Budget, MinCut, Pipeline, RecomputeAll, Remat, SaveAll
-from splitkit.studies.explanation.recompute_explanation import choices_of, explain_recompute
-from splitkit.studies.explanation.recompute_rows import AGAIN, SAVED
+from splitkit.studies.explanation.recompute_explanation import AGAIN, SAVED, choices_of, explain_recompute
 from splitkit.training.flow import BACKWARD, FORWARD
 from splitkit.units import size
 

@@ -8,10 +8,9 @@ from explainedgraphs import Costs, runs, stage_plans, towers
 import splitkit as sk
 from splitkit.policies import Devices, MemoryBudget, Stages
 from splitkit.search.plan_figures import StagePricing
-from splitkit.search.scoring import Scoring
-from splitkit.studies.explanation.explain import explain
-from splitkit.studies.explanation.recorded_policy import recorded_policy
-from splitkit.studies.explanation.stage_explanation import StageMoves, _others
+from splitkit.search.request import Scoring
+from splitkit.studies.explanation.explain import explain, recorded_policy
+from splitkit.studies.explanation.folded_names import StageMoves, _others
 
 
 class Case:

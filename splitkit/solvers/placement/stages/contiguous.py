@@ -7,10 +7,8 @@ from dataclasses import replace
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.bounds import check_placeable
-from splitkit.solvers.placement.colocation import acyclic_groups
-from splitkit.solvers.placement.contract import contracted_core
-from splitkit.solvers.placement.core import core_of, exact_links
+from splitkit.solvers.placement.bounds import check_placeable, contracted_core
+from splitkit.solvers.placement.core import acyclic_groups, core_of, exact_links
 from splitkit.solvers.placement.memory_remedies import infeasible, stages_fit
 from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.solution import Key, Solution, best_plan

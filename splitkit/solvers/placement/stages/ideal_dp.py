@@ -12,17 +12,16 @@ With ``load(A, B)`` of the stage ``B - A`` on the device that the step to the le
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.problem import Ints
-from splitkit.solvers.placement.stages.device_steps import DeviceSteps
-from splitkit.solvers.placement.stages.dominance import Dominance, dominance_applies
-from splitkit.solvers.placement.stages.ideals import Effort, Ideals, TooManyError, Words, sums_over_ideals
-from splitkit.solvers.placement.stages.stage_loads import StageRanks, stage_loads
+from splitkit.solvers.placement.problem import Bools, Ints
+from splitkit.solvers.placement.stages.device_steps import DeviceSteps, StageRanks, class_speeds, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets for which the table of pins is kept in memory
 _CLOSE = 256  # bisection ends when the interval is 1/256 of the value; then the minimum is computed directly
@@ -225,3 +224,386 @@ def _words(marks: NDArray[np.bool_]) -> Words:
     for byte, row in enumerate(packed):
         words[byte >> 3] |= row.astype(np.uint64) << np.uint64(8 * (byte & 7))
     return words
+
+
+# Dominance between ideals: which ideals need not be extended because a larger ideal is at least as good.
+#
+# Take a unit ``v`` out of the stages after an ideal and put it into the ideal. The stage that held ``v`` loses its
+# work, and the nets whose other pins are all in the ideal; it may have to pay, for its other units, for nets with no
+# pin in the ideal. If that is no more than it loses, then whatever completes the ideal completes the larger one with
+# no higher loads, so the smaller ideal can be dropped where the larger one is reached as cheaply. (Loads up to a known
+# bound count as equally cheap, which is what makes the rule strong.)
+#
+# No other stage changes: a stage that has a pin of a net of ``v``, but not ``v`` itself, pays for the net before and
+# after. Two ideals cannot drop each other, because the one that stays is always larger.
+
+
+def dominance_applies(core: Core, device_steps: DeviceSteps) -> bool:
+    """Return whether a stage may always lose a unit: none must be filled, and no earlier stage has more in flight."""
+    # Without the unit its stage may be empty. Then it is left out (which `fill` forbids), and the stages before it have
+    # one stage less after them: they must not hold more for that. Where the order of devices is fixed, it stays, empty.
+    flights = device_steps.in_flight
+    rising = all(low <= high for low, high in pairwise(flights))
+    return not device_steps.fill and (device_steps.ordered or rising or not core.saved.any())
+
+
+class Dominance:
+    """The pairs of ideals of which the larger is at least as good to extend.
+
+    Args:
+        core: the core whose units are placed.
+        found: the ideals.
+        pins: (nets, ideals) how many pins of each net are in each ideal.
+    """
+
+    def __init__(self, core: Core, found: Ideals, pins: NDArray[np.uint16]) -> None:
+        smaller, larger = _covers(core, found, pins)
+        self._sizes: Ints = sum((np.bitwise_count(word).astype(np.int64) for word in found.bits), np.zeros(1, np.int64))
+        by_size = np.argsort(self._sizes[smaller], kind="stable")
+        self._smaller, self._larger = smaller[by_size], larger[by_size]
+        self._starts = np.searchsorted(self._sizes[self._smaller], np.arange(core.size + 2))
+
+    def undominated(self, values: Ints, limit: int) -> Bools:
+        """Return (ideals,) whether each ideal is better than all larger ones that are as good to extend.
+
+        Args:
+            values: (ideals,) the greatest load with which each is reached.
+            limit: larger than every value that matters.
+        """
+        # From the largest down, `least` hands on the best value of all that can be reached by adding units one by one:
+        # what is as good as something that is as good as a third is as good as that. A larger ideal may be one that the
+        # level does not allow. Then nothing completes it below the limit, and so nothing completes the smaller one.
+        least, kept = values.copy(), values < limit
+        sizes = self._sizes[kept]
+        for size in range(int(sizes.max(initial=0)) - 1, int(sizes.min(initial=0)) - 1, -1):
+            those = slice(self._starts[size], self._starts[size + 1])
+            smaller, reached = self._smaller[those], least[self._larger[those]]
+            kept[smaller[reached <= values[smaller]]] = False
+            np.minimum.at(least, smaller, reached)
+        return kept
+
+
+def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, Ints]:
+    """Return pairs of ideals: one, and the same with one more unit, which is at least as good to extend."""
+    members = found.members(core.size).view(np.bool_)
+    before: list[list[int]] = [[] for _ in range(core.size)]
+    for first, then in core.edges.tolist():
+        before[then].append(first)
+    nets: list[list[int]] = [[] for _ in range(core.size)]
+    for net, pin in zip(core.pin_nets.tolist(), core.pins.tolist(), strict=True):
+        nets[pin].append(net)
+    # Which ideal has one unit more is found by a hash, with a fixed seed. Ideals of one hash are told apart below: a
+    # pair may be missed, so that less is dropped, but no wrong one is found.
+    factors = np.random.default_rng(0).integers(2**63, size=len(found.bits), dtype=np.uint64) * 2 + 1
+    keys = (found.bits * factors[:, None]).sum(axis=0, dtype=np.uint64)
+    order = np.argsort(keys)
+    keys = keys[order]
+    pairs = [np.zeros((2, 0), np.int64)]
+    for unit in range(core.size):
+        ready = ~members[unit]
+        for other in before[unit]:
+            ready &= members[other]
+        smaller = np.flatnonzero(ready)
+        smaller = smaller[_no_worse(core, unit, nets[unit], pins, smaller)]
+        word, bit = unit >> 6, np.uint64(1 << (unit & 63))
+        expected = found.bits[:, smaller]
+        expected[word] |= bit
+        wanted = (expected * factors[:, None]).sum(axis=0, dtype=np.uint64)
+        larger = order[np.searchsorted(keys, wanted).clip(max=len(keys) - 1)]
+        there = (found.bits[:, larger] == expected).all(axis=0)
+        pairs.append(np.stack([smaller[there], larger[there]]))
+    smaller, larger = np.concatenate(pairs, axis=1)
+    return smaller, larger
+
+
+def _no_worse(core: Core, unit: int, nets: list[int], pins: NDArray[np.uint16], smaller: Ints) -> Bools:
+    """Return whether, for each ideal, losing the unit raises the load of no class of devices in any completion."""
+    # A CPU pays for no net, so to lose work never hurts it; a class that does not support the unit did not have it. A
+    # net with some pins in the ideal, but not all others, costs the stage the same as before, or nothing any more.
+    paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu and not core.barred[k, unit]]
+    gain = np.repeat(core.work[paying, unit][:, None], len(smaller), axis=1)
+    for net in nets:
+        cost = core.costs[paying, net][:, None]
+        inside = pins[net, smaller]
+        last = int(core.starts[net + 1] - core.starts[net]) - 1
+        gain += cost * ((inside == last).astype(np.int64) - (inside == 0))
+    no_worse: Bools = np.all(gain >= 0, axis=0)
+    return no_worse
+
+
+# The ideals of a graph that can separate stages whose loads are below a bound.
+#
+# An ideal contains with each unit all its ancestors. An ideal is kept at a level only if the work in it, with the nets
+# that cross its border, fits the devices of the level, and the rest fits the remaining devices, each below the bound.
+# (Ideals: Tarnawski et al., NeurIPS 2020. All numbers are whole: rounding could lose an optimum.)
+#
+# An ideal is all that a search has to remember: stages in a legal order are the differences of a chain of ideals. The
+# work and the bytes of the stage between two ideals are differences of sums, and the stage pays for a net if and only
+# if the net has a pin in the difference and one outside it, which the two ideals decide. How the smaller ideal was
+# divided into stages does not matter.
+
+
+Words = NDArray[np.uint64]
+
+MOST_WORDS = 1_200_000
+"""Words of 64 units; more of them raise `TooManyError`."""
+_PRUNING = 5  # how many times as long it takes to prune the ideals as to decide a unit
+_GROWTH = 1.3  # ideals are pruned each time their number has grown by this factor
+
+
+class TooManyError(Exception):
+    """There are more ideals than the search can visit."""
+
+
+class Effort:
+    """How much a search may still spend; steps are counted, so the result is the same on a slow or busy machine.
+
+    Args:
+        steps: the number of steps, of some nanoseconds each.
+        clock: the deadline.
+    """
+
+    def __init__(self, steps: int, clock: Clock) -> None:
+        self.left = steps
+        self._clock = clock
+
+    def spend(self, steps: int) -> None:
+        """Spend some steps; raise `TooManyError` if none are left."""
+        self.left -= steps
+        if self.left < 0 or self._clock.is_over():
+            raise TooManyError
+
+    def part(self, share: float) -> Effort:
+        """Return a separate effort with a share of what is left."""
+        return Effort(int(self.left * share), self._clock)
+
+
+@dataclass(frozen=True, eq=False)
+class Ideals:
+    """The ideals that can end a stage, sorted by work; the first is empty, the last has all units.
+
+    Attributes:
+        bits: (words, ideals) the units of each ideal, as bits.
+        least: (ideals,) the least work inside each.
+        allowed: (levels, ideals) whether the ideal can be reached and completed at the level.
+    """
+
+    bits: Words
+    least: Ints
+    allowed: Bools
+
+    @property
+    def count(self) -> int:
+        """The number of ideals."""
+        return int(self.bits.shape[1])
+
+    def members(self, size: int) -> NDArray[np.uint8]:
+        """Return (size, ideals) 1 for each unit that is in an ideal."""
+        octets = np.ascontiguousarray(self.bits, "<u8").view(np.uint8).reshape(len(self.bits), self.count, 8)
+        rows = np.ascontiguousarray(octets.transpose(0, 2, 1)).reshape(-1, self.count)
+        return np.unpackbits(rows, axis=0, count=size, bitorder="little")
+
+
+def ideals(
+    core: Core, device_steps: DeviceSteps, limit: int, order: Ints, effort: Effort, most: int = MOST_WORDS
+) -> Ideals:
+    """Return the ideals between stages with loads below ``limit``.
+
+    Args:
+        core: the core whose units are placed.
+        device_steps: the levels and steps of the devices.
+        limit: loads must be below it.
+        order: (n,) a topological order of the units, in which they are decided.
+        effort: how much may be spent.
+        most: the most words of ideals; more raise `TooManyError`.
+    """
+    growing = _Growing(core, device_steps, limit, order, effort)
+    for unit in order.tolist():
+        growing.decide(unit)
+        if growing.bits.size > most:
+            growing.prune()
+        if growing.bits.size > most:
+            raise TooManyError
+    growing.prune()
+    sizes = sum(np.bitwise_count(word).astype(np.int64) for word in growing.bits)
+    by_work = np.lexsort((sizes, growing.inside))
+    return Ideals(
+        np.ascontiguousarray(growing.bits[:, by_work]), growing.inside[by_work], growing.allowed()[:, by_work]
+    )
+
+
+class _Growing:
+    """The ideals of the units decided so far."""
+
+    def __init__(self, core: Core, device_steps: DeviceSteps, limit: int, order: Ints, effort: Effort) -> None:
+        self._core = core
+        self._effort = effort
+        self._device_steps = device_steps
+        self._limit = limit - 1  # loads are whole numbers: below the limit is at most this
+        paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu]
+        # A level takes `reach` least work for each unit of the load: a device of a slow class counts for less, so that
+        # what it pays for nets counts for less too. The least of that is certain, whoever pays.
+        paid = [
+            c if r >= 1 else np.floor(c * r).astype(np.int64)
+            for c, r in zip(core.costs, class_speeds(core), strict=True)
+        ]
+        self._cost = np.min([paid[k] for k in paying], axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
+        self.bits: Words = np.zeros(((core.size + 63) // 64, 1), np.uint64)
+        self.inside = np.zeros(1, np.int64)  # least work of what is in
+        self._out: Words = self.bits.copy()  # units that are out, and all after them, decided or not
+        self._held = np.stack([core.least_work, core.nbytes + device_steps.least_flight * core.saved])
+        self._crossing = np.zeros(1, np.int64)  # cost of nets of which some pin is in and some is out
+        self._decided: Words = np.zeros(len(self.bits), np.uint64)
+        self._room = _room(core, device_steps, self._limit)
+        self._checked = 1
+        self._before = [_mask(units, core.size) for units in _listed(core.edges[:, ::-1], core.size)]
+        self._after = _descendants(core, order)
+        pairs = np.stack([core.pins, core.pin_nets], axis=1)
+        self._nets = _listed(pairs, core.size)
+        self._pins = [_mask(units.tolist(), core.size) for units in np.split(core.pins, core.starts[1:-1])]
+
+    @property
+    def count(self) -> int:
+        return int(self.bits.shape[1])
+
+    def decide(self, unit: int) -> None:
+        """Extend each ideal by the unit where it has all its predecessors, and keep the ideal without it."""
+        self._effort.spend(len(self.bits) * self.count)
+        # Units are decided in a topological order, so what is before a unit is decided, and an ideal without one of
+        # these units is never asked for it again: each ideal of the decided units comes out once.
+        ready = self._holds(self._before[unit])
+        cut, closed = self._crossing.copy(), self._crossing.copy()
+        for net in self._nets[unit]:
+            cost = self._cost[net]
+            if not cost:
+                continue
+            # The net begins to cross with the first pin that is decided otherwise than those before it, and counts
+            # once: for later pins neither all nor none of those before them are in.
+            pins = self._pins[net] & self._decided
+            none, full = self._none(pins), self._holds(pins)
+            cut += np.where(full & ~none, cost, 0)  # the unit is out, all pins so far were in
+            closed += np.where(none & ~full, cost, 0)  # the unit is in, all pins so far were out
+        word, bit = unit >> 6, np.uint64(1 << (unit & 63))
+        taken = self.bits[:, ready]
+        taken[word] |= bit
+        self.bits = np.concatenate([self.bits, taken], axis=1)
+        self._out = np.concatenate([self._out | self._after[unit][:, None], self._out[:, ready]], axis=1)
+        self.inside = np.concatenate([self.inside, self.inside[ready] + self._core.least_work[unit]])
+        self._crossing = np.concatenate([cut, closed[ready]])
+        self._decided[word] |= bit
+        if self.count > _GROWTH * self._checked:
+            self.prune()
+
+    def prune(self) -> None:
+        """Drop the ideals that no level allows."""
+        self._effort.spend(_PRUNING * len(self.bits) * self.count)
+        kept = self.allowed().any(axis=0)
+        self.bits, self.inside = self.bits[:, kept], self.inside[kept]
+        self._crossing, self._out = self._crossing[kept], self._out[:, kept]
+        self._checked = max(self.count, 256)
+
+    def allowed(self) -> Bools:
+        """Return (levels, ideals) whether the decided units fit: those inside on the level's devices, the others on the
+        rest.
+        """
+        # A net with a pin in and a pin out is cut: of the stages inside, one that has a pin of it pays for it, for it
+        # has not all of them, and so does one outside. Hence the loads inside are together at least the work inside and
+        # the least cost of the nets that cross. A CPU pays for no net, so where one may be inside nothing is certain
+        # of nets. Units that are undecided, and not after one that is out, count on neither side: the sums only grow
+        # while units are decided, and what is dropped now could not be allowed later.
+        device_steps = self._device_steps
+        work_out, bytes_out = sums_over_ideals(self._held, self._out)
+        bytes_in = sums_over_ideals(self._held[1:], self.bits)[0]
+        allowed = np.empty((device_steps.levels, self.count), np.bool_)
+        for level, (cpu_in, cpu_out) in enumerate(device_steps.cpus):
+            inside = self.inside if cpu_in else self.inside + self._crossing
+            outside = work_out if cpu_out else work_out + self._crossing
+            allowed[level] = inside <= device_steps.most(level, self._limit)
+            allowed[level] &= outside <= device_steps.rest(level, self._limit)
+            room, room_left = self._room[level]
+            allowed[level] &= (bytes_in <= room) & (bytes_out <= room_left)
+        return allowed
+
+    def _holds(self, mask: Words) -> Bools:
+        """Return which ideals have all units of a mask."""
+        holds = np.ones(self.count, np.bool_)
+        for word in np.flatnonzero(mask).tolist():
+            holds &= (self.bits[word] & mask[word]) == mask[word]
+        return holds
+
+    def _none(self, mask: Words) -> Bools:
+        """Return which ideals have no unit of a mask."""
+        none = np.ones(self.count, np.bool_)
+        for word in np.flatnonzero(mask).tolist():
+            none &= (self.bits[word] & mask[word]) == 0
+        return none
+
+
+def _room(core: Core, device_steps: DeviceSteps, limit: int) -> list[tuple[int, int]]:
+    """Return for each level the bytes that its devices hold together within the limit, and the remaining devices."""
+    held = core.nbytes + device_steps.least_flight * core.saved
+    capacity = [min(kind.capacity, _most_held(held, core.work[k], limit)) for k, kind in enumerate(core.kinds)]
+
+    def together(counts: tuple[int, ...]) -> int:
+        return min(BIG, sum(count * room for count, room in zip(counts, capacity, strict=True)))
+
+    full = tuple(len(kind.devices) for kind in core.kinds)
+    return [
+        (together(level), together(tuple(total - used for total, used in zip(full, level, strict=True))))
+        for level in device_steps.used
+    ]
+
+
+def _most_held(held: Ints, work: Ints, limit: int) -> int:
+    """Bound the bytes on a device within the limit: those of the units with the most bytes per work, and one more."""
+    # The best fractions of a knapsack are the densest items and a part of the next one (Dantzig 1957); that one counts
+    # whole here. What takes no work is always held, however little it is: it comes first.
+    density = np.where(work > 0, held / np.maximum(work, 1), np.inf)
+    by_density = np.argsort(-density, kind="stable")
+    within = int(np.searchsorted(np.cumsum(work[by_density]), limit, side="right"))
+    return int(held[by_density[: within + 1]].sum())
+
+
+def _listed(pairs: Ints, size: int) -> list[list[int]]:
+    """Return for each unit the units that it is paired with."""
+    lists: list[list[int]] = [[] for _ in range(size)]
+    for unit, other in pairs.tolist():
+        lists[unit].append(other)
+    return lists
+
+
+def _descendants(core: Core, order: Ints) -> list[Words]:
+    """Return for each unit the mask of itself and its descendants."""
+    after = _listed(core.edges, core.size)
+    masks = [_mask([unit], core.size) for unit in range(core.size)]
+    for unit in order[::-1].tolist():
+        for then in after[unit]:
+            masks[unit] |= masks[then]
+    return masks
+
+
+def _mask(units: list[int], size: int) -> Words:
+    mask = np.zeros((size + 63) // 64, np.uint64)
+    for unit in units:
+        mask[unit >> 6] |= np.uint64(1 << (unit & 63))
+    return mask
+
+
+def sums_over_ideals(rows: Ints, bits: Words) -> Ints:
+    """Return (r, ideals) the exact sums of (r, n) whole numbers over each ideal, by tables of eight units."""
+    # A product of matrices would have to be of floats to be quick, and those round; a table of 256 sums does not.
+    size = bits.shape[0] * 64
+    padded = np.zeros((len(rows), size), np.int64)
+    padded[:, : rows.shape[1]] = rows
+    tables = padded.reshape(len(rows), -1, 8) @ _EIGHT.T  # (r, n / 8, 256)
+    total = np.zeros((len(rows), bits.shape[1]), np.int64)
+    weighty = tables.any(axis=2)
+    for block in np.flatnonzero(weighty.any(axis=0)).tolist():
+        chosen = (bits[block >> 3] >> np.uint64(8 * (block & 7))).astype(np.uint8)
+        for row in np.flatnonzero(weighty[:, block]).tolist():
+            total[row] += tables[row, block].take(chosen)
+    return total
+
+
+_EIGHT = (np.arange(256)[:, None] >> np.arange(8)) & 1
+"""(256, 8) the bits of each byte."""

@@ -1,5 +1,5 @@
 // @ts-check
-// Says what lies between forward and backward where backward runs stages again; as splitkit/view/data/rerun_parts.py.
+// Says what lies between forward and backward where backward runs stages again; as splitkit/view/data/ladder.py.
 import {known} from "./totals.js";
 
 /**

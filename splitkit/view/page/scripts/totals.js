@@ -12,7 +12,7 @@ export const sum = numbers => numbers.reduce((a, b) => a + b, 0);
  */
 export const known = (table, key) => /** @type {V} */ (table.get(key));
 /**
- * A limit, or 0 if it is so high that drawing it would flatten the chart; as visible_limit of view/svg/axes.py.
+ * A limit, or 0 if it is so high that drawing it would flatten the chart; as visible_limit of view/svg/scatter.py.
  * @param {number | null} limit
  * @param {number} most
  */

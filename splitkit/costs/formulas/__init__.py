@@ -1,1 +1,0 @@
-"""Formulas for the FLOPs and bytes of each node, and an estimate of the kernels that a compiler fuses."""

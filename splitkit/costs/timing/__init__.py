@@ -1,1 +1,0 @@
-"""Measure the costs of a graph on this machine, op by op."""

@@ -1,1 +1,0 @@
-"""The inverse of a split: put its parts, as they are now, into one graph again."""

@@ -1,1 +1,0 @@
-"""Convert GraphModules to JSON-ready data and back; the data contains no code."""

@@ -1,1 +1,0 @@
-"""Carry out plans with torch.utils.checkpoint, in eager mode."""

@@ -1,1 +1,0 @@
-"""Capture a joint graph: forward, loss and backward of a model through AOTAutograd."""

@@ -1,1 +1,0 @@
-"""What autograd saves of a forward graph, and what its backward nodes allocate temporarily."""

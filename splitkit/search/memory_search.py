@@ -1,0 +1,451 @@
+"""The search of `splitkit.policies.MemoryBudget`: divide several orders of a graph, for each number of parts.
+
+Along one order a part is a segment. For a number of parts and the memory of each, a dynamic program over the possible
+ends of parts decides exactly whether the order can be divided, and how with the least traffic (`memory_cuts`). The
+number of parts rises from a lower bound until some order can be divided. Other orders than the graph's allow other
+parts; in graphs of up to `_SMALL` nodes all cuts of all orders are tried (`memory_ideals`), and then the answer is
+exact.
+
+Microbatches in flight, and so the memory left for a part, depend on how many parts follow it: the program is run once
+for each number of parts instead of for all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch.fx import Node
+
+from splitkit.errors import ScheduleError
+from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.plans.part_order import part_order
+from splitkit.plans.parts import PARENT
+from splitkit.plans.record import Plan, keep_books
+from splitkit.search.memory_cuts import Limits, MemoryCuts
+from splitkit.search.request import StageRequest
+from splitkit.solvers.placement.core import core_of, orders
+from splitkit.solvers.placement.problem import Problem, Slot
+
+_WORK = 18_000  # nodes times orders
+_MORE = 8
+_ROUNDS = 8
+_SMALL = 40  # nodes of a graph of which all cuts of all orders are tried, if these are few enough
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Parts that fit.
+
+    Attributes:
+        parts: the nodes of each part, in graph order.
+        held: the bytes of each part at its peak, by kind.
+        memory: bytes of the devices.
+        traffic: bytes that cross between parts, both ways.
+        solver: how the parts were found.
+    """
+
+    parts: tuple[tuple[Node, ...], ...]
+    held: tuple[ByteBreakdown, ...]
+    memory: tuple[int, ...]
+    traffic: int
+    solver: str
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Peak bytes of each part."""
+        return tuple(held.total for held in self.held)
+
+
+class MemorySearch:
+    """A search for parts of one graph that fit their devices.
+
+    Args:
+        demand: the request, without the memory.
+        parts: how many parts; ``None`` for as few as possible.
+        sizes: a function from a number of devices to their bytes.
+
+    Attributes:
+        flow: facts about the graph.
+        optimizer: the optimizer whose state counts.
+        tried: the largest number of parts that was tried.
+        excluded: numbers of parts for which no plan exists in any order.
+    """
+
+    def __init__(self, demand: StageRequest, parts: int | None, sizes: Callable[[int], tuple[int, ...]]) -> None:
+        self.flow, self.optimizer = demand.flow, demand.optimizer
+        self.tried = 0
+        self.excluded: set[int] = set()
+        self._least_traffic: dict[int, int] = {}
+        self._demand, self._parts, self._sizes = demand, parts, sizes
+        self._prices = demand.stage_prices
+        self._state = STATE_OF[demand.optimizer] if demand.optimizer else 0
+        self._size = len(self.flow.nodes)
+        self._chains: dict[int, MemoryCuts] = {}
+        self._flights: dict[int, tuple[int, ...] | None] = {}
+
+    def best(self) -> MemoryParts | None:
+        """Return as many parts as the request asks for."""
+        return self.fewest() if self._parts is None else self.of(self._parts)
+
+    def fewest(self) -> MemoryParts | None:
+        """Return the fewest parts that fit, or ``None`` if no number of them does.
+
+        More parts have more borders and may hold more microbatches, so the search tries a few more than twice the
+        number that could fit.
+        """
+        last = len(self._sizes(self._size))
+        if self.largest_unit()[1] > max(self._sizes(self._size)):
+            return None
+        for count in range(self.fewest_possible(), last + 1):
+            self.tried = count
+            if (found := self.of(count)) is not None:
+                return found
+            if count >= last or not self._helps(count):
+                return None
+            if self._chain(0).may_fit(self._limits(count)):
+                last = min(last, 2 * count + _MORE)
+        return None
+
+    def of(self, count: int) -> MemoryParts | None:
+        """Return ``count`` parts that fit, with the least traffic found."""
+        if self._in_flight(count) is None:
+            return None
+        limits = self._limits(count)
+        best = self._exactly(count, limits)
+        if count in self.excluded or (best is not None and best.traffic == self._least_traffic[count]):
+            return best
+        for order in range(len(self._orders)):
+            chain = self._chain(order)
+            ends = chain.cuts(limits)
+            traffic = sum(chain.traffic[end] for end in ends[:-1]) if ends else 0
+            if ends is not None and (best is None or traffic < best.traffic):
+                found = self._found(order, ends, limits, traffic)
+                best = found if found is not None else best
+        return best
+
+    def _exactly(self, count: int, limits: Limits) -> MemoryParts | None:
+        """Return the best parts over all orders of a small graph; on failure, note in `excluded` that none exist."""
+        try:
+            found = self._ideals.best(limits) if self._size <= _SMALL else None
+        except TooManyPartsError:
+            return None
+        if found is None:
+            self.excluded |= {count} if self._size <= _SMALL else set()
+            return None
+        positions, self._least_traffic[count] = found
+        parts = self._as_run([[self.flow.nodes[place] for place in part] for part in positions])
+        chain = MemoryCuts(self._prices.memory.order([[node for part in parts for node in part]]), self._state)
+        ends = np.cumsum([len(part) for part in parts])[:-1].tolist()
+        return self._fitting(parts, limits, sum(chain.traffic[end] for end in ends), "all cuts of all orders")
+
+    def _as_run(self, parts: Sequence[Sequence[Node]]) -> tuple[tuple[Node, ...], ...]:
+        """Return the parts in execution order, which differs where some do not wait for each other."""
+        plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
+        return tuple(tuple(parts[key]) for key, _ in part_order(self.flow, plan) if isinstance(key, int))
+
+    @cached_property
+    def _ideals(self) -> MemoryIdeals:
+        nodes, edges = self.flow.nodes, [(first, then) for first, then in self._problem().edges.tolist()]
+
+        def line(order: list[int]) -> MemoryCuts:
+            return MemoryCuts(self._prices.memory.order([[nodes[place] for place in order]]), self._state)
+
+        return MemoryIdeals(self._size, edges, line)
+
+    def at_least(self, count: int) -> int:
+        """Return a lower bound on the number of parts: the first that is neither excluded nor short of memory."""
+        least = self.fewest_possible()
+        return next((fewer for fewer in range(least, count) if fewer not in self.excluded), count)
+
+    def fewest_possible(self) -> int:
+        """A lower bound on the number of parts: what all must hold together needs so many devices."""
+        chain, memory = self._chain(0), self._sizes(self._size)
+        if not self._size or chain.peak(0, self._size, 1) <= memory[0]:
+            return 1
+        least = chain.line.lower_bound(0, self._size)
+        total = least.parameters + least.gradients * (1 + self._state) + least.saved
+        room = np.cumsum(memory)
+        return max(2, int(np.searchsorted(room, total)) + 1)
+
+    def least_traffic(self, count: int) -> int:
+        """A lower bound on traffic: in a connected graph each of the ``count - 1`` cuts is crossed by some value."""
+        if count in self._least_traffic:
+            return self._least_traffic[count]
+        line = self._chain(0).line
+        nbytes = line.value_bytes + (np.where(line.gradient_of >= 0, line.value_bytes, 0) if line.training else 0)
+        items, readers = line.reads.item, line.reads.position
+        makers = line.made[items]
+        inside = (makers >= 0) & (makers != readers)
+        pairs = makers[inside], readers[inside]
+        graph = coo_array((np.ones(len(pairs[0])), pairs), shape=(self._size, self._size))
+        if count < 2 or connected_components(graph, directed=False, return_labels=False) > 1:
+            return 0
+        return (count - 1) * int(nbytes[items[inside]].min())
+
+    def largest_unit(self) -> tuple[Node, int]:
+        """The node that needs the most memory in any part, and a lower bound on the bytes of a part with it."""
+        chain = self._chain(0)
+        alone = chain.alone()
+        largest = int(alone.argmax())
+        return self.flow.nodes[largest], int(alone[largest])
+
+    def needs(self) -> list[tuple[int, int]]:
+        """Return, for some numbers of parts, the smallest memory per device that was found to do, with a plan for it.
+
+        Without a schedule it is the smallest for the graph's own order.
+        """
+        wanted = self._parts
+        most = len(self._sizes(self._size))
+        counts = [wanted] if wanted else [most] if most < self._size else [1, 2, 4, 8]
+        found = [(count, self._need(count)) for count in counts if count <= self._size]
+        return [(count, need) for count, need in found if need is not None]
+
+    def _need(self, count: int) -> int | None:
+        flights, chain = self._in_flight(count), self._chain(0)
+        if flights is None:
+            return None
+        low, high = -1, max(chain.peak(0, self._size, flight) for flight in flights) * 2 + 1
+        if chain.cuts(Limits((high,) * count, flights)) is None:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            if chain.cuts(Limits((middle,) * count, flights)) is None:
+                low = middle
+            else:
+                high = middle
+        return self._planned(count, high)
+
+    def _planned(self, count: int, need: int) -> int | None:
+        """Return ``need``, or a little more if message buffers, which cuts leave out, exceed it in each plan."""
+        for _ in range(_ROUNDS):
+            more = MemorySearch(self._demand, count, lambda devices, need=need: (need,) * devices)  # type: ignore[misc]
+            if more.of(count) is not None:
+                return need
+            flights = self._in_flight(count)
+            ends = None if flights is None else self._chain(0).cuts(Limits((need,) * count, flights))
+            if flights is None or ends is None:
+                return None
+            parts = [self.flow.nodes[start:end] for start, end in pairwise([0, *ends])]
+            need = max(need + 1, *(held.total for held in self._held(parts, flights)))
+        return None
+
+    def _helps(self, count: int) -> bool:
+        """Return whether more parts than ``count``, which do not fit, may fit."""
+        if self._in_flight(count) is None:
+            return False
+        uniform = len(set(self._sizes(self._size))) == 1
+        stuck = (self._chain(order).stuck(self._limits(count)) for order in range(len(self._orders)))
+        return not (uniform and all(stuck))
+
+    def _limits(self, count: int) -> Limits:
+        flights = self._in_flight(count)
+        assert flights is not None
+        return Limits(self._sizes(count), flights)
+
+    def _found(self, order: int, ends: Sequence[int], limits: Limits, traffic: int) -> MemoryParts | None:
+        """Return the parts if they fit as the engine runs them: one after the other, each in the graph's own order."""
+        index, nodes = self.flow.index, self._orders[order] if order else self.flow.nodes
+        starts = [0, *ends[:-1]]
+        parts = tuple(
+            tuple(sorted(nodes[start:end], key=index.__getitem__)) for start, end in zip(starts, ends, strict=True)
+        )
+        solver = f"cuts of order {order + 1} of {len(self._orders)}" if order else "cuts of the graph's order"
+        return self._fitting(parts, limits, traffic, solver)
+
+    def _fitting(
+        self, parts: tuple[tuple[Node, ...], ...], limits: Limits, traffic: int, solver: str
+    ) -> MemoryParts | None:
+        """Return the parts in execution order if they fit then; independent parts may run in another order."""
+        plan = Plan.of({node: part for part, members in enumerate(parts) for node in members})
+        if [key for key, _ in part_order(self.flow, plan) if key is not PARENT] != list(range(len(parts))):
+            return None
+        books = keep_books(self.flow, plan)
+        kept = tuple(tuple(n for n in self.flow.nodes if books.home(n) == part) for part in range(len(parts)))
+        for each in (kept, parts) if books is not plan and all(kept) else (parts,):
+            held = self._held(each, limits.flights)
+            if all(one.total <= room for one, room in zip(held, limits.memory, strict=True)):
+                return MemoryParts(each, held, tuple(limits.memory), traffic, solver)
+        return None
+
+    def _held(self, parts: Sequence[Sequence[Node]], flights: Sequence[int]) -> tuple[ByteBreakdown, ...]:
+        """Return the bytes of each part at its peak; under a schedule with message buffers."""
+        stages = self._prices.of(parts)
+        if self._demand.schedule is not None:
+            return tuple(map(ByteBreakdown.of_rank, self._demand.run(stages).memory))
+        each = zip(stages, flights, strict=True)
+        return tuple(ByteBreakdown.of_stage(costs, in_flight=flight) for costs, flight in each)
+
+    def _in_flight(self, count: int) -> tuple[int, ...] | None:
+        """Return the microbatches in flight of each part; ``None`` if the schedule does not allow ``count`` parts.
+
+        Raises:
+            ScheduleError: SK330 if the request asks for exactly that number.
+        """
+        if count not in self._flights:
+            try:
+                self._flights[count] = self._demand.in_flight(count)
+            except ScheduleError:
+                if self._parts is not None:
+                    raise
+                self._flights[count] = None
+        return self._flights[count]
+
+    def _chain(self, order: int) -> MemoryCuts:
+        if order not in self._chains:
+            nodes = self._orders[order] if order else self.flow.nodes
+            self._chains[order] = MemoryCuts(self._prices.memory.order([nodes]), self._state)
+        return self._chains[order]
+
+    @cached_property
+    def _orders(self) -> list[list[Node]]:
+        """The graph's own order, and others."""
+        found = {tuple(range(self._size)): None}
+        if 2 * self._size > _WORK:
+            return [list(self.flow.nodes)]
+        for order in orders(core_of(self._problem(), np.arange(self._size))):
+            if (len(found) + 1) * self._size <= _WORK:
+                found[tuple(order.tolist())] = None
+        return [[self.flow.nodes[i] for i in order] for order in found]
+
+    def _problem(self) -> Problem:
+        """The graph as a placement problem: values as nets, data and effects as edges."""
+        position = {node: i for i, node in enumerate(self.flow.nodes)}
+        nets: dict[int, list[int]] = {i: [i] for i in range(self._size)}
+        edges = []
+        for node, i in position.items():
+            for read in self.flow.inputs(node):
+                nets[position[read]].append(i)
+                edges.append((position[read], i))
+        for node, before in self.flow.after.items():
+            then = position.get(self.flow.producer(node))
+            first = {position.get(self.flow.producer(b)) for b in before}
+            edges += [(f, then) for f in first if f is not None and then is not None and f != then]
+        prices = self._prices.memory.activations
+        sizes = [sum(prices.nbytes[s] for s in prices.values.get(node, ())) for node in position]
+        crossing = [(float(sizes[i]), tuple(pins)) for i, pins in nets.items() if len(pins) > 1]
+        return Problem.of(np.zeros((1, self._size)), crossing, edges, [Slot()])
+
+
+# Cuts for memory over all orders of a small graph: each part ends at an *ideal*, closed under predecessors.
+#
+# What a part holds depends only on its nodes and on what it takes and gives, that is, on the ideals at its two ends. A
+# graph that is nearly a chain has few ideals, so that all steps from one to the next can be tried.
+#
+# For the first k parts, over the differences of two ideals that fit the k-th device::
+#
+#     traffic[0, nothing] = 0
+#     traffic[k, B] = min over ideals A within B of traffic[k - 1, A] + bytes that cross at B
+
+
+_MOST, _MOST_ASKED = 400, 4_000  # ideals; parts whose memory is asked for
+
+Ideal = int
+"""The positions of its nodes, as bits."""
+
+
+class TooManyPartsError(Exception):
+    """The graph has more possible parts than the search can ask about."""
+
+
+class MemoryIdeals:
+    """The possible parts of one graph, by the ideals at their ends.
+
+    Args:
+        size: the number of nodes.
+        edges: pairs of positions (first, then).
+        line: makes the memory of a topological order, given by the positions of its nodes.
+    """
+
+    def __init__(self, size: int, edges: Sequence[tuple[int, int]], line: Callable[[list[int]], MemoryCuts]) -> None:
+        self._size, self._line, self._whole = size, line, (1 << size) - 1
+        self._before = [0] * size
+        for first, then in edges:
+            self._before[then] |= 1 << first
+        self._sums: dict[tuple[Ideal, Ideal], tuple[tuple[int, int], tuple[int, int]]] = {}
+        self._traffic: dict[Ideal, int] = {}
+
+    def best(self, limits: Limits) -> tuple[list[list[int]], int] | None:
+        """Return the positions of the nodes of each part, and the traffic; None if no parts fit in any order.
+
+        Raises:
+            TooManyPartsError: the graph is too large to tell.
+        """
+        reached: dict[Ideal, int] = {0: 0}
+        steps: list[dict[Ideal, Ideal]] = []
+        for part, (memory, flights) in enumerate(zip(limits.memory, limits.flights, strict=True)):
+            reached, came = self._step(reached, memory, flights, last=part + 1 == len(limits.memory))
+            steps.append(came)
+        if self._whole not in reached:
+            return None
+        ends = [self._whole]
+        for came in reversed(steps):
+            ends.append(came[ends[-1]])
+        parts = [_positions(end & ~start) for end, start in pairwise(ends)]
+        return parts[::-1], reached[self._whole]
+
+    def _step(
+        self, reached: dict[Ideal, int], memory: int, flights: int, *, last: bool
+    ) -> tuple[dict[Ideal, int], dict[Ideal, Ideal]]:
+        """Run one step of the dynamic program: from the possible ends of one part to those of the next, with traffic
+        and starts.
+        """
+        after: dict[Ideal, int] = {}
+        came: dict[Ideal, Ideal] = {}
+        for start, crossed in reached.items():
+            too_much: list[Ideal] = []
+            for end in [self._whole] if last else self._ideals:
+                if end == start or start & ~end or any(not more & ~end for more in too_much):
+                    continue
+                least, peak = ((once + flights * saved) for once, saved in self._held(start, end))
+                if least > memory:
+                    too_much.append(end)  # whatever has these nodes and more holds no less
+                elif peak <= memory:
+                    cost = crossed + self._traffic[end]
+                    if cost < after.get(end, cost + 1):
+                        after[end], came[end] = cost, start
+        return after, came
+
+    def _held(self, start: Ideal, end: Ideal) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the lower bound for parts with these nodes, and this part's bytes: fixed, and per microbatch."""
+        if (start, end) not in self._sums:
+            if len(self._sums) >= _MOST_ASKED:
+                raise TooManyPartsError
+            own = _positions(end & ~start)
+            cuts = self._line([*_positions(start), *own, *_positions(self._whole & ~end)])
+            first = start.bit_count()
+            held = (self._sums_of(ask, first, first + len(own)) for ask in (cuts.least, cuts.peak))
+            self._sums[start, end] = next(held), next(held)
+            self._traffic.setdefault(end, cuts.traffic[first + len(own)] if end != self._whole else 0)
+        return self._sums[start, end]
+
+    @staticmethod
+    def _sums_of(ask: Callable[[int, int, int], int], start: int, end: int) -> tuple[int, int]:
+        once = ask(start, end, 0)
+        return once, ask(start, end, 1) - once
+
+    @cached_property
+    def _ideals(self) -> list[Ideal]:
+        """Return all ideals, from the smallest to the largest."""
+        found, level = [0], {0}
+        while level:
+            level = {ideal | 1 << node for ideal in level for node in self._ready(ideal)}
+            found += sorted(level)
+            if len(found) > _MOST:
+                raise TooManyPartsError
+        return found
+
+    def _ready(self, ideal: Ideal) -> list[int]:
+        outside = (node for node in range(self._size) if not ideal >> node & 1)
+        return [node for node in outside if not self._before[node] & ~ideal]
+
+
+def _positions(ideal: Ideal) -> list[int]:
+    """Return the nodes of an ideal, or of the difference of two."""
+    return [place for place in range(ideal.bit_length()) if ideal >> place & 1]

@@ -1,1 +1,0 @@
-"""The search for stages that may be replicated over several devices each."""

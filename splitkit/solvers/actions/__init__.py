@@ -1,1 +1,0 @@
-"""Orders the actions of a pipeline step: forward, input gradient and weight gradient of each microbatch and stage."""

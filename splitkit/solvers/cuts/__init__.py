@@ -1,1 +1,0 @@
-"""Minimum cuts of one network, and of a family of networks over a price."""

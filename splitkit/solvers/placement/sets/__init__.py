@@ -1,1 +1,0 @@
-"""Arbitrary sets of units on each device, without convexity."""

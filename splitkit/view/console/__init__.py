@@ -1,1 +1,0 @@
-"""Prints text on a terminal: tables that are never truncated, and progress bars."""
