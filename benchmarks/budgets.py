@@ -136,7 +136,7 @@ def table(count: int, folder: Path) -> list[Found]:
     """Return the rows of so many models; models without a file in the folder are run."""
     folder.mkdir(parents=True, exist_ok=True)
     context, found = multiprocessing.get_context("forkserver"), list[Found]()
-    context.set_forkserver_preload(["transformers", "zoo_models", "splitkit.frontends.joint", "scipy.optimize"])
+    context.set_forkserver_preload(["transformers", "zoo_models", "splitkit.frontends.joint_capture", "scipy.optimize"])
     for name in specimens():
         file = folder / f"{name}.json"
         if not file.exists():

@@ -116,7 +116,7 @@ def _row(number: int, cells: list[str]) -> Iterator[str]:
 
 # Makes an order of actions for given stages: the shortest step that memory allows, or close to it, with a bound.
 #
-# The solver (`splitkit.solvers.actions`) knows the bytes that depend on the order alone. Messages that wait to be read
+# The solver (`splitkit.solvers.order_search`) knows the bytes that depend on the order alone. Messages that wait to be read
 # depend on times; `splitkit.simulate_schedule` has the last word on them, and where they take a rank above its limit,
 # the solver gets less room for that rank and tries again. Its first bound stays: less memory never makes a step
 # shorter.

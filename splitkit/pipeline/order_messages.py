@@ -1,7 +1,7 @@
 """Orders the messages of a pipeline step on each rank for the shortest simulated step, without deadlocks.
 
 The order of the actions is given. Which message goes first on a communicator is a job shop: a message is an operation
-that holds the communicators of both of its ranks (`splitkit.solvers.sequencing`), between the action that computes it
+that holds the communicators of both of its ranks (`splitkit.solvers.solve_sequence`), between the action that computes it
 and the action that reads it. From the best schedule found, the rows are read off:
 
     All actions and messages are put into one sequence, an action by its end and a message by its start, but none before

@@ -11,7 +11,7 @@ from smallnets import loss_or_sum
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.costs import measured as door
+from splitkit.costs import measuring_run as door
 from splitkit.costs.measured_prices import MeasuredSteps
 from splitkit.costs.measuring_run import measured
 from splitkit.errors import CostError
