@@ -18,7 +18,7 @@ import torch
 
 import splitkit as sk
 from splitkit.errors import SplitError
-from splitkit.exports.formats import FORMATS
+from splitkit.exports.import_plan import FORMATS
 from splitkit.policies import Stages
 from splitkit.testing import models
 

@@ -17,7 +17,7 @@ import torch
 from torch._inductor import config
 
 import splitkit as sk
-from splitkit.frontends.compile.budget_words import Backend
+from splitkit.frontends.compile.compile import Backend
 from splitkit.policies import Budget
 from splitkit.testing import models
 

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.extend import cache_bytes
-from splitkit.pipeline.byte_breakdown import cache_room
+from splitkit.pipeline.memory import cache_room
 from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages

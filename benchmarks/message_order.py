@@ -1,6 +1,6 @@
 """Compare orders of the messages of pipeline schedules: torch's, naive ones, and ours with its bound; ``--json``.
 
-A row is a schedule on ranks with microbatches, links and communicators (`splitkit.pipeline.torch_orders`). It has the
+A row is a schedule on ranks with microbatches, links and communicators (`splitkit.pipeline.message_order`). It has the
 simulated step of each order of messages in milliseconds, or ``deadlock`` if they wait for one another under rendezvous:
 
 * ``free``: no message waits for another one on a communicator of its rank (one at a time from rank to rank).
@@ -32,11 +32,11 @@ from torch.distributed.pipelining import schedules as torchs
 
 from splitkit.costs.links import Links
 from splitkit.errors import ScheduleError
+from splitkit.pipeline.message_order import Communicators, MessageOrder, is_message, torch_cells
 from splitkit.pipeline.order import ACTION, PipelineOrder
 from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.simulate import StageCosts, price_actions, simulate_schedule, times_of_messages
-from splitkit.pipeline.torch_orders import Communicators, MessageOrder, is_message, torch_cells
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SECONDS, BYTES = 0.010, 64 * 2**20

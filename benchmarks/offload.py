@@ -27,7 +27,7 @@ from splitkit.search.recompute.plan_pool import Pool
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.testing import models
 from splitkit.training.choices import savings
-from splitkit.training.movable_values import OffloadModel, OffloadRun, OffloadTimeline
+from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
 from splitkit.training.peaks import Peaks, eager_plan
 
 LINKS = {"pcie5": 50e9, "nvlink-c2c": 350e9}

@@ -49,7 +49,7 @@ from torch.nn.functional import cross_entropy
 import splitkit as sk
 from splitkit.policies import AtMarkers, Stages
 from splitkit.runtime import pipeline
-from splitkit.runtime.ranks.digests import Agreed, digest_of_tensors
+from splitkit.runtime.ranks.step_agreement import Agreed, digest_of_tensors
 from splitkit.testing import models
 
 RANKS = 2

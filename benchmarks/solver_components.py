@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from solver_cases import Case, Outcome, cases, without_clock
 
-from splitkit.search import device_request, memory_search, placement_model, replica_search
+from splitkit.search import device_search, memory_search, placement_model, replica_search
 from splitkit.search.recompute import plan_pool, recompute_search
 from splitkit.search.stages import rank_borders, stage_search
-from splitkit.solvers.placement import bounds, latency_solver, set_solver, unequal_solver
+from splitkit.solvers.placement import contract, latency_solver, set_solver, unequal_solver
 from splitkit.solvers.placement.stages import contiguous, ideal_dp, linked_annealing, stage_solver
 
 NEAR = 1e-9
@@ -86,7 +86,7 @@ COMPONENTS = [
     Component("stages: ideals, dominance", ideal_dp, "dominance_applies", to(lambda *_: False)),
     Component("stages: reordering", _STAGES, "by_reordering", to(nothing)),
     Component("stages: annealing", _STAGES, "by_annealing", to(nothing)),
-    Component("stages: joining", bounds, "joining_bound", to(given(1))),
+    Component("stages: joining", contract, "joining_bound", to(given(1))),
     Component("stages: borders", stage_solver, "border_bound", to(given(1))),
     Component("stages: shares", _STAGES, "by_shares", to(nothing)),
     Component("stages: relaxation", stage_solver, "stage_relaxation", to(given(2))),
@@ -113,7 +113,7 @@ COMPONENTS = [
     Component("unequal: lines", unequal_solver, "best_on_order", to(nothing)),
     Component("unequal: moves", unequal_solver._Search, "_move", to(nothing)),
     Component("unequal: all placements", unequal_solver._Search, "_try_all", to(nothing)),
-    Component("devices: bound by messages", device_request, "least_load", to(zero)),
+    Component("devices: bound by messages", device_search, "least_load", to(zero)),
     Component("memory: all cuts of small graphs", memory_search.MemorySearch, "_exactly", to(nothing)),
     Component("memory: orders but the first", memory_search, "orders", to(lambda _: [])),
     Component("replicas: fitting to memory", replica_search.ReplicaSearch, "_fitting", to(nothing)),

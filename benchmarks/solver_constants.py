@@ -33,22 +33,22 @@ import splitkit.solvers
 FACTORS = (0.5, 2.0)
 LEAST, MOST = 1e-5, 2.0**40
 SEARCHES = {
-    "splitkit.search.devices": ("t5: 3 devices, unequal links",),
-    "splitkit.search.memory": ("t5: memory budget 0.4", "unet: memory budget 0.4"),
+    "splitkit.search.device_search": ("t5: 3 devices, unequal links",),
+    "splitkit.search.memory_": ("t5: memory budget 0.4", "unet: memory budget 0.4"),
     "splitkit.search.recompute": ("gpt2: recompute 0.4", "gpt2: recompute least"),
-    "splitkit.search.replicas": ("t5: 6 devices, pcie4, 1f1b, replicas",),
+    "splitkit.search.replica_": ("t5: 6 devices, pcie4, 1f1b, replicas",),
     "splitkit.search": ("t5: 6 stages, pcie4, 1f1b", "t5: 4 stages, nvlink4, 1f1b, least memory"),
     "splitkit.solvers.line": ("t5: 6 stages, pcie4, 1f1b", "unet: 8 stages on 4 ranks, pcie4"),
-    "splitkit.solvers.placement.latency": (
+    "splitkit.solvers.placement.latency_solver": (
         "latency: OperatorGraphs_bert_l-3_inference",
         "latency: OperatorGraphs_resnet50_inference",
     ),
-    "splitkit.solvers.placement.sets": ("noncontiguous: OperatorGraphs_bert_l-3_training",),
-    "splitkit.solvers.placement.unequal": ("t5: 3 devices, unequal links",),
+    "splitkit.solvers.placement.set_solver": ("noncontiguous: OperatorGraphs_bert_l-3_training",),
+    "splitkit.solvers.placement.unequal_solver": ("t5: 3 devices, unequal links",),
     "splitkit.solvers.recompute": ("gpt2: recompute 0.4", "t5: recompute 0.6"),
     "splitkit.solvers": ("contiguous: OperatorGraphs_bert_l-3_training", "t5: 6 stages, pcie4, 1f1b"),
 }
-"""Package -> the searches that its constants are tried on; the longest name that fits counts."""
+"""Beginning of a module's name -> the searches that its constants are tried on; the longest name that fits counts."""
 
 
 @dataclass(frozen=True)

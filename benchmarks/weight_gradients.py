@@ -37,7 +37,7 @@ import splitkit as sk
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RecomputeAll, SaveAll, SplitBackward
-from splitkit.search.deferral_cuts import deferrals, divided, plan_in_stages
+from splitkit.search.deferral_problem import deferrals, divided, plan_in_stages
 from splitkit.training.flow import JointFlow, waiting_bytes, waiting_values
 
 BLOCKS = 2

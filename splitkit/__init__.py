@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from splitkit.errors import SplitError as SplitError
     from splitkit.exports.export import Export as Export
     from splitkit.exports.export import export as export
-    from splitkit.exports.formats import import_plan as import_plan
+    from splitkit.exports.import_plan import import_plan as import_plan
     from splitkit.frontends.capability_partitioner import CapabilityBasedPartitioner as CapabilityBasedPartitioner
     from splitkit.frontends.capture.capture import capture as capture
     from splitkit.frontends.capture_decoder import capture_decoder as capture_decoder
     from splitkit.frontends.checkpoint_context import checkpoint_context as checkpoint_context
     from splitkit.frontends.checkpoint_context import dry_run as dry_run
-    from splitkit.frontends.compile.budget_words import apply as apply
-    from splitkit.frontends.compile.budget_words import backend as backend
+    from splitkit.frontends.compile.compile import apply as apply
+    from splitkit.frontends.compile.compile import backend as backend
     from splitkit.frontends.joint_capture import Joint as Joint
     from splitkit.frontends.joint_capture import capture_joint as capture_joint
     from splitkit.graph.dataflow import analyze as analyze
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from splitkit.memory.profile import CUDA_BLOCK as CUDA_BLOCK
     from splitkit.memory.profile import MemoryProfile as MemoryProfile
     from splitkit.memory.profile import simulate_memory as simulate_memory
-    from splitkit.pipeline.order_file import SynthesizedOrder as SynthesizedOrder
-    from splitkit.pipeline.order_file import synthesize as synthesize
     from splitkit.pipeline.order_messages import order_messages as order_messages
     from splitkit.pipeline.run import ScheduleRun as ScheduleRun
     from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
+    from splitkit.pipeline.synthesize import SynthesizedOrder as SynthesizedOrder
+    from splitkit.pipeline.synthesize import synthesize as synthesize
     from splitkit.pipeline.trace import MeasuredStep as MeasuredStep
     from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from splitkit.studies.explanation.compare_plans import compare_plans as compare_plans
     from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
-    from splitkit.studies.fit.next_step import Fit as Fit
+    from splitkit.studies.fit.fit_result import Fit as Fit
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
     from splitkit.testing.compare import Comparison as Comparison
@@ -95,7 +95,7 @@ _HOME = {
     "CapabilityBasedPartitioner": "frontends.capability_partitioner",
     "Comparison": "testing.compare",
     "Export": "exports.export",
-    "Fit": "studies.fit.next_step",
+    "Fit": "studies.fit.fit_result",
     "Frontier": "studies.frontier",
     "Joint": "frontends.joint_capture",
     "MeasuredMemory": "memory.measurement",
@@ -108,10 +108,10 @@ _HOME = {
     "ScheduleRun": "pipeline.run",
     "Split": "engine.split",
     "StagedStep": "engine.staged_step",
-    "SynthesizedOrder": "pipeline.order_file",
+    "SynthesizedOrder": "pipeline.synthesize",
     "analyze": "graph.dataflow",
-    "apply": "frontends.compile.budget_words",
-    "backend": "frontends.compile.budget_words",
+    "apply": "frontends.compile.compile",
+    "backend": "frontends.compile.compile",
     "capture": "frontends.capture.capture",
     "capture_decoder": "frontends.capture_decoder",
     "capture_joint": "frontends.joint_capture",
@@ -123,7 +123,7 @@ _HOME = {
     "export": "exports.export",
     "fit": "studies.fit.fit",
     "generator": "runtime.generation.local_generator",
-    "import_plan": "exports.formats",
+    "import_plan": "exports.import_plan",
     "inline": "engine.inline",
     "load": "runtime.folder.load_weights",
     "measure_memory": "memory.measurement",
@@ -137,7 +137,7 @@ _HOME = {
     "split_module": "engine.split_module",
     "stage_costs": "pipeline.stage_prices",
     "sweep": "studies.sweep",
-    "synthesize": "pipeline.order_file",
+    "synthesize": "pipeline.synthesize",
 }
 _MODULES = ("costs", "extend", "policies", "runtime", "testing", "view")
 

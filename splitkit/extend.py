@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from splitkit import checks
 from splitkit.errors import CycleError, NoPlanError, PlanError, PolicyError, SplitError
 from splitkit.graph.ambient import register_region
-from splitkit.graph.byte_sizes import cache_bytes, storage_bytes, tensor_bytes
 from splitkit.graph.dataflow import Dataflow, analyze, enough_nodes, given_back, module_path, readers_of
 from splitkit.graph.fake_runs import propagate
 from splitkit.graph.node_selection import Ops, modules_matching, rule_of
+from splitkit.graph.node_values import cache_bytes, storage_bytes, tensor_bytes
 from splitkit.graph.ops import declare
 from splitkit.graph.storages import start_of, storage_key
 from splitkit.pipeline.order import Action, PipelineOrder

@@ -78,7 +78,7 @@ def _require_folder(args: Namespace) -> None:
 
 def _require_order(args: Namespace, counts: Sequence[int]) -> None:
     """Refuse a schedule that does not allow these numbers of replicas of each stage, processes and microbatches."""
-    from splitkit.pipeline.order_file import load_order
+    from splitkit.pipeline.synthesize import load_order
     from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
     from splitkit.runtime.ranks.replicas import require_replicable
 

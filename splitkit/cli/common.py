@@ -18,7 +18,7 @@ from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
-from splitkit.testing.config_files import is_config
+from splitkit.testing.config_models import is_config
 from splitkit.testing.factory import is_program, with_loss
 from splitkit.testing.models import Example
 from splitkit.view.console import show_spinner
@@ -117,7 +117,7 @@ def _evaluated(example: Example, spec: str) -> Example:
 def _example(wanted: Source) -> Example:
     import torch
 
-    from splitkit.testing.config_files import config_example
+    from splitkit.testing.config_models import config_example
 
     if is_config(wanted.spec):
         return config_example(wanted.spec, wanted.seed, **wanted.sizes)

@@ -20,8 +20,8 @@ from splitkit.cli.common import CapturedModel, example_of
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.fsdp import full_tensor
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.stage_weights import full_tensor
 from splitkit.testing.pipeline_check import (
     UnsplitModel,
     digest_difference,

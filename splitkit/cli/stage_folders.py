@@ -49,7 +49,7 @@ def generation_record(model: Any) -> dict[str, Any]:
         ``eos_token_id``, the tokens that end a sequence; ``pad_token_id``, or ``None``; and ``positions``, the most
         tokens of a sequence, or ``None``.
     """
-    from splitkit.runtime.generation.model_tokens import ModelTokens
+    from splitkit.runtime.generation.before_stages import ModelTokens
 
     known = ModelTokens.of(model)
     ends = list(known.eos_token_id)

@@ -12,8 +12,8 @@ from splitkit.costs.measured_prices import Measured, MeasuredSteps
 from splitkit.costs.measuring_run import measured
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.training import training
-from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.graph.node_values import nodes_without_values
 from splitkit.hardware.device_specs import Device, devices, load_devices
 from splitkit.hardware.link_specs import Link
 from splitkit.prices import Costs, unit_of

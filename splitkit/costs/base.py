@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import fx
 from torch.fx import Node
 
-from splitkit.graph.byte_sizes import read_bytes, value_bytes
 from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.graph.node_values import read_bytes, value_bytes
 from splitkit.graph.scope import is_state_op
 from splitkit.prices import Costs
 from splitkit.short_repr import brief

@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from splitkit import _torch
 from splitkit._torch import HigherOrderOperator, OpOverload, written_arguments
 from splitkit.costs.base import GraphCosts
-from splitkit.graph import byte_sizes
-from splitkit.graph.byte_sizes import (
+from splitkit.graph import node_values
+from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.graph.node_values import (
     CallMemo,
     body_calls,
     changes_state,
@@ -33,7 +34,6 @@ from splitkit.graph.byte_sizes import (
     stand_in,
     value_in,
 )
-from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.short_repr import brief
 from splitkit.units import TFLOP
@@ -376,7 +376,7 @@ def _sum(counts: list[Count], times: int) -> Count:
 
 def counted_bodies(root: nn.Module, node: Node) -> list[fx.GraphModule]:
     """Return the graphs that a higher-order op calls; none for an op that is counted as a whole, such as attention."""
-    return [] if str(node.target) in _WHOLE else byte_sizes.body_graphs(root, node)
+    return [] if str(node.target) in _WHOLE else node_values.body_graphs(root, node)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from torch.fx import Node
 from splitkit._torch import OpOverload
 from splitkit.costs.flop_formulas import CountedCosts, Flops, counter_of
 from splitkit.costs.roofline import Roofline
-from splitkit.graph.byte_sizes import elements, hints, op_name, require_values
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.joint_marks import backward_nodes, is_joint
+from splitkit.graph.node_values import elements, hints, op_name, require_values
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.hardware.device_specs import Device, find_device
 from splitkit.short_repr import brief

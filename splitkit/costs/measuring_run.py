@@ -29,10 +29,10 @@ from splitkit.costs.measured_prices import Measured, MeasuredSteps
 from splitkit.costs.run_inputs import Private, measuring_device, unfit_inputs_error
 from splitkit.errors import CostError
 from splitkit.graph.ambient import SETTINGS, closed_by, opened_by
-from splitkit.graph.byte_sizes import Gradients
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.losses import loss_of
+from splitkit.graph.node_values import Gradients
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.shared_memory import memory_classes
 from splitkit.graph.storages import storage_key, tensors

@@ -11,8 +11,8 @@ from torch import fx
 from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, Device, Fused, default, fused
 from splitkit.errors import PolicyError
-from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.node_values import nodes_without_values
 from splitkit.graph.storages import tensors, value_of
 from splitkit.hardware.device_specs import devices
 from splitkit.prices import as_given

@@ -23,7 +23,9 @@ from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator, pytree
 from splitkit.costs.flop_formulas import Count, CountedCosts, Flops, counted_bodies, counter_of, only_written
-from splitkit.graph.byte_sizes import (
+from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.graph.joint_marks import backward_nodes, forward_owners
+from splitkit.graph.node_values import (
     body_calls,
     elements,
     hints,
@@ -34,8 +36,6 @@ from splitkit.graph.byte_sizes import (
     tensor_bytes,
     value_in,
 )
-from splitkit.graph.dataflow import Dataflow, root_of
-from splitkit.graph.joint_marks import backward_nodes, forward_owners
 from splitkit.graph.scope import Scope, region_kind, scopes
 from splitkit.graph.storages import registered_tensors, storage_key, tensors, value_of
 from splitkit.hardware.device_specs import Device, find_device

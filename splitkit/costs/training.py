@@ -25,7 +25,9 @@ from splitkit.costs.base import StepCosts, WrappedCosts
 from splitkit.costs.flop_formulas import NOMINAL, Flops, counter_of
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.errors import CostError
-from splitkit.graph.byte_sizes import (
+from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.joint_marks import forward_owners, is_joint
+from splitkit.graph.node_values import (
     NO_SIZES,
     CallMemo,
     Gradients,
@@ -37,8 +39,6 @@ from splitkit.graph.byte_sizes import (
     stand_in,
     value_in,
 )
-from splitkit.graph.dataflow import Dataflow, facts_of
-from splitkit.graph.joint_marks import forward_owners, is_joint
 from splitkit.graph.storages import tensors
 from splitkit.hardware.device_specs import Device
 from splitkit.prices import Checked, Costs, as_given, checked, includes_backward, unit_of

@@ -24,7 +24,7 @@ from splitkit import _torch
 from splitkit.engine.codegen.writer import Writer
 from splitkit.engine.split import Split
 from splitkit.errors import GraphError
-from splitkit.graph.check_nodes import check_nodes
+from splitkit.graph.input_overlap import check_nodes
 from splitkit.graph.scope import NEUTRAL, Scope, scopes
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import PARENT, PartKey

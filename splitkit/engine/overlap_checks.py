@@ -7,7 +7,7 @@ The order of parts follows from the graph, and a graph does not show that its ca
     r = a - y        part A
 
 So the parent of such a split begins with a node that compares the memory of its inputs
-(`splitkit.graph.check_nodes`). There is no such node if the parts keep the order of the graph, as stages do, or if
+(`splitkit.graph.input_overlap`). There is no such node if the parts keep the order of the graph, as stages do, or if
 the graph writes nothing.
 
 Each call looks up the parameters of parts anew and skips those that are gone, because users replace parts::
@@ -31,8 +31,8 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.engine.subgraphs import Subgraph
-from splitkit.graph.check_nodes import Use, check_nodes, refuse_shared
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.input_overlap import Use, check_nodes, refuse_shared
 from splitkit.graph.ops import PURE, Effects
 from splitkit.graph.shared_memory import REACHED, SIZES, Memory, memory_classes
 from splitkit.graph.storages import Lookup, storage_key, value_of

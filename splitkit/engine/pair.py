@@ -16,7 +16,7 @@ from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.complete import check_plan
 from splitkit.engine.split import with_origin
 from splitkit.errors import CycleError, PlanError
-from splitkit.graph.byte_sizes import storage_bytes
+from splitkit.graph.node_values import storage_bytes
 from splitkit.graph.storages import storages_shown, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST, host_value
 from splitkit.plans.offloaded import Offloaded
@@ -26,7 +26,7 @@ from splitkit.plans.record import Plan
 from splitkit.short_repr import brief
 from splitkit.training.emission_order import EmissionOrder, saved_for_backward
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, output_nodes, save_all_plan
-from splitkit.training.movable_values import why_not_moved
+from splitkit.training.offload_timeline import why_not_moved
 from splitkit.training.peaks import apply_checkpoints
 from splitkit.training.saved_values import SavedValue
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from splitkit.engine.subgraphs import Subgraph
-from splitkit.graph.byte_sizes import value_bytes
 from splitkit.graph.dataflow import Dataflow, reads
+from splitkit.graph.node_values import value_bytes
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 

@@ -26,8 +26,8 @@ from splitkit.engine.module_names import Style, unique_name
 from splitkit.engine.overlap_checks import overlap_check, rename_checked_attributes
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.errors import CycleError, PlanError, PolicyError, listed
-from splitkit.graph.check_nodes import refuse_objects
 from splitkit.graph.dataflow import Assumed, Dataflow, analyze, assumed_tensors, calls_around
+from splitkit.graph.input_overlap import refuse_objects
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.node_selection import no_module
 from splitkit.graph.storages import Lookup, parameters_and_buffers

@@ -16,7 +16,7 @@ from splitkit.costs import unit_of
 from splitkit.display import Shown
 from splitkit.engine.pair import back_on_device
 from splitkit.errors import PlanError
-from splitkit.graph.byte_sizes import storage_bytes, value_bytes
+from splitkit.graph.node_values import storage_bytes, value_bytes
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST, host_value
 from splitkit.memory.simulation import BEFORE, MemorySimulation
@@ -28,7 +28,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer, checked
 from splitkit.short_repr import brief, few
 from splitkit.training.flow import JointFlow, output_nodes
-from splitkit.training.movable_values import why_not_moved
+from splitkit.training.offload_timeline import why_not_moved
 from splitkit.training.stage_parts import HALVES, known_part
 from splitkit.units import size
 

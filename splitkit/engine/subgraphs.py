@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.errors import listed
-from splitkit.graph.byte_sizes import tensor_bytes, value_bytes
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.node_values import tensor_bytes, value_bytes
 from splitkit.graph.scope import Scope, is_state_op, states_before
 from splitkit.plans.part_order import Crossing, crossings, part_order
 from splitkit.plans.parts import PARENT, Part, PartKey

@@ -25,18 +25,18 @@ from splitkit.exports.carried_plan import (
     parameters_in_stages,
 )
 from splitkit.exports.export_format import ExportFormat
-from splitkit.exports.formats import format_named
+from splitkit.exports.import_plan import format_named
 from splitkit.exports.rounding import PlanPricing, Rounding, round_plan
 from splitkit.files import PathLike, save_text
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.storages import value_of
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.purpose import planned_order
 from splitkit.pipeline.schedules import schedule_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
+from splitkit.pipeline.synthesize import order_to_csv
 from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import Optimizer, require_costs

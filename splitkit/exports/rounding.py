@@ -26,7 +26,7 @@ from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
-from splitkit.search.device_request import DeviceRequest
+from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.plan_figures import StagePricing
 from splitkit.search.request import StageRequest

@@ -44,7 +44,7 @@ from splitkit.engine.pair import Pair, divide
 from splitkit.errors import CaptureError, PlanError, message_line
 from splitkit.frontends.capture.capture_errors import require_module
 from splitkit.frontends.capture.first_call import hook_state_restored
-from splitkit.frontends.compile.budget_words import BudgetLike, as_policy
+from splitkit.frontends.compile.compile import BudgetLike, as_policy
 from splitkit.frontends.joint_capture import Joint, Loss, capture_joint, checked_loss, sum_of_outputs
 from splitkit.frontends.trace_settings import without_meta_errors
 from splitkit.graph.node_selection import no_module

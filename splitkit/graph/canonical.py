@@ -27,8 +27,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import target_name
-from splitkit.graph.byte_sizes import hint
 from splitkit.graph.dataflow import Dataflow, analyze
+from splitkit.graph.node_values import hint
 from splitkit.graph.scope import Scope, is_state_op
 from splitkit.graph.storages import attribute, value_of
 from splitkit.short_repr import brief

@@ -22,8 +22,8 @@ from splitkit.errors import GraphError, NoPlanError
 from splitkit.graph.opaque_bindings import Bindings, bindings_of
 from splitkit.graph.ops import Effects, Memo, effects_of, is_tuple, op_tables
 from splitkit.graph.ops.functions import is_python
-from splitkit.graph.ops.memo import ValueKind, read_from, value_kind
 from splitkit.graph.ops.tuples import Known
+from splitkit.graph.ops.value_kinds import ValueKind, read_from, value_kind
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.shared_memory import Reference, order_edges, references_of
 from splitkit.graph.storages import (

@@ -7,7 +7,7 @@ peak of a graph, a split, or forward and backward      `profile.simulate_memory`
 peaks of thousands of plans of a joint graph           `splitkit.training.peaks`: the same simulation over arrays
 what eager autograd saves for each forward node        `autograd.saved_storages.activations`: a run on fake tensors
 what a pipeline stage holds, for any segment           `segments.segment.OrderMemory`, made by `segments.graph_memory`
-bytes of each rank in a step of a schedule             `splitkit.pipeline.byte_breakdown`: stages as numbers
+bytes of each rank in a step of a schedule             `splitkit.pipeline.memory`: stages as numbers
 what was alive in a real run                           `measurement.measure_memory`: watches ops (`storage_watch`)
 =====================================================  ==============================================================
 

@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import pytree
-from splitkit.graph.byte_sizes import hints, storage_bytes, tensor_bytes
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.losses import loss_node
+from splitkit.graph.node_values import hints, storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key, tensors, value_of
 from splitkit.memory.kernels.target_kernels import TargetKernels
 from splitkit.memory.kernels.temporaries import Temporaries

@@ -28,7 +28,8 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._gc import paused_collector
 from splitkit._torch import plain_tensors, pytree
-from splitkit.graph.byte_sizes import (
+from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.graph.node_values import (
     NO_SIZES,
     CallMemo,
     StandIn,
@@ -44,7 +45,6 @@ from splitkit.graph.byte_sizes import (
     tensor_bytes,
     value_bytes,
 )
-from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import repeated_group, storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import hinted_bytes

@@ -29,9 +29,9 @@ from splitkit import _torch
 from splitkit._torch import MKLDNN, HigherOrderOperator, plain_tensors, pytree
 from splitkit.checks import is_whole
 from splitkit.errors import GraphError
-from splitkit.graph.byte_sizes import body_graphs, require_values, storage_nbytes
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fake_runs import values_again
+from splitkit.graph.node_values import body_graphs, require_values, storage_nbytes
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import (
     assumed_upper_bounds,

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.graph.byte_sizes import hint
 from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.node_values import hint
 from splitkit.graph.storages import plain_size, symbols_of, value_of
 from splitkit.hardware.device_specs import Device
 from splitkit.memory.kernels.target_kernels import TargetKernels

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from splitkit.pipeline.byte_breakdown import (
+from splitkit.pipeline.memory import (
     MESSAGES,
     Changes,
     accumulated,
@@ -41,7 +41,7 @@ class MemoryByStage:
         owned: the stages of each rank.
         points: for each rank ``(seconds, bytes of messages, counts)`` from then on; the counts are those of `UNITS` for
             each of its stages. At each time the state of most bytes comes first, as in
-            `splitkit.pipeline.byte_breakdown.memory_over_time`.
+            `splitkit.pipeline.memory.memory_over_time`.
     """
 
     units: tuple[tuple[int, int, int, int, int], ...]

@@ -1,13 +1,13 @@
 """Orders the messages of a pipeline step on each rank for the shortest simulated step, without deadlocks.
 
 The order of the actions is given. Which message goes first on a communicator is a job shop: a message is an operation
-that holds the communicators of both of its ranks (`splitkit.solvers.solve_sequence`), between the action that computes it
+that holds the communicators of both of its ranks (`solve_sequence`), between the action that computes it
 and the action that reads it. From the best schedule found, the rows are read off:
 
     All actions and messages are put into one sequence, an action by its end and a message by its start, but none before
     what it waits for. Each rank's row is this sequence without what other ranks do.
 
-These rows cannot deadlock, in any model of `splitkit.pipeline.torch_orders`, whatever the times are. For suppose that
+These rows cannot deadlock, in any model of `splitkit.pipeline.message_order`, whatever the times are. For suppose that
 entries never run, and take the first of them in the sequence. All that it waits for is before it in the sequence: the
 entries before it in the row of its rank, or of both ranks if it is a message, since each row is a part of the sequence;
 and the message that it reads. So all of this runs, and then it runs too: a contradiction.
@@ -29,11 +29,11 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from splitkit.errors import ScheduleError
+from splitkit.pipeline.message_order import Communicators, MessageOrder, ends_of, is_message, readers
 from splitkit.pipeline.order import ACTION, PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.simulate import PricedStep, price_actions, simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.torch_orders import Communicators, MessageOrder, ends_of, is_message, readers
 from splitkit.pipeline.trace import LinkTimes
 from splitkit.short_repr import brief
 from splitkit.solvers.solve_sequence import SequencingProblem, sequenced
@@ -45,7 +45,7 @@ class OrderedMessages:
     """An order of messages, its simulated step, and what is proven of it.
 
     Attributes:
-        order: the actions and messages of each rank; `splitkit.pipeline.order_file.save_order` writes them as torch's
+        order: the actions and messages of each rank; `splitkit.pipeline.synthesize.save_order` writes them as torch's
             CSV, and `splitkit.runtime.pipeline` runs them.
         run: the simulated step.
         bound: no order of the messages has a shorter step, in the same units.
@@ -89,10 +89,10 @@ def order_messages(
 
         found = splitkit.order_messages(stages, "interleaved-1f1b", 8, ranks=4, links="nvlink4")
         print(found)
-        splitkit.pipeline.order_file.save_order(found.order, "order.csv")
+        splitkit.pipeline.synthesize.save_order(found.order, "order.csv")
 
     torch places a receive where its sender is scheduled (``_add_send_recv``), where it may block messages that are
-    ready (pytorch#172668, #188833). This module and `splitkit.pipeline.torch_orders` explain what the order of
+    ready (pytorch#172668, #188833). This module and `splitkit.pipeline.message_order` explain what the order of
     messages can change, and prove that the rows cannot deadlock. The order is optimal if there are few messages.
 
     Args:
@@ -183,7 +183,7 @@ def _sequence(problem: SequencingProblem, starts: Sequence[float], count: int) -
 
 def _cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:
     """Return the row of each rank without messages."""
-    from splitkit.pipeline.torch_orders import torch_cells  # needs torch, which simulating does not
+    from splitkit.pipeline.message_order import torch_cells  # needs torch, which simulating does not
 
     rows = order.cells if isinstance(order, MessageOrder) else torch_cells(order)
     return tuple(tuple(cell for cell in row if not is_message(cell)) for row in rows)

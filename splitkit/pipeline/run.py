@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitkit.display import ShownOverTime
-from splitkit.pipeline.byte_breakdown import ByteBreakdown, RankMemory, memory_over_time, rank_memory
+from splitkit.pipeline.memory import ByteBreakdown, RankMemory, memory_over_time, rank_memory
 from splitkit.pipeline.order import BACKWARD_INPUT, FORWARD, most_on_host
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import StepTrace, chrome_trace

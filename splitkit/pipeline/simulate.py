@@ -15,7 +15,8 @@ import numpy as np
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.byte_breakdown import ring_rounds, share
+from splitkit.pipeline.memory import ring_rounds, share
+from splitkit.pipeline.message_order import MessageOrder, waits
 from splitkit.pipeline.order import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -28,7 +29,6 @@ from splitkit.pipeline.order import (
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
-from splitkit.pipeline.torch_orders import MessageOrder, waits
 from splitkit.pipeline.trace import LinkTimes, Transport, message_seconds
 
 __all__ = ["LinkTimes", "PipelineOrder", "ScheduleRun", "StageCosts", "simulate_schedule"]
@@ -57,7 +57,7 @@ def simulate_schedule(
       action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when it gets
       to it, through a buffer, so an order that does not deadlock with overlap does not deadlock without it either.
 
-    In an order of actions and messages (`splitkit.pipeline.torch_orders.MessageOrder`), messages wait for one another
+    In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
     on the communicators of both ranks, and every message waits until both ranks have come to it. With
     ``overlap=False`` each entry of a row waits until the one before it is over.
 
@@ -307,7 +307,7 @@ def times_of_messages(
 ) -> tuple[list[float], ...]:
     """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none).
 
-    The execution model is that of `splitkit.pipeline.torch_orders`: the longest path over its waits. Takes time linear
+    The execution model is that of `splitkit.pipeline.message_order`: the longest path over its waits. Takes time linear
     in the number of actions.
 
     Args:

@@ -42,7 +42,7 @@ class StageCosts:
         optimizer_bytes: bytes of the optimizer's state.
         unit: the measure of the times: ``"s"``, or that of nominal prices.
         replicas: the number of devices that run the stage, each on an equal share of every microbatch. The other fields
-            are those of one replica (`splitkit.pipeline.byte_breakdown`), except messages, which are of all
+            are those of one replica (`splitkit.pipeline.memory`), except messages, which are of all
             together.
         copies: what of ``saved_bytes`` waits on the host, and how long its copies take; ``None`` for nothing.
 

@@ -16,14 +16,14 @@ from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
 from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
 from splitkit.errors import CostError, PlanError, PolicyError
-from splitkit.graph.byte_sizes import Gradients, op_name, target_of
 from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
 from splitkit.graph.joint_marks import is_joint
+from splitkit.graph.node_values import Gradients, op_name, target_of
 from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.graph_memory import GraphMemory, NodeMemory, graph_memory, is_dense, mixed_memory
 from splitkit.memory.saved_storages import Activations
 from splitkit.memory.segment import OrderMemory
-from splitkit.pipeline.byte_breakdown import replica_of, trained_bytes, undivided
+from splitkit.pipeline.memory import replica_of, trained_bytes, undivided
 from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.plans.part_order import part_order
@@ -55,7 +55,7 @@ def stage_costs(
       sent as a copy. Attention and recurrent layers save what they do on the device of ``costs``
       (`splitkit.costs.Device.kernels`), wherever the graph was captured; costs for no device leave them on the device
       of the graph. The number is exact except for that and the nodes that `Activations.estimated` names. It
-      leaves out values that a stage only forwards (`splitkit.runtime.ranks.step_recorder.with_passed_on` adds them).
+      leaves out values that a stage only forwards (`splitkit.runtime.ranks.measurements.with_passed_on` adds them).
     * ``deferred_bytes`` is an upper bound on the bytes that wait for the weight part if a schedule divides backward.
       Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and has no
       input part in the first stage: all of its backward is ``backward_weight`` (`splitkit.pipeline.stage_prices`).
@@ -68,7 +68,7 @@ def stage_costs(
       only to the next; ``input_gradient_bytes`` are the same on the way back. The inputs of the graph are available to
       every part, and its outputs need not go to the last one.
     * Parameters that two parts read are counted in both.
-    * A part with replicas is one of them (`splitkit.pipeline.byte_breakdown`).
+    * A part with replicas is one of them (`splitkit.pipeline.memory`).
     * A part with ``call="checkpoint"`` saves its inputs and outputs, and the state of the random number generator
       (5,056 bytes). Backward takes as long as forward and backward, all of it as the input part, and nothing waits for
       the weight part: such a stage runs its whole backward at once. ``temporary_bytes`` include what the second forward

@@ -17,7 +17,7 @@ from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
-from splitkit.search.device_request import DeviceRequest, DeviceSearch
+from splitkit.search.device_search import DeviceRequest, DeviceSearch
 from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache, check_tokens
 from splitkit.solvers.clock import Clock
 

@@ -12,7 +12,7 @@ from splitkit.plans.parts import Claim
 from splitkit.plans.policy import PolicyLike, as_plan, require_policy
 from splitkit.plans.record import Plan
 from splitkit.policies.save_all import SaveAll
-from splitkit.search.deferral_cuts import DeferralNetwork, backward_parts, deferrals, divided, plan_in_stages
+from splitkit.search.deferral_problem import DeferralNetwork, backward_parts, deferrals, divided, plan_in_stages
 from splitkit.training.flow import as_joint
 from splitkit.units import duration, in_words, size
 

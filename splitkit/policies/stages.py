@@ -22,8 +22,8 @@ from splitkit.search.replica_scoring import ReplicaScoring
 from splitkit.search.replica_search import ReplicaSearch
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache
-from splitkit.search.stages.inference_stages import InferenceStages
 from splitkit.search.stages.stage_search import StagePlanner
+from splitkit.search.stages.token_search import InferenceStages
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.solution import timeout_note
 

@@ -10,11 +10,11 @@ from splitkit.runtime.generation.encoder_caches import decoder_cache
 from splitkit.runtime.generation.generation_request import Request, RequestResult
 from splitkit.runtime.generation.generator import Generator, serve
 from splitkit.runtime.ranks.joint_pipeline import JointPipeline, joint_pipeline
+from splitkit.runtime.ranks.measurements import StepRecorder
 from splitkit.runtime.ranks.pipeline import Pipeline, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
 from splitkit.runtime.ranks.step_losses import PipelineStep
-from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [

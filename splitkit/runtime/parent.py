@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.engine.split import Split
-from splitkit.graph.check_nodes import check_nodes
+from splitkit.graph.input_overlap import check_nodes
 from splitkit.plans.parts import PARENT, PartKey
 
 

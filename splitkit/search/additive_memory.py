@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch.fx import Node
 
-from splitkit.graph.byte_sizes import storage_bytes, tensor_bytes
+from splitkit.graph.node_values import storage_bytes, tensor_bytes
 from splitkit.graph.storages import start_of, storage_key
 from splitkit.memory.saved_storages import Activations
 from splitkit.pipeline.stage_prices import STATE_OF

@@ -23,7 +23,7 @@ from scipy.sparse.csgraph import connected_components
 from torch.fx import Node
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT

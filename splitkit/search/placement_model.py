@@ -21,8 +21,8 @@ import numpy as np
 from torch.fx import Node
 
 from splitkit.costs import Costs, Links
-from splitkit.graph.byte_sizes import Gradients
 from splitkit.graph.dataflow import Dataflow, crossing_values, waits_for
+from splitkit.graph.node_values import Gradients
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.solvers.placement.core import strong_components

@@ -13,9 +13,9 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.costs.links import links_of
 from splitkit.errors import GraphError, PlanError, SplitError
-from splitkit.graph.byte_sizes import cache_bytes
 from splitkit.graph.dataflow import Dataflow
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.graph.node_values import cache_bytes
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.purpose import by_rank, microbatches_of, request_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
@@ -23,7 +23,7 @@ from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import PARENT, UNSAID, Part, PartKey, PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.prices import unit_of
-from splitkit.search.device_request import DeviceRequest
+from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.replica_scoring import ReplicaScoring
 from splitkit.search.request import StageRequest

@@ -12,7 +12,7 @@ import numpy as np
 from torch.fx import Node
 
 from splitkit.costs import Links, unit_of
-from splitkit.pipeline.byte_breakdown import ring_seconds
+from splitkit.pipeline.memory import ring_seconds
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import peaks_of_visits

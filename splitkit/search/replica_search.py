@@ -20,7 +20,7 @@ import numpy as np
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import crossing_values
 from splitkit.memory.segment import OrderMemory, SegmentMemory
-from splitkit.pipeline.byte_breakdown import trained_bytes, undivided
+from splitkit.pipeline.memory import trained_bytes, undivided
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
@@ -311,7 +311,7 @@ _FIXED, _SAVED, _TEMPORARY, _GRADIENTS = range(4)
 
 @dataclass(frozen=True, eq=False)
 class ReplicaPeaks:
-    """Peaks by the formula of `splitkit.pipeline.byte_breakdown.replica_of`.
+    """Peaks by the formula of `splitkit.pipeline.memory.replica_of`.
 
     They are lower bounds, since some of what waits for a device is known only when a step is simulated.
 

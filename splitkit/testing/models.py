@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from splitkit.errors import CaptureError, nearest
-from splitkit.testing.config_files import is_config, require_transformers
+from splitkit.testing.config_models import is_config, require_transformers
 from splitkit.testing.factory import Example, is_program, made_by, saved_program
 
 __all__ = ["NAMES", "SIZES", "Example", "build", "load"]
@@ -80,7 +80,7 @@ def load(spec: str, **sizes: int) -> Example:
             that is missing, cannot be called with these sizes, or returns something else.
     """
     if is_config(spec):
-        from splitkit.testing.config_files import config_example
+        from splitkit.testing.config_models import config_example
 
         return config_example(spec, **sizes)
     if is_program(spec):

@@ -19,7 +19,7 @@ from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.accelerators import current, move_tensors
 from splitkit.runtime.devices.device_map import captured_types, follow_device
-from splitkit.runtime.ranks import fsdp
+from splitkit.runtime.ranks import stage_weights
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.step_losses import PipelineStep, scaled
 from splitkit.short_repr import brief
@@ -127,7 +127,7 @@ class UnsplitModel:
         """Compare the tensors of this rank after a step of the pipeline and of this model."""
         own = self.pipe.named_tensors()
         trained = {name: t for name, t in own.items() if isinstance(t, nn.Parameter)}
-        known = {name: fsdp.full_tensor(t.detach()) for name, t in own.items() if name in self.held}
+        known = {name: stage_weights.full_tensor(t.detach()) for name, t in own.items() if name in self.held}
         weights = {name: self.relative_deviation("weight", name, t) for name, t in known.items()}
         grads = {name: self.relative_deviation("gradient", name, gradient_of(t)) for name, t in trained.items()}
         lost = relative_difference(found.losses, losses) if found.losses is not None else 0.0
@@ -213,7 +213,7 @@ def digest_difference(
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a parameter, or zeros if it has none."""
-    return fsdp.full_tensor(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach()
+    return stage_weights.full_tensor(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach()
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

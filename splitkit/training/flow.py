@@ -17,10 +17,10 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.checks import shown
 from splitkit.errors import GraphError, PolicyError
-from splitkit.graph.byte_sizes import storage_nbytes
 from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.fake_runs import values_again
 from splitkit.graph.joint_marks import is_marked_backward, mark_of
+from splitkit.graph.node_values import storage_nbytes
 from splitkit.graph.storages import attribute, plain_size, shares_memory, storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import Bytes, ResultAliases, as_seen, storages_of
 from splitkit.memory.kernels.strides import kernel_strides

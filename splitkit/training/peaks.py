@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from splitkit.graph.byte_sizes import storage_nbytes
+from splitkit.graph.node_values import storage_nbytes
 from splitkit.graph.storages import attribute, plain_size, repeated_group, storage_key, tensors, value_of
 from splitkit.memory.simulation import MemorySimulation
 from splitkit.plans.record import Plan

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from splitkit.graph.byte_sizes import storage_bytes
 from splitkit.graph.dataflow import module_path
+from splitkit.graph.node_values import storage_bytes
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.units import size
 

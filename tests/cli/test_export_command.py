@@ -8,7 +8,7 @@ import pytest
 
 import splitkit as sk
 from splitkit.exports.format_list import WRITES
-from splitkit.pipeline.order_file import load_order
+from splitkit.pipeline.synthesize import load_order
 
 FACTORY = """
 import torch

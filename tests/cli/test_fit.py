@@ -14,7 +14,7 @@ from launch import command
 
 from splitkit.cli import main
 from splitkit.cli.parser import make_parser
-from splitkit.testing.config_files import config_example
+from splitkit.testing.config_models import config_example
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4,

@@ -17,8 +17,8 @@ from splitkit.cli.commands.plan_devices import _ordered
 from splitkit.cli.parser import make_parser
 from splitkit.cli.syntax import device_list
 from splitkit.errors import CostError, FileError, ScheduleError, UsageError
-from splitkit.pipeline.order_file import load_order
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.synthesize import load_order
 from splitkit.testing import models
 
 ROOT = Path(sk.__file__).parent.parent

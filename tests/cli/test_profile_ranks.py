@@ -14,7 +14,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import MeasuredStep
-from splitkit.runtime.ranks.step_recorder import one_by_one, timed_stages
+from splitkit.runtime.ranks.measurements import one_by_one, timed_stages
 
 SPEC = f"{Path(__file__).parent / 'tinynet.py'}:net"
 RECENT = torch.__version__ >= "2.13"  # older ones run neither zero bubbles nor dropout in several stages

@@ -6,7 +6,7 @@ import pytest
 from capturedmodels import captured_example
 
 import splitkit as sk
-from splitkit.pipeline.order_file import load_order
+from splitkit.pipeline.synthesize import load_order
 
 TINY = ["--size", "layers=2,width=16,heads=2", "--size", "vocab=32,seq=4"]
 FEW = ["--microbatches", "2", "--effort", "0.01"]

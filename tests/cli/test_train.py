@@ -17,7 +17,7 @@ from launch import launch
 from splitkit import cli
 from splitkit.cli.commands.train import planned_together
 from splitkit.cli.parser import make_parser
-from splitkit.pipeline.order_file import load_order
+from splitkit.pipeline.synthesize import load_order
 from splitkit.pipeline.trace import MeasuredStep
 
 TINY = ["--size", "layers=1,width=16,heads=2", "--size", "vocab=32,seq=4", "--seed", "3"]

@@ -23,7 +23,7 @@ from splitkit import costs
 from splitkit.costs.links import links_of
 from splitkit.costs.recorded import PriceTable, costs_of, record_of
 from splitkit.errors import CostError, FileError, PlanWarning
-from splitkit.graph.byte_sizes import nodes_without_values
+from splitkit.graph.node_values import nodes_without_values
 from splitkit.policies import Budget, ByName, MinCut, Stages
 from splitkit.prices import includes_backward, unit_of
 from splitkit.studies.explanation.explain import recorded_policy

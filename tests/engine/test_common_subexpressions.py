@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.frontends.aot import joint_flow
-from splitkit.frontends.compile.budget_words import apply, backend
+from splitkit.frontends.compile.compile import apply, backend
 from splitkit.frontends.joint_capture import _copied, capture_joint
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fake_runs import values_again

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 import splitkit as sk
-from splitkit.engine import argument_data, function_names
+from splitkit.engine import function_names, graph_data
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError
 
@@ -28,9 +28,9 @@ def again(gm):
         held.append(tensor)
         return len(held) - 1
 
-    data = through_text(argument_data.encode_graph(gm, number_of))
-    made = argument_data.decode_graph(data, lambda number: held[number.whole()])
-    argument_data.form_outputs(made, data)
+    data = through_text(graph_data.encode_graph(gm, number_of))
+    made = graph_data.decode_graph(data, lambda number: held[number.whole()])
+    graph_data.form_outputs(made, data)
     return made
 
 
@@ -43,19 +43,19 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_an_argument_comes_back(value):
-    found = argument_data.decode_argument(through_text(argument_data.encode_argument(value, "here")), {})
+    found = graph_data.decode_argument(through_text(graph_data.encode_argument(value, "here")), {})
     assert found == value and type(found) is type(value)
 
 
 def test_not_a_number_comes_back():
-    found = argument_data.decode_argument(through_text(argument_data.encode_argument(float("nan"), "here")), {})
+    found = graph_data.decode_argument(through_text(graph_data.encode_argument(float("nan"), "here")), {})
     assert found != found
 
 
 @pytest.mark.parametrize("value", [object(), Pair(1, 2), torch.ones(1), {1, 2}, len], ids=lambda v: type(v).__name__)
 def test_what_is_no_data_is_refused(value):
     with pytest.raises(FileError, match="SK506: node x has an argument of type"):
-        argument_data.encode_argument(value, "node x")
+        graph_data.encode_argument(value, "node x")
 
 
 FORMS = [
@@ -68,7 +68,7 @@ def test_a_form_of_outputs_comes_back(form):
     from splitkit._torch import pytree
 
     leaves, spec = pytree.tree_flatten(form)
-    found = argument_data.decode_tree_spec(through_text(argument_data.encode_tree_spec(spec)))
+    found = graph_data.decode_tree_spec(through_text(graph_data.encode_tree_spec(spec)))
     made = pytree.tree_unflatten(leaves, found)
     assert found == spec and made == form and type(made) is type(form)
 

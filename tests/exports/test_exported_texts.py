@@ -15,7 +15,7 @@ import splitkit as sk
 from splitkit.errors import CostError, FileError, NoPlanError, PlanError, PolicyError, ScheduleError
 from splitkit.exports.carried_plan import CarriedPlan, Layer, LayerSequence
 from splitkit.exports.format_list import WRITES
-from splitkit.exports.formats import FORMATS, format_of
+from splitkit.exports.import_plan import FORMATS, format_of
 from splitkit.exports.megatron import megatron_layout
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.parts import Part

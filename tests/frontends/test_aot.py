@@ -21,7 +21,7 @@ from splitkit.costs import unit
 from splitkit.engine.pair import divide
 from splitkit.errors import CycleError, PlanError, PolicyError
 from splitkit.frontends.aot import joint_flow, partition_fn
-from splitkit.frontends.compile.budget_words import apply, backend
+from splitkit.frontends.compile.compile import apply, backend
 from splitkit.frontends.joint_capture import capture_joint
 from splitkit.graph.ops import effects_of
 from splitkit.plans.record import Plan

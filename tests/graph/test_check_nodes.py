@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from handgraphs import graph_of
 
-from splitkit.graph.check_nodes import CHECKS, check_nodes, refuse_objects
+from splitkit.graph.input_overlap import CHECKS, check_nodes, refuse_objects
 
 
 def test_checks_and_what_is_read_for_them_alone():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import splitkit as sk
-from splitkit.graph.byte_sizes import StandIn, hint, hints, op_name
+from splitkit.graph.node_values import StandIn, hint, hints, op_name
 
 
 def test_sizes_that_only_the_data_decides_count_as_one():

@@ -6,8 +6,8 @@ import torch
 from handgraphs import graph_of
 from torch import nn
 
-from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.fake_runs import propagate
+from splitkit.graph.node_values import nodes_without_values
 
 
 def test_a_later_change_of_the_shape_is_not_this_nodes():

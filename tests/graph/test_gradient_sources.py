@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.graph.byte_sizes import Gradients
+from splitkit.graph.node_values import Gradients
 
 
 class Formed(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from splitkit.graph.check_nodes import Use, _are_apart, blocks, out_of_order, overlap
+from splitkit.graph.input_overlap import Use, _are_apart, blocks, out_of_order, overlap
 
 ROW, NUMBERS = torch.arange(12.0), np.arange(6.0)
 with FakeTensorMode():

@@ -7,8 +7,8 @@ from torch import fx, nn
 
 from splitkit.costs import unit
 from splitkit.engine.split import split
-from splitkit.graph.byte_sizes import value_bytes
 from splitkit.graph.dataflow import analyze
+from splitkit.graph.node_values import value_bytes
 from splitkit.graph.storages import is_symbolic, symbol_nodes, symbols_of, value_of
 from splitkit.plans.record import Plan
 from splitkit.testing import assert_same

@@ -11,8 +11,8 @@ from torch.fx import Node
 import splitkit as sk
 from splitkit import policies
 from splitkit.errors import NoPlanError
-from splitkit.graph.byte_sizes import nodes_without_values
 from splitkit.graph.fake_runs import propagate
+from splitkit.graph.node_values import nodes_without_values
 from splitkit.plans.policy import Policy, as_plan
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import refine

@@ -12,7 +12,7 @@ from splitkit.costs.links import HostLink
 from splitkit.hardware.link_specs import Link
 from splitkit.search.recompute.plan_pool import Pool
 from splitkit.training.choices import savings
-from splitkit.training.movable_values import OffloadModel
+from splitkit.training.offload_timeline import OffloadModel
 from splitkit.training.peaks import Peaks
 
 LINK = HostLink(Link(1024.0, 0.25), Link(2048.0, 0.125))

@@ -15,7 +15,7 @@ from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, output_nodes, save_all_plan, unrepeatable
-from splitkit.training.movable_values import why_not_moved
+from splitkit.training.offload_timeline import why_not_moved
 from splitkit.training.stage_parts import StagePart, known_part, stage_plan
 
 

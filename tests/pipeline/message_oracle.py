@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from splitkit.pipeline.torch_orders import MessageOrder, ends_of, readers
+from splitkit.pipeline.message_order import MessageOrder, ends_of, readers
 
 TEXT = re.compile(r"(\d+)(SEND_|RECV_)?([FBIW])(\d+)")
 

@@ -6,7 +6,7 @@ import pytest
 from capturedmodels import captured_example
 
 import splitkit as sk
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.purpose import counted_optimizer, purpose
 from splitkit.pipeline.stage_prices import peaks_of_visits
 from splitkit.policies import Expert

@@ -10,7 +10,7 @@ import pytest
 from pipelinegraphs import bytes_needed
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.order import Action, HostWindow, StageCopies, host_windows, most_on_host
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule

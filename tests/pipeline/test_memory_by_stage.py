@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import splitkit as sk
-from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.memory_by_stage import UNITS, memory_by_stage
 from splitkit.pipeline.stage_costs import StageCosts
 

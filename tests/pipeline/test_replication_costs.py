@@ -8,7 +8,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.byte_breakdown import replica_of, ring_seconds, undivided
+from splitkit.pipeline.memory import replica_of, ring_seconds, undivided
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.plans.parts import Part

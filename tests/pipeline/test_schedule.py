@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from splitkit.costs import Link, Links
 from splitkit.errors import CostError, ScheduleError
-from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.order import BACKWARD_WEIGHT
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named
 from splitkit.pipeline.simulate import PipelineOrder, StageCosts, simulate_schedule

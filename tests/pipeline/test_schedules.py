@@ -17,7 +17,7 @@ from splitkit.cli import main
 from splitkit.errors import PolicyError, ScheduleError
 from splitkit.extend import Action, Schedule, register_schedule
 from splitkit.pipeline import schedules
-from splitkit.pipeline.byte_breakdown import keeps_sent
+from splitkit.pipeline.memory import keeps_sent
 from splitkit.pipeline.schedule import stalls
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named, schedule_of
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule

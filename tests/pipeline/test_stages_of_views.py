@@ -19,9 +19,9 @@ from splitkit import _torch
 from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.runtime.parent import values_of
+from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
 from splitkit.runtime.ranks.stage import Batch, ChainStage
 from splitkit.runtime.ranks.stage_chain import chain_of, last_stage_of
-from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 from splitkit.testing.models import build
 
 CPU = torch.device("cpu")

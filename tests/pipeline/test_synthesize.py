@@ -11,7 +11,7 @@ from test_order_file import rows_of, torchs
 import splitkit as sk
 from splitkit.errors import NoPlanError, PolicyError, ScheduleError
 from splitkit.extend import Action, PipelineOrder, StageCosts
-from splitkit.pipeline.order_file import load_order, synthesize
+from splitkit.pipeline.synthesize import load_order, synthesize
 
 
 def stages_of(count, saved=100, waiting=40, **more):

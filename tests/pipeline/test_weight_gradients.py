@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PolicyError
-from splitkit.graph.byte_sizes import value_bytes
+from splitkit.graph.node_values import value_bytes
 from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule

@@ -16,7 +16,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.graph.dataflow import waits_for
 from splitkit.policies import Devices
-from splitkit.search.device_request import DeviceSearch
+from splitkit.search.device_search import DeviceSearch
 from splitkit.solvers.placement.solution import Solution, cycles
 
 aten, LOOSE = torch.ops.aten, 2**40

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.memory.saved_storages import activations
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.policies import Stages
 from splitkit.testing import assert_legal, assert_same

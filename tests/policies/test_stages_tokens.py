@@ -20,7 +20,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.extend import cache_bytes
-from splitkit.pipeline.byte_breakdown import ByteBreakdown, cache_room
+from splitkit.pipeline.memory import ByteBreakdown, cache_room
 from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.policies import Devices, Stages
 from splitkit.search.placement_model import PlacementModel, TransferTimes

@@ -15,8 +15,8 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.runtime import open_checkpoints, pipeline
+from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import Weights
-from splitkit.runtime.folder.file_digests import digest_of_file
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 

@@ -13,7 +13,7 @@ from carried import Remedy, refusal
 from torch import nn
 
 import splitkit as sk
-from splitkit.exports.formats import FORMATS
+from splitkit.exports.import_plan import FORMATS
 from splitkit.exports.onnx_stages import annotate_onnx
 from splitkit.graph.dataflow import module_path
 from splitkit.pipeline.order import PipelineOrder

@@ -24,17 +24,17 @@ import splitkit as sk
 from splitkit import cli, files
 from splitkit.cli import before_ranks
 from splitkit.cli.commands import generate, import_stages
-from splitkit.engine.argument_data import encode_argument
+from splitkit.engine.graph_data import encode_argument
 from splitkit.errors import FileError
 from splitkit.plans.plan_file import fingerprint, read_json
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.runtime import open_stages, save_stages
-from splitkit.runtime.folder import file_digests
-from splitkit.runtime.folder.file_digests import digest_of_file
+from splitkit.runtime.folder import checkpoint_folder
+from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.folder.optimizer_state import encode_state, require_storable
 from splitkit.runtime.folder.tensorfiles import DTYPES, stored_tensors, write_tensors
-from splitkit.testing.config_files import read_config
+from splitkit.testing.config_models import read_config
 
 FACTORY = '''"""A model of a user."""
 import torch
@@ -676,7 +676,7 @@ def test_a_file_that_a_disk_does_not_read(monkeypatch):
             raise OSError(5, "Input/output error")
         return digest_of_file(path)
 
-    monkeypatch.setattr(file_digests, "digest_of_file", failing)
+    monkeypatch.setattr(checkpoint_folder, "digest_of_file", failing)
     for again in (
         lambda: save_stages(split(), "parts"),
         lambda: command("split plan.json --model my.py:net -o parts --force"),

@@ -20,7 +20,7 @@ from torch import nn
 import splitkit as sk
 from splitkit import cli
 from splitkit.runtime.folder.tensorfiles import write_tensors
-from splitkit.testing.config_files import config_at, config_example
+from splitkit.testing.config_models import config_at, config_example
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx.passes.operator_support import create_op_support
 
 import splitkit as sk
-from splitkit.frontends.compile.budget_words import splitkit_backend
+from splitkit.frontends.compile.compile import splitkit_backend
 from splitkit.policies import (
     AroundOps,
     AtMarkers,

@@ -20,8 +20,8 @@ from splitkit.cli.commands.profile_ranks import _orders
 from splitkit.costs.measuring_run import require_steps
 from splitkit.costs.recorded import costs_of
 from splitkit.graph.ops import declared as declarations
-from splitkit.pipeline.order_file import load_order
 from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.synthesize import load_order
 from splitkit.policies import MinCut, Remat, Stages
 
 X = torch.linspace(-1, 1, 64).reshape(4, 16)

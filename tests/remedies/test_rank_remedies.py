@@ -31,11 +31,11 @@ from splitkit.runtime import (
 )
 from splitkit.runtime.ranks import torch_stages
 from splitkit.runtime.ranks.border_values import BorderValue
+from splitkit.runtime.ranks.measurements import StepRecorder
 from splitkit.runtime.ranks.order_runner import order_of, placed_order
 from splitkit.runtime.ranks.rank_device import _require_effective_autocast
 from splitkit.runtime.ranks.replicas import require_replicable
 from splitkit.runtime.ranks.stage_chain import chain_of
-from splitkit.runtime.ranks.step_recorder import StepRecorder
 from splitkit.testing.pipeline_check import UnsplitModel
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_parts import stage_plan

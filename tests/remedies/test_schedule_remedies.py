@@ -10,12 +10,12 @@ from carried import Remedy, refusal
 import splitkit as sk
 from splitkit.extend import Schedule, register_schedule
 from splitkit.pipeline import schedules
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import Action, PipelineOrder, StageCopies
-from splitkit.pipeline.order_file import load_order, order_from_csv, synthesize
 from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.torch_orders import MessageOrder
+from splitkit.pipeline.synthesize import load_order, order_from_csv, synthesize
 
 STAGE = StageCosts(1.0, 2.0, saved_bytes=100)
 TWO = [STAGE, STAGE]

@@ -21,10 +21,10 @@ import splitkit as sk
 import splitkit.runtime
 from splitkit.errors import SplitError
 from splitkit.graph.caches import constant_caches
+from splitkit.runtime.generation.before_stages import ModelTokens
 from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.generation.generator import before_stages
-from splitkit.runtime.generation.model_tokens import ModelTokens
 from splitkit.runtime.ranks.stage_chain import chain_of
 
 END, PAD, LIMIT = 7, 0, 20.0

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Mult
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.runtime import open_checkpoints, pipeline
-from splitkit.runtime.ranks.fsdp import full_tensor
+from splitkit.runtime.ranks.stage_weights import full_tensor
 
 COUNT = 4
 """Microbatches."""

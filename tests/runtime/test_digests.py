@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from splitkit.runtime.ranks.digests import AT_ONCE, BLOCK, content_of, digest_of_tensors, digest_of_text, form_of
+from splitkit.runtime.ranks.step_agreement import AT_ONCE, BLOCK, content_of, digest_of_tensors, digest_of_text, form_of
 
 LARGE = 5 * AT_ONCE["cpu"] + BLOCK + 3
 """Elements of 4 bytes that fill several rounds, a block and a bit."""

@@ -10,8 +10,8 @@ from decoders import FAMILIES, STATES
 from launch import launch
 
 from splitkit.errors import PipelineError
+from splitkit.runtime.generation.before_stages import ModelTokens, Sampler
 from splitkit.runtime.generation.generation_request import Request, RequestLimits
-from splitkit.runtime.generation.model_tokens import ModelTokens, Sampler
 
 RANKS = 2
 

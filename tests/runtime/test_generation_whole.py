@@ -13,10 +13,10 @@ from launch import launch
 import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.runtime import open_stages, save_stages
+from splitkit.runtime.generation.before_stages import BeforeStages, BehindEmbeddings, BehindEncoder, ModelTokens
 from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.generation_request import Request, RequestLimits
 from splitkit.runtime.generation.generator import _Line, before_stages
-from splitkit.runtime.generation.model_tokens import BeforeStages, BehindEmbeddings, BehindEncoder, ModelTokens
 
 pytest.importorskip("transformers")
 

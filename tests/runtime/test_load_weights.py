@@ -18,8 +18,8 @@ from campaigns import these_first
 import splitkit as sk
 from splitkit.errors import FileError, PipelineError
 from splitkit.runtime import open_stages, pipeline, save_stages
+from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import Weights, converted, sources_of
-from splitkit.runtime.folder.file_digests import digest_of_file
 from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")

@@ -12,8 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
 from splitkit.errors import PipelineError
-from splitkit.runtime.ranks import fsdp
-from splitkit.runtime.ranks.fsdp import ComparedOptimizer, require_same_optimizers
+from splitkit.runtime.ranks import stage_weights
+from splitkit.runtime.ranks.stage_weights import ComparedOptimizer, require_same_optimizers
 
 NAMES = (("embedding", "a", "tied"), ("b", "tied"))
 """The parameters of two ranks."""
@@ -121,7 +121,7 @@ def compare(
         for _ in range(count):
             compared.optimizer.step()
         held.append(compared.facts(named))
-    monkeypatch.setattr(fsdp, "from_every", lambda own, group: held)
+    monkeypatch.setattr(stage_weights, "from_every", lambda own, group: held)
     require_same_optimizers(held[0], None)
 
 

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
-from splitkit.runtime.ranks.fsdp import full_tensor, local_tensor, shard, shard_like, sum_shards
 from splitkit.runtime.ranks.order_runner import placed_order
 from splitkit.runtime.ranks.replicas import (
     BUCKET,
@@ -26,6 +25,7 @@ from splitkit.runtime.ranks.replicas import (
     subgroup,
 )
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.stage_weights import full_tensor, local_tensor, shard, shard_like, sum_shards
 
 
 def test_numbers_that_do_not_divide_are_refused():

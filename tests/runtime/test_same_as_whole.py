@@ -13,7 +13,7 @@ from campaigns import these_first
 from launch import launch
 
 from splitkit.extend import StageCosts
-from splitkit.pipeline.order_file import synthesize
+from splitkit.pipeline.synthesize import synthesize
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """It sends floats with a gradient only, and runs no zero-bubble schedule: SK806 for all else."""

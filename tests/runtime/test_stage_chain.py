@@ -10,14 +10,14 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import PipelineError
-from splitkit.graph.check_nodes import check_nodes
 from splitkit.graph.dataflow import module_path
+from splitkit.graph.input_overlap import check_nodes
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.runtime import to_devices
 from splitkit.runtime.devices.device_map import with_numbered_devices
 from splitkit.runtime.parent import calls_of
+from splitkit.runtime.ranks.measurements import with_passed_on
 from splitkit.runtime.ranks.stage_chain import chain_of, last_stage_of
-from splitkit.runtime.ranks.step_recorder import with_passed_on
 
 
 class Net(nn.Module):

@@ -20,7 +20,7 @@ from torch.distributed import checkpoint
 import splitkit as sk
 from splitkit.errors import FileError, SplitError
 from splitkit.runtime import open_stages, pipeline, save_stages
-from splitkit.runtime.folder.file_digests import digest_of_file
+from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.ranks.stage_chain import chain_of
 
 HERE = Path(__file__).parent

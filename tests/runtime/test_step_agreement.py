@@ -9,7 +9,7 @@ import pytest
 import torch
 from launch import launch
 
-from splitkit.runtime.ranks.digests import PipelineCall, _are_same, _described, _difference, _with_row
+from splitkit.runtime.ranks.step_agreement import PipelineCall, _are_same, _described, _difference, _with_row
 
 
 @pytest.fixture(scope="module")

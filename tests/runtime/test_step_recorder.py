@@ -6,7 +6,7 @@ from launch import launch
 
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.trace import Event
-from splitkit.runtime.ranks.step_recorder import held_by_group, median_step
+from splitkit.runtime.ranks.measurements import held_by_group, median_step
 
 
 def test_clocks_that_are_hours_apart_give_one_step():

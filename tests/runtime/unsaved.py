@@ -21,7 +21,7 @@ import splitkit as sk
 from splitkit.cli.commands.train import save
 from splitkit.errors import SplitError
 from splitkit.runtime import open_checkpoints, pipeline
-from splitkit.runtime.folder import file_digests
+from splitkit.runtime.folder import checkpoint_folder
 
 T = TypeVar("T")
 SPLITS: list[sk.Split] = []
@@ -186,5 +186,5 @@ def main() -> None:
         shutil.rmtree(place)
     dist.barrier()
     assert said("remedy", resume).last.name == "step-1" and resumed.digest(pipe, optimizer) != before
-    assert file_digests.complete_steps(folder / "refused") == []
+    assert checkpoint_folder.complete_steps(folder / "refused") == []
     dist.destroy_process_group()

@@ -15,7 +15,7 @@ from jointgraphs import Hand
 from jointmodels import assert_steps_alike, captured
 
 from splitkit import costs
-from splitkit.search.deferral_cuts import DeferralNetwork, deferrals, divided, plan_in_stages
+from splitkit.search.deferral_problem import DeferralNetwork, deferrals, divided, plan_in_stages
 from splitkit.training.flow import BACKWARD, recompute, save_all_plan, waiting_bytes, waiting_values
 
 KIB = 1024

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import DeviceTable
-from splitkit.solvers.placement.bounds import simple_bound
+from splitkit.solvers.placement.contract import simple_bound
 from splitkit.solvers.placement.core import acyclic_groups, core_of
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import faults, loads
@@ -24,7 +24,7 @@ from splitkit.solvers.placement.stages.border_bound import (
     stage_relaxation,
 )
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.stages.device_steps import device_steps, stage_loads
+from splitkit.solvers.placement.stages.order_dp import device_steps, stage_loads
 from splitkit.solvers.placement.stages.stage_solver import UnitAnnealing
 
 

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 
 from splitkit.solvers import clock
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.bounds import contracted_core
+from splitkit.solvers.placement import contract
+from splitkit.solvers.placement.contract import contracted_core
 from splitkit.solvers.placement.core import BIG, ORDERS, acyclic_groups, core_of, orders
-from splitkit.solvers.placement.memory_remedies import infeasible
+from splitkit.solvers.placement.packing import infeasible
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError, faults, memory
 from splitkit.solvers.placement.stages import stage_solver as search_module
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.stages.device_steps import OrderDP, device_steps, stage_loads
 from splitkit.solvers.placement.stages.ideal_dp import (
     Effort,
     TooManyError,
@@ -31,6 +30,7 @@ from splitkit.solvers.placement.stages.ideal_dp import (
     ideals,
     sums_over_ideals,
 )
+from splitkit.solvers.placement.stages.order_dp import OrderDP, device_steps, stage_loads
 from splitkit.solvers.placement.stages.stage_solver import StageSearch, own_and_other_orders
 
 
@@ -119,7 +119,7 @@ def test_no_stages_are_better_than_what_must_be_joined_allows(problem, fill):
     if best < cases.INF and not core.barred.all(axis=0).any():
         filled = len(problem.devices) if problem.fill else 0
         high = int(1.5 * best * core.scale) + 1
-        bound = bounds.joining_bound(core, 0, high, acyclic=True, filled=filled)
+        bound = contract.joining_bound(core, 0, high, acyclic=True, filled=filled)
         assert bound <= best * core.scale + core.slack + 1
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement import memory_remedies as module
-from splitkit.solvers.placement.bounds import simple_bound_seconds
+from splitkit.solvers.placement import packing as module
+from splitkit.solvers.placement.contract import simple_bound_seconds
 from splitkit.solvers.placement.core import colour_groups, core_of
-from splitkit.solvers.placement.memory_remedies import Nets, SetTable, narrow_order
+from splitkit.solvers.placement.packing import Nets, SetTable, narrow_order
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.set_solver import CoverBound
 

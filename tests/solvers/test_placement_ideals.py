@@ -10,8 +10,8 @@ from campaigns import these_first
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import acyclic_groups, core_of
 from splitkit.solvers.placement.problem import Problem, Slot
-from splitkit.solvers.placement.stages.device_steps import device_steps
 from splitkit.solvers.placement.stages.ideal_dp import Effort, _most_held, best_stages, ideals
+from splitkit.solvers.placement.stages.order_dp import device_steps
 
 
 @pytest.mark.parametrize("slower", these_first([1.0, 2.0], [1.5, 5.0]))

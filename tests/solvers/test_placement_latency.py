@@ -10,9 +10,9 @@ import pytest
 from campaigns import few_of_many
 
 from splitkit.solvers.placement import latency_solver as tree
-from splitkit.solvers.placement.chain_bound import CPU, Timing, chain_bound, makespan
 from splitkit.solvers.placement.core import colour_groups, core_of, order_by_key
 from splitkit.solvers.placement.latency_solver import latency
+from splitkit.solvers.placement.makespan import CPU, Timing, chain_bound, makespan
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import CoolingSchedule, DeviceTable, Population
-from splitkit.solvers.placement.bounds import contracted_core
+from splitkit.solvers.placement.contract import contracted_core
 from splitkit.solvers.placement.core import colour_groups, core_of
-from splitkit.solvers.placement.memory_remedies import pack_sets
+from splitkit.solvers.placement.packing import pack_sets
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError, faults, loads

@@ -8,7 +8,7 @@ import pytest
 from campaigns import few_of_many
 from hypothesis import strategies as st
 
-from splitkit.solvers.placement.bounds import contracted_core, tightened_core
+from splitkit.solvers.placement.contract import contracted_core, tightened_core
 from splitkit.solvers.placement.core import acyclic_groups, colour_groups, core_of
 from splitkit.solvers.placement.problem import BadProblemError, Problem, Slot
 from splitkit.solvers.placement.solution import cycles, faults, loads, memory

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.bounds import simple_bound
+from splitkit.solvers.placement.contract import simple_bound
 from splitkit.solvers.placement.core import acyclic_groups, core_of
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import faults, loads

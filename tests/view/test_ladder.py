@@ -11,7 +11,7 @@ from campaigns import these_first
 from steeredpages import GPT2, SMALL, priced
 
 import splitkit as sk
-from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.plans.parts import Part
 from splitkit.view.data.ladder import COLUMNS, LadderView, _figure
 from splitkit.view.page import page

@@ -15,7 +15,7 @@ import splitkit as sk
 from splitkit.graph.dataflow import readers_of
 from splitkit.graph.storages import storage_key
 from splitkit.memory.saved_storages import activations
-from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.prices import kernels_of
 from splitkit.units import duration, size
 from splitkit.view.data.joint_ladder import source_line, type_text

@@ -13,7 +13,7 @@ from keptmodels import Convolutions
 from steeredpages import GPT2, assert_quiet, planned, shown, side
 
 import splitkit as sk
-from splitkit.graph.byte_sizes import value_bytes
+from splitkit.graph.node_values import value_bytes
 from splitkit.memory.segment import RNG_STATE_BYTES
 from splitkit.pipeline.stage_prices import StagePrices, stage_costs
 from splitkit.plans.record import checkpointed

@@ -17,7 +17,7 @@ from splitkit.cli.source import from_plan
 from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import UsageError
 from splitkit.exports.format_list import WRITES
-from splitkit.exports.formats import FORMATS, format_named
+from splitkit.exports.import_plan import FORMATS, format_named
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:

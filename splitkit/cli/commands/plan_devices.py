@@ -18,12 +18,12 @@ from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
 from splitkit.costs import Costs
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.run import RankRow, ScheduleRun, rows_of_parts
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
+from splitkit.pipeline.synthesize import order_to_csv
 from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.search.plan_figures import StagePricing

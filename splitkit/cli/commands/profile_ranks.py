@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.pipeline.run import ScheduleRun
+    from splitkit.runtime.ranks.measurements import RankStep
     from splitkit.runtime.ranks.stage_chain import Chain
-    from splitkit.runtime.ranks.step_recorder import RankStep
 
 _PATIENCE = 300
 """Seconds that ranks wait for each other."""
@@ -59,7 +59,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from splitkit.costs.measuring_run import progress
-    from splitkit.runtime.ranks import step_recorder
+    from splitkit.runtime.ranks import measurements
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.stage_chain import chain_of
 
@@ -73,24 +73,24 @@ def _profile(args: Namespace) -> dict[str, Any]:
     costs = sk.costs.flops(split.flow.root)  # only the bytes of these stages are used: times are measured
     stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")
     chain = chain_of(split)
-    held = step_recorder.with_passed_on(chain, stages)
+    held = measurements.with_passed_on(chain, stages)
     batch = train.batch_of(work, count, 0)
-    widest = next(filter(step_recorder.is_divided, orders), orders[0])
-    runs, traces, static = [], {}, step_recorder.STATIC_BUFFERS
+    widest = next(filter(measurements.is_divided, orders), orders[0])
+    runs, traces, static = [], {}, measurements.STATIC_BUFFERS
     with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
-        in_turn = step_recorder.one_by_one(widest, count)
-        alone = step_recorder.run_steps(pipeline(split, in_turn), batch, args.repeat)
+        in_turn = measurements.one_by_one(widest, count)
+        alone = measurements.run_steps(pipeline(split, in_turn), batch, args.repeat)
         times = {key: found for actions in _gathered(alone.actions) for key, found in actions.items()}
         advance()
         for order in orders:
-            links = step_recorder.measure_links(order, max(stage.activation_bytes for stage in stages))
-            found = _gathered(step_recorder.run_steps(pipeline(split, order), batch, args.repeat))
-            priced = step_recorder.timed_stages(held, times, step_recorder.is_divided(order))
+            links = measurements.measure_links(order, max(stage.activation_bytes for stage in stages))
+            found = _gathered(measurements.run_steps(pipeline(split, order), batch, args.repeat))
+            priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
             trace = _named(args.trace, order.name, len(orders)) if args.trace else None
             runs.append(_compared(simulated, found, links, chain) | {"trace": trace})
             if trace:
-                traces[trace] = step_recorder.measured_step(order.name, found).to_chrome_trace()
+                traces[trace] = measurements.measured_step(order.name, found).to_chrome_trace()
             advance()
     cores = len(os.sched_getaffinity(0))
     return {
@@ -101,7 +101,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "microbatches": count,
         "cores": cores,
         "oversubscribed": dist.get_world_size() > cores,
-        "stages": [{k: step_recorder.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(len(stages))],
+        "stages": [{k: measurements.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(len(stages))],
         "schedules": runs,
         "left_out": left_out,
         "pairs": _pairs(runs),
@@ -144,7 +144,7 @@ def _gathered(own: Any) -> list[Any]:
 
 def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any, chain: Chain) -> dict[str, Any]:
     """Return a step as simulated and as it ran; peaks are the bytes above those that a rank holds throughout."""
-    from splitkit.runtime.ranks.step_recorder import moving_peaks, tied_gradients
+    from splitkit.runtime.ranks.measurements import moving_peaks, tied_gradients
 
     peaks, ranks = moving_peaks(run, tied_gradients(chain, run.order.rank_of)), []
     for rank, (real, moving) in enumerate(zip(found, peaks, strict=True)):

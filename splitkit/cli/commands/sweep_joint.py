@@ -13,7 +13,7 @@ from splitkit.cli.outcome import Outcome
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
 from splitkit.plans.plan_file import policy_text
-from splitkit.studies.fit.next_step import plan_command
+from splitkit.studies.fit.fit_result import plan_command
 from splitkit.studies.sweep import MICROBATCHES, Sweep, TrainingSweeper, training_combinations
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from splitkit.cli.common import links_asked, plan_file, planned_by
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
 from splitkit.errors import UsageError
-from splitkit.pipeline.order_file import order_to_csv
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
+from splitkit.pipeline.synthesize import order_to_csv
 from splitkit.prices import price_name
 from splitkit.units import read_size, size
 from splitkit.view.tables import facts

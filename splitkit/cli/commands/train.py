@@ -57,7 +57,7 @@ def require_usable(args: Namespace) -> None:
     if args.max_restarts is not None and args.nproc is None:
         remedy = "Add --nproc N, or give it to torchrun: torchrun --max-restarts N ... -m splitkit train ... --resume"
         raise UsageError("SK601", "--max-restarts restarts the ranks that --nproc starts", remedy)
-    from splitkit.runtime.folder.file_digests import require_free
+    from splitkit.runtime.folder.checkpoint_folder import require_free
 
     require_free(Path(args.checkpoint), args.resume)
 
@@ -173,8 +173,8 @@ def _rank(args: Namespace) -> Outcome:
 
 def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.cli.reference_model import ReferenceModel
-    from splitkit.runtime.ranks.fsdp import local_tensor
     from splitkit.runtime.ranks.pipeline import pipeline
+    from splitkit.runtime.ranks.stage_weights import local_tensor
 
     file = None if stage_folders.is_folder(args.target) else plan_file(args)
     if file is not None and stages_of_file(file):
@@ -247,7 +247,7 @@ def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
 
 def schedule_or_order(word: str) -> str | PipelineOrder:
     """Return the name of a schedule, or the order in a file of torch's format."""
-    from splitkit.pipeline.order_file import load_order
+    from splitkit.pipeline.synthesize import load_order
 
     return load_order(word) if word.endswith(".csv") else word
 
@@ -269,7 +269,7 @@ def _steps(
     beside: ReferenceModel | None,
     saved: CheckpointFolder | None,
 ) -> dict[str, Any]:
-    from splitkit.runtime.ranks.step_recorder import StepRecorder
+    from splitkit.runtime.ranks.measurements import StepRecorder
 
     losses, times, skipped, recorder, first = list[float](), list[float](), list[str](), None, pipe.steps
     with _bar(pipe.rank, args.steps - first) as advance:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from splitkit.graph.ops.classify import effects_of
 from splitkit.graph.ops.declared import declare
 from splitkit.graph.ops.facts import PURE, Effects
-from splitkit.graph.ops.memo import Memo, base_of_view, sizes_only
 from splitkit.graph.ops.tuples import is_tuple
+from splitkit.graph.ops.value_kinds import Memo, base_of_view, sizes_only
 
 __all__ = ["PURE", "Effects", "Memo", "base_of_view", "declare", "effects_of", "is_tuple", "sizes_only"]

@@ -25,7 +25,6 @@ from splitkit.graph.ops.facts import (
 )
 from splitkit.graph.ops.fast_path import quick_effects
 from splitkit.graph.ops.functions import is_python, is_restored, named_effects, python_effects
-from splitkit.graph.ops.memo import Memo, foreign_effects, operand_effects
 from splitkit.graph.ops.schemas import overloads_of, packet_facts, schema_facts
 from splitkit.graph.ops.tuples import (
     ModuleEffects,
@@ -38,6 +37,7 @@ from splitkit.graph.ops.tuples import (
     settled_effects,
     stock_inside,
 )
+from splitkit.graph.ops.value_kinds import Memo, foreign_effects, operand_effects
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import value_of
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
-from splitkit.graph.check_nodes import CHECKS, refuse_objects
+from splitkit.graph.input_overlap import CHECKS, refuse_objects
 from splitkit.graph.ops.facts import Effects, Facts, Slot, distinct_tensors, replace_effects
 from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.ops.state_scans import SCANS

@@ -16,9 +16,9 @@ from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.declared import declared_facts, on_declare
 from splitkit.graph.ops.facts import PURE, Effects, Facts, replace_effects, view_effects
 from splitkit.graph.ops.functions import is_ambient, is_pure_python, signature_facts, torch_name
-from splitkit.graph.ops.memo import Memo, ValueKind, follow, may_be_array, may_pass_out, value_kind
 from splitkit.graph.ops.schemas import named_facts, schema_facts
 from splitkit.graph.ops.tuples import find_attribute, is_iterator, is_stock, is_sum, is_tuple
+from splitkit.graph.ops.value_kinds import Memo, ValueKind, follow, may_be_array, may_pass_out, value_kind
 from splitkit.graph.storages import value_of
 
 _Known = tuple[object, bool, bool, bool]

@@ -26,7 +26,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import FakeTensor, pytree
-from splitkit.graph.byte_sizes import storage_bytes, storage_nbytes, value_in
+from splitkit.graph.node_values import storage_bytes, storage_nbytes, value_in
 from splitkit.graph.ops import effects_of
 from splitkit.graph.storages import always_aliases, storage_key, tensors, value_of
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.graph.byte_sizes import StandIn, changes_state, hints, stand_in
+from splitkit.graph.node_values import StandIn, changes_state, hints, stand_in
 from splitkit.graph.storages import tensors, value_of
 
 StrideFixes = Mapping[Node, Any]

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from splitkit import _torch
-from splitkit.graph.byte_sizes import op_name
+from splitkit.graph.node_values import op_name
 from splitkit.memory.storage_watch import OpsSeen
 
 CPU = "cpu"

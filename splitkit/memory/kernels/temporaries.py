@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import OpOverload
-from splitkit.graph.byte_sizes import NO_VALUES, CallMemo, changes_state, stand_in, storage_bytes
+from splitkit.graph.node_values import NO_VALUES, CallMemo, changes_state, stand_in, storage_bytes
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.measurement import measure_memory
 from splitkit.memory.storage_watch import FakesOfReals, OpsSeen

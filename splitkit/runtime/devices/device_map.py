@@ -16,7 +16,7 @@ from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, nearest
-from splitkit.graph.check_nodes import check_nodes
+from splitkit.graph.input_overlap import check_nodes
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import attribute, tensors, value_of
 from splitkit.pipeline.inseparable_nodes import fills_memory, read_by_address

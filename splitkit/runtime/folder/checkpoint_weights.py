@@ -20,8 +20,8 @@ import torch
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError, listed
 from splitkit.plans.plan_file import read_json
+from splitkit.runtime.folder.checkpoint_folder import require_intact, stored_digests
 from splitkit.runtime.folder.checkpoint_reader import METADATA, Look, files_of, look_text, read_stored, stored_looks
-from splitkit.runtime.folder.file_digests import require_intact, stored_digests
 from splitkit.runtime.folder.tensorfiles import StoredTensor, stored_tensors
 
 INDEX = "model.safetensors.index.json"

@@ -24,8 +24,8 @@ import torch
 from torch import fx, nn
 
 from splitkit._torch import attributes_of, codegen_of, pytree
-from splitkit.engine import argument_data
-from splitkit.engine.argument_data import dtype_of, name_of_dtype
+from splitkit.engine import graph_data
+from splitkit.engine.graph_data import dtype_of, name_of_dtype
 from splitkit.engine.json_fields import WRITE_AGAIN, JsonField
 from splitkit.errors import FileError, listed
 from splitkit.graph.caches import ENCODER_CACHES
@@ -35,8 +35,8 @@ from splitkit.pipeline.inseparable_nodes import SCALARS
 from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
+from splitkit.runtime.folder.checkpoint_folder import DIGESTS, require_intact, stored_digests
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
-from splitkit.runtime.folder.file_digests import DIGESTS, require_intact, stored_digests
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
 from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, Sizes
 from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, stage_of_calls
@@ -122,14 +122,14 @@ class StageFolder:
             if self.chain.keys[stage] in self.parts or stage in made:
                 continue
             data = self._stage(stage)
-            made[stage] = argument_data.decode_graph(data, tensor_of)
+            made[stage] = graph_data.decode_graph(data, tensor_of)
             self._forget_unsaved(made[stage], data["tensors"])
             owned |= {name: tensor_of(self.manifest["parent"]["tensors"][name]) for name in self.chain.own(stage)}
             if ENCODER_CACHES in data.value:
-                caches[stage] = argument_data.decode_graph(data[ENCODER_CACHES], tensor_of)
+                caches[stage] = graph_data.decode_graph(data[ENCODER_CACHES], tensor_of)
         self._fill(fresh)
         if self.chain.stages - 1 in made:
-            argument_data.form_outputs(self.module, self.manifest["parent"])
+            graph_data.form_outputs(self.module, self.manifest["parent"])
         self.tensors.update(fresh)
         self.encoder_caches.update(caches)
         for name, tensor in owned.items():
@@ -193,7 +193,7 @@ class StageFolder:
         found: list[Any] = []
         for i, row in enumerate(rows.items()):
             if row.value is not None:
-                found.append(argument_data.decode_argument(row["value"], {}))
+                found.append(graph_data.decode_argument(row["value"], {}))
             elif str(i) in stored:
                 tensor = torch.empty(stored[str(i)].shape, dtype=stored[str(i)].dtype)
                 stored[str(i)].read_into(tensor)
@@ -309,7 +309,7 @@ def open_stages(
     rows = [(keys[row["part"].whole(len(keys))], row["name"].text()) for row in manifest["stages"].items()]
     empty = {name: nn.Module() for _, name in rows}
     parent = manifest["parent"]
-    module = argument_data.decode_graph(parent, lambda number: _meta(manifest, number), empty)
+    module = graph_data.decode_graph(parent, lambda number: _meta(manifest, number), empty)
     return StageFolder(
         path,
         manifest,

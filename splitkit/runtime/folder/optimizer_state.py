@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from splitkit.engine.argument_data import decode_argument, dtype_of, encode_argument, name_of_dtype
+from splitkit.engine.graph_data import decode_argument, dtype_of, encode_argument, name_of_dtype
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError
 

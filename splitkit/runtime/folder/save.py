@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from splitkit import files
-from splitkit.engine import argument_data
+from splitkit.engine import graph_data
 from splitkit.engine.split import Split
 from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES, caches_of
 from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import attribute, parameters_and_buffers, storage_key
 from splitkit.graph.unsaved_buffers import kept_values, known_value
+from splitkit.runtime.folder.checkpoint_folder import DIGESTS, digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import INDEX
-from splitkit.runtime.folder.file_digests import DIGESTS, digest_of_file
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode_facts
 from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
 from splitkit.runtime.generation.decoder import EMBEDDED, DecoderChain
@@ -62,14 +62,14 @@ def save_stages(
     """
     chain = chain_of(split)
     tensors = _Tensors(split)
-    programs = [argument_data.encode_graph(part, tensors.number) for part in split.parts.values()]
+    programs = [graph_data.encode_graph(part, tensors.number) for part in split.parts.values()]
     if ENCODER_CACHES in split.flow.root.meta:
         decoder = DecoderChain.of(chain)
         for stage, program in enumerate(programs):
             if names := decoder.constants(stage):
                 caches = encoder_caches_of(split.flow.root, names)
-                program[ENCODER_CACHES] = argument_data.encode_graph(caches, tensors.number)
-    parent = argument_data.encode_graph(split.module, tensors.number, tuple(split.names.values()))
+                program[ENCODER_CACHES] = graph_data.encode_graph(caches, tensors.number)
+    parent = graph_data.encode_graph(split.module, tensors.number, tuple(split.names.values()))
     tensors.require_apart(chain.facts.writes)
     texts = [json.dumps(program) + "\n" for program in programs]
     held = tensors.by_stage(chain, programs, parent)
@@ -145,7 +145,7 @@ class _Tensors:
             self.rows.append(
                 {
                     "names": names,
-                    "dtype": argument_data.name_of_dtype(tensor.dtype),
+                    "dtype": graph_data.name_of_dtype(tensor.dtype),
                     "shape": list(tensor.shape),
                     "strides": _strides(tensor),
                     "parameter": isinstance(tensor, nn.Parameter),
@@ -230,8 +230,7 @@ def _stages(split: Split) -> list[dict[str, Any]]:
 def _example(example: Sequence[Any]) -> list[Any]:
     """Encode the inputs that are not tensors; tensors go to a file of their own."""
     return [
-        None if isinstance(v, torch.Tensor) else {"value": argument_data.encode_argument(v, "an input")}
-        for v in example
+        None if isinstance(v, torch.Tensor) else {"value": graph_data.encode_argument(v, "an input")} for v in example
     ]
 
 

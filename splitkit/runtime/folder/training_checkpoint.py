@@ -1,7 +1,7 @@
 """Saves and loads the state of a training run with a pipeline, which may continue with any number of stages and ranks.
 
 Names are those of the unsplit model. Tensors are in files of ``torch.distributed.checkpoint``, to which each rank
-writes what it holds; the rest is JSON. `splitkit.runtime.folder.file_digests` has the layout of the folder.
+writes what it holds; the rest is JSON. `splitkit.runtime.folder.checkpoint_folder` has the layout of the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from splitkit.checks import is_whole, shown
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError, SplitError
 from splitkit.runtime.devices.accelerators import DeviceRng
-from splitkit.runtime.folder import file_digests as on_disk
+from splitkit.runtime.folder import checkpoint_folder as on_disk
 from splitkit.runtime.folder.checkpoint_reader import (
     cause_of,
     look_text,

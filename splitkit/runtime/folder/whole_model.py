@@ -18,9 +18,9 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.tensorfiles import dtype_name, write_described
 from splitkit.runtime.ranks.faults import global_ranks
-from splitkit.runtime.ranks.fsdp import full_tensor
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.signs_of_life import beating
+from splitkit.runtime.ranks.stage_weights import full_tensor
 
 
 @dataclass(frozen=True)

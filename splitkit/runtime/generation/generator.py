@@ -32,6 +32,14 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.accelerators import move_tensors, replace_tensor, tables_of
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.load_weights import empty_like
+from splitkit.runtime.generation.before_stages import (
+    BeforeStages,
+    BehindEmbeddings,
+    BehindEncoder,
+    ModelTokens,
+    Sampler,
+    processors,
+)
 from splitkit.runtime.generation.decoder import (
     ENCODED,
     END,
@@ -44,20 +52,12 @@ from splitkit.runtime.generation.decoder import (
 )
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
-from splitkit.runtime.generation.model_tokens import (
-    BeforeStages,
-    BehindEmbeddings,
-    BehindEncoder,
-    ModelTokens,
-    Sampler,
-    processors,
-)
 from splitkit.runtime.generation.prompt_pieces import piece
 from splitkit.runtime.ranks.faults import global_ranks, naming_failures, time_limit
-from splitkit.runtime.ranks.fsdp import require_same_model
 from splitkit.runtime.ranks.rank_agreement import from_first, require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.stage_chain import chain_of
+from splitkit.runtime.ranks.stage_weights import require_same_model
 from splitkit.short_repr import brief
 
 

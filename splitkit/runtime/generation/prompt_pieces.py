@@ -12,8 +12,8 @@ import math
 from torch import fx
 
 from splitkit.costs.flop_formulas import counter_of
-from splitkit.graph.byte_sizes import hints, op_name
 from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.node_values import hints, op_name
 from splitkit.graph.storages import value_of
 
 _ATTENTION, _TOKENS = "scaled_dot_product_attention", ("input_ids", "inputs_embeds")

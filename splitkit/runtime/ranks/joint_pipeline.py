@@ -24,9 +24,7 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.plan_file import fingerprint
 from splitkit.runtime.ranks.batch_dims import BatchDims, division
-from splitkit.runtime.ranks.digests import PipelineCall, StepAgreement, digest_of_tensors
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.fsdp import OtherTensors, require_same_copies
 from splitkit.runtime.ranks.joint_stage import (
     BorderSlots,
     HostQueue,
@@ -35,13 +33,15 @@ from splitkit.runtime.ranks.joint_stage import (
     StageOutputs,
     border_slots,
 )
+from splitkit.runtime.ranks.microbatches import checked_dims, cut_inputs, no_batch, require_fit
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order, torch_schedule
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, require_process_group
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_graphs
 from splitkit.runtime.ranks.replicas import RngHandover, microbatch_seed, replicas, row_of_rank
 from splitkit.runtime.ranks.stage import handed_loss
+from splitkit.runtime.ranks.stage_weights import OtherTensors, require_same_copies
+from splitkit.runtime.ranks.step_agreement import PipelineCall, StepAgreement, digest_of_tensors
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced, shares_of
-from splitkit.runtime.ranks.step_sizes import checked_dims, cut_inputs, no_batch, require_fit
 
 _EACH = "or concatenate the microbatches in dimension 0"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -13,9 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from splitkit import _torch
 from splitkit.errors import ScheduleError
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES, pipeline_order, schedule_of
-from splitkit.pipeline.torch_orders import MessageOrder
 
 Loss = Callable[[Any, Any], Any] | None
 

@@ -20,11 +20,10 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_dims import BatchDims
-from splitkit.runtime.ranks.digests import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.evaluation import missing_inputs, share_tensors, split_like, summed_without
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.fsdp import ComparedRanks, OtherTensors, local_tensor, require_same_model, shard, sum_shards
 from splitkit.runtime.ranks.joint_pipeline import FixedAtCapture, require_gradients
+from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
@@ -46,8 +45,16 @@ from splitkit.runtime.ranks.stage_chain import (
     loss_without_grad,
     own_loss,
 )
+from splitkit.runtime.ranks.stage_weights import (
+    ComparedRanks,
+    OtherTensors,
+    local_tensor,
+    require_same_model,
+    shard,
+    sum_shards,
+)
+from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced
-from splitkit.runtime.ranks.step_sizes import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
 
 
 def pipeline(
@@ -78,7 +85,7 @@ def pipeline(
             (`splitkit.runtime.open_stages`), of which each rank loads its own.
         schedule: the name of a schedule (`splitkit.pipeline.schedules` lists all), which torch's own class runs if
             torch has one, and torch's interpreter of actions otherwise; or an order of your own, with any number of
-            stages on each rank (`splitkit.pipeline.order_file` reads torch's CSV).
+            stages on each rank (`splitkit.pipeline.synthesize` reads torch's CSV).
         microbatches: per step, of all replicas together; by default as many as the order has, or 8.
         loss: computes the loss from ``(output, target)`` of one microbatch; ``None`` for models that return their loss.
         reduction: what the loss of a step is of the losses of its microbatches. ``"mean"``: their mean, weighted by

@@ -23,11 +23,11 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, non_view
 from splitkit.runtime.ranks.faults import Progress
+from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
 from splitkit.runtime.ranks.order_runner import torch_schedule
 from splitkit.runtime.ranks.replicas import Replicas, RngChannel, RngHandover
 from splitkit.runtime.ranks.stage_chain import Chain, LastStage, require_loss
 from splitkit.runtime.ranks.step_losses import scaled
-from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
 
 # Finds backwards that torch's pipelining divides wrongly, and refuses what old versions of it cannot run.
 #

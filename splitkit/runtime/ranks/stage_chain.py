@@ -23,11 +23,11 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.graph.byte_sizes import Gradients
 from splitkit.graph.caches import given_caches
-from splitkit.graph.check_nodes import check_nodes
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.input_overlap import check_nodes
 from splitkit.graph.losses import loss_of, named_loss, no_loss, outputs_of, tensors_in
+from splitkit.graph.node_values import Gradients
 from splitkit.graph.shared_memory import memory_classes
 from splitkit.graph.size_expressions import Expression
 from splitkit.graph.storages import attribute, value_of

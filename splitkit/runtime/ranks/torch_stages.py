@@ -15,12 +15,12 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.border_values import BorderValue
-from splitkit.runtime.ranks.fsdp import require_same_model
+from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.replicas import Replicas, SharedParameters
 from splitkit.runtime.ranks.stage import Batch, ChainStage, PartStage, require_plain_values
 from splitkit.runtime.ranks.stage_chain import Chain, LastStage, chain_of
-from splitkit.runtime.ranks.step_sizes import MessageShapes, StepSizes
+from splitkit.runtime.ranks.stage_weights import require_same_model
 
 SEED = "microbatch_seed"
 """The keyword argument with the seed of each microbatch, if a stage draws random numbers."""

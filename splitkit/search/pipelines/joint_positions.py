@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch.fx import Node
 
-from splitkit.graph.byte_sizes import value_bytes
 from splitkit.graph.joint_marks import forward_owners
+from splitkit.graph.node_values import value_bytes
 from splitkit.graph.storages import value_of
 from splitkit.pipeline.inseparable_nodes import together
 from splitkit.plans.parts import Part, PartKey

@@ -31,7 +31,7 @@ from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFronti
 from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
 from splitkit.training.choices import Choice, Ints
 from splitkit.training.flow import output_nodes
-from splitkit.training.movable_values import why_not_moved
+from splitkit.training.offload_timeline import why_not_moved
 
 _SHARES = (1.0, 0.5, None)
 """Shares of a rank's time in which its link may be busy; ``None``: the largest first, and nothing recomputed."""

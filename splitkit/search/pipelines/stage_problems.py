@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.graph.byte_sizes import value_bytes
+from splitkit.graph.node_values import value_bytes
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Optimizer, unit_of

@@ -21,7 +21,7 @@ from splitkit.search.recompute.recompute_search import RecomputeSearch, Snapshot
 from splitkit.solvers.recompute import Limit, Program
 from splitkit.training.choices import Bools, Floats, Ints, savings
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
-from splitkit.training.movable_values import OffloadModel
+from splitkit.training.offload_timeline import OffloadModel
 from splitkit.training.peaks import Peaks, eager_plan
 from splitkit.units import duration, size
 

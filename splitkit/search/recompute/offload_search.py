@@ -21,7 +21,7 @@ from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Descent, Pool, Seen
 from splitkit.search.recompute.recompute_search import RecomputeSearch
 from splitkit.training.choices import Bools, Choice
-from splitkit.training.movable_values import OffloadModel, OffloadRun, OffloadTimeline
+from splitkit.training.offload_timeline import OffloadModel, OffloadRun, OffloadTimeline
 from splitkit.training.peaks import PeakTrace
 
 # What to offload of one choice of saved values: greedy orders, shortened, and exchanges of single values.

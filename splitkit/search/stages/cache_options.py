@@ -9,9 +9,9 @@ from torch.fx import Node
 
 from splitkit.checks import Memory, is_whole, is_word, shown
 from splitkit.errors import PolicyError
-from splitkit.graph.byte_sizes import cache_bytes
 from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.node_values import cache_bytes
 from splitkit.prices import Costs, as_given, includes_backward
 
 OBJECTIVES = ("tokens", "throughput")

@@ -11,13 +11,13 @@ from torch.fx import Node
 
 from splitkit.errors import CostError, NoPlanError, listed
 from splitkit.graph.dataflow import module_path
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.purpose import purpose
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
 from splitkit.search.placement_model import PlacementModel
 from splitkit.solvers.clock import Clock, endless_clock
-from splitkit.solvers.placement.memory_remedies import FitCheck, least_capacity
+from splitkit.solvers.placement.packing import FitCheck, least_capacity
 from splitkit.solvers.placement.problem import BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution
 from splitkit.units import size

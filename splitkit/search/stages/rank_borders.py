@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from splitkit.graph.byte_sizes import Gradients
 from splitkit.graph.dataflow import module_path
+from splitkit.graph.node_values import Gradients
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.model_blocks import model_blocks
 from splitkit.search.placement_model import PlacementModel

@@ -27,7 +27,7 @@ from torch.fx import Node
 from splitkit.costs import Costs, unit_of
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, given_back, readers_of, waits_for
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.purpose import by_rank, purpose
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.parts import Claim, PartKey, above_mean, evenness
@@ -45,9 +45,9 @@ from splitkit.search.traffic_bounds import least_load, least_without_units
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.balanced_blocks import block_of_each, even_blocks
 from splitkit.solvers.line.priced_cuts import best_borders
-from splitkit.solvers.placement.bounds import joining_bound, simple_bound
+from splitkit.solvers.placement.contract import joining_bound, simple_bound
 from splitkit.solvers.placement.core import core_of
-from splitkit.solvers.placement.memory_remedies import stages_fit
+from splitkit.solvers.placement.packing import stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import Key, Solution, stage_numbers, timeout_note
 from splitkit.solvers.placement.stages.contiguous import contiguous

@@ -21,14 +21,14 @@ import numpy as np
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import CoolingSchedule, DeviceTable
-from splitkit.solvers.placement.bounds import check_placeable
-from splitkit.solvers.placement.chain_bound import CPU, Timing, chain_bound, makespan, piece_times
+from splitkit.solvers.placement.contract import check_placeable
 from splitkit.solvers.placement.core import BIG, Core, acyclic_groups, colour_groups, core_of, order_by_key, orders
-from splitkit.solvers.placement.memory_remedies import pack_sets
+from splitkit.solvers.placement.makespan import CPU, Timing, chain_bound, makespan, piece_times
+from splitkit.solvers.placement.packing import pack_sets
 from splitkit.solvers.placement.problem import GRACE, BadProblemError, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution, cycles, faults
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.stages.device_steps import DeviceStep, OrderDP
+from splitkit.solvers.placement.stages.order_dp import DeviceStep, OrderDP
 
 SECONDS = 60.0
 _MOVES = 0.4  # share of the time

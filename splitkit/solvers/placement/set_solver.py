@@ -14,11 +14,11 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array, hstack
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement import bounds
+from splitkit.solvers.placement import contract
 from splitkit.solvers.placement.anneal import CoolingSchedule, DeviceTable, Population, population_size
-from splitkit.solvers.placement.bounds import check_placeable, contracted_core, tightened_core
+from splitkit.solvers.placement.contract import check_placeable, contracted_core, tightened_core
 from splitkit.solvers.placement.core import Core, colour_groups, core_of, exact_links
-from splitkit.solvers.placement.memory_remedies import (
+from splitkit.solvers.placement.packing import (
     BestSets,
     Nets,
     SetProgram,
@@ -312,7 +312,7 @@ class _SetSearch:
         self._places = DeviceTable.of_problem(problem, core)
         self.best: Ints | None = None
         self.value = np.inf
-        self.bound = bounds.simple_bound_seconds(core)
+        self.bound = contract.simple_bound_seconds(core)
         self.excluded = False
         self.found_by = self.proved_by = "bound"
 
@@ -359,7 +359,7 @@ class _SetSearch:
         """Raise the bound by what must be joined."""
         low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
         filled = len(self._problem.devices) if self._problem.fill else 0
-        joined = bounds.joining_bound(self._core, low, high, acyclic=False, filled=filled)
+        joined = contract.joining_bound(self._core, low, high, acyclic=False, filled=filled)
         self._prove((joined - self._core.slack) / self._core.scale, "joining")
 
     def _anneal(self, seconds: float) -> None:

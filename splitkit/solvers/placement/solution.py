@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import Core, colour_order
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
-from splitkit.solvers.placement.stages.device_steps import StageRanks
+from splitkit.solvers.placement.stages.order_dp import StageRanks
 
 Key = Callable[[Ints, tuple[int, ...]], tuple[float, ...]]
 """A tie-breaker, least first: (device of each unit, used devices from the first stage to the last) -> key."""

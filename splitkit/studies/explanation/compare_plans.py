@@ -25,8 +25,8 @@ from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.compared_figures import ComparedFigure, compared_stages, compared_steps, figure_text
 from splitkit.studies.explanation.explain import graph_of_plan, recorded_policy
-from splitkit.studies.explanation.folded_names import folded_modules
 from splitkit.studies.explanation.recompute_explanation import choices_of, staged_run
+from splitkit.studies.explanation.stage_explanation import folded_modules
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.view.data.report import part_title
 from splitkit.view.tables import table

@@ -20,8 +20,8 @@ from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import require_costs
 from splitkit.search.plan_figures import StagePricing
-from splitkit.studies.explanation.folded_names import explain_node, explain_stages
 from splitkit.studies.explanation.recompute_explanation import explain_recompute, explain_value
+from splitkit.studies.explanation.stage_explanation import explain_node, explain_stages
 from splitkit.studies.explanation.told import Explanation
 
 

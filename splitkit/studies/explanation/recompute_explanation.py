@@ -26,7 +26,7 @@ from splitkit.prices import Costs, checked, unit_of
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.studies.explanation.compared_figures import ChangedPlan, changes_table, compared_steps
-from splitkit.studies.explanation.folded_names import ranges, without_numbers
+from splitkit.studies.explanation.stage_explanation import ranges, without_numbers
 from splitkit.studies.explanation.told import Explanation, Section
 from splitkit.training.choices import Bools, Savings, savings
 from splitkit.training.emission_order import saved_for_backward

@@ -14,8 +14,8 @@ from splitkit.checks import count, shown
 from splitkit.costs import Costs, default
 from splitkit.errors import CaptureError, NoPlanError, PolicyError
 from splitkit.frontends.capture_decoder import capture_decoder
-from splitkit.graph.byte_sizes import cache_bytes
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
+from splitkit.graph.node_values import cache_bytes
 from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes, weights_of
 from splitkit.pipeline.purpose import microbatches_of, ranks_of
 from splitkit.pipeline.stage_prices import STATE_OF
@@ -23,9 +23,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies.stages import Stages
 from splitkit.solvers.most_fitting import MOST_TOKENS
 from splitkit.studies.fit.fit_model import NARROW, FitModel, ModelBlock, blocks_of, fit_model
-from splitkit.studies.fit.inference_fit import InferenceFit, weight_bytes
-from splitkit.studies.fit.layout import MOST_CARDS, Card, CardList, HeldBytes, cards_of
-from splitkit.studies.fit.next_step import (
+from splitkit.studies.fit.fit_result import (
     Alternative,
     Fit,
     FittedDevice,
@@ -36,6 +34,8 @@ from splitkit.studies.fit.next_step import (
     sizes_of_inputs,
     training_command,
 )
+from splitkit.studies.fit.inference_fit import InferenceFit, weight_bytes
+from splitkit.studies.fit.layout import MOST_CARDS, Card, CardList, HeldBytes, cards_of
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.units import size
 

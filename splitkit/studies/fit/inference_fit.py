@@ -23,7 +23,7 @@ from splitkit.memory.kernels.target_kernels import attention
 from splitkit.memory.storage_watch import StorageWatch
 from splitkit.studies.fit.fit_model import FitModel, ModelBlock, Weight
 from splitkit.studies.fit.layout import BlockFit, HeldBytes, Holding
-from splitkit.testing.config_files import main_input
+from splitkit.testing.config_models import main_input
 
 
 @dataclass(frozen=True, eq=False)

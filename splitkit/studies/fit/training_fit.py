@@ -19,7 +19,7 @@ from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.studies.fit.fit_model import FitModel, ModelBlock, Weight, memory_key
 from splitkit.studies.fit.inference_fit import BlockWatch, on_meta, running_order, weight_bytes
 from splitkit.studies.fit.layout import BlockFit, HeldBytes, Holding
-from splitkit.testing.config_files import loss_inputs
+from splitkit.testing.config_models import loss_inputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from torch.fx import Node
 
 from splitkit.costs.links import Links
 from splitkit.errors import PlanError, SplitError
-from splitkit.graph.byte_sizes import value_bytes
 from splitkit.graph.caches import given_caches
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.node_values import value_bytes
 from splitkit.memory.graph_memory import GraphMemory
 from splitkit.memory.segment import OrderMemory
 from splitkit.pipeline.placed_prices import in_part

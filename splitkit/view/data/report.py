@@ -18,8 +18,8 @@ from splitkit.engine.complete import complete_plan
 from splitkit.engine.split import Split
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.frontends.capture.unfold_regions import note_hidden_nodes
-from splitkit.graph.byte_sizes import tensor_bytes
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
+from splitkit.graph.node_values import tensor_bytes
 from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of

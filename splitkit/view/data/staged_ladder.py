@@ -24,8 +24,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit.engine.staged_step import StagedStep, StageGraphs
-from splitkit.graph.byte_sizes import value_bytes
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.node_values import value_bytes
 from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.graph_memory import GraphMemory, is_dense
 from splitkit.memory.segment import OrderMemory

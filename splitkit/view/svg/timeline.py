@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from splitkit.pipeline.byte_breakdown import memory_over_time
+from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.order import KINDS
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.trace import Event

@@ -10,7 +10,7 @@ from splitkit.policies import Devices, MemoryBudget, Stages
 from splitkit.search.plan_figures import StagePricing
 from splitkit.search.request import Scoring
 from splitkit.studies.explanation.explain import explain, recorded_policy
-from splitkit.studies.explanation.folded_names import StageMoves, _others
+from splitkit.studies.explanation.stage_explanation import StageMoves, _others
 
 
 class Case:

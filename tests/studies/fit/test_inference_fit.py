@@ -11,10 +11,10 @@ from campaigns import some_of_all
 import splitkit as sk
 from splitkit.errors import CaptureError, PolicyError
 from splitkit.studies.fit.fit_model import blocks_of, fit_model
+from splitkit.studies.fit.fit_result import is_decoder
 from splitkit.studies.fit.inference_fit import InferenceFit, inference_step, weight_bytes
 from splitkit.studies.fit.layout import cards_of
-from splitkit.studies.fit.next_step import is_decoder
-from splitkit.testing.config_files import config_model, main_input
+from splitkit.testing.config_models import config_model, main_input
 
 from small_configs import DECODERS, ENCODER_DECODERS, config_of  # isort: skip
 

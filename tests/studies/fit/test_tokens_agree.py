@@ -9,7 +9,7 @@ from campaigns import these_first
 import splitkit as sk
 from splitkit.runtime import decoder_memory
 from splitkit.studies.fit.layout import cards_of
-from splitkit.testing.config_files import config_model
+from splitkit.testing.config_models import config_model
 
 from small_configs import config_of  # isort: skip
 

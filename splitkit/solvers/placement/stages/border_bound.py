@@ -21,7 +21,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Rows
-from splitkit.solvers.placement.stages.device_steps import DeviceSteps, StageRanks, class_speeds, fits, stage_loads
+from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, fits, stage_loads
 
 MOST_UNITS = 4000
 """Larger cores have too many pairs of units that depend on each other: the closure is an n x n matrix."""

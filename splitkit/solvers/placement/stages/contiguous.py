@@ -6,13 +6,13 @@ import time
 from dataclasses import replace
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement import bounds
-from splitkit.solvers.placement.bounds import check_placeable, contracted_core
+from splitkit.solvers.placement import contract
+from splitkit.solvers.placement.contract import check_placeable, contracted_core
 from splitkit.solvers.placement.core import acyclic_groups, core_of, exact_links
-from splitkit.solvers.placement.memory_remedies import infeasible, stages_fit
+from splitkit.solvers.placement.packing import infeasible, stages_fit
 from splitkit.solvers.placement.problem import Problem
 from splitkit.solvers.placement.solution import Key, Solution, best_plan
-from splitkit.solvers.placement.stages.device_steps import MOST_LEVELS, device_steps, level_count
+from splitkit.solvers.placement.stages.order_dp import MOST_LEVELS, device_steps, level_count
 from splitkit.solvers.placement.stages.stage_solver import StageSearch
 
 SECONDS = 9.0
@@ -53,7 +53,7 @@ def contiguous(
     if level_count(core, problem.ordered) > MOST_LEVELS:  # too many classes: in the order in which they are given
         given = replace(problem, ordered=True)
         found = contiguous(given, seconds=seconds, prefer=prefer, advise=advise, near=near, clock=clock)
-        return replace(found, bound=min(found.value, bounds.simple_bound_seconds(core)))
+        return replace(found, bound=min(found.value, contract.simple_bound_seconds(core)))
     exact = exact_links(problem)
     joinable = exact and not problem.fill
     small = contracted_core(core) if joinable and core.size <= _MOST_CONTRACTED else core

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
 from splitkit.solvers.placement.problem import Bools, Ints
-from splitkit.solvers.placement.stages.device_steps import DeviceSteps, StageRanks, class_speeds, stage_loads
+from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets for which the table of pins is kept in memory
 _CLOSE = 256  # bisection ends when the interval is 1/256 of the value; then the minimum is computed directly

@@ -29,15 +29,15 @@ from math import log
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement import bounds
+from splitkit.solvers.placement import contract
 from splitkit.solvers.placement.anneal import DeviceTable
-from splitkit.solvers.placement.bounds import contracted_core, tightened_core
+from splitkit.solvers.placement.contract import contracted_core, tightened_core
 from splitkit.solvers.placement.core import BIG, ORDERS, Core, order_by_key, order_within_stages, orders
 from splitkit.solvers.placement.problem import GRACE, Floats, Ints
 from splitkit.solvers.placement.stages.border_bound import border_bound, stage_program, stage_relaxation
-from splitkit.solvers.placement.stages.device_steps import PLACES, DeviceSteps, OrderDP, StageRanks, fits, stage_loads
 from splitkit.solvers.placement.stages.ideal_dp import Effort, TooManyError, best_stages, ideals
 from splitkit.solvers.placement.stages.lagrangian_bound import lagrangian_bound
+from splitkit.solvers.placement.stages.order_dp import PLACES, DeviceSteps, OrderDP, StageRanks, fits, stage_loads
 
 _MOST_UNITS = 6000  # in larger cores only orders are tried
 _MOST_KEPT = 1_000  # units; in larger cores the loads of segments take too much memory to be kept
@@ -78,7 +78,7 @@ class StageSearch:
         self.core = core
         self.device_steps = device_steps
         self.best: StageRanks | None = None
-        self.bound = bounds.simple_bound(core)
+        self.bound = contract.simple_bound(core)
         self.found_by = self.proved_by = "bound"
         self.plans: list[StageRanks] = []
         self.near = near
@@ -254,7 +254,7 @@ class StageSearch:
         """Raise the bound by what must be joined and by what must cross the borders."""
         high = self.limit
         filled = sum(len(kind.devices) for kind in self.core.kinds) if self.device_steps.fill else 0
-        self._prove(bounds.joining_bound(self.core, self.bound, high, acyclic=True, filled=filled), "joining")
+        self._prove(contract.joining_bound(self.core, self.bound, high, acyclic=True, filled=filled), "joining")
         self._prove(border_bound(self.core, self.bound, high), "borders")
 
     def by_shares(self) -> None:

@@ -1,4 +1,13 @@
-"""Stages for inference with a cache: the largest cache, or the fastest stages that have room for a given one."""
+"""The search for stages that hold the largest cache: the most tokens for which every stage has room.
+
+A stage has room for (memory - weights - activations) / (bytes of cache per token) tokens, and the pipeline for the
+least of these. Over given borders this is a bottleneck problem along a chain, which `LazyChains` solves exactly;
+memory is computed only of stages that may matter. Of the plans with the most tokens the one with the fastest slowest
+stage is taken, then the most even one.
+
+If all borders of the graph are known, the result is the optimum. Otherwise the bound is of a relaxation by sums over
+nodes, in any order of them: it leaves activations out.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +23,10 @@ from torch.fx import Node
 from splitkit.checks import Memory
 from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
-from splitkit.graph.byte_sizes import cache_bytes
+from splitkit.graph.node_values import cache_bytes
 from splitkit.memory.segment import SegmentMemory
-from splitkit.pipeline.byte_breakdown import ByteBreakdown, cache_room
 from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes
+from splitkit.pipeline.memory import ByteBreakdown, cache_room
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
@@ -29,7 +38,7 @@ from splitkit.search.stages.memory_fit import bad_problems
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.lazy_chains import LazyChains
-from splitkit.solvers.placement.memory_remedies import stages_fit
+from splitkit.solvers.placement.packing import stages_fit
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Slot
 from splitkit.units import duration, size
 
@@ -112,15 +121,7 @@ class InferenceStages:
         return plan if cuts is None else staging.better(plan, cuts)
 
 
-# The search for stages that hold the largest cache: the most tokens for which every stage has room.
-#
-# A stage has room for (memory - weights - activations) / (bytes of cache per token) tokens, and the pipeline for the
-# least of these. Over given borders this is a bottleneck problem along a chain, which `LazyChains` solves exactly;
-# memory is computed only of stages that may matter. Of the plans with the most tokens the one with the fastest slowest
-# stage is taken, then the most even one.
-#
-# If all borders of the graph are known, the result is the optimum. Otherwise the bound is of a relaxation by sums over
-# nodes, in any order of them: it leaves activations out.
+# Stages for inference with a cache: the largest cache, or the fastest stages that have room for a given one.
 
 
 _NEAR, _TESTS = 1e-3, 4  # relative: how far above the tokens found the relaxation is tested first; how often

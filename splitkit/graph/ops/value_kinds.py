@@ -1,4 +1,9 @@
-"""Cache the answers about the nodes of a graph."""
+"""Find the kind of a node's value: a tensor, a plain value, or an object whose methods may do anything.
+
+``meta["val"]`` decides if there is one, then the annotation of an input (``node.type``), then how the graph uses the
+value: one that is asked for a method or attribute that tensors do not have is an object. An input about which nothing
+is known is assumed to be a tensor (`splitkit.graph.dataflow`), and a split that relies on that checks each call.
+"""
 
 from __future__ import annotations
 
@@ -171,11 +176,7 @@ class Memo:
     single: dict[Node, bool] = field(default_factory=dict)
 
 
-# Find the kind of a node's value: a tensor, a plain value, or an object whose methods may do anything.
-#
-# ``meta["val"]`` decides if there is one, then the annotation of an input (``node.type``), then how the graph uses the
-# value: one that is asked for a method or attribute that tensors do not have is an object. An input about which nothing
-# is known is assumed to be a tensor (`splitkit.graph.dataflow`), and a split that relies on that checks each call.
+# Cache the answers about the nodes of a graph.
 
 
 class ValueKind(Enum):

@@ -1,4 +1,4 @@
-"""A budget such as ``"least"``, ``"2GiB"`` or 0.5 in the place of a policy."""
+"""Train under a policy with ``torch.compile``: a backend that divides every graph by a policy, and `apply`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def splitkit_backend(
     return backend("least", given.get("inner", "eager"))(gm, example_inputs)
 
 
-# Train under a policy with ``torch.compile``: a backend that divides every graph by a policy, and `apply`.
+# A budget such as ``"least"``, ``"2GiB"`` or 0.5 in the place of a policy.
 
 
 Inner = Literal["eager", "aot_eager", "inductor"]
@@ -109,7 +109,7 @@ class Backend:
     Attributes:
         pairs: the pairs made so far, one for each graph that takes gradients. A model with more than one has graph
             breaks, or was compiled again for other inputs.
-        written: number of a graph -> what is written to after it ran (`splitkit.frontends.compile.budget_words`).
+        written: number of a graph -> what is written to after it ran (`splitkit.frontends.compile.compile`).
         watch: records these writes; ``None`` where they are not recorded.
     """
 

@@ -1,11 +1,15 @@
-"""Digests of the files in a folder, which tell damaged files and files of another folder before they are read.
+"""The files of a folder of checkpoints: each step's folder is complete or absent, and all are of one run.
 
-``digests.json`` has the size and the CRC-32 of each other file::
+::
 
-    {"checkpoint.json": "1893-0c4fe2a1", ".metadata": "6120-77d1a93e", "__0_0.distcp": "1810432-5f1c09ab"}
+    run.json                     the run to which the folder belongs, and the process that may write to it
+    step-200/checkpoint.json     everything but tensors: options, schedules, positions, random states
+    step-200/.metadata           tensors, as torch.distributed.checkpoint writes them
+    step-200/__0_0.distcp        the tensors that rank 0 wrote
+    step-200/digests.json        the size and checksum of each of these files
+    .writing-step-300-5f1c       a step that is being written; the folder is renamed when all of it is on disk
 
-A CRC-32 finds every flipped bit, and another difference with a probability of 1 - 2^-32; it is no protection against
-forgery. Of Python's hashes it is the fastest: 2.1 GB/s on a core of which SHA-256 takes 0.6 (CPython 3.11).
+A step that is written a second time becomes ``step-200.1``: a rename cannot replace a folder that has files in it.
 """
 
 from __future__ import annotations
@@ -94,18 +98,14 @@ def require_intact(folder: Path, digests: Mapping[str, str], names: Iterable[str
             )
 
 
-# The files of a folder of checkpoints: each step's folder is complete or absent, and all are of one run.
+# Digests of the files in a folder, which tell damaged files and files of another folder before they are read.
 #
-# ::
+# ``digests.json`` has the size and the CRC-32 of each other file::
 #
-#     run.json                     the run to which the folder belongs, and the process that may write to it
-#     step-200/checkpoint.json     everything but tensors: options, schedules, positions, random states
-#     step-200/.metadata           tensors, as torch.distributed.checkpoint writes them
-#     step-200/__0_0.distcp        the tensors that rank 0 wrote
-#     step-200/digests.json        the size and checksum of each of these files
-#     .writing-step-300-5f1c       a step that is being written; the folder is renamed when all of it is on disk
+#     {"checkpoint.json": "1893-0c4fe2a1", ".metadata": "6120-77d1a93e", "__0_0.distcp": "1810432-5f1c09ab"}
 #
-# A step that is written a second time becomes ``step-200.1``: a rename cannot replace a folder that has files in it.
+# A CRC-32 finds every flipped bit, and another difference with a probability of 1 - 2^-32; it is no protection against
+# forgery. Of Python's hashes it is the fastest: 2.1 GB/s on a core of which SHA-256 takes 0.6 (CPython 3.11).
 
 
 RUN = "run.json"

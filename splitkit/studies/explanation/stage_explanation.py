@@ -1,4 +1,8 @@
-"""Names sets of nodes by their modules, with equal layers folded: ``layers.0-5``."""
+"""Why a plan of stages or devices is as fast as it is, and why a node is in its stage.
+
+A plan is asked for again with one more device, one fewer, more memory, or as `Stages` would make it, and a node is
+put into the stages beside its own; what the plan that results costs is told beside what the plan costs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan
 from splitkit.policies import Devices, MemoryBudget, Stages
 from splitkit.prices import Costs
-from splitkit.search.device_request import DeviceRequest
+from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.compared_figures import ChangedPlan, ComparedFigure, changes_table, compared_stages
@@ -61,10 +65,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
 
 
-# Why a plan of stages or devices is as fast as it is, and why a node is in its stage.
-#
-# A plan is asked for again with one more device, one fewer, more memory, or as `Stages` would make it, and a node is
-# put into the stages beside its own; what the plan that results costs is told beside what the plan costs.
+# Names sets of nodes by their modules, with equal layers folded: ``layers.0-5``.
 
 
 _PROOFS = {

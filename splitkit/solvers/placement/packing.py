@@ -1,4 +1,4 @@
-"""How much memory would make an infeasible problem feasible: the smallest capacity, the fewest devices."""
+"""First placements: sets of units that the devices support and have room for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from splitkit.solvers.placement.anneal import DeviceTable
 from splitkit.solvers.placement.core import Core, acyclic_groups, colour_groups, core_of
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem, Rows, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
-from splitkit.solvers.placement.stages.device_steps import MOST_LEVELS, device_steps, level_count
+from splitkit.solvers.placement.stages.order_dp import MOST_LEVELS, device_steps, level_count
 from splitkit.solvers.placement.stages.stage_solver import StageSearch
 
-# First placements: sets of units that the devices support and have room for.
+# How much memory would make an infeasible problem feasible: the smallest capacity, the fewest devices.
 
 
 def pack_sets(core: Core, places: DeviceTable) -> Ints | None:

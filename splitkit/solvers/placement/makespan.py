@@ -1,12 +1,4 @@
-"""A lower bound on the makespan from one path through the graph, divided optimally into pieces and units on CPUs.
-
-A piece starts when all its inputs are there and delivers everything at its end, so no path leaves it and comes back:
-the units of a path that are in one piece are consecutive, and whatever lies between two units of a piece is in it too,
-with its work and its memory. What comes before a unit that the path passes before the piece, or after a unit that it
-passes afterwards, is not in the piece, so nets between the two are cut and cost time. Other units are in the piece or
-not, whichever costs less. The pieces and CPU units of a path run one after another, so the least sum of their times is
-a bound: over all divisions of the path into no more pieces than there are, each of which fits a device.
-"""
+"""The makespan of pieces on accelerators and units on CPUs, from the definition."""
 
 from __future__ import annotations
 
@@ -276,7 +268,15 @@ def _longest(timing: Timing, order: list[int], weight: Floats) -> list[int]:
     return way[::-1]
 
 
-# The makespan of pieces on accelerators and units on CPUs, from the definition.
+# A lower bound on the makespan from one path through the graph, divided optimally into pieces and units on CPUs.
+#
+# A piece starts when all its inputs are there and delivers everything at its end, so no path leaves it and comes back:
+# the units of a path that are in one piece are consecutive, and whatever lies between two units of a piece is in it
+# too, with its work and its memory. What comes before a unit that the path passes before the piece, or after a unit
+# that it passes afterwards, is not in the piece, so nets between the two are cut and cost time. Other units are in the
+# piece or not, whichever costs less. The pieces and CPU units of a path run one after another, so the least sum of
+# their times is a bound: over all divisions of the path into no more pieces than there are, each of which fits a
+# device.
 
 
 CPU = -1

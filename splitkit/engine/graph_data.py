@@ -1,4 +1,9 @@
-"""Convert arguments of nodes to JSON-ready data and back: constants, nodes, and containers of these."""
+"""Convert a GraphModule to JSON-ready data and back; functions are stored by name, and no code is stored.
+
+The caller numbers the tensors; the data contains only their numbers::
+
+    {"nodes": [...], "tensors": {"h.0.attn.weight": 17}, "modules": {"true_graph_0": {...}}, "ops": {...}}
+"""
 
 from __future__ import annotations
 
@@ -152,11 +157,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Convert a GraphModule to JSON-ready data and back; functions are stored by name, and no code is stored.
-#
-# The caller numbers the tensors; the data contains only their numbers::
-#
-#     {"nodes": [...], "tensors": {"h.0.attn.weight": 17}, "modules": {"true_graph_0": {...}}, "ops": {...}}
+# Convert arguments of nodes to JSON-ready data and back: constants, nodes, and containers of these.
 
 
 # Convert pytree specs of inputs and outputs to JSON-ready data and back: containers by kind, classes by name.

@@ -1,4 +1,11 @@
-"""The request behind a search for parts of given devices, and what follows from it: prices, limits, CPUs."""
+"""The search for parts of given devices, which `splitkit.policies.Devices` runs.
+
+It makes a placement problem of the graph and hands it to the solver of the objective: `contiguous` (one convex piece
+on each device, least bottleneck), `noncontiguous` (any set), `latency` (least time of one sample), and
+`on_unequal_links` after the first two where links differ, because these know one price per value. A plan with all
+nodes on one device is a candidate too: on slow links it is often the best one. The true peaks of the devices decide
+what fits (`memory_fit`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,7 @@ from splitkit.costs import Costs, Device, roofline
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.dataflow import bookkeeping
 from splitkit.graph.node_selection import modules_matching
-from splitkit.pipeline.byte_breakdown import ByteBreakdown
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.purpose import purpose, request_of
 from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.plans.parts import Claim, Part, PartKey
@@ -34,7 +41,7 @@ from splitkit.search.traffic_bounds import least_load
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.placement import problem as placement
 from splitkit.solvers.placement.latency_solver import latency
-from splitkit.solvers.placement.memory_remedies import sets_fit, stages_fit
+from splitkit.solvers.placement.packing import sets_fit, stages_fit
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import Solution, faults, timeout_note
@@ -113,13 +120,7 @@ class DeviceRequest(StageRequest):
         return {n: tuple(self.only[pattern]) for n, pattern in modules_matching(self.only, self.flow.nodes).items()}
 
 
-# The search for parts of given devices, which `splitkit.policies.Devices` runs.
-#
-# It makes a placement problem of the graph and hands it to the solver of the objective: `contiguous` (one convex piece
-# on each device, least bottleneck), `noncontiguous` (any set), `latency` (least time of one sample), and
-# `on_unequal_links` after the first two where links differ, because these know one price per value. A plan with all
-# nodes on one device is a candidate too: on slow links it is often the best one. The true peaks of the devices decide
-# what fits (`memory_fit`).
+# The request behind a search for parts of given devices, and what follows from it: prices, limits, CPUs.
 
 
 _ORDERS, _WAYS = 5_040, 6  # orders of devices that are looked at; those, different in memory or kind, that are tried

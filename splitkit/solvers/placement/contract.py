@@ -1,4 +1,4 @@
-"""Lower bounds on the greatest load that need no search."""
+"""Safe contractions: units that some best placement keeps together become one unit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check_placeable(problem: Problem, core: Core) -> None:
         raise InfeasibleError(reason, "devices", devices=core.size, exact=True)
 
 
-# Safe contractions: units that some best placement keeps together become one unit.
+# Lower bounds on the greatest load that need no search.
 
 
 def contracted_core(core: Core, *, acyclic: bool = True) -> Core:

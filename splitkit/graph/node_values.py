@@ -1,4 +1,4 @@
-"""Count the bytes of the values that nodes yield, and of the parameters and buffers that they read."""
+"""What nodes yield: their values on fake tensors, the bytes of these, and which of them take part in backward."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.fx import GraphModule, Node
 from splitkit import _torch
 from splitkit._torch import FakeTensorMode, HigherOrderOperator, OpOverload, pytree
 from splitkit.errors import GraphError, listed
-from splitkit.graph.check_nodes import check_nodes
 from splitkit.graph.dataflow import Dataflow, facts_of
+from splitkit.graph.input_overlap import check_nodes
 from splitkit.graph.ops import effects_of
 from splitkit.graph.ops.facts import Described
 from splitkit.graph.scope import is_state_op

@@ -1,4 +1,4 @@
-"""Writes the command that plans a model as it was fitted."""
+"""The answer whether a model fits: a row for each device, the most tokens, and what would fit instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from splitkit.short_repr import brief
 from splitkit.solvers.most_fitting import MOST_TOKENS
 from splitkit.studies.fit.layout import Card, HeldBytes, memory_word
 from splitkit.studies.fit.training_fit import TrainingFit
-from splitkit.testing.config_files import is_config
+from splitkit.testing.config_models import is_config
 from splitkit.testing.factory import is_program
 from splitkit.units import size
 from splitkit.view.data.report import joined_layers
@@ -133,7 +133,7 @@ def sizes_of_inputs(model: object, sizes: Mapping[str, int] | None, batch: int, 
     return sizes or {}
 
 
-# The answer whether a model fits: a row for each device, the most tokens, and what would fit instead.
+# Writes the command that plans a model as it was fitted.
 
 
 @dataclass(frozen=True)

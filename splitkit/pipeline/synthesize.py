@@ -26,14 +26,14 @@ import numpy as np
 from splitkit.checks import Memory, is_number, memory_of, shown
 from splitkit.errors import FileError, NoPlanError, PolicyError, ScheduleError
 from splitkit.files import PathLike, save_text
-from splitkit.pipeline.byte_breakdown import share, static_bytes, units_of
+from splitkit.pipeline.memory import share, static_bytes, units_of
+from splitkit.pipeline.message_order import MessageOrder, is_message
 from splitkit.pipeline.order import ACTION, LETTERS, OTHER_CELL, Action, PipelineOrder, action_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedule import require_numbers
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
-from splitkit.pipeline.torch_orders import MessageOrder, is_message
 from splitkit.pipeline.trace import LinkTimes
 from splitkit.plans.parts import Claim
 from splitkit.short_repr import brief
@@ -116,7 +116,7 @@ def _row(number: int, cells: list[str]) -> Iterator[str]:
 
 # Makes an order of actions for given stages: the shortest step that memory allows, or close to it, with a bound.
 #
-# The solver (`splitkit.solvers.order_search`) knows the bytes that depend on the order alone. Messages that wait to be read
+# The solver (`order_search`) knows the bytes that depend on the order alone. Messages that wait to be read
 # depend on times; `splitkit.simulate_schedule` has the last word on them, and where they take a rank above its limit,
 # the solver gets less room for that rank and tries again. Its first bound stays: less memory never makes a step
 # shorter.
@@ -362,7 +362,7 @@ def _travel(run: ScheduleRun) -> tuple[tuple[float, float], ...]:
 
 
 def _uses(run: ScheduleRun, stage: int) -> tuple[ActionBytes, ActionBytes, ActionBytes]:
-    """Return the bytes of a stage's actions: those of `splitkit.pipeline.byte_breakdown` that the order alone decides.
+    """Return the bytes of a stage's actions: those of `splitkit.pipeline.memory` that the order alone decides.
 
     A gradient from a stage of the same rank is held from when it is made to the end of the action that reads it, one
     from another rank at least while that action runs. With static buffers, ranks keep what they sent.

@@ -1,4 +1,4 @@
-"""Shards the parameters of parts over the replicas of their stage, with torch's FSDP2."""
+"""Weights of stages on ranks: sharded over the replicas of a stage (torch's FSDP2), and compared between ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.digests import digest_of_tensors, form_of
 from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_text
 from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.step_agreement import digest_of_tensors, form_of
 
 
 def shard(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[nn.Parameter]) -> None:

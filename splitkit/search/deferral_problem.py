@@ -1,4 +1,9 @@
-"""The flow network whose minimum cuts are the best choices of what the weight part of a backward does."""
+"""Which ops of a backward may wait for the weight part, and which bytes wait with them, as arrays.
+
+A pipeline that divides backward runs its *input part* first, which computes the gradients that leave the stage, and
+its *weight part* later, in what would be a bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Whatever the
+weight part reads is held in between.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ from torch.fx import Node
 from splitkit.costs import Costs, unit_of
 from splitkit.costs.flop_formulas import counter_of
 from splitkit.errors import PolicyError
-from splitkit.graph.byte_sizes import nodes_without_values, storage_nbytes
 from splitkit.graph.dataflow import reads
+from splitkit.graph.node_values import nodes_without_values, storage_nbytes
 from splitkit.graph.storages import plain_size, storage_key, tensors, value_of
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
@@ -25,11 +30,7 @@ from splitkit.training.peaks import apply_checkpoints
 from splitkit.training.saved_values import op_of
 from splitkit.training.stage_parts import gradient_terms, stage_part
 
-# Which ops of a backward may wait for the weight part, and which bytes wait with them, as arrays.
-#
-# A pipeline that divides backward runs its *input part* first, which computes the gradients that leave the stage, and
-# its *weight part* later, in what would be a bubble (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Whatever the
-# weight part reads is held in between.
+# The flow network whose minimum cuts are the best choices of what the weight part of a backward does.
 
 
 OUTSIDE = -1

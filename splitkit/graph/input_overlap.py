@@ -1,4 +1,9 @@
-"""Find the nodes of a split's parent that check its inputs and compute nothing."""
+"""Whether tensors share memory, byte for byte, and the check by which a graph refuses a call whose inputs do.
+
+The check is a node of the graph (`refuse_shared`), so that it is copied, traced, pickled and interpreted with the
+graph. Under a compiler or another dispatch mode it calls an operator that does the same, which compiled and exported
+programs keep.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +23,7 @@ from splitkit._torch import pytree
 from splitkit.errors import PlanError
 from splitkit.graph.storages import address_range, hides_memory, tensors_inside
 
-# Whether tensors share memory, byte for byte, and the check by which a graph refuses a call whose inputs do.
-#
-# The check is a node of the graph (`refuse_shared`), so that it is copied, traced, pickled and interpreted with the
-# graph. Under a compiler or another dispatch mode it calls an operator that does the same, which compiled and exported
-# programs keep.
+# Find the nodes of a split's parent that check its inputs and compute nothing.
 
 
 _INPUT_OVERLAP_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -295,7 +296,7 @@ def check_nodes(graph: fx.Graph) -> dict[Node, None]:
 
 # The check by which a graph refuses a call that passes an object where its parts rely on a tensor.
 #
-# The check is a node of the graph, like the check of memory in `splitkit.graph.check_nodes`.
+# The check is a node of the graph, like the check of memory in `splitkit.graph.input_overlap`.
 
 
 _PLAIN = (

@@ -1,4 +1,19 @@
-"""Which values of a joint graph can be moved to the host, and why others cannot."""
+"""The timeline of a training step whose saved values wait on the host: how long it waits, and how much memory it takes.
+
+Each direction of the link has one copy engine, which copies in the order in which copies were asked for, beside the
+computation. A value may be copied out as soon as it is made. Its memory is free once the copy is complete and
+forward has read it for the last time; all of it is on the host when forward ends. In backward its memory is taken
+when the copy back is asked for::
+
+    forward     a   b   c   d  |  d'  c'  b'  a'     backward
+    out            [ a ]       |
+    back                       |      [ a ]          a is not on the device from the end of the one to the start of
+                                                     the other
+
+Backward mirrors forward: run backwards in time, a value leaves the device after its first reader. So one rule finds
+when memory is free in both halves (`absent_from`). `OffloadTimeline.run` then judges the result; it alone says how
+many seconds and bytes a plan takes.
+"""
 
 from __future__ import annotations
 
@@ -48,21 +63,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-# The timeline of a training step whose saved values wait on the host: how long it waits, and how much memory it takes.
-#
-# Each direction of the link has one copy engine, which copies in the order in which copies were asked for, beside the
-# computation. A value may be copied out as soon as it is made. Its memory is free once the copy is complete and
-# forward has read it for the last time; all of it is on the host when forward ends. In backward its memory is taken
-# when the copy back is asked for::
-#
-#     forward     a   b   c   d  |  d'  c'  b'  a'     backward
-#     out            [ a ]       |
-#     back                       |      [ a ]          a is not on the device from the end of the one to the start of
-#                                                      the other
-#
-# Backward mirrors forward: run backwards in time, a value leaves the device after its first reader. So one rule finds
-# when memory is free in both halves (`absent_from`). `OffloadTimeline.run` then judges the result; it alone says how
-# many seconds and bytes a plan takes.
+# Which values of a joint graph can be moved to the host, and why others cannot.
 
 
 @dataclass(frozen=True)

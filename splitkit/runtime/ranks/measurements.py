@@ -1,7 +1,9 @@
-"""Notes when the actions of a pipeline's training steps start and end on each rank, by one clock.
+"""Measures a pipeline, to compare it with a simulation: times of stages and links, and time and memory of whole steps.
 
-The clocks of two machines differ. Each rank asks rank 0 for its time and takes the answer of the shortest round trip,
-whose error is at most half of that trip (Cristian 1989, "Probabilistic clock synchronization").
+Stages are timed one microbatch after the other, while all other ranks wait; links are timed by messages of two sizes
+that go back and forth. A step is timed from a barrier to the end of the last action of any rank. The sum of the
+gradients of tied weights, and the optimizer, come after that. Memory is measured on the CPU in a step of its own: the
+most that torch's allocator holds above what it held when the step began.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from splitkit import _torch
 from splitkit.costs.links import Links
 from splitkit.errors import PipelineError
 from splitkit.hardware.link_specs import Link
-from splitkit.pipeline.byte_breakdown import memory_over_time, static_bytes
+from splitkit.pipeline.memory import memory_over_time, static_bytes
 from splitkit.pipeline.order import BACKWARD, BACKWARD_WEIGHT, Action, PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
@@ -121,12 +123,10 @@ def _seconds_behind_rank_0(pipe: Pipeline) -> float:
     return found
 
 
-# Measures a pipeline, to compare it with a simulation: times of stages and links, and time and memory of whole steps.
+# Notes when the actions of a pipeline's training steps start and end on each rank, by one clock.
 #
-# Stages are timed one microbatch after the other, while all other ranks wait; links are timed by messages of two sizes
-# that go back and forth. A step is timed from a barrier to the end of the last action of any rank. The sum of the
-# gradients of tied weights, and the optimizer, come after that. Memory is measured on the CPU in a step of its own: the
-# most that torch's allocator holds above what it held when the step began.
+# The clocks of two machines differ. Each rank asks rank 0 for its time and takes the answer of the shortest round trip,
+# whose error is at most half of that trip (Cristian 1989, "Probabilistic clock synchronization").
 
 
 SMALL = 1 << 10

@@ -1,11 +1,4 @@
-"""Holds the sizes of the microbatches of a step, and decides in which shapes values cross the borders in it.
-
-If all microbatches have the same sizes, each value is sent in its own shape. Torch's stages receive every microbatch
-into tensors of one shape, so if sizes differ, each value is sent as a flat tensor as large as its largest::
-
-    microbatch 0   [2, 5, 32]      320 elements, 320 sent
-    microbatch 1   [2, 3, 32]      192 elements, 320 sent
-"""
+"""Splits a batch into microbatches."""
 
 from __future__ import annotations
 
@@ -25,8 +18,8 @@ from splitkit.graph.call_signature import input_binder
 from splitkit.graph.size_expressions import evaluated
 from splitkit.runtime.ranks.batch_dims import BatchDims, Division, Rivals, division, row_symbols
 from splitkit.runtime.ranks.border_values import BorderValue, Sizes
-from splitkit.runtime.ranks.digests import form_of
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.step_agreement import form_of
 from splitkit.runtime.ranks.step_losses import Reduction, shares_of
 
 
@@ -80,7 +73,13 @@ def message_shapes(chain: Chain, wanted: Sequence[Node], step: StepSizes) -> Mes
     return MessageShapes(padded=largest)
 
 
-# Splits a batch into microbatches.
+# Holds the sizes of the microbatches of a step, and decides in which shapes values cross the borders in it.
+#
+# If all microbatches have the same sizes, each value is sent in its own shape. Torch's stages receive every microbatch
+# into tensors of one shape, so if sizes differ, each value is sent as a flat tensor as large as its largest::
+#
+#     microbatch 0   [2, 5, 32]      320 elements, 320 sent
+#     microbatch 1   [2, 3, 32]      192 elements, 320 sent
 
 
 _OTHER_SIZES = " For other sizes, capture with dynamic=True; for a smaller last batch, drop_last=True."

@@ -1,7 +1,13 @@
-"""The steps in which stages are assigned to devices, from the last stage to the first.
+"""The best stages along one order of the units: a dynamic program over the places where the order can be divided.
 
-A level says which devices are used up. Equal devices are counted, so k equal accelerators and one CPU make (k + 1) x 2
-levels. The last stage comes first because the microbatches that a stage has in flight depend on the stages after it.
+A stage is a segment of the order. What it pays for nets follows from counts of the pins in it: a net counts once for
+each pin, minus once for each pair of neighbouring pins that are both in it, minus once if all pins are in it. Pairs
+and whole nets are intervals, and two-dimensional prefix sums give how many of them lie inside each segment.
+
+A level says which devices are used up (`DeviceSteps`), and a step from one level to the next uses one more device::
+
+    best[level 0, place 0] = 0
+    best[level, j] = min over steps to the level, and places i < j, of max(best[level before, i], load(i, j))
 """
 
 from __future__ import annotations
@@ -190,16 +196,11 @@ def fits(core: Core, rank: Ints, kinds: tuple[int, ...], flights: tuple[int, ...
     return all(int(most) <= core.kinds[kind].capacity for most, kind in zip(held, kinds, strict=True))
 
 
-# The best stages along one order of the units: a dynamic program over the places where the order can be divided.
+# The steps in which stages are assigned to devices, from the last stage to the first.
 #
-# A stage is a segment of the order. What it pays for nets follows from counts of the pins in it: a net counts once for
-# each pin, minus once for each pair of neighbouring pins that are both in it, minus once if all pins are in it. Pairs
-# and whole nets are intervals, and two-dimensional prefix sums give how many of them lie inside each segment.
-#
-# A level says which devices are used up (`DeviceSteps`), and a step from one level to the next uses one more device::
-#
-#     best[level 0, place 0] = 0
-#     best[level, j] = min over steps to the level, and places i < j, of max(best[level before, i], load(i, j))
+# A level says which devices are used up. Equal devices are counted, so k equal accelerators and one CPU make (k + 1) x
+# 2 levels. The last stage comes first because the microbatches that a stage has in flight depend on the stages after
+# it.
 
 
 PLACES = 2048

@@ -1,4 +1,4 @@
-"""What a model of transformers says about its tokens: which ones begin and end a sequence, and which are forced."""
+"""Prepares what the first stage of a decoder reads: on the first rank, where an encoder or images are run whole."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _start(settings: Any, config: Any) -> tuple[int, ...]:
     return (*_row(first), *_row(getattr(settings, "no_timestamps_token_id", None)))
 
 
-# Prepares what the first stage of a decoder reads: on the first rank, where an encoder or images are run whole.
+# What a model of transformers says about its tokens: which ones begin and end a sequence, and which are forced.
 
 
 _OWN = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "labels", "use_cache", "return_dict")

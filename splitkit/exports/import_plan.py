@@ -1,4 +1,4 @@
-"""The formats that `splitkit.export` writes and `splitkit.import_plan` reads, by name."""
+"""Read stages that another tool runs today as a plan of a captured graph, to price, draw and explain it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def format_of(text: str) -> ExportFormat:
     return fits[0]
 
 
-# Read stages that another tool runs today as a plan of a captured graph, to price, draw and explain it.
+# The formats that `splitkit.export` writes and `splitkit.import_plan` reads, by name.
 
 
 def import_plan(gm: fx.GraphModule, text: str, *, form: str | None = None, costs: Costs | None = None) -> Plan:

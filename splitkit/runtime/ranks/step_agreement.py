@@ -1,9 +1,15 @@
-"""Digests tensors and other values, so that ranks can compare them without sending them.
+"""Compares what the ranks are about to run, by one small collective at the start of every call.
 
-The bits of a tensor, as 32-bit words ``x``, are hashed in a tree of blocks, each with the multilinear hash
-``sum(w[i] * x[i]) mod 2^64`` of fixed pseudo-random 64-bit weights ``w`` (Lemire and Kaser, "Strongly universal string
-hashing is fast", 2014): two different blocks collide with a probability of about 2^-33 at most. Integer sums do not
-depend on the order of their terms, so the digest is the same on every device and with every number of threads.
+Each rank gives a row of whole numbers, and all ranks get all rows::
+
+              refuses  outputs  weights  batch  kind  number  form  content  target
+    rank 0       0        0        1        0     1       3    81..    17..       0
+    rank 1       0        1        1        1     1       3    81..    17..    95..
+
+The first four are added up: whether any rank refuses the call, asks for outputs, wants the weights compared, or was
+given a batch that can be divided. The others must be the same on all ranks; 0 stands for what a rank is not given,
+and matches everything. Only if a rank refuses or a number differs do the ranks exchange texts, from which all of
+them raise the same error.
 """
 
 from __future__ import annotations
@@ -116,18 +122,13 @@ def _weights(device: torch.device) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64, device=device)
 
 
-# Compares what the ranks are about to run, by one small collective at the start of every call.
+# Digests tensors and other values, so that ranks can compare them without sending them.
 #
-# Each rank gives a row of whole numbers, and all ranks get all rows::
-#
-#               refuses  outputs  weights  batch  kind  number  form  content  target
-#     rank 0       0        0        1        0     1       3    81..    17..       0
-#     rank 1       0        1        1        1     1       3    81..    17..    95..
-#
-# The first four are added up: whether any rank refuses the call, asks for outputs, wants the weights compared, or was
-# given a batch that can be divided. The others must be the same on all ranks; 0 stands for what a rank is not given,
-# and matches everything. Only if a rank refuses or a number differs do the ranks exchange texts, from which all of
-# them raise the same error.
+# The bits of a tensor, as 32-bit words ``x``, are hashed in a tree of blocks, each with the multilinear hash
+# ``sum(w[i] * x[i]) mod 2^64`` of fixed pseudo-random 64-bit weights ``w`` (Lemire and Kaser, "Strongly universal
+# string hashing is fast", 2014): two different blocks collide with a probability of about 2^-33 at most. Integer sums
+# do not depend on the order of their terms, so the digest is the same on every device and with every number of
+# threads.
 
 
 T = TypeVar("T")

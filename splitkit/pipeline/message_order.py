@@ -1,8 +1,26 @@
-"""Reads the orders of torch's schedules with several stages per rank off its classes, and how it places messages.
+"""Defines an order of actions and messages on each rank, and finds deadlocks between its messages.
 
-No process group is needed.
+The execution model (`splitkit.pipeline.simulate` gives it times):
 
-Private torch API, checked on 2.11, 2.13 and 2.15; ``tests/pipeline/test_schedule_torch.py`` fails when it goes away.
+* A rank computes its actions one after another. An action waits for the message that it reads, and for no other one:
+a receive that is posted early does not stop the computation. * A message is ready at one of its ends when the
+actions before that end in the rank's row are over, and the messages before it on the same communicator have arrived.
+So a receive that is posted early does hold up what the rank sends or receives later on that communicator. *
+Rendezvous: a message leaves when both of its ends are ready, and occupies both communicators until it arrives.
+
+This is how torch's ``_PipelineScheduleRuntime`` behaves over NCCL: ``isend`` and ``irecv`` are put on the stream of
+a communicator, which first waits for the computation issued so far; the action that reads a message waits for it
+alone. ``communicators="rank"`` puts all messages of a rank on one communicator, as ``batch_isend_irecv`` does (torch
+2.11, and every ``isend`` of a process group that is bound to a device). ``"pair"`` has a communicator for each pair
+of ranks, shared by both directions, as ``isend`` and ``irecv`` of an unbound group have (torch 2.13,
+pytorch#175712).
+
+In the stricter *blocking* model each entry of a row waits until the entry before it is over. Over gloo a message
+waits for no other one. Each model has all the waits of those before it in the list gloo, pair, rank, blocking.
+
+An order deadlocks in a model if and only if the waits form a cycle: of the entries that never run, each waits for
+another one of them, and these are finitely many. So an order that has no deadlock in one model has none in those
+before it in the list.
 """
 
 from __future__ import annotations
@@ -68,29 +86,11 @@ def _read(actions: Iterable[Any]) -> Iterator[Action]:
                 yield Action(one.stage_index, kind, one.microbatch_index)
 
 
-# Defines an order of actions and messages on each rank, and finds deadlocks between its messages.
+# Reads the orders of torch's schedules with several stages per rank off its classes, and how it places messages.
 #
-# The execution model (`splitkit.pipeline.simulate` gives it times):
+# No process group is needed.
 #
-# * A rank computes its actions one after another. An action waits for the message that it reads, and for no other one:
-# a receive that is posted early does not stop the computation. * A message is ready at one of its ends when the
-# actions before that end in the rank's row are over, and the messages before it on the same communicator have arrived.
-# So a receive that is posted early does hold up what the rank sends or receives later on that communicator. *
-# Rendezvous: a message leaves when both of its ends are ready, and occupies both communicators until it arrives.
-#
-# This is how torch's ``_PipelineScheduleRuntime`` behaves over NCCL: ``isend`` and ``irecv`` are put on the stream of
-# a communicator, which first waits for the computation issued so far; the action that reads a message waits for it
-# alone. ``communicators="rank"`` puts all messages of a rank on one communicator, as ``batch_isend_irecv`` does (torch
-# 2.11, and every ``isend`` of a process group that is bound to a device). ``"pair"`` has a communicator for each pair
-# of ranks, shared by both directions, as ``isend`` and ``irecv`` of an unbound group have (torch 2.13,
-# pytorch#175712).
-#
-# In the stricter *blocking* model each entry of a row waits until the entry before it is over. Over gloo a message
-# waits for no other one. Each model has all the waits of those before it in the list gloo, pair, rank, blocking.
-#
-# An order deadlocks in a model if and only if the waits form a cycle: of the entries that never run, each waits for
-# another one of them, and these are finitely many. So an order that has no deadlock in one model has none in those
-# before it in the list.
+# Private torch API, checked on 2.11, 2.13 and 2.15; ``tests/pipeline/test_schedule_torch.py`` fails when it goes away.
 
 
 Communicators = Literal["rank", "pair"]

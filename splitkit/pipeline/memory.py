@@ -1,4 +1,4 @@
-"""Divides the bytes of a stage or a rank into weights, gradients, optimizer, cache and activations."""
+"""Computes the memory of each rank of a simulated step: its peak by kind, and its course over time."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ByteBreakdown:
         return in_words(told) or "nothing"
 
 
-# Computes the memory of each rank of a simulated step: its peak by kind, and its course over time.
+# Divides the bytes of a stage or a rank into weights, gradients, optimizer, cache and activations.
 
 
 _SOONEST, _LATEST = -1, np.iinfo(np.int64).max
@@ -395,7 +395,7 @@ def temporary_share(nbytes: int, replicas: int, gradients: int) -> int:
 
 def trained_bytes(flow: Dataflow, node: Node) -> int:
     """Return the bytes of the parameters that a node reads and that require grad."""
-    from splitkit.graph.byte_sizes import tensor_bytes
+    from splitkit.graph.node_values import tensor_bytes
     from splitkit.graph.storages import start_of
 
     return sum({start_of(t): tensor_bytes(t) for t in flow.owned(node) if t.requires_grad}.values())

@@ -1,4 +1,4 @@
-"""Recognises configuration files of transformers; imports neither torch nor, unless asked to, transformers."""
+"""Makes models from configurations of transformers: on ``meta``, or with random weights if they are small."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _special_float(data: dict[str, Any]) -> Any:
     return float(written) if len(data) == 1 and isinstance(written, str) else data
 
 
-# Makes models from configurations of transformers: on ``meta``, or with random weights if they are small.
+# Recognises configuration files of transformers; imports neither torch nor, unless asked to, transformers.
 
 
 _SMALL = 2**30
