@@ -34,7 +34,9 @@ from zoo_models import rows
 
 import splitkit as sk
 from splitkit.costs.fused import is_random
+from splitkit.engine.pair import Pair
 from splitkit.errors import message_line
+from splitkit.frontends.joint_capture import Joint
 from splitkit.policies import Budget
 from splitkit.testing import models
 
@@ -82,7 +84,7 @@ def _row(row: Any) -> Callable[[], Made]:
     return make
 
 
-def peaks(joint: sk.Joint, pair: sk.Pair, inputs: Mapping[str, Any]) -> tuple[int, int, int]:
+def peaks(joint: Joint, pair: Pair, inputs: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the predicted and the measured peak of a step in bytes, and the bytes that the caller holds."""
     predicted = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
 
@@ -93,7 +95,7 @@ def peaks(joint: sk.Joint, pair: sk.Pair, inputs: Mapping[str, Any]) -> tuple[in
     return predicted, found.peak, found.baseline
 
 
-def draws_again(pair: sk.Pair) -> bool:
+def draws_again(pair: Pair) -> bool:
     """Return whether backward draws random numbers: other ones than forward did, so that gradients are wrong."""
     return any(map(is_random, pair.backward.graph.nodes))
 

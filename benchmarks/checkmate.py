@@ -31,6 +31,7 @@ from smallblocks import BLOCKS
 
 import splitkit as sk
 from splitkit.costs import Costs
+from splitkit.frontends.joint_capture import Joint
 from splitkit.policies import SaveAll
 from splitkit.search.recompute.memory_limits import MomentLimits
 from splitkit.search.recompute.plan_pool import Pool, Seen
@@ -54,7 +55,7 @@ class Block:
         peaks: simulates them.
     """
 
-    joint: sk.Joint
+    joint: Joint
     costs: Costs
     problem: Savings
     peaks: Peaks

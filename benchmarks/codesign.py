@@ -30,6 +30,7 @@ import torch
 
 import splitkit as sk
 from splitkit.costs import Links
+from splitkit.frontends.joint_capture import Joint
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
@@ -153,7 +154,7 @@ def _nearest(legal: np.ndarray, position: int) -> int:
     return int(legal[np.abs(legal - position).argmin()])
 
 
-def captured(name: str, layers: int, batch: int, seq: int) -> sk.Joint:
+def captured(name: str, layers: int, batch: int, seq: int) -> Joint:
     """Return the joint graph of a model in bfloat16."""
     made = models.build(name, layers=layers, batch=batch, seq=seq, **SIZES[name])
     return sk.capture_joint(made.model.bfloat16(), *made.args, **made.kwargs)

@@ -29,6 +29,7 @@ from codesign import Rivals
 import splitkit as sk
 from splitkit import _torch
 from splitkit.cli.rank_process import rolled_batch
+from splitkit.frontends.joint_capture import Joint
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.joint_positions import JointPositions, staged_plan
@@ -37,7 +38,7 @@ from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.testing import models
 
 
-def plans(joint: sk.Joint, costs: Any, ranks: int, microbatches: int, share: float) -> dict[str, tuple[Any, float]]:
+def plans(joint: Joint, costs: Any, ranks: int, microbatches: int, share: float) -> dict[str, tuple[Any, float]]:
     """Return way -> its plan and its simulated step, all within the same share of the memory without recompute."""
     order = pipeline_order("1f1b", ranks, microbatches)
     frontiers = StageFrontiers(StageProblems(JointPositions.of(joint.flow), costs, "sgd", False))
@@ -60,7 +61,7 @@ def plans(joint: sk.Joint, costs: Any, ranks: int, microbatches: int, share: flo
     return {"ours": (policy.assign(joint.flow, costs), best.seconds), **found}
 
 
-def inside(joint: sk.Joint, ways: Any, batch: Any, rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
+def inside(joint: Joint, ways: Any, batch: Any, rank: int, args: argparse.Namespace, store: str, queue: Any) -> None:
     """A process."""
     torch.set_num_threads(1)
     dist.init_process_group(

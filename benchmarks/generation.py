@@ -34,7 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 import splitkit as sk
-from splitkit.runtime import Generator, Request
+from splitkit.engine.split import Split
+from splitkit.runtime.generation.generation_request import Request
+from splitkit.runtime.generation.generator import Generator
 
 NEW, PROMPT, SLEEP, HEADS = 16, 16, 0.05, 8
 
@@ -62,7 +64,7 @@ def timed(generator: Generator, count: int, in_flight: int) -> float:
     return time.perf_counter() - start
 
 
-def on_ranks(split: sk.Split, rank: int, ranks: int, store: str, rounds: int, out: str) -> None:
+def on_ranks(split: Split, rank: int, ranks: int, store: str, rounds: int, out: str) -> None:
     """Measure on one rank; rank 0 writes what it found."""
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=300))
     generator, count = sk.serve(split), 4 * ranks

@@ -35,6 +35,7 @@ from rich.table import Table
 from torch import nn
 
 import splitkit as sk
+from splitkit.engine.split import Split
 from splitkit.runtime import open_stages, save_stages
 from splitkit.runtime.folder.tensorfiles import write_tensors
 
@@ -61,7 +62,7 @@ def model_on_meta(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16)
         return transformers.LlamaForCausalLM(config_of(args)).to(dtype).eval()
 
 
-def split_of(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> sk.Split:
+def split_of(args: argparse.Namespace, dtype: torch.dtype = torch.bfloat16) -> Split:
     """The model's graph in stages, planned on meta."""
     ids = torch.zeros(1, 16, dtype=torch.long)
     gm = sk.capture(model_on_meta(args, dtype), input_ids=ids, use_cache=False)

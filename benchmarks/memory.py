@@ -31,7 +31,10 @@ from torch._inductor.fx_passes import memory_estimator as inductors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import splitkit as sk
+from splitkit.engine.pair import Pair
 from splitkit.frontends.joint_capture import capture_joint
+from splitkit.memory.measurement import MeasuredMemory
+from splitkit.memory.profile import MemoryProfile
 from splitkit.testing import models
 
 ATEN = torch.ops.aten
@@ -88,7 +91,7 @@ def reality(name: str, example: models.Example, peer: dict[str, Any], workspace:
     yield row
 
 
-def workspace_of(pair: sk.Pair, primals: list[Any], tangents: list[Any]) -> Callable[[fx.Node], int]:
+def workspace_of(pair: Pair, primals: list[Any], tangents: list[Any]) -> Callable[[fx.Node], int]:
     """What the kernels of both halves take, measured."""
     forward = sk.costs.measured(pair.forward, primals, min_run_time=0.001)
     made = pair.forward(*primals)[pair.outputs :]
@@ -98,7 +101,7 @@ def workspace_of(pair: sk.Pair, primals: list[Any], tangents: list[Any]) -> Call
     return lambda node: (forward if node.graph is pair.forward.graph else backward).workspace(node)
 
 
-def compared(name: str, what: str, profile: sk.MemoryProfile, measured: sk.MeasuredMemory) -> dict[str, Any]:
+def compared(name: str, what: str, profile: MemoryProfile, measured: MeasuredMemory) -> dict[str, Any]:
     """Predicted and measured, in bytes."""
     return {
         "model": name, "what": what, "nodes": len(profile.steps), "simulated": profile.peak, "measured": measured.peak,

@@ -12,6 +12,7 @@ import time
 
 import splitkit as sk
 from splitkit.errors import NoPlanError
+from splitkit.frontends.joint_capture import Joint
 from splitkit.policies import Pipeline
 from splitkit.testing import models
 
@@ -36,7 +37,7 @@ def main() -> None:
         rows(joint, costs, given, schedule)
 
 
-def rows(joint: sk.Joint, costs: sk.Costs, given: argparse.Namespace, schedule: str) -> None:
+def rows(joint: Joint, costs: sk.Costs, given: argparse.Namespace, schedule: str) -> None:
     """Print the rows of one schedule."""
     numbers = given.stages, schedule, given.microbatches
     free = Pipeline(*numbers)
@@ -57,7 +58,7 @@ def rows(joint: sk.Joint, costs: sk.Costs, given: argparse.Namespace, schedule: 
 
 
 def step(
-    joint: sk.Joint, costs: sk.Costs, numbers: tuple[int, str, int], memory: int, link: str | None
+    joint: Joint, costs: sk.Costs, numbers: tuple[int, str, int], memory: int, link: str | None
 ) -> sk.extend.Claim | None:
     """Return the claim of a plan; ``None`` if nothing fits."""
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-import splitkit as sk
+from splitkit.engine.split import Split
 from splitkit.frontends.joint_capture import sum_of_outputs
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime import pipeline
@@ -143,7 +143,7 @@ def compared(pipe: Pipeline, step: Step, losses: torch.Tensor | None, worst: Wor
         worst.note("gradient", apart(grad, step.gradients.get(name, zero), least), name)
 
 
-def run(split: sk.Split, alone: Alone, schedule: str, batches: list[list[Inputs]]) -> dict[str, Any]:
+def run(split: Split, alone: Alone, schedule: str, batches: list[list[Inputs]]) -> dict[str, Any]:
     """A rank trains its stages, and compares."""
     loss = None if alone.loss else lambda out, _: loss_of(out)
     pipe = pipeline(split, schedule, MICROBATCHES, seed=SEED, loss=loss)

@@ -43,6 +43,7 @@ from zoo_senses import VISION, image
 from zoo_transformers import TEXT, causal, hf, masked, seq2seq
 
 import splitkit as sk
+from splitkit.engine.split import Split
 
 FIRST, LATER = 1e-6, 1e-4
 SECONDS = 120.0
@@ -90,7 +91,7 @@ def drawn(row: Row, seed: int) -> tuple[nn.Module, Inputs]:
     return model.train(), inputs
 
 
-def rank_of(split: sk.Split, alone: Alone, case: Case, batches: list[list[Inputs]], rank: int, folder: str) -> None:
+def rank_of(split: Split, alone: Alone, case: Case, batches: list[list[Inputs]], rank: int, folder: str) -> None:
     """The process of a rank: its answer goes to a file."""
     try:
         dist.init_process_group(
@@ -133,7 +134,7 @@ def judged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return found | ({"verdict": "wrong", "why": bad[0]["why"]} if bad else {"verdict": "right"})
 
 
-def ran(split: sk.Split, alone: Alone, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
+def ran(split: Split, alone: Alone, case: Case, batches: list[list[Inputs]]) -> dict[str, Any]:
     """Run a case on processes of its own."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:

@@ -37,7 +37,9 @@ from rich.console import Console
 from rich.table import Table
 
 import splitkit as sk
-from splitkit.runtime import Generator, Request
+from splitkit.engine.split import Split
+from splitkit.runtime.generation.generation_request import Request
+from splitkit.runtime.generation.generator import Generator
 from splitkit.runtime.generation.prompt_pieces import piece
 
 MODELS = {
@@ -110,7 +112,7 @@ class Chunked:
         return time.perf_counter() - start, max(self.times)
 
 
-def on_ranks(split: sk.Split, rank: int, store: str, tokens: int, chunks: list[int], rounds: int, out: str) -> None:
+def on_ranks(split: Split, rank: int, store: str, tokens: int, chunks: list[int], rounds: int, out: str) -> None:
     """Measure on one rank; rank 0 writes what it found."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=600)

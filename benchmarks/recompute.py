@@ -28,6 +28,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
 from splitkit.costs import Costs
+from splitkit.engine.pair import Pair
 from splitkit.policies import Remat
 from splitkit.policies.budget import Budget
 from splitkit.testing import models
@@ -70,7 +71,7 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
 }
 
 
-def recomputed(pair: sk.Pair, costs: Costs) -> float:
+def recomputed(pair: Pair, costs: Costs) -> float:
     """Seconds of the nodes of forward that backward computes again.
 
     A node that only backward computes, although no gradient reaches it, is late and not twice: it does not count.
@@ -114,7 +115,7 @@ class Case:
         pair = self.joint.split(Budget("least"), costs)
         return sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
 
-    def _figures(self, pair: sk.Pair, costs: Costs, took: float) -> dict[str, Any]:
+    def _figures(self, pair: Pair, costs: Costs, took: float) -> dict[str, Any]:
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
         figures = {
             "recompute": recomputed(pair, costs), "saved": profile.saved, "peak": profile.peak,
@@ -122,7 +123,7 @@ class Case:
         }  # fmt: skip
         return figures | ({"measured": self._measured(pair)} if self.measure else {})
 
-    def _measured(self, pair: sk.Pair) -> int:
+    def _measured(self, pair: Pair) -> int:
         """The peak of live bytes of a real run."""
         primals = self.joint.primals(*self.example.args, **self.example.kwargs)
         held = list(primals)  # by the caller of a training step

@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 
 import splitkit as sk
 from splitkit.costs import Costs, Links
+from splitkit.engine.split import Split
 from splitkit.errors import SplitError
 from splitkit.memory.saved_storages import activations
 from splitkit.pipeline.stage_prices import StagePrices
@@ -232,7 +233,7 @@ def _runners(case: Case, plan: Plan) -> list[Callable[[], float]]:
     return [_runner(split, key, taken[part]) for key, part in split.parts.items()]
 
 
-def _runner(split: sk.Split, key: Any, taken: tuple[Any, ...]) -> Callable[[], float]:
+def _runner(split: Split, key: Any, taken: tuple[Any, ...]) -> Callable[[], float]:
     part, cut = split.parts[key], split.subgraphs[key]
     inside = set(cut.nodes)
     # the gradient comes from other parts, and begins at the loss: nobody gives one for the logits

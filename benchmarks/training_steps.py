@@ -31,6 +31,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
 from splitkit.costs import Costs
+from splitkit.engine.pair import Pair
 from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.record import Plan
 from splitkit.policies import Remat
@@ -72,7 +73,7 @@ class AtTorchsPeak:
         inputs = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
         with functorch_config.patch(activation_memory_budget=self.budget):
             halves = min_cut_rematerialization_partition(gm, inputs, num_fwd_outputs=joint.forward_outputs)
-        pair = sk.Pair.of(*halves, joint.forward_outputs)
+        pair = Pair.of(*halves, joint.forward_outputs)
         peak = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
         saved = frozenset(pair.saved)
         return Budget(int(self.share * peak), candidates=(Remat(lambda node: node.name in saved),)).assign(flow, costs)
@@ -105,7 +106,7 @@ def eager(example: Example, budgets: list[float], repeat: int) -> list[dict[str,
     inputs = [*joint.primals(*example.args, **example.kwargs), *joint.tangents()]
     costs = sk.costs.measured(joint.graph_module, inputs)
 
-    def runner(pair: sk.Pair) -> Step:
+    def runner(pair: Pair) -> Step:
         return lambda: pair.run(joint.primals(*example.args, **example.kwargs), joint.tangents())
 
     rows = []

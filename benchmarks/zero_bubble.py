@@ -24,6 +24,7 @@ from rich.table import Table
 
 import splitkit as sk
 from splitkit.extend import Action, PipelineOrder, StageCosts
+from splitkit.pipeline.run import ScheduleRun
 
 SEQUENCE = 1024
 ROWS = (
@@ -81,7 +82,7 @@ def hand_order(stages: int, microbatches: int, warm_up: int) -> PipelineOrder:
     return PipelineOrder(f"ZB-H{warm_up}", tuple(rows))
 
 
-def span(run: sk.ScheduleRun) -> float:
+def span(run: ScheduleRun) -> float:
     """Return the longest time of a rank from the start of its first action to the end of its last."""
     return max(run.seconds - first - last for first, _, last in run.idle)
 

@@ -44,8 +44,12 @@ from torch.utils._pytree import tree_leaves
 from zoo_models import Row, rows
 
 import splitkit as sk
-from splitkit.frontends.joint_capture import TrainingStep, sum_of_outputs
+from splitkit.engine.pair import Pair
+from splitkit.frontends.joint_capture import Joint, TrainingStep, sum_of_outputs
 from splitkit.frontends.step_module import DividedStep
+from splitkit.memory.measurement import MeasuredMemory
+from splitkit.memory.profile import MemoryProfile
+from splitkit.testing.compare import Comparison
 
 SECONDS, BYTES = 600, 8 << 30  # of one architecture, until its process is ended
 BUDGET = 0.7
@@ -147,7 +151,7 @@ class Steps:
                 self.take("training memory", lambda: self.training_memory(joint, pair, inputs))
         self.take("budget", self.budget)
 
-    def training_memory(self, joint: sk.Joint, pair: sk.Pair, inputs: Mapping[str, Any]) -> None:
+    def training_memory(self, joint: Joint, pair: Pair, inputs: Mapping[str, Any]) -> None:
         """Of forward and backward."""
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
         primals, tangents = joint.primals(**inputs), joint.tangents()
@@ -156,7 +160,7 @@ class Steps:
         del held
         self.predicted("training memory", profile, measured)
 
-    def predicted(self, what: str, profile: sk.MemoryProfile, measured: sk.MeasuredMemory) -> None:
+    def predicted(self, what: str, profile: MemoryProfile, measured: MeasuredMemory) -> None:
         """Keep how far off; of sizes that only the data decides a profile says what they take at most."""
         error = profile.peak / measured.peak - 1
         if profile.bounds and error < 0:
@@ -174,7 +178,7 @@ class Different(Exception):
     """Two runs that are not the same."""
 
 
-def require_same(found: sk.Comparison, rounding: bool = False) -> None:
+def require_same(found: Comparison, rounding: bool = False) -> None:
     """Raise if they differ; ``rounding``: graphs of autograd may run other kernels than eager mode does."""
     wrong = [d for d in found.failures if not (rounding and d in found.outputs and d.relative <= found.tolerance)]
     if wrong:
@@ -216,7 +220,7 @@ def split(model: nn.Module, gm: torch.fx.GraphModule, count: int, inputs: Mappin
         raise Different(f"{error}{also}") from None
 
 
-def halves(model: nn.Module, joint: sk.Joint, inputs: Mapping[str, Any]) -> sk.Pair:
+def halves(model: nn.Module, joint: Joint, inputs: Mapping[str, Any]) -> Pair:
     """Forward and backward, compared with the model's."""
     pair = joint.split(sk.policies.SaveAll())
     require_same(sk.compare(TrainingStep(model, loss_or_sum), DividedStep(joint, pair), **inputs), rounding=True)

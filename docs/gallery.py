@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import splitkit as sk
-from splitkit.extend import Plan, Policy
+from splitkit.extend import Plan
+from splitkit.plans.policy import Policy
 from splitkit.policies import (
     AroundOps,
     Buckets,

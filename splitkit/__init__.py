@@ -6,9 +6,9 @@
 >>> split(*inputs)
 
 `splitkit.policies` decides which part computes what, `splitkit.costs` prices nodes, and `splitkit.runtime` runs a split
-on several devices or ranks. `splitkit.view` draws pictures and pages, `splitkit.testing` compares modules, and
-`splitkit.extend` is for policies, plans, schedules and regions of your own. All names load on first use, so
-``import splitkit`` does not wait for torch.
+on several devices or ranks. `splitkit.view` draws pictures and pages, `splitkit.testing` compares modules,
+`splitkit.errors` has the errors, and `splitkit.extend` is for policies, plans, schedules and regions of your own. All
+names load on first use, so ``import splitkit`` does not wait for torch.
 """
 
 from importlib import import_module
@@ -19,30 +19,17 @@ from splitkit.late_policies import LatePolicies as _LatePolicies
 
 if TYPE_CHECKING:
     from splitkit import costs as costs
+    from splitkit import errors as errors
     from splitkit import extend as extend
     from splitkit import policies as policies
     from splitkit import runtime as runtime
     from splitkit import testing as testing
     from splitkit import view as view
     from splitkit.engine.inline import inline as inline
-    from splitkit.engine.pair import Pair as Pair
-    from splitkit.engine.split import Split as Split
     from splitkit.engine.split import plan as plan
     from splitkit.engine.split import split as split
     from splitkit.engine.split_module import split_module as split_module
-    from splitkit.engine.staged_step import StagedStep as StagedStep
-    from splitkit.errors import CaptureError as CaptureError
-    from splitkit.errors import CheckError as CheckError
-    from splitkit.errors import CostError as CostError
-    from splitkit.errors import CycleError as CycleError
-    from splitkit.errors import FileError as FileError
-    from splitkit.errors import GraphError as GraphError
-    from splitkit.errors import NoPlanError as NoPlanError
-    from splitkit.errors import PlanError as PlanError
-    from splitkit.errors import PolicyError as PolicyError
-    from splitkit.errors import ScheduleError as ScheduleError
     from splitkit.errors import SplitError as SplitError
-    from splitkit.exports.export import Export as Export
     from splitkit.exports.export import export as export
     from splitkit.exports.import_plan import import_plan as import_plan
     from splitkit.frontends.capability_partitioner import CapabilityBasedPartitioner as CapabilityBasedPartitioner
@@ -52,22 +39,14 @@ if TYPE_CHECKING:
     from splitkit.frontends.checkpoint_context import dry_run as dry_run
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
-    from splitkit.frontends.joint_capture import Joint as Joint
     from splitkit.frontends.joint_capture import capture_joint as capture_joint
     from splitkit.graph.dataflow import analyze as analyze
-    from splitkit.memory.measurement import MeasuredMemory as MeasuredMemory
     from splitkit.memory.measurement import measure_memory as measure_memory
-    from splitkit.memory.profile import CUDA_BLOCK as CUDA_BLOCK
-    from splitkit.memory.profile import MemoryProfile as MemoryProfile
     from splitkit.memory.profile import simulate_memory as simulate_memory
     from splitkit.pipeline.order_messages import order_messages as order_messages
-    from splitkit.pipeline.run import ScheduleRun as ScheduleRun
     from splitkit.pipeline.simulate import simulate_schedule as simulate_schedule
     from splitkit.pipeline.stage_prices import stage_costs as stage_costs
-    from splitkit.pipeline.synthesize import SynthesizedOrder as SynthesizedOrder
     from splitkit.pipeline.synthesize import synthesize as synthesize
-    from splitkit.pipeline.trace import MeasuredStep as MeasuredStep
-    from splitkit.plans.parts import Part as Part
     from splitkit.plans.record import Plan as Plan
     from splitkit.runtime.folder.load_weights import load as load
     from splitkit.runtime.generation.generator import serve as serve
@@ -75,10 +54,8 @@ if TYPE_CHECKING:
     from splitkit.studies.explanation.compare_plans import compare_plans as compare_plans
     from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
-    from splitkit.studies.fit.fit_result import Fit as Fit
     from splitkit.studies.frontier import Frontier as Frontier
     from splitkit.studies.sweep import sweep as sweep
-    from splitkit.testing.compare import Comparison as Comparison
     from splitkit.testing.compare import compare as compare
     from splitkit.view.data.report import report as report
 
@@ -89,26 +66,11 @@ _Shown.explainer = staticmethod(lambda: import_module("splitkit.studies.explanat
 
 __version__ = "0.1.0"
 
-_ERRORS = ("CaptureError", "CheckError", "CostError", "CycleError", "FileError", "GraphError", "NoPlanError")
 _HOME = {
-    "CUDA_BLOCK": "memory.profile",
     "CapabilityBasedPartitioner": "frontends.capability_partitioner",
-    "Comparison": "testing.compare",
-    "Export": "exports.export",
-    "Fit": "studies.fit.fit_result",
     "Frontier": "studies.frontier",
-    "Joint": "frontends.joint_capture",
-    "MeasuredMemory": "memory.measurement",
-    "MemoryProfile": "memory.profile",
-    **dict.fromkeys((*_ERRORS, "PlanError", "PolicyError", "ScheduleError", "SplitError"), "errors"),
-    "Pair": "engine.pair",
-    "Part": "plans.parts",
     "Plan": "plans.record",
-    "MeasuredStep": "pipeline.trace",
-    "ScheduleRun": "pipeline.run",
-    "Split": "engine.split",
-    "StagedStep": "engine.staged_step",
-    "SynthesizedOrder": "pipeline.synthesize",
+    "SplitError": "errors",
     "analyze": "graph.dataflow",
     "apply": "frontends.compile.compile",
     "backend": "frontends.compile.compile",
@@ -139,7 +101,7 @@ _HOME = {
     "sweep": "studies.sweep",
     "synthesize": "pipeline.synthesize",
 }
-_MODULES = ("costs", "extend", "policies", "runtime", "testing", "view")
+_MODULES = ("costs", "errors", "extend", "policies", "runtime", "testing", "view")
 
 __all__ = [*_HOME, *_MODULES]
 

@@ -1,37 +1,33 @@
 """The public API for writing policies, plans, schedules and regions of your own; to use policies, import ``splitkit``.
 
->>> from splitkit.extend import Costs, Dataflow, Plan, PolicyError, checks, module_path
+>>> from splitkit.extend import Costs, Dataflow, NoPlanError, Plan, checks, module_path
 
-Facts are methods of `Dataflow`, and of nodes and tensors ``module_path``, ``readers_of``, ``given_back``, ``is_small``,
-``storage_key``, ``start_of``, ``storage_bytes``, ``tensor_bytes``. ``size`` formats bytes. An error is
-``NoPlanError("SK303", reason, remedy, [node])``; a claim ``replace(plan, claim=Claim("parts", 3, 3, "greedy", 0))``.
+Facts are methods of `Dataflow` (`splitkit.analyze` makes one), and of nodes ``module_path``, ``readers_of`` and
+``storage_bytes``. ``size`` formats bytes. An error is ``NoPlanError("SK303", reason, remedy, [node])``, the others are
+in `splitkit.errors`; a claim is ``replace(plan, claim=Claim("parts", 3, 3, "greedy", 0))``.
 
-`refine`, `merge`, `condense`, `prune`, `relay`, `rematerialize` and `checkpointed` turn one plan into another.
-`propagate` adds sizes to a graph that has none, `declare` says what an op of your own does, and `register_region` says
-what opens and closes a mode of your own. `StageCosts` and `PipelineOrder` describe your own stages and schedules for
-`splitkit.simulate_schedule`. `partition_fn` is for code that calls AOTAutograd itself, and `JointSignature` describes
-the inputs and outputs of a joint graph.
+`refine`, `merge`, `prune`, `relay`, `rematerialize` and `checkpointed` turn one plan into another. `propagate` adds
+sizes to a graph that has none, `declare` says what an op of your own does, and `register_region` says what opens and
+closes a mode of your own. `StageCosts` and `PipelineOrder` describe your own stages and schedules for
+`splitkit.simulate_schedule`. `partition_fn` is for code that calls AOTAutograd itself.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from splitkit import checks
-from splitkit.errors import CycleError, NoPlanError, PlanError, PolicyError, SplitError
+from splitkit.errors import NoPlanError
 from splitkit.graph.ambient import register_region
-from splitkit.graph.dataflow import Dataflow, analyze, enough_nodes, given_back, module_path, readers_of
+from splitkit.graph.dataflow import Dataflow, module_path, readers_of
 from splitkit.graph.fake_runs import propagate
-from splitkit.graph.node_selection import Ops, modules_matching, rule_of
-from splitkit.graph.node_values import cache_bytes, storage_bytes, tensor_bytes
+from splitkit.graph.node_values import cache_bytes, storage_bytes
 from splitkit.graph.ops import declare
-from splitkit.graph.storages import start_of, storage_key
 from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.pipeline.schedule import Schedule
 from splitkit.pipeline.schedules import register_schedule
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.plans.parts import PARENT, Claim, Part, PartKey
-from splitkit.plans.policy import Policy
+from splitkit.plans.parts import PARENT, Claim, Part
 from splitkit.plans.record import Plan, checkpointed
-from splitkit.plans.rewrite import condense, is_small, merge, prune, refine, relay, rematerialize
+from splitkit.plans.rewrite import merge, prune, refine, relay, rematerialize
 from splitkit.prices import Costs
 from splitkit.training.stage_parts import stage_plan
 from splitkit.units import size
@@ -39,41 +35,26 @@ from splitkit.units import size
 if TYPE_CHECKING:
     from splitkit.exports.onnx_stages import annotate_onnx as annotate_onnx
     from splitkit.frontends.aot import partition_fn as partition_fn
-    from splitkit.frontends.joint_capture import JointSignature as JointSignature
 
 __all__ = [
     "PARENT",
     "Action",
     "Claim",
     "Costs",
-    "CycleError",
     "Dataflow",
-    "JointSignature",
     "NoPlanError",
-    "Ops",
     "Part",
-    "PartKey",
     "PipelineOrder",
     "Plan",
-    "PlanError",
-    "Policy",
-    "PolicyError",
     "Schedule",
-    "SplitError",
     "StageCosts",
-    "analyze",
     "annotate_onnx",
     "cache_bytes",
     "checkpointed",
     "checks",
-    "condense",
     "declare",
-    "enough_nodes",
-    "given_back",
-    "is_small",
     "merge",
     "module_path",
-    "modules_matching",
     "partition_fn",
     "propagate",
     "prune",
@@ -83,13 +64,9 @@ __all__ = [
     "register_schedule",
     "relay",
     "rematerialize",
-    "rule_of",
     "size",
     "stage_plan",
-    "start_of",
     "storage_bytes",
-    "storage_key",
-    "tensor_bytes",
 ]
 
 
@@ -103,10 +80,6 @@ def __getattr__(name: str) -> Any:
         from splitkit.exports.onnx_stages import annotate_onnx
 
         return annotate_onnx
-    if name == "JointSignature":
-        from splitkit.frontends.joint_capture import JointSignature
-
-        return JointSignature
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,13 +17,15 @@ from torch._functorch import config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
+from splitkit.engine.pair import Pair
+from splitkit.frontends.joint_capture import Joint
 from splitkit.policies import Budget
 from splitkit.testing import models
 
 BUDGETS = (0.0, 0.1, 0.3, 1.0)
 
 
-def peak(joint: sk.Joint, pair: sk.Pair, inputs: dict[str, Any]) -> int:
+def peak(joint: Joint, pair: Pair, inputs: dict[str, Any]) -> int:
     """Return the measured peak of a step above what the caller holds, in bytes."""
     tangents = joint.tangents()
     found = sk.measure_memory(lambda primals, given: pair.run(list(primals), given), joint.primals(**inputs), tangents)

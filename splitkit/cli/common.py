@@ -18,7 +18,7 @@ from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
-from splitkit.testing.config_models import is_config
+from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import is_program, with_loss
 from splitkit.testing.models import Example
 from splitkit.view.console import show_spinner

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from splitkit.errors import CaptureError, UsageError, near, nearest
-from splitkit.testing.config_models import is_config
+from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import LOSSES, functions_in, functions_listed, is_program
 from splitkit.testing.models import NAMES
 

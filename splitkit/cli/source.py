@@ -16,7 +16,7 @@ from typing import Any
 from splitkit.checks import is_whole
 from splitkit.cli import factories
 from splitkit.errors import FileError, UsageError, nearest
-from splitkit.testing.config_models import checkpoint_beside, is_config
+from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.testing.factory import LOSSES
 from splitkit.testing.models import NAMES, SIZES
 

@@ -25,7 +25,7 @@ def part_graph(
     names: Mapping[PartKey, str],
     own: Iterable[Node],
 ) -> DiGraph[Any]:
-    """Return the graph that `splitkit.Split.to_networkx` documents.
+    """Return the graph that `splitkit.engine.split.Split.to_networkx` documents.
 
     Args:
         flow: facts about the original graph.

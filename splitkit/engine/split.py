@@ -455,7 +455,7 @@ class OutputHook(nn.Module):
 
 @dataclass(frozen=True)
 class HookHandle:
-    """Removes a hook that `splitkit.Split.register_forward_hook` has set.
+    """Removes a hook that `splitkit.engine.split.Split.register_forward_hook` has set.
 
     Attributes:
         nodes: the nodes that call the hook, each with the module whose graph it is in.
@@ -480,7 +480,7 @@ def hook_outputs(
     path: str,
     hook: Callable[[Any], Any],
 ) -> HookHandle:
-    """Let parts call ``hook(output)`` where they have computed the output of a module; see `splitkit.Split`.
+    """Let parts call ``hook(output)`` where they have computed the output of a module; see `Split`.
 
     Args:
         modules: part (and the parent) -> its module; modified in place.

@@ -327,7 +327,7 @@ class StagedStep(Shown):
             tangents: the values of `tangents`.
 
         Returns:
-            The outputs and the gradients, as `splitkit.Joint.read` takes them together.
+            The outputs and the gradients, as `splitkit.frontends.joint_capture.Joint.read` takes them together.
         """
         with torch.no_grad():
             outputs, held = self.run_forward(primals)

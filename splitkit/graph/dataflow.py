@@ -150,7 +150,7 @@ class Dataflow:
 
         Of tensors that begin at the same place of a storage only one is returned: a parameter if there is one, then
         the largest. Views that begin at different places of one storage are all returned, such as the weights of an
-        LSTM on CUDA; `splitkit.extend.storage_key` is equal for them.
+        LSTM on CUDA; `splitkit.graph.storages.storage_key` is equal for them.
         """
         return owned_tensors(self.root, nodes)
 
@@ -185,7 +185,7 @@ def analyze(gm: fx.GraphModule) -> Dataflow:
 
 
 def facts_of(given: object) -> Dataflow:
-    """Return the given facts, or the facts of a given graph, `splitkit.Split` or `splitkit.Joint`.
+    """Return the given facts, or the facts of a given graph, `Split` or `Joint`.
 
     Raises:
         GraphError: SK101 if it is none of these.

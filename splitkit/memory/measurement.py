@@ -70,7 +70,7 @@ def measure_memory(fn: Callable[..., Any], /, *args: Any, allocator: bool = Fals
 
     Storages are counted: views share one, and storages at the same address (``torch.from_numpy``) count once. A storage
     counts from the op that creates it until it is freed. These count from the start: the parameters, buffers and
-    gradients of ``fn`` (a module, its method, a ``functools.partial`` of either, a `splitkit.Split`) and of modules
+    gradients of ``fn`` (a module, its method, a ``functools.partial`` of either, a `Split`) and of modules
     among the arguments, all tensors among the arguments, and anything else that an op reads but no earlier op created,
     such as optimizer state. The caller holds the arguments: ``fn`` cannot free them.
 

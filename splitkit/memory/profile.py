@@ -205,7 +205,7 @@ def simulate_memory(
     The caller holds primals and tangents. A value is freed after its last reader in *either* graph.
 
     Args:
-        graph: a graph with ``meta["val"]``, a `splitkit.Split`, or the forward graph of a pair.
+        graph: a graph with ``meta["val"]``, a `splitkit.engine.split.Split`, or the forward graph of a pair.
         backward: the backward graph of a pair.
         user_outputs: how many outputs of ``forward`` are the caller's. ``None``: those that ``backward`` does not take,
             and those that occur in the output twice.
@@ -213,7 +213,7 @@ def simulate_memory(
             after their last reader, as in boxed calls.
         sizes: symbol -> size: an upper bound for a data-dependent size (``{"u0": 128}``), which makes the result an
             upper bound too; or another size for one that was seen at capture (``{"s0": 64}``).
-        block: the allocator rounds up to a multiple of this many bytes (``"2MiB"``); on a GPU, `splitkit.CUDA_BLOCK`.
+        block: the allocator rounds up to a multiple of this many bytes (``"2MiB"``); on a GPU, `CUDA_BLOCK`.
         workspace: node -> the bytes that it takes besides its results while it runs, where that is more than the
             dispatcher sees, such as ``costs.measured(...).workspace``.
 

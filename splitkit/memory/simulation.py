@@ -388,7 +388,7 @@ def _calls_graph(gm: fx.GraphModule, node: Node) -> fx.GraphModule | None:
 
 @runtime_checkable
 class SplitLike(Protocol):
-    """The attributes of a `splitkit.Split` that `simulate_memory` reads."""
+    """The attributes of a `splitkit.engine.split.Split` that `simulate_memory` reads."""
 
     @property
     def module(self) -> fx.GraphModule:
@@ -435,7 +435,7 @@ def bytes_of_block(block: object) -> int:
     """Return the bytes of an allocator's block, given as a whole number or as text such as ``"2MiB"``."""
     known = read_size(block) if isinstance(block, str) else block
     if not is_whole(known, 1):
-        remedy = 'Give bytes, 1 or more: a whole number such as splitkit.CUDA_BLOCK, or "2MiB".'
+        remedy = 'Give bytes, 1 or more: a whole number such as splitkit.memory.profile.CUDA_BLOCK, or "2MiB".'
         raise bad_option(f"block is {block!r:.200}", remedy)
     return int(known)
 

@@ -84,7 +84,7 @@ class ShownPlan(Shown):
             run: a step of these stages, as `splitkit.simulate_schedule` returns it; its timeline is drawn below, which
                 needs prices in seconds.
             measured: what the ranks did when the step ran (`splitkit.runtime.StepRecorder.measured`, or
-                `splitkit.MeasuredStep.load` of a trace file), drawn beside the actions of ``run``, which must
+                `MeasuredStep.load` of a trace file), drawn beside the actions of ``run``, which must
                 be the same: ``run=sk.simulate_schedule(stages, measured.order)``.
             beside: another plan of the graph to compare with, or several; rows that one of them puts into another stage
                 are marked.
@@ -150,7 +150,7 @@ ROUTINGS = ("direct", "relay")
 
 
 def plan_of(given: object) -> Plan:
-    """Return the given plan, or the plan of the given `splitkit.Split`; raise SK301 for anything else."""
+    """Return the given plan, or the plan of the given `splitkit.engine.split.Split`; raise SK301 for anything else."""
     held = given if isinstance(given, Plan) else getattr(given, "plan", None)
     if isinstance(held, Plan):
         return held

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import Node
 
-from splitkit.extend import Costs, Dataflow, Plan, checks, given_back, readers_of, start_of, tensor_bytes
+from splitkit.extend import Costs, Dataflow, Plan, checks, readers_of
+from splitkit.graph.dataflow import given_back
+from splitkit.graph.node_values import tensor_bytes
+from splitkit.graph.storages import start_of
 from splitkit.plans.record import keep_books
 
 

@@ -7,19 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from splitkit.extend import (
-    Claim,
-    Costs,
-    Dataflow,
-    NoPlanError,
-    Plan,
-    checks,
-    is_small,
-    module_path,
-    size,
-    storage_bytes,
-    storage_key,
-)
+from splitkit.extend import Claim, Costs, Dataflow, NoPlanError, Plan, checks, module_path, size, storage_bytes
+from splitkit.graph.storages import storage_key
+from splitkit.plans.rewrite import is_small
 
 
 @dataclass(frozen=True)

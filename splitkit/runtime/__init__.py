@@ -1,37 +1,25 @@
 """Runs a split on several devices or ranks. The plan decides what runs where."""
 
 from splitkit.runtime.devices.on_devices import to_devices
-from splitkit.runtime.folder.load import StageFolder, open_stages
+from splitkit.runtime.folder.load import open_stages
 from splitkit.runtime.folder.save import save_stages
-from splitkit.runtime.folder.training_checkpoint import CheckpointFolder, open_checkpoints
-from splitkit.runtime.folder.whole_model import full_state_dict, save_pretrained, save_safetensors
+from splitkit.runtime.folder.training_checkpoint import open_checkpoints
+from splitkit.runtime.folder.whole_model import save_pretrained
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.encoder_caches import decoder_cache
-from splitkit.runtime.generation.generation_request import Request, RequestResult
-from splitkit.runtime.generation.generator import Generator, serve
-from splitkit.runtime.ranks.joint_pipeline import JointPipeline, joint_pipeline
+from splitkit.runtime.ranks.joint_pipeline import joint_pipeline
 from splitkit.runtime.ranks.measurements import StepRecorder
-from splitkit.runtime.ranks.pipeline import Pipeline, pipeline
+from splitkit.runtime.ranks.pipeline import pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
-from splitkit.runtime.ranks.step_losses import PipelineStep
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
 
 __all__ = [
-    "CheckpointFolder",
-    "Generator",
-    "JointPipeline",
-    "Pipeline",
     "PipelineModule",
-    "PipelineStep",
-    "Request",
-    "RequestResult",
-    "StageFolder",
     "StepRecorder",
     "decoder_cache",
     "decoder_memory",
     "form_output",
-    "full_state_dict",
     "joint_pipeline",
     "open_checkpoints",
     "open_stages",
@@ -39,9 +27,7 @@ __all__ = [
     "planned_once",
     "reduced_ties",
     "save_pretrained",
-    "save_safetensors",
     "save_stages",
-    "serve",
     "stage",
     "to_devices",
 ]

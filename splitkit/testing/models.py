@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from splitkit.errors import CaptureError, nearest
-from splitkit.testing.config_models import is_config, require_transformers
+from splitkit.testing.config_files import is_config, require_transformers
 from splitkit.testing.factory import Example, is_program, made_by, saved_program
 
 __all__ = ["NAMES", "SIZES", "Example", "build", "load"]

@@ -492,7 +492,7 @@ def checked_measurement(measured: object, run: ScheduleRun | None) -> MeasuredSt
         ViewError: SK901 if it has not.
     """
     if not isinstance(measured, MeasuredStep):
-        remedy = "Give what StepRecorder.measured or splitkit.MeasuredStep.load returns."
+        remedy = "Give what StepRecorder.measured or splitkit.pipeline.trace.MeasuredStep.load returns."
         raise ViewError("SK901", f"measured is a {type(measured).__name__}, not a step that ran", remedy)
     remedy = "Simulate the actions that ran: run=splitkit.simulate_schedule(stages, measured.order)."
     if run is None:

@@ -14,7 +14,9 @@ from randomstageplans import all_on_host
 from torch import nn
 
 import splitkit as sk
+from splitkit.engine.pair import Pair
 from splitkit.engine.staged_step import HostValue, StagedStep
+from splitkit.frontends.joint_capture import Joint
 from splitkit.memory.kernels import kernel_results
 from splitkit.memory.measurement import measure_memory
 from splitkit.plans.offloaded import Offloaded
@@ -37,7 +39,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def made(device: str) -> tuple[sk.Joint, sk.Pair, torch.Tensor]:
+def made(device: str) -> tuple[Joint, Pair, torch.Tensor]:
     """The step on a device, with its halves."""
     torch.manual_seed(0)
     model, x = Net().double(), torch.randn(64, 16).double()
@@ -49,7 +51,7 @@ def made(device: str) -> tuple[sk.Joint, sk.Pair, torch.Tensor]:
     return joint, joint.split(replace(whole.plan, offloaded=tuple(moved))), x.to(device)
 
 
-def staged(device: str) -> tuple[sk.Joint, StagedStep, torch.Tensor]:
+def staged(device: str) -> tuple[Joint, StagedStep, torch.Tensor]:
     """The step on a device in two stages, with all on the host that can wait there."""
     joint, _, x = made(device)
     forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]

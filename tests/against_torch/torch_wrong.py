@@ -78,7 +78,7 @@ def test_a_cycle_through_a_write_is_not_seen():
     gm, parts = traced(forward), {"add": 0, "mul_": 1, "sub": 0}
     torchs = torch_split_module(gm, None, by_name(**parts), keep_original_order=True)
     assert not sk.compare(gm, torchs, torch.ones(2)).same
-    with pytest.raises(sk.CycleError, match="sub must run after the effect or read of mul_"):
+    with pytest.raises(sk.errors.CycleError, match="sub must run after the effect or read of mul_"):
         sk.split_module(gm, None, by_name(**parts), keep_original_order=True)
     flow = sk.analyze(gm)
     mended = sk.extend.refine(flow, sk.Plan.of({n: parts[n.name] for n in flow.nodes}))

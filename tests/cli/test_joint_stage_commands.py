@@ -100,5 +100,5 @@ def test_a_policy_may_be_a_parameter_of_another():
         policy_spec.parse("SplitBackward(policy=MinCute())")
     with pytest.raises(UsageError, match="not a literal"):
         policy_spec.parse("SplitBackward(policy=open.x('a'))")
-    with pytest.raises(sk.PolicyError, match="SK302"):
+    with pytest.raises(sk.errors.PolicyError, match="SK302"):
         policy_spec.parse("SplitBackward(policy=MinCut(nothing=1))").build()

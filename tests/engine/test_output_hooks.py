@@ -108,16 +108,16 @@ def test_what_a_hook_returns_takes_the_place_of_the_output(net, graph):
 
 def test_a_hook_that_cannot_be_put_is_refused(net, graph):
     split = sk.split(graph, Stages(2))
-    with pytest.raises(sk.PolicyError, match=r"SK304: .*'blocks.7'\n.*blocks\.[01]"):
+    with pytest.raises(sk.errors.PolicyError, match=r"SK304: .*'blocks.7'\n.*blocks\.[01]"):
         split.register_forward_hook("blocks.7", print)
-    with pytest.raises(sk.PolicyError, match="SK304: .*'same'"):  # it computes nothing
+    with pytest.raises(sk.errors.PolicyError, match="SK304: .*'same'"):  # it computes nothing
         split.register_forward_hook("same", print)
-    with pytest.raises(sk.PlanError, match=r"SK221: .*'halves'.*several of its values \(getitem, getitem_1\)"):
+    with pytest.raises(sk.errors.PlanError, match=r"SK221: .*'halves'.*several of its values \(getitem, getitem_1\)"):
         split.register_forward_hook("halves", print)
     assert split.register_forward_hook("halves.linear", lambda output: None)  # the remedy
     node = next(n for n in split.flow.nodes if n.name == "linear")
     twice = sk.split(graph, split.plan.place({node: tuple(split.plan.parts)}))
-    with pytest.raises(sk.PlanError, match="SK221: .*parts 0, 1 each compute its output linear"):
+    with pytest.raises(sk.errors.PlanError, match="SK221: .*parts 0, 1 each compute its output linear"):
         twice.register_forward_hook("blocks.0.up", print)
     assert torch.equal(split(X), net(X)) and torch.equal(twice(X), net(X))
 

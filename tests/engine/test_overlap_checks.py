@@ -224,9 +224,9 @@ def test_parts_are_replaced_by_wrappers(how, parameters):
 
 def test_replace_names_what_it_does_not_take():
     split = split_net()
-    with pytest.raises(sk.PlanError, match=r"SK216: the split has no part 7\n.*0, 1"):
+    with pytest.raises(sk.errors.PlanError, match=r"SK216: the split has no part 7\n.*0, 1"):
         split.replace(7, nn.Identity())
-    with pytest.raises(sk.PlanError, match="SK216: part 0 would be replaced by a function"):
+    with pytest.raises(sk.errors.PlanError, match="SK216: part 0 would be replaced by a function"):
         split.replace(0, f)
 
 
@@ -355,7 +355,7 @@ def test_an_empty_tensor_may_be_given_twice():
     made = sk.split(gm, lambda n: "B" if n.target == "add_" else "A")
     nothing = torch.zeros(0)
     assert made(nothing, nothing)[0].shape == (0,)
-    with pytest.raises(sk.PlanError, match="SK212"):
+    with pytest.raises(sk.errors.PlanError, match="SK212"):
         made(both := torch.ones(2), both)
 
 

@@ -19,6 +19,7 @@ from splitkit.engine.split import split
 from splitkit.engine.split_module import split_module
 from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
+from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same
@@ -253,7 +254,7 @@ def test_the_remedies_of_wrong_calls():
 def test_plan_checks_without_building_anything(monkeypatch, chain):
     monkeypatch.setattr("splitkit.engine.codegen.emit.emit", None)
     assert len(sk.plan(chain, RoundRobin(2)).parts) == 3
-    with pytest.raises(sk.CycleError):
+    with pytest.raises(sk.errors.CycleError):
         sk.plan(chain, {"add": 0, "mul": 1, "sub": 0})
 
 
@@ -315,7 +316,7 @@ def test_the_parts_as_a_graph_of_networkx():
         node.meta["example_value"] = torch.empty(2, 4) if node.name == "stack" else torch.empty(4)
     flow = sk.analyze(gm)
     sin, add, cos, stack = flow.nodes
-    parts = {1: sk.Part(1, torch.device("cpu"))}
+    parts = {1: Part(1, torch.device("cpu"))}
     made = split(gm, Plan({sin: (0,), add: (1,), cos: (2,), stack: (2,)}, parts))
     graph = made.to_networkx()
     assert list(graph) == [0, 1, 2]

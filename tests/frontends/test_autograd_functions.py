@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import splitkit as sk
 from splitkit import _torch
+from splitkit.errors import CaptureError
 from splitkit.graph.ops import effects_of
 from splitkit.policies import RoundRobin
 
@@ -45,9 +46,7 @@ def test_a_kept_function_says_what_its_forward_does():
 
 def test_a_function_that_no_node_can_call_is_refused_with_its_line():
     x = torch.randn(4, 4)
-    with pytest.raises(
-        sk.CaptureError, match=r"(?s)SK404: the backward of Through .*a Linear.*autograd_functions.py:\d+"
-    ):
+    with pytest.raises(CaptureError, match=r"(?s)SK404: the backward of Through .*a Linear.*autograd_functions.py:\d+"):
         sk.capture(Net(lambda net, h: Through.apply(h, net.b)), x)
 
     def closes_over(net, h):
@@ -62,9 +61,9 @@ def test_a_function_that_no_node_can_call_is_refused_with_its_line():
 
         return Inner.apply(h * 2)
 
-    with pytest.raises(sk.CaptureError, match=r"SK404: .*closes over"):
+    with pytest.raises(CaptureError, match=r"SK404: .*closes over"):
         sk.capture(Net(closes_over), x)
-    with pytest.raises(sk.CaptureError, match=r"SK404: .*torch.func"):
+    with pytest.raises(CaptureError, match=r"SK404: .*torch.func"):
         sk.capture(Net(lambda net, h: torch.vmap(lambda t: Pair.apply(t[None], net.a.weight)[0])(h)), x)
     quiet = Net(lambda net, h: torch.no_grad()(Through.apply)(h, net.b) + h)  # no gradient, nothing to lose
     sk.compare(quiet, sk.capture(quiet, x), x).raise_if_different()
@@ -169,11 +168,11 @@ def test_hooks_on_gradients_are_refused_with_their_line():
 
     x = torch.randn(4, 4)
     for f in (hooked, packed):
-        with pytest.raises(sk.CaptureError, match=r"(?s)SK405.*autograd_functions.py:\d+"):
+        with pytest.raises(CaptureError, match=r"(?s)SK405.*autograd_functions.py:\d+"):
             sk.capture(Net(f), x)
     net = Net(lambda net, h: h)
     handle = net.a.register_full_backward_hook(lambda module, given, out: (given[0] * 2,))
-    with pytest.raises(sk.CaptureError, match=r"SK405: a \(Linear\) has a backward hook"):
+    with pytest.raises(CaptureError, match=r"SK405: a \(Linear\) has a backward hook"):
         sk.capture(net, x)
     handle.remove()
     sk.compare(net, sk.capture(net, x), x).raise_if_different()
@@ -187,7 +186,7 @@ def test_a_function_whose_apply_was_bound_before_keeps_its_backward_or_is_refuse
     torch.manual_seed(0)
     model, x = Net(lambda net, h: bound_before(h) + bound_before(h * 2)), torch.randn(4, 4)
     if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):  # torch 2.15: nobody can step in
-        with pytest.raises(sk.CaptureError, match=r"SK404: the backward of Scaled would be lost: it was bound before"):
+        with pytest.raises(CaptureError, match=r"SK404: the backward of Scaled would be lost: it was bound before"):
             sk.capture(model, x, how=how)
         return
     gm = sk.capture(model, x, how=how)

@@ -344,6 +344,6 @@ def test_a_failed_capture_leaves_no_fake_tensors_in_the_model():
             return x if x.sum() > 0 else -x
 
     model = Keeps()
-    with pytest.raises(sk.CaptureError, match="SK401"):
+    with pytest.raises(sk.errors.CaptureError, match="SK401"):
         capture(model, torch.randn(2, 4))
     assert not any("Fake" in type(t).__name__ for t in model.kept)

@@ -107,17 +107,17 @@ def test_capture_takes_a_cache_among_its_inputs():
 
 
 def test_what_is_no_decoder_is_refused():
-    with pytest.raises(sk.CaptureError, match=r"SK401: Linear .* not a model of transformers"):
+    with pytest.raises(sk.errors.CaptureError, match=r"SK401: Linear .* not a model of transformers"):
         sk.capture_decoder(torch.nn.Linear(2, 2).eval())
-    with pytest.raises(sk.CaptureError, match="training mode"):
+    with pytest.raises(sk.errors.CaptureError, match="training mode"):
         sk.capture_decoder(DECODERS["gpt2"][0].train())
     DECODERS["gpt2"][0].eval()
-    with pytest.raises(sk.CaptureError, match="tokens is 2"):
+    with pytest.raises(sk.errors.CaptureError, match="tokens is 2"):
         sk.capture_decoder(DECODERS["gpt2"][0], tokens=2)
     encoder = transformers.BertModel(
         transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     )
-    with pytest.raises(sk.CaptureError, match="SK401: BertModel cannot be captured as a decoder"):
+    with pytest.raises(sk.errors.CaptureError, match="SK401: BertModel cannot be captured as a decoder"):
         sk.capture_decoder(encoder.eval())
 
 
@@ -172,14 +172,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("make", these_first(list(REFUSED)[:4], list(REFUSED)[4:]))
 def test_a_family_whose_step_cannot_be_captured_is_refused_with_the_reason(make):
-    with pytest.raises(sk.CaptureError, match="SK401") as refused:
+    with pytest.raises(sk.errors.CaptureError, match="SK401") as refused:
         sk.capture_decoder(make().eval())
     assert REFUSED[make] in str(refused.value)
     assert "model.generate" in refused.value.remedy
 
 
 def test_a_model_without_a_head_for_tokens_is_refused():
-    with pytest.raises(sk.CaptureError, match="such as LlamaForCausalLM in place of LlamaModel"):
+    with pytest.raises(sk.errors.CaptureError, match="such as LlamaForCausalLM in place of LlamaModel"):
         sk.capture_decoder(transformers.LlamaModel(transformers.LlamaConfig(**_SIZES)).eval())
 
 
@@ -192,7 +192,7 @@ class FirstStepDiffers(transformers.LlamaForCausalLM):
 def test_a_model_whose_steps_are_given_different_inputs_is_refused():
     model = FirstStepDiffers(transformers.LlamaConfig(**_SIZES)).eval()
     with pytest.raises(
-        sk.CaptureError, match=r"position_ids as torch.int64 of 2 dimensions and then as torch.int64 of 3"
+        sk.errors.CaptureError, match=r"position_ids as torch.int64 of 2 dimensions and then as torch.int64 of 3"
     ):
         sk.capture_decoder(model)
 
@@ -209,7 +209,7 @@ class AllTokens(transformers.LlamaForCausalLM):
 
 
 def test_a_model_whose_steps_read_all_tokens_is_refused():
-    with pytest.raises(sk.CaptureError, match="gives it all tokens in each step, also those in the caches"):
+    with pytest.raises(sk.errors.CaptureError, match="gives it all tokens in each step, also those in the caches"):
         sk.capture_decoder(AllTokens(transformers.LlamaConfig(**_SIZES)).eval())
 
 

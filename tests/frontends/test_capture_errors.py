@@ -25,14 +25,14 @@ def test_the_advice_of_sk401_is_what_helps():
             return h
 
     x, model = torch.randn(2, 4), Trains()
-    with pytest.raises(sk.CaptureError, match=r"model.eval\(\) first") as caught:
+    with pytest.raises(sk.errors.CaptureError, match=r"model.eval\(\) first") as caught:
         sk.capture(model, x)
     assert model.training and model.linear.training
     assert "symbolic_trace" not in caught.value.remedy and "strict" not in caught.value.remedy
     sk.capture(model.eval(), x)
-    with pytest.raises(sk.CaptureError, match="Called without capture, the model raises RuntimeError: .*mat1"):
+    with pytest.raises(sk.errors.CaptureError, match="Called without capture, the model raises RuntimeError: .*mat1"):
         sk.capture(nn.Linear(4, 4), torch.randn(2, 3))
-    with pytest.raises(sk.CaptureError, match="Call the model once on real inputs"), torch.device("meta"):
+    with pytest.raises(sk.errors.CaptureError, match="Call the model once on real inputs"), torch.device("meta"):
         sk.capture(Trains(), torch.randn(2, 4))
 
 
@@ -49,7 +49,7 @@ def test_the_advice_for_joint_graphs_is_what_helps():
             return x.sum()
 
     model, x = Drops(), torch.randn(2, 4, requires_grad=True)
-    with pytest.raises(sk.CaptureError, match=r"SK401[\s\S]*at .*torch\.rand[\s\S]*Call model\.eval\(\) first"):
+    with pytest.raises(sk.errors.CaptureError, match=r"SK401[\s\S]*at .*torch\.rand[\s\S]*Call model\.eval\(\) first"):
         sk.capture_joint(model, x)
     assert model.training and all(layer.training for layer in model.layers)
     assert len(sk.capture_joint(model.eval(), x).signature.gradients) == 5

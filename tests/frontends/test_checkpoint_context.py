@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
+from splitkit.errors import CaptureError
 from splitkit.policies import Budget, Remat, SaveAll
 
 
@@ -139,30 +140,30 @@ class Counting(Block):
 
 
 def test_what_checkpoints_cannot_do_is_refused():
-    with pytest.raises(sk.PlanError, match="SK307.*writes to an input, a parameter or a buffer"):
+    with pytest.raises(sk.errors.PlanError, match="SK307.*writes to an input, a parameter or a buffer"):
         sk.checkpoint_context(Net(make=Counting), 0.5, X, layers="blocks.*")
     mixed = Net()
     mixed.blocks[1] = Inner()
-    with pytest.raises(sk.PlanError, match=r"SK307.*blocks.0 and blocks.1 run different ops"):
+    with pytest.raises(sk.errors.PlanError, match=r"SK307.*blocks.0 and blocks.1 run different ops"):
         sk.checkpoint_context(mixed, 0.5, X, layers="blocks.*")
-    with pytest.raises(sk.PolicyError, match="SK304.*no module|SK304.*matches no module"):
+    with pytest.raises(sk.errors.PolicyError, match="SK304.*no module|SK304.*matches no module"):
         sk.checkpoint_context(Net(), 0.5, X, layers="block.*")
-    with pytest.raises(sk.PolicyError, match="SK302"):
+    with pytest.raises(sk.errors.PolicyError, match="SK302"):
         sk.checkpoint_context(Net(), "much", X, layers="blocks.*")
-    with pytest.raises(sk.PolicyError, match="SK301"):
+    with pytest.raises(sk.errors.PolicyError, match="SK301"):
         sk.checkpoint_context(Net(), None, X, layers="blocks.*")
-    with pytest.raises(sk.CaptureError, match="SK401"):
+    with pytest.raises(CaptureError, match="SK401"):
         sk.checkpoint_context(Net(), 0.5, torch.randn(8, 3), layers="blocks.*")
-    with pytest.raises(sk.CaptureError, match="SK401"):
+    with pytest.raises(CaptureError, match="SK401"):
         sk.dry_run(Net(), torch.randn(8, 3))
-    with pytest.raises(sk.CaptureError, match="SK401"):
+    with pytest.raises(CaptureError, match="SK401"):
         sk.dry_run(nn.Linear(16, 2), X)
 
 
 def test_other_ops_than_planned_are_refused_in_forward():
     net = Net()
     net.context = sk.checkpoint_context(net, 0.5, X, layers="blocks.*")
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sk.PlanError, match="SK307.*was planned"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sk.errors.PlanError, match="SK307.*was planned"):
         net(X)
 
 
@@ -206,7 +207,7 @@ class Strict(nn.Module):
 
 @pytest.mark.parametrize("call", [partial(sk.dry_run, Strict()), partial(sk.checkpoint_context, Strict(), 0.5)])
 def test_a_failure_without_a_message_is_named_by_its_type(call):
-    with pytest.raises(sk.CaptureError, match="SK401.*fake tensors of these inputs: ValueError"):
+    with pytest.raises(CaptureError, match="SK401.*fake tensors of these inputs: ValueError"):
         call(torch.ones(2))
 
 
@@ -271,12 +272,12 @@ def test_a_remedy_for_experts_that_look_at_values_works():
         (partial(sk.checkpoint_context, model, "least"), "apply"),
         (partial(sk.dry_run, model), "meas"),
     ):
-        with pytest.raises(sk.CaptureError, match=rf'SK401.*nonzero.*\n.*set_experts_implementation\("batch.*{other}'):
+        with pytest.raises(CaptureError, match=rf'SK401.*nonzero.*\n.*set_experts_implementation\("batch.*{other}'):
             call(**batch)
     model.set_experts_implementation("batched_mm")
     assert sk.dry_run(model, **batch).peak
     model, batch = Branching(), {"x": X}
-    with pytest.raises(sk.CaptureError, match=r"SK401.*needs values\n  Use splitkit.apply\(model, policy, \*\*batch\)"):
+    with pytest.raises(CaptureError, match=r"SK401.*needs values\n  Use splitkit.apply\(model, policy, \*\*batch\)"):
         sk.checkpoint_context(model, "least", **batch)
     with pytest.warns(UserWarning, match="graph breaks"):
         sk.apply(model, "least", **batch)(**batch).sum().backward()

@@ -56,7 +56,7 @@ def test_a_budget_stands_for_its_policy():
 @pytest.mark.parametrize("bad", ["lest", "", 1.5, -1, float("nan"), True, None, b"least"], ids=repr)
 def test_what_is_no_budget_is_refused_at_once(bad):
     for door in (sk.backend, lambda policy: sk.apply(make_net(), policy)):
-        with pytest.raises(sk.PolicyError, match="SK30[12]"):
+        with pytest.raises(sk.errors.PolicyError, match="SK30[12]"):
             door(bad)
 
 

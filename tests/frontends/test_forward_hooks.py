@@ -90,7 +90,7 @@ def to_a_variable(model):
 
 
 def refused(model):
-    with pytest.raises(sk.CaptureError, match="SK401"):
+    with pytest.raises(sk.errors.CaptureError, match="SK401"):
         sk.capture(model, X)
 
 

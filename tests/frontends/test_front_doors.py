@@ -114,9 +114,9 @@ def test_a_traced_graph_with_a_fixed_input_is_traceable_and_one_without_has_no_h
 def test_an_exported_program_in_the_place_of_its_module_is_refused_with_what_works():
     x = torch.randn(4, 8)
     program = torch.export.export(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), (x,))
-    with pytest.raises(sk.GraphError, match=r"SK101.*ExportedProgram\n.*program\.module\(\)"):
+    with pytest.raises(sk.errors.GraphError, match=r"SK101.*ExportedProgram\n.*program\.module\(\)"):
         sk.split(program, sk.policies.Stages(2))
-    with pytest.raises(sk.CaptureError, match=r"SK401.*ExportedProgram.*\n.*program\.module\(\)"):
+    with pytest.raises(sk.errors.CaptureError, match=r"SK401.*ExportedProgram.*\n.*program\.module\(\)"):
         sk.capture_joint(program, x)
     module = program.module()
     assert torch.equal(sk.split(module, sk.policies.Stages(2))(x), module(x))

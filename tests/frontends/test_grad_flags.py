@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
+from splitkit.errors import CaptureError
 from splitkit.extend import module_path
 
 
@@ -19,7 +20,7 @@ def test_requires_grad_of_a_detached_value_is_refused():
         def forward(self, x):
             return self.linear(x).detach().requires_grad_(True) * 2
 
-    with pytest.raises(sk.CaptureError, match="SK401: the model calls requires_grad_"):
+    with pytest.raises(CaptureError, match="SK401: the model calls requires_grad_"):
         sk.capture(Marks(), torch.ones(1, 4))
 
 
@@ -51,7 +52,7 @@ def test_requires_grad_of_an_input_is_captured():
         lambda m, x: m.embed(x).detach().requires_grad_(),
         lambda m, x: x * m.embed.weight.detach().sum().requires_grad_(),
     ):
-        with pytest.raises(sk.CaptureError, match=r"(?s)SK401: the model calls requires_grad_.*test_grad_flags.py:\d+"):
+        with pytest.raises(CaptureError, match=r"(?s)SK401: the model calls requires_grad_.*test_grad_flags.py:\d+"):
             sk.capture(Audio(prepare), x)
 
 
@@ -86,5 +87,5 @@ def test_a_model_that_flags_its_input_has_a_joint_graph():
     assert {"first", "norm", "last"} <= {module_path(n) for n in joint.flow.nodes}
     pair = joint.split(sk.policies.Budget("least"))
     assert sk.simulate_memory(pair.forward, pair.backward).peak > 0
-    with pytest.raises(sk.CaptureError, match=r"SK401[\s\S]*requires_grad"):  # another gradient than the graph's
+    with pytest.raises(CaptureError, match=r"SK401[\s\S]*requires_grad"):  # another gradient than the graph's
         sk.capture_joint(FlagsInside(detached=True), x)

@@ -13,6 +13,7 @@ from jointmodels import Checked, assert_pair_like_eager, assert_step_like_eager
 from torch import nn
 
 import splitkit as sk
+from splitkit.errors import CaptureError
 from splitkit.policies import Budget, MinCut, Precompute, RecomputeAll, SaveAll
 
 
@@ -80,7 +81,7 @@ def test_an_op_with_an_effect_that_its_schema_hides_is_refused_by_name():
     counted.register_fake(torch.empty_like)
     counted.register_autograd(lambda ctx, gradient: gradient)
     _register_effectful_op(torch.ops.splitkit_tests.counted.default, _EffectType.ORDERED)
-    with pytest.raises(sk.CaptureError, match="SK410.*counted"):
+    with pytest.raises(CaptureError, match="SK410.*counted"):
         sk.capture_joint(Checked(lambda m, x: counted(m.linear(x)).sum()), torch.randn(2, 4))
 
 
@@ -137,6 +138,6 @@ def test_gpt2_in_training_behind_a_wrapper_is_captured():
     ],
 )
 def test_inputs_that_the_model_does_not_take_are_named_and_no_other_way_is_advised(args, kwargs, said):
-    with pytest.raises(sk.CaptureError, match=f"SK401: Linear does not run on the example inputs: .*{said}") as caught:
+    with pytest.raises(CaptureError, match=f"SK401: Linear does not run on the example inputs: .*{said}") as caught:
         sk.capture_joint(nn.Linear(8, 8), torch.ones(2, 8), *args, loss=torch.sum, **kwargs)
     assert "apply" not in str(caught.value) and isinstance(caught.value.__cause__, TypeError)

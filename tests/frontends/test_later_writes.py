@@ -75,7 +75,7 @@ def test_a_buffer_that_backward_needs_and_a_later_graph_writes_is_refused(policy
 
     torch._dynamo.reset()
     model = Model()
-    with pytest.raises(sk.PlanError, match="SK215.*buffers_b"):
+    with pytest.raises(sk.errors.PlanError, match="SK215.*buffers_b"):
         sk.apply(model, policy, torch.randn(3, 4))
     assert torch.equal(model.b, torch.ones(4))
 

@@ -63,7 +63,7 @@ WAYS = {
 def test_an_assignment_to_data_is_refused_with_its_line(body, way):
     net = Net(body)
     with pytest.raises(
-        sk.CaptureError, match=r"(?s)SK410: the model assigns to \.data.*test_lost_writes\.py:\d+: .*copy_"
+        sk.errors.CaptureError, match=r"(?s)SK410: the model assigns to \.data.*test_lost_writes\.py:\d+: .*copy_"
     ):
         WAYS[way](net, torch.ones(3), torch.zeros(3))
     assert net.weight.tolist() == net.buffer.tolist() == [1.0] * 3
@@ -71,7 +71,7 @@ def test_an_assignment_to_data_is_refused_with_its_line(body, way):
 
 @pytest.mark.parametrize("body", [on_a_value, on_an_input, on_a_parameter, on_a_buffer])
 def test_a_joint_capture_refuses_an_assignment_to_data(body):
-    with pytest.raises(sk.CaptureError, match=r"(?s)SK401: .*the model assigns to \.data of a tensor.*copy_"):
+    with pytest.raises(sk.errors.CaptureError, match=r"(?s)SK401: .*the model assigns to \.data of a tensor.*copy_"):
         sk.capture_joint(Net(body), torch.ones(3), torch.zeros(3), loss=torch.sum)
 
 
@@ -90,7 +90,7 @@ def test_symbolic_trace_refuses_a_write_through_a_view_of_what_was_there():
         net.buffer.data.mul_(2)
         return x * net.buffer
 
-    with pytest.raises(sk.CaptureError, match="SK401: symbolic_trace loses"):
+    with pytest.raises(sk.errors.CaptureError, match="SK401: symbolic_trace loses"):
         sk.capture(Net(body), torch.ones(3), torch.zeros(3), how="symbolic_trace")
 
 
@@ -150,7 +150,7 @@ NEED_SIZES = {
 
 @pytest.mark.parametrize("what", NEED_SIZES)
 def test_what_needs_the_sizes_of_a_lazy_module_says_so(lazy, what):
-    with pytest.raises(sk.GraphError, match=r"SK112: .* has no size yet(?s:.*)Call the model once"):
+    with pytest.raises(sk.errors.GraphError, match=r"SK112: .* has no size yet(?s:.*)Call the model once"):
         NEED_SIZES[what](lazy, torch.randn(3, 5))
 
 
@@ -194,7 +194,7 @@ def test_symbolic_trace_refuses_writes_to_buffers_and_leaves_them_alone():
 
     for kind in (InPlace, Anew, InAList):
         model = kind()
-        with pytest.raises(sk.CaptureError, match="SK401.*symbolic_trace loses what the model does"):
+        with pytest.raises(sk.errors.CaptureError, match="SK401.*symbolic_trace loses what the model does"):
             sk.capture(model, torch.ones(2), how="symbolic_trace")
         assert not model.seen.any()
     model = OfItsOwn()
@@ -212,7 +212,7 @@ def test_a_model_that_seeds_is_refused_with_its_line(how, call):
             eval(call)
             return x + torch.rand_like(x)
 
-    with pytest.raises(sk.CaptureError, match=r"SK410.*tracing loses") as error:
+    with pytest.raises(sk.errors.CaptureError, match=r"SK410.*tracing loses") as error:
         sk.capture(Seeding(), torch.zeros(3), how=how)
     assert "test_lost_writes.py" in str(error.value)
 

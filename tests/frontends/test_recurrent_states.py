@@ -11,6 +11,7 @@ from campaigns import these_first
 from decoders import STATES, captured, decoder
 
 import splitkit as sk
+from splitkit.errors import CaptureError
 from splitkit.graph.caches import caches_of
 from splitkit.graph.storages import symbols_of
 from splitkit.runtime.generation.local_generator import DecoderOnDevices, put_into, taken_from
@@ -68,7 +69,7 @@ def test_transformers_is_as_it_was_after_a_capture():
     config = copy.deepcopy(decoder("mamba").config)
     config.num_hidden_layers = 1
     sk.capture_decoder(type(decoder("mamba"))(config).eval())
-    with pytest.raises(sk.CaptureError):
+    with pytest.raises(CaptureError):
         sk.capture_decoder(transformers.RecurrentGemmaForCausalLM(_griffin()).eval())
     assert [vars(where)[name] for where, name in places] == before
 
@@ -87,13 +88,13 @@ def test_other_states_are_refused_by_name():
         **sizes, **heads, **experts, linear_value_head_dim=8, shared_expert_intermediate_size=8, vocab_size=8,
         layer_types=layers, head_dim=8,
     )  # fmt: skip
-    with pytest.raises(sk.CaptureError, match=r"SK401: Qwen3NextForCausalLM .* neither Mamba's nor Mamba-2's"):
+    with pytest.raises(CaptureError, match=r"SK401: Qwen3NextForCausalLM .* neither Mamba's nor Mamba-2's"):
         sk.capture_decoder(transformers.Qwen3NextForCausalLM(config).eval())
     limited = transformers.Mamba2Config(
         hidden_size=16, num_hidden_layers=1, vocab_size=8, state_size=4, num_heads=4, head_dim=8, n_groups=1,
         time_step_limit=(0.01, 1.0),
     )  # fmt: skip
-    with pytest.raises(sk.CaptureError, match=r"Mamba2ForCausalLM .* time_step_limit, \(0.01, 1.0\), to prompts only"):
+    with pytest.raises(CaptureError, match=r"Mamba2ForCausalLM .* time_step_limit, \(0.01, 1.0\), to prompts only"):
         sk.capture_decoder(transformers.Mamba2ForCausalLM(limited).eval())
 
 

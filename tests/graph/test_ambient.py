@@ -377,7 +377,7 @@ def test_setting_ambient_state_keeps_other_nodes_in_place():
         g.output((inside, before))
 
     gm = graph_of(write)
-    with pytest.raises(sk.CycleError):
+    with pytest.raises(sk.errors.CycleError):
         sk.split(gm, {"cos": 0, "tan": 0, "set_grad_enabled": 1, "set_grad_enabled_1": 1})
     assert_same(gm, sk.split(gm, RoundRobin(2)), torch.ones(2, requires_grad=True))
 

@@ -314,7 +314,7 @@ def test_an_item_of_a_list_is_read_after_the_write_before_it():
         g.output(g.call_function(torch.add, (x, g.call_function(operator.getitem, (made, 0)))))
 
     gm = graph_of(write)
-    with pytest.raises(sk.CycleError, match="getitem must run after the effect or read of setitem"):
+    with pytest.raises(sk.errors.CycleError, match="getitem must run after the effect or read of setitem"):
         sk.split(gm, {"list_1": 0, "setitem": 1, "getitem": 0, "add": 0})
     assert_same(gm, sk.split(gm, RoundRobin(2)), torch.zeros(2))
 
@@ -334,7 +334,7 @@ def test_a_called_module_waits_for_writes_to_its_weights():
     root.linear = nn.Linear(2, 2)
     gm = graph_of(write, root)
     parts = {"detach_default": 0, "add__scalar": 0, "linear": 1, "mul__scalar": 0}
-    with pytest.raises(sk.CycleError):
+    with pytest.raises(sk.errors.CycleError):
         sk.split(gm, parts)
 
 

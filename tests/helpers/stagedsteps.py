@@ -38,6 +38,6 @@ def recomputed():
     joint, costs = captured()
     try:
         Pipeline(2, microbatches=4, memory=1).assign(joint.flow, costs)
-    except sk.NoPlanError as error:
+    except sk.errors.NoPlanError as error:
         least = int(str(error.remedy).split("memory=")[1].split(")")[0])
     return joint.split(Pipeline(2, microbatches=4, memory=least), costs)

@@ -8,6 +8,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import PolicyError
+from splitkit.plans.rewrite import condense
 
 
 def test_a_graph_a_split_and_its_facts_are_taken_alike():
@@ -45,11 +46,7 @@ def test_other_objects_than_the_wanted_ones_are_refused_with_a_code(wrong):
             *(() if wrong == "joint" else (lambda: sk.sweep(given, costs),)),
             lambda: sk.costs.default(given),
             *(() if wrong == "joint" else (lambda: sk.stage_costs(given, plan, costs), lambda: sk.report(given, plan))),
-            *(
-                ()
-                if wrong == "joint"
-                else (lambda: sk.extend.refine(given, plan), lambda: sk.extend.condense(given, plan))
-            ),
+            *(() if wrong == "joint" else (lambda: sk.extend.refine(given, plan), lambda: condense(given, plan))),
             *(() if wrong in ("module", "class", "exported") else (lambda: sk.measure_memory(given, x),)),
         ],
         "SK205": [lambda: sk.Plan.of(given)],

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from splitkit import GraphError, _torch, measure_memory
+from splitkit import _torch, measure_memory
+from splitkit.errors import GraphError
 from splitkit.memory.storage_watch import StorageWatch
 from splitkit.testing import models
 

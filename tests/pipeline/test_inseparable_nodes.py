@@ -125,7 +125,7 @@ def test_a_model_that_writes_one_memory_throughout_has_no_stages():
             return x
 
     gm = sk.capture(Running(), torch.randn(4, 8))
-    with pytest.raises(sk.NoPlanError, match="SK303.*memory that is written"):
+    with pytest.raises(sk.errors.NoPlanError, match="SK303.*memory that is written"):
         sk.plan(gm, Stages(4))
 
 

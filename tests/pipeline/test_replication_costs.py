@@ -78,7 +78,7 @@ def test_replicas_of_a_rank_are_as_many_for_all_of_its_stages():
 def test_what_is_no_number_of_replicas_is_refused(replicas):
     with pytest.raises(ScheduleError, match="SK332.*replicas"):
         StageCosts(1.0, 1.0, replicas=replicas)
-    with pytest.raises(sk.PlanError, match="SK206.*replicas"):
+    with pytest.raises(sk.errors.PlanError, match="SK206.*replicas"):
         Part(0, replicas=replicas)
 
 

@@ -90,20 +90,20 @@ def test_the_claim_and_the_note_say_how_many_and_which_is_fullest():
 
 def test_a_node_that_reads_more_than_the_limit_is_named_and_the_remedy_is_the_least_that_works():
     gm = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.Linear(4, 4), nn.Linear(3, 3)))
-    with pytest.raises(sk.NoPlanError) as raised:
+    with pytest.raises(sk.errors.NoPlanError) as raised:
         plan_of(gm, "32B")
     error = raised.value
     assert error.code == "SK303" and error.nodes == ("_1",)
     assert error.reason == "_1 in 1 alone reads 80 bytes of parameters (80 B), the limit is 32"
     assert error.remedy == "ByParameterBytes(80) is the smallest limit that has a plan."
     assert labels(gm, policy_spec.parse("ByParameterBytes('80B')").build()) == [0, 1, 2]
-    with pytest.raises(sk.NoPlanError, match=r"ByParameterBytes\(80\)"):
+    with pytest.raises(sk.errors.NoPlanError, match=r"ByParameterBytes\(80\)"):
         plan_of(gm, 79)
 
 
 @pytest.mark.parametrize("limit", [0, -5, 1.5, True, None, "much"])
 def test_a_limit_that_makes_no_sense(limit):
-    with pytest.raises(sk.PolicyError, match=r"SK302: ByParameterBytes\(limit="):
+    with pytest.raises(sk.errors.PolicyError, match=r"SK302: ByParameterBytes\(limit="):
         ByParameterBytes(limit)
 
 
@@ -134,7 +134,7 @@ def test_the_parts_of_a_split_hold_no_more(specimen):
     for limit in (1, 300, 600, 1344):
         try:
             plan = plan_of(specimen.graph, limit)
-        except sk.NoPlanError as error:
+        except sk.errors.NoPlanError as error:
             assert limit < int(error.remedy.split("(")[1].split(")")[0]) <= 1344
             continue
         assert all(held(part) <= limit for part in sk.split(specimen.graph, plan).parts.values())

@@ -112,7 +112,7 @@ def test_what_fits_is_found_and_nothing_is_faster(seed):
     flow, costs, policy = problem(seed)
     best = best_of_all(policy, flow, costs)
     if best is None:
-        with pytest.raises(sk.NoPlanError, match="SK303: Devices: "):
+        with pytest.raises(sk.errors.NoPlanError, match="SK303: Devices: "):
             policy.assign(flow, costs)
         return
     claim = policy.assign(flow, costs).claim

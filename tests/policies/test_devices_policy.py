@@ -82,7 +82,7 @@ def test_what_no_device_can_run_is_named(deep):
     gm, costs = deep
     policy = Devices(["h100"] * 2, together=["layers.[01]"], only={"layers.0": [0], "layers.1": [1]})
     with pytest.raises(
-        sk.NoPlanError, match=r"SK303: Devices: no device supports all .*: linear \(layers\.0\)"
+        sk.errors.NoPlanError, match=r"SK303: Devices: no device supports all .*: linear \(layers\.0\)"
     ) as error:
         sk.plan(gm, policy, costs)
     assert "linear_1" in error.value.nodes
@@ -103,7 +103,7 @@ def test_a_cpu_among_accelerators_is_a_host():
     plan = sk.plan(gm, Devices([small, "cpu"]), sk.costs.flops(gm))
     embedding = next(n for n in plan if "embedding" in n.name)
     assert plan.home(embedding) == 1  # its table has 256 MB
-    with pytest.raises(sk.NoPlanError, match="SK303: Devices: what the parts hold does not fit") as error:
+    with pytest.raises(sk.errors.NoPlanError, match="SK303: Devices: what the parts hold does not fit") as error:
         sk.plan(gm, Devices([small, small]), sk.costs.flops(gm))
     assert 256_000_000 <= int(error.value.remedy.split()[1]) < 257_000_000
 
@@ -166,7 +166,7 @@ def test_bad_parameters_are_refused(make, code, text):
 
 def test_a_pattern_that_matches_nothing_is_refused(deep):
     gm, costs = deep
-    with pytest.raises(sk.PolicyError, match="SK304.*'layer'"):
+    with pytest.raises(sk.errors.PolicyError, match="SK304.*'layer'"):
         sk.plan(gm, Devices(["h100"], together=["layer"]), costs)
 
 

@@ -119,30 +119,30 @@ def test_memory_of_each_rank_apart(deep):
 
 def test_what_does_not_fit_says_what_would(deep):
     gm, costs = deep
-    with pytest.raises(sk.NoPlanError, match="SK303: Stages: what the parts hold does not fit") as error:
+    with pytest.raises(sk.errors.NoPlanError, match="SK303: Stages: what the parts hold does not fit") as error:
         sk.plan(gm, Stages(2, "1f1b", memory="1MiB"), costs)
     needed = int(error.value.remedy.split()[1])
     assert "alone holds" in error.value.reason and len(error.value.nodes) == 1
-    with pytest.raises(sk.NoPlanError):
+    with pytest.raises(sk.errors.NoPlanError):
         sk.plan(gm, Stages(2, "1f1b", memory=int(needed * 0.9)), costs)
     sk.plan(gm, Stages(2, "1f1b", memory=needed), costs)
 
 
 def test_how_many_devices_would_do_is_said(deep):
     gm, costs = deep
-    with pytest.raises(sk.NoPlanError) as error:
+    with pytest.raises(sk.errors.NoPlanError) as error:
         sk.plan(gm, Stages(2, memory="6MiB", optimizer="adam"), costs)
     count = int(error.value.remedy.split()[-2])
     assert count > 2 and f"there is one for {count} devices" in error.value.remedy
     sk.plan(gm, Stages(count, memory="6MiB", optimizer="adam"), costs)
-    with pytest.raises(sk.NoPlanError):
+    with pytest.raises(sk.errors.NoPlanError):
         sk.plan(gm, Stages(count - 1, memory="6MiB", optimizer="adam"), costs)
 
 
 def test_what_is_advised_works_even_if_time_was_over(deep):
     gm, costs = deep
     hasty = {"optimizer": "adam", "seconds": 1e-6}
-    with pytest.raises(sk.NoPlanError, match="time ended the search") as error:
+    with pytest.raises(sk.errors.NoPlanError, match="time ended the search") as error:
         sk.plan(gm, Stages(2, memory="6MiB", **hasty), costs)
     need, count = re.search(r"Give (\d+) bytes .* for (\d+) devices", error.value.remedy).groups()
     sk.plan(gm, Stages(2, memory=int(need), **hasty), costs)
@@ -221,7 +221,7 @@ def test_a_bad_price_names_the_node(price):
     y = graph.call_function(torch.relu, (x,))
     graph.output(graph.call_function(torch.abs, (y,)))
     gm = fx.GraphModule(nn.Module(), graph)
-    with pytest.raises(sk.CostError, match="relu") as error:
+    with pytest.raises(sk.errors.CostError, match="relu") as error:
         sk.plan(gm, Stages(2), Prices({"relu": price, "abs_1": 1.0}))
     assert error.value.code == "SK323" and error.value.nodes == ("relu",)
 
@@ -229,7 +229,7 @@ def test_a_bad_price_names_the_node(price):
 def test_a_missing_link_names_the_devices(deep):
     gm, costs = deep
     links = sk.costs.Links(pairs={(0, 1): sk.costs.Link(1e9), (1, 0): sk.costs.Link(1e9)})
-    with pytest.raises(sk.CostError, match="no link from 0 to 2"):
+    with pytest.raises(sk.errors.CostError, match="no link from 0 to 2"):
         sk.plan(gm, Stages(3, links=links), costs)
 
 
@@ -316,7 +316,7 @@ def test_even_stages_within_a_tolerance():
     assert strict.claim.value == 5.0 and strict.claim.optimal
     assert loose.claim.value <= 5.0 * 1.3
     assert loose.claim.evenness >= strict.claim.evenness
-    with pytest.raises(sk.PolicyError, match="SK302.*tolerance"):
+    with pytest.raises(sk.errors.PolicyError, match="SK302.*tolerance"):
         Stages(2, tolerance=-0.1)
 
 

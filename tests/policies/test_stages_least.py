@@ -88,5 +88,5 @@ def test_what_one_plan_needs_is_enough(name, schedule):
     asked = {"schedule": schedule, "microbatches": 4}
     for memory in (min(peaks), "least"):
         assert peak(sk.plan(gm, Stages(4, memory=memory, **asked), plain)) == min(peaks)
-    with pytest.raises(sk.NoPlanError, match="SK303"):
+    with pytest.raises(sk.errors.NoPlanError, match="SK303"):
         sk.plan(gm, Stages(4, memory=min(peaks) - 1, **asked), plain)

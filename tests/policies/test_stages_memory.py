@@ -37,7 +37,7 @@ def test_what_fits_is_found_and_what_is_named_fits(kind, width, batch, count, sc
         memory = int(least * factor)
         plan = sk.plan(gm, Stages(count, memory=memory, **asked), costs)
         assert peak_of(gm, costs, plan, count, schedule) <= memory
-    with pytest.raises(sk.NoPlanError, match="SK303") as refused:
+    with pytest.raises(sk.errors.NoPlanError, match="SK303") as refused:
         sk.plan(gm, Stages(count, memory=least - 1, **asked), costs)
     lowest = sk.plan(gm, Stages(count, memory="least", **asked), costs)
     assert peak_of(gm, costs, lowest, count, schedule) == least

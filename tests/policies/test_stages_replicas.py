@@ -154,7 +154,7 @@ def test_what_fits_is_found(kind, width, batch, schedule):
             assert plan.claim.value == pytest.approx(min(load for load, _ in fits))
         else:
             assert run.seconds <= 1.02 * min(step for _, step in fits)
-    with pytest.raises(sk.NoPlanError, match="SK303") as refused:
+    with pytest.raises(sk.errors.NoPlanError, match="SK303") as refused:
         sk.plan(gm, Stages(3, memory=least - 1, **asked), costs)
     named = int(re.search(r"Give (\d+) bytes", refused.value.remedy)[1])
     assert least <= named <= 1.02 * least
@@ -203,7 +203,7 @@ def test_a_heavy_op_stands_on_several_devices():
     assert [plan.parts[key].replicas for key in sorted(plan.parts)] == [2, 4]
     assert plan.claim.value == 1.0 and plan.claim.optimal and plan.claim.evenness == 1.0
     assert "2 stages (1 x2, 1 x4) on 6 of 6 devices" in plan.note
-    with pytest.raises(sk.NoPlanError):
+    with pytest.raises(sk.errors.NoPlanError):
         sk.plan(gm, Stages(6), Prices(seconds))
 
 
@@ -282,14 +282,14 @@ def test_what_replicas_do_not_go_with_is_refused(asked, code, words):
 
 @pytest.mark.parametrize("replicas", [(1, 2), 2, "1", (), [True, 2]])
 def test_devices_have_one_part_each(replicas):
-    with pytest.raises(sk.PolicyError, match=r"SK302.*replicas") as refused:
+    with pytest.raises(sk.errors.PolicyError, match=r"SK302.*replicas") as refused:
         Devices(["h100"] * 2, replicas=replicas)
     assert "Stages(8, replicas=(1, 2, 4))" in refused.value.remedy
 
 
 def test_plans_with_replicas_are_not_compared_with_others():
     gm, seconds = chain_of(1.0, 1.0, 4.0)
-    with pytest.raises(sk.NoPlanError, match="several replicas"):
+    with pytest.raises(sk.errors.NoPlanError, match="several replicas"):
         sk.plan(gm, Best([Stages(3, replicas=(1, 2))]), Prices(seconds))
     best = sk.plan(gm, Best([Stages(3, replicas=(1, 2)), Stages(2)]), Prices(seconds))
     assert best.claim.value == 4.0

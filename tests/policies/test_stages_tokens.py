@@ -138,7 +138,7 @@ def test_no_cut_with_room_for_the_tokens_is_faster(links, share):
     assert plan.claim.bound * (1 - 1e-9) <= plan.claim.value <= min(loads) * (1 + 1e-9)
     assert plan.claim.value == pytest.approx(bottleneck(flow, costs, plan, 3, links))
     assert "of cache" in plan.note
-    with pytest.raises(sk.NoPlanError, match=r"SK303.*for inference.*of cache") as error:
+    with pytest.raises(sk.errors.NoPlanError, match=r"SK303.*for inference.*of cache") as error:
         sk.plan(gm, Stages(3, objective="throughput", tokens=most * 2, memory=list(limits), links=links), costs)
     need = int(re.search(r"Give (\d+) bytes", error.value.remedy)[1])
     sk.plan(gm, Stages(3, objective="throughput", tokens=most * 2, memory=need, links=links), costs)
@@ -153,9 +153,9 @@ def test_devices_of_unequal_speed_leave_room_for_the_tokens(links):
     plan = sk.plan(gm, replace(policy, tokens=tokens), costs)
     assert room_of(flow, free, (40_000, 90_000)) < tokens <= room_of(flow, plan, (40_000, 90_000))
     assert "of cache" in plan.note and plan.claim.value >= free.claim.value
-    with pytest.raises(sk.NoPlanError, match="of cache"):
+    with pytest.raises(sk.errors.NoPlanError, match="of cache"):
         sk.plan(gm, replace(policy, tokens=10**6), costs)
-    with pytest.raises(sk.PolicyError, match="objective='latency' is for a single one"):
+    with pytest.raises(sk.errors.PolicyError, match="objective='latency' is for a single one"):
         Devices(["l4", "h100"], objective="latency", tokens=5)
 
 
@@ -189,11 +189,11 @@ def test_one_token_short_is_refused_with_a_memory_that_does():
     peaks = [[ByteBreakdown.of_stage(stage).total for stage in prices_of(flow).of(cut)] for cut in every_cut(flow, 2)]
     least = min(map(max, peaks))
     huge = dict.fromkeys(cache_bytes(gm), 10**6)
-    with pytest.raises(sk.NoPlanError, match=r"inference.*not the cache of one token") as error:
+    with pytest.raises(sk.errors.NoPlanError, match=r"inference.*not the cache of one token") as error:
         sk.plan(gm, Stages(2, objective="tokens", memory=least, cache=huge), costs)
     need = int(re.search(r"Give (\d+) bytes", error.value.remedy)[1])
     assert sk.plan(gm, Stages(2, objective="tokens", memory=need, cache=huge), costs).claim.value == 1
-    with pytest.raises(sk.NoPlanError, match=r"does not fit.*inference: .* of weights"):
+    with pytest.raises(sk.errors.NoPlanError, match=r"does not fit.*inference: .* of weights"):
         sk.plan(gm, Stages(2, objective="tokens", memory=least // 2), costs)
 
 
@@ -225,7 +225,7 @@ def test_the_cache_can_be_given():
     ],
 )
 def test_options_that_do_not_go_together_are_refused(given, text):
-    with pytest.raises(sk.PolicyError, match="SK302") as error:
+    with pytest.raises(sk.errors.PolicyError, match="SK302") as error:
         Stages(2, **given)
     assert text in str(error.value)
 
@@ -236,16 +236,16 @@ def test_options_that_do_not_go_together_are_refused(given, text):
 )
 def test_a_senseless_cache_is_refused(cache, text):
     gm, _, costs = decoder(8, 8)
-    with pytest.raises(sk.PolicyError, match=rf"SK302.*{text}"):
+    with pytest.raises(sk.errors.PolicyError, match=rf"SK302.*{text}"):
         sk.plan(gm, Stages(2, objective="tokens", memory="1MiB", cache=cache), costs)
 
 
 def test_a_graph_without_attention_and_prices_with_backward_are_refused():
     gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(1, 4))
-    with pytest.raises(sk.PolicyError, match="no node calls scaled_dot_product_attention"):
+    with pytest.raises(sk.errors.PolicyError, match="no node calls scaled_dot_product_attention"):
         sk.plan(gm, Stages(2, objective="tokens", memory="1MiB"))
     gm, _, costs = decoder(8, 8)
-    with pytest.raises(sk.PolicyError, match="the prices include backward"):
+    with pytest.raises(sk.errors.PolicyError, match="the prices include backward"):
         sk.plan(gm, Stages(2, objective="tokens", memory="1MiB"), sk.costs.training(costs))
 
 

@@ -71,5 +71,5 @@ def test_claims_of_two_stages_a_rank_are_what_all_plans_say(schedule, kind, size
         plan = sk.plan(gm, Stages(4, memory=memory, **asked), plain)
         fitting = [value for value, its in zip(values, peaks, strict=True) if its <= least]
         assert peak(plan) <= least and plan.claim.bound <= min(fitting) * (1 + TOLERANCE)
-    with pytest.raises(sk.NoPlanError, match="SK303"):
+    with pytest.raises(sk.errors.NoPlanError, match="SK303"):
         sk.plan(gm, Stages(4, memory=least - 1, **asked), plain)

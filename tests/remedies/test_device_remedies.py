@@ -10,6 +10,7 @@ from carried import Remedy, refusal
 from torch import fx, nn
 
 import splitkit as sk
+from splitkit.plans.parts import Part
 from splitkit.runtime import open_stages, save_stages, to_devices
 from splitkit.runtime.folder.tensorfiles import write_tensors
 
@@ -169,7 +170,7 @@ def shared(first, second, gm=None):
 def replicas(count):
     gm = net()
     plan = sk.plan(gm, sk.policies.Stages(2))
-    return to_devices(sk.split(gm, sk.Plan(plan.places, {k: sk.Part(k, replicas=count) for k in plan.parts})), CPUS)
+    return to_devices(sk.split(gm, sk.Plan(plan.places, {k: Part(k, replicas=count) for k in plan.parts})), CPUS)
 
 
 def regions(part):

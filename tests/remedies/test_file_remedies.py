@@ -26,6 +26,7 @@ from splitkit.cli import before_ranks
 from splitkit.cli.commands import generate, import_stages
 from splitkit.engine.graph_data import encode_argument
 from splitkit.errors import FileError
+from splitkit.pipeline.trace import MeasuredStep
 from splitkit.plans.plan_file import fingerprint, read_json
 from splitkit.plans.record import Plan
 from splitkit.policies import Stages
@@ -34,7 +35,7 @@ from splitkit.runtime.folder import checkpoint_folder
 from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.folder.optimizer_state import encode_state, require_storable
 from splitkit.runtime.folder.tensorfiles import DTYPES, stored_tensors, write_tensors
-from splitkit.testing.config_models import read_config
+from splitkit.testing.config_files import read_config
 
 FACTORY = '''"""A model of a user."""
 import torch
@@ -171,7 +172,7 @@ WRITES = [
         lambda: import_stages._text("nowhere"),
         lambda: import_stages._text(text("layout", "Et|tL")) == "Et|tL",
     ),
-    Remedy("SK504", "Name a trace.", lambda: sk.MeasuredStep.load("nowhere"), lambda: measured("m.json")),
+    Remedy("SK504", "Name a trace.", lambda: MeasuredStep.load("nowhere"), lambda: measured("m.json")),
 ]
 
 
@@ -186,7 +187,7 @@ def measured(name, **changed):
     data = run.to_chrome_trace()
     data["traceEvents"] = [event | changed if event.get("ph") == "X" else event for event in data["traceEvents"]]
     Path(name).write_text(json.dumps(data))
-    return sk.MeasuredStep.load(name)
+    return MeasuredStep.load(name)
 
 
 @pytest.mark.parametrize("remedy", WRITES, ids=lambda r: f"{r.code} {r.told[:40]}")
@@ -758,7 +759,7 @@ def test_what_is_no_trace_of_a_step():
             "Write one: splitkit train PLAN.json --nproc N --trace FILE, or "
             "splitkit profile PLAN.json --ranks N --schedules 1f1b --trace FILE.",
         ):
-            sk.MeasuredStep.load("no.json")
+            MeasuredStep.load("no.json")
     for field, value in (("pid", -1), ("ts", math.inf), ("dur", "long")):
         with refusal("SK510", TRACE):
             measured("no.json", **{field: value})
@@ -774,4 +775,4 @@ def test_traces_of_steps_that_ran():
         done = subprocess.run([sys.executable, "-m", "splitkit", *words.split()], capture_output=True, text=True)
         assert not done.returncode, done.stderr
     for name in ("train.json", "profile.json"):
-        assert sk.MeasuredStep.load(name).timeline
+        assert MeasuredStep.load(name).timeline

@@ -17,6 +17,7 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.measurement import measure_memory
+from splitkit.memory.profile import CUDA_BLOCK
 from splitkit.policies import SaveAll, Stages
 
 X = torch.linspace(0.1, 1, 16).view(4, 4)
@@ -372,9 +373,9 @@ SIMPLE = [
     ),
     Remedy(
         "SK110",
-        'Give bytes, 1 or more: a whole number such as splitkit.CUDA_BLOCK, or "2MiB".',
+        'Give bytes, 1 or more: a whole number such as splitkit.memory.profile.CUDA_BLOCK, or "2MiB".',
         lambda: profile(captured(), block=0),
-        (lambda: profile(captured(), block=sk.CUDA_BLOCK), lambda: profile(captured(), block="2MiB")),
+        (lambda: profile(captured(), block=CUDA_BLOCK), lambda: profile(captured(), block="2MiB")),
     ),
     Remedy("SK110", "Give a whole number, 0 or more.", lambda: with_sizes(-1), lambda: with_sizes(0)),
     Remedy("SK110", "Its symbols are {...}.", lambda: named_sizes("nosuch"), lambda: with_sizes(12)),

@@ -84,7 +84,7 @@ def test_tokens_in_too_little_memory():
     def ask(nbytes):
         return sk.plan(gm, Stages(2, memory=nbytes, objective="tokens"), costs=costs)
 
-    with pytest.raises(sk.NoPlanError) as error:
+    with pytest.raises(sk.errors.NoPlanError) as error:
         ask(1)
     weights = named(error)  # room for the weights, and for no token
     with refusal("SK303", "Give {...} bytes ({...}) to each of {...} devices: for that there is a plan.") as error:
@@ -96,7 +96,7 @@ def test_parameters_over_the_limit():
     with refusal("SK303", "ByParameterBytes({...}) is the smallest limit that has a plan.") as error:
         planned(ByParameterBytes(1))
     enough_for(lambda n: planned(ByParameterBytes(n)), error)
-    with pytest.raises(sk.NoPlanError):
+    with pytest.raises(sk.errors.NoPlanError):
         planned(ByParameterBytes(named(error) - 1))  # the smallest indeed
 
 

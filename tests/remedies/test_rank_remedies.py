@@ -26,9 +26,9 @@ from splitkit.runtime import (
     pipeline,
     planned_once,
     save_pretrained,
-    save_safetensors,
     save_stages,
 )
+from splitkit.runtime.folder.whole_model import save_safetensors
 from splitkit.runtime.ranks import torch_stages
 from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.measurements import StepRecorder
@@ -710,7 +710,7 @@ def test_an_optimizer_and_files(tmp_path):
         open_checkpoints(tmp_path / "a", pipe, torch.optim.SGD(net().parameters(), lr=0.1)).save()
     checkpoints = open_checkpoints(tmp_path / "b", pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
     assert checkpoints.save().exists()
-    with refusal("SK802", "Use splitkit.runtime.save_safetensors(pipe, path)."):
+    with refusal("SK802", "Use splitkit.runtime.folder.whole_model.save_safetensors(pipe, path)."):
         save_pretrained(pipe, net(), tmp_path / "c")
     save_safetensors(pipe, tmp_path / "c.safetensors")
     assert all(torch.equal(t, net().state_dict()[name]) for name, t in read(tmp_path / "c.safetensors").items())

@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
-from splitkit.runtime import PipelineModule, Request, joint_pipeline
+from splitkit.runtime import PipelineModule, joint_pipeline
 from splitkit.runtime.generation.before_stages import BehindEmbeddings, ModelTokens
 from splitkit.runtime.generation.decoder import DecoderChain
+from splitkit.runtime.generation.generation_request import Request
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.pipeline_check import UnsplitModel
 from splitkit.training.flow import FORWARD, save_all_plan

@@ -344,7 +344,7 @@ def test_names_that_are_near():
 
 @pytest.mark.parametrize(("schedule", "stages", "microbatches"), [("DualPipeV", 8, 3), ("interleaved1f1b", 8, 9)])
 def test_what_a_schedule_itself_refuses(schedule, stages, microbatches):
-    with pytest.raises(sk.ScheduleError) as error:
+    with pytest.raises(sk.errors.ScheduleError) as error:
         pipeline_order(schedule, stages, microbatches)
     told = re.search(r"Use ([\d or]+) microbatches", error.value.remedy)[1]
     for number in map(int, NUMBER.findall(told)):

@@ -173,7 +173,7 @@ def test_a_model_that_keeps_states_alone():
     found, whole = sk.split(gm, Stages(2, memory="24GiB"))(X, **given), gm(X, **given)
     assert all(torch.equal(a, b) for a, b in zip(found["cache_params"], whole["cache_params"], strict=True))
     assert sk.plan(gm, Stages(2, memory="4MiB")).parts
-    with pytest.raises(sk.NoPlanError):
+    with pytest.raises(sk.errors.NoPlanError):
         sk.plan(gm, Stages(2, memory="1MiB"))  # less than one state and its update
 
 

@@ -218,7 +218,7 @@ def test_values_of_stages_on_the_host():
 def why_moved(s, node):
     try:
         s.joint.split(replace(s.staged, offloaded=(Offloaded(node),)))
-    except sk.PlanError:
+    except sk.errors.PlanError:
         return False
     return True
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import splitkit as sk
+from splitkit.plans.parts import Part
 from splitkit.runtime import joint_pipeline, open_checkpoints, pipeline, planned_once, to_devices
 
 COUNT = 2
@@ -69,7 +70,7 @@ def square(output, target):
 def split_of(model=None, stages=2, replicas=1):
     gm = sk.capture(model or Net(), X[:2])
     plan = sk.plan(gm, sk.policies.Stages(stages))
-    return sk.split(gm, sk.Plan(plan.places, {key: sk.Part(key, replicas=replicas) for key in plan.parts}))
+    return sk.split(gm, sk.Plan(plan.places, {key: Part(key, replicas=replicas) for key in plan.parts}))
 
 
 def made(split=None, schedule="1f1b", **options):

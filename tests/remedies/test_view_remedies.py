@@ -175,7 +175,7 @@ def test_steps_of_other_plans():
 
 def test_steps_that_ran(tmp_path):
     _, plan, _, run = made()
-    with refusal("SK901", "Give what StepRecorder.measured or splitkit.MeasuredStep.load returns."):
+    with refusal("SK901", "Give what StepRecorder.measured or splitkit.pipeline.trace.MeasuredStep.load returns."):
         drawn(plan, run=run, measured=run)
     step = ran(tmp_path)
     assert drawn(plan, run=run, measured=step)

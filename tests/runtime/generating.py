@@ -17,6 +17,7 @@ from decoders import FAMILIES, STATES, captured, decoder
 
 import splitkit as sk
 import splitkit.runtime.generation.generator as generator_module
+from splitkit.engine.split import Split
 from splitkit.errors import SplitError
 from splitkit.runtime.generation.decoder import BorderType, Message, Ring, RingBorder
 
@@ -71,7 +72,7 @@ def prepare() -> None:
         captured(name)
 
 
-def split_in(stages: int, family: str = "llama") -> sk.Split:
+def split_in(stages: int, family: str = "llama") -> Split:
     return sk.split(captured(family), sk.policies.Stages(stages))
 
 

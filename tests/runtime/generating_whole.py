@@ -19,6 +19,7 @@ from decoders import IMAGE, captured, decoder
 
 import splitkit as sk
 import splitkit.runtime
+from splitkit.engine.split import Split
 from splitkit.errors import SplitError
 from splitkit.graph.caches import constant_caches
 from splitkit.runtime.generation.before_stages import ModelTokens
@@ -42,7 +43,7 @@ def prepare() -> None:
 
 
 @cache
-def split_of(family: str, parts: int) -> sk.Split:
+def split_of(family: str, parts: int) -> Split:
     return sk.split(captured(family), sk.policies.Stages(parts))
 
 
@@ -136,7 +137,7 @@ def expected(request: dict[str, Any], family: str) -> list[list[int]]:
     return [row[: row.index(END) + 1] if END in row else row for row in made]
 
 
-def saved(split: sk.Split, rank: int) -> str:
+def saved(split: Split, rank: int) -> str:
     """Write the stages of a split into a folder that all ranks know."""
     folder = [tempfile.mkdtemp() if not rank else ""]
     dist.broadcast_object_list(folder)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import resumed
 import torch
 
-import splitkit as sk
+from splitkit.engine.split import Split
 from splitkit.errors import SplitError
 from splitkit.runtime import open_checkpoints, pipeline
 
@@ -51,7 +51,7 @@ class Killer:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-SPLIT: list[sk.Split] = []
+SPLIT: list[Split] = []
 
 
 def prepare() -> None:

@@ -19,8 +19,11 @@ from same_as_whole import start
 from torch import fx, nn
 
 import splitkit as sk
+from splitkit.engine.split import Split
 from splitkit.errors import SplitError
-from splitkit.runtime import Pipeline, full_state_dict, pipeline, save_pretrained, save_safetensors
+from splitkit.runtime import pipeline, save_pretrained
+from splitkit.runtime.folder.whole_model import full_state_dict, save_safetensors
+from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.testing.pipeline_check import UnsplitModel
 
 MICROBATCHES = 4
@@ -49,19 +52,19 @@ def batch(seed: int, rows: int = 2 * MICROBATCHES) -> dict[str, torch.Tensor]:
     return {name: torch.randint(32, (rows, 5), generator=rng) for name in ("x", "y")}
 
 
-def halves(model: nn.Module, replicas: int = 1, **inputs: torch.Tensor) -> sk.Split:
+def halves(model: nn.Module, replicas: int = 1, **inputs: torch.Tensor) -> Split:
     gm = sk.capture(model, **inputs)
     plan = sk.plan(gm, sk.policies.Stages(2))
     parts = {key: replace(part, replicas=replicas) for key, part in plan.parts.items()}
     return sk.split(gm, replace(plan, parts=parts))
 
 
-def tied(replicas: int = 1) -> sk.Split:
+def tied(replicas: int = 1) -> Split:
     torch.manual_seed(0)
     return halves(Tied(), replicas, **batch(0, 2))
 
 
-def clip(split: sk.Split, sharded: bool = False) -> dict[str, Any]:
+def clip(split: Split, sharded: bool = False) -> dict[str, Any]:
     """The norm and the clipped gradients of two steps that accumulate, for three norms."""
     pipe = pipeline(split, "1f1b", MICROBATCHES)
     if sharded:
@@ -104,14 +107,14 @@ def rows(seed: int, count: int = 6 * MICROBATCHES) -> torch.Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(seed)) + 1
 
 
-def two_modes() -> tuple[sk.Split, fx.GraphModule, nn.Module]:
+def two_modes() -> tuple[Split, fx.GraphModule, nn.Module]:
     torch.manual_seed(0)
     model = Normed()
     split = halves(model, x=rows(0, 6))
     return split, sk.capture(copy.deepcopy(model).eval(), x=rows(0, 6)), model
 
 
-def evaluation(prepared: tuple[sk.Split, fx.GraphModule, nn.Module]) -> dict[str, Any]:
+def evaluation(prepared: tuple[Split, fx.GraphModule, nn.Module]) -> dict[str, Any]:
     """Losses of a capture in eval mode with the weights that are trained, between steps of training."""
     split, in_eval, model = prepared
     pipe = pipeline(split, "1f1b", MICROBATCHES)
@@ -139,12 +142,12 @@ def evaluation(prepared: tuple[sk.Split, fx.GraphModule, nn.Module]) -> dict[str
     return {"found": found, "same": same, "in training": in_training, "refused": refusal(lambda: pipe.step(rows(0)))}
 
 
-def normed() -> sk.Split:
+def normed() -> Split:
     torch.manual_seed(0)
     return halves(Normed(), x=rows(0, 6))
 
 
-def frozen(split: sk.Split) -> dict[str, Any]:
+def frozen(split: Split) -> dict[str, Any]:
     """Layers frozen and unfrozen between steps: a whole stage, one layer, none, all but one layer of the last stage."""
     pipe = pipeline(split, "1f1b", MICROBATCHES)
     unsplit, found, own = UnsplitModel(pipe), list[float](), set(pipe.named_parameters())
@@ -180,13 +183,13 @@ class Shallow(nn.Module):
         return (self.layer(x).tanh().sigmoid() - 1).square().mean()
 
 
-def bare() -> sk.Split:
+def bare() -> Split:
     torch.manual_seed(0)
     gm = sk.capture(Shallow(), rows(0, 6))
     return sk.split(gm, lambda node: int(node.name in ("sigmoid", "sub", "pow_1", "square", "mean")))
 
 
-def without_parameters(split: sk.Split) -> dict[str, Any]:
+def without_parameters(split: Split) -> dict[str, Any]:
     """The usual loop, on a rank without parameters too, with several steps for one of the optimizer."""
     pipe = pipeline(split, "1f1b", MICROBATCHES)
     unsplit = UnsplitModel(pipe)
@@ -201,7 +204,7 @@ def without_parameters(split: sk.Split) -> dict[str, Any]:
     return {"apart": [apart.gradient, apart.weight], "norm": float(norm / true), "own": len(pipe.named_parameters())}
 
 
-def needed(split: sk.Split) -> dict[str, Any]:
+def needed(split: Split) -> dict[str, Any]:
     """Inputs only where they are read, and a batch that rank 0 sends."""
     pipe = pipeline(split, "1f1b", MICROBATCHES)
     unsplit, given = UnsplitModel(pipe), batch(0)
@@ -225,7 +228,7 @@ def needed(split: sk.Split) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gpt2() -> tuple[sk.Split, nn.Module]:
+def gpt2() -> tuple[Split, nn.Module]:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, use_cache=False, bos_token_id=0, eos_token_id=0
@@ -234,7 +237,7 @@ def gpt2() -> tuple[sk.Split, nn.Module]:
     return halves(model.train(), input_ids=batch(0, 2)["x"], labels=batch(0, 2)["x"]), model
 
 
-def whole(prepared: tuple[sk.Split, nn.Module]) -> dict[str, Any]:
+def whole(prepared: tuple[Split, nn.Module]) -> dict[str, Any]:
     """The trained model, gathered and written, against the unsplit one."""
     split, model = prepared
     names = set(model.state_dict())
@@ -268,7 +271,7 @@ def whole(prepared: tuple[sk.Split, nn.Module]) -> dict[str, Any]:
     return found
 
 
-def gathered_shards(split: sk.Split) -> dict[str, Any]:
+def gathered_shards(split: Split) -> dict[str, Any]:
     pipe = pipeline(split, "1f1b", MICROBATCHES)
     pipe.shard()
     unsplit = UnsplitModel(pipe)

@@ -19,6 +19,7 @@ from torch import fx, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, MultiStepLR, SequentialLR
 
 import splitkit as sk
+from splitkit.engine.split import Split
 from splitkit.errors import SplitError
 from splitkit.runtime import open_checkpoints, pipeline
 from splitkit.runtime.ranks.stage_weights import full_tensor
@@ -94,7 +95,7 @@ def prepare() -> None:
     captured()
 
 
-def split_of(gm: fx.GraphModule, stages: int, replicas: int = 1) -> sk.Split:
+def split_of(gm: fx.GraphModule, stages: int, replicas: int = 1) -> Split:
     plan = sk.plan(gm, sk.policies.Stages(stages), sk.costs.flops(gm))
     parts = {key: replace(part, replicas=replicas) for key, part in plan.parts.items()}
     return sk.split(gm, replace(plan, parts=parts))

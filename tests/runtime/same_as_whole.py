@@ -21,6 +21,7 @@ from train_both import train_both
 import splitkit as sk
 from splitkit import _torch
 from splitkit.costs.links import Links
+from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.hardware.link_specs import Link
 from splitkit.pipeline.message_order import MessageOrder, torch_cells
@@ -123,7 +124,7 @@ def square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
-PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], sk.Split]] = []
+PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], Split]] = []
 
 
 @cache
@@ -152,7 +153,7 @@ def prepare() -> None:
         PREPARED.append((case, inputs, sk.split(gm, replace(plan, parts=parts))))
 
 
-def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: sk.Split) -> dict[str, Any]:
+def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: Split) -> dict[str, Any]:
     gm = split.flow.root
     by_output = case["model"] == "unet"
     count = case["microbatches"]

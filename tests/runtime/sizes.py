@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import splitkit as sk
+from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.runtime import form_output, open_stages, pipeline, reduced_ties, save_stages, stage
 from splitkit.runtime.folder.load import StageFolder
@@ -62,7 +63,7 @@ def captured(name: str, drops: bool) -> fx.GraphModule:
     return sk.capture(copy.deepcopy(model_of(name, drops)), dynamic=True, **batch_of(name, 2, 8, 0))
 
 
-PREPARED: list[tuple[dict[str, Any], sk.Split | StageFolder]] = []
+PREPARED: list[tuple[dict[str, Any], Split | StageFolder]] = []
 
 
 def prepare() -> None:
@@ -83,7 +84,7 @@ def prepare() -> None:
             PREPARED.append((case, split))
 
 
-def by_torch(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, Any]:
+def by_torch(case: dict[str, Any], split: Split | StageFolder) -> dict[str, Any]:
     """Torch's own schedule on the stages of a graph with symbolic sizes, at the sizes of the capture."""
     batch, count = batch_of(case["model"], 8, 8, 0), case["microbatches"]
     whole, own, losses = copy.deepcopy(model_of(case["model"], False)), stage(split, dist.get_rank()), []
@@ -100,7 +101,7 @@ def by_torch(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, A
     return {"seen": apart}
 
 
-def run(case: dict[str, Any], split: sk.Split | StageFolder) -> dict[str, Any]:
+def run(case: dict[str, Any], split: Split | StageFolder) -> dict[str, Any]:
     name, count = case["model"], case["microbatches"]
     named = {"x": 0} if name == "plain" else None  # attention says which dimension is the sequence
     pipe = pipeline(split, case["schedule"], count, seed=7, batch_dims=named)

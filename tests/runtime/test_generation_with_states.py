@@ -145,7 +145,7 @@ def test_the_memory_of_each_part_is_predicted(family, query, monkeypatch):
 
 
 def test_no_tokens_are_maximised_where_nothing_grows():
-    with pytest.raises(sk.PolicyError, match="SK302: Stages: the model keeps states of a constant size"):
+    with pytest.raises(sk.errors.PolicyError, match="SK302: Stages: the model keeps states of a constant size"):
         sk.plan(captured("mamba"), sk.policies.Stages(2, memory="1MiB", objective="tokens"))
     plan = sk.plan(captured("falcon_h1"), sk.policies.Stages(2, memory="1MiB", objective="tokens"))
     assert plan.claim.value > 100

@@ -24,6 +24,7 @@ from splitkit import _torch
 from splitkit._torch import FakeTensorMode, attributes_of
 from splitkit.costs import unit
 from splitkit.errors import CheckError, PipelineError, PlanError
+from splitkit.plans.parts import Part
 from splitkit.runtime import to_devices
 from splitkit.runtime.devices import accelerators, on_devices, writes_across_devices
 from splitkit.testing import models
@@ -388,7 +389,7 @@ def test_a_checkpointed_part_trains():
     model, index = Tied(), torch.arange(6)
     gm = sk.capture(model, index)
     made = sk.plan(gm, sk.policies.Stages(3))
-    parts = {key: sk.Part(key, torch.device(CPUS[i]), "checkpoint") for i, key in enumerate(made.parts)}
+    parts = {key: Part(key, torch.device(CPUS[i]), "checkpoint") for i, key in enumerate(made.parts)}
     split = sk.split(gm, sk.Plan(made.places, parts))
     whole, on = copy.deepcopy(model), to_devices(split)  # devices of the plan
     assert [d.index for d in on.part_devices.values()] == [0, 1, 2]

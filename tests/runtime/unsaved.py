@@ -17,14 +17,14 @@ import resumed
 import torch
 import torch.distributed as dist
 
-import splitkit as sk
 from splitkit.cli.commands.train import save
+from splitkit.engine.split import Split
 from splitkit.errors import SplitError
 from splitkit.runtime import open_checkpoints, pipeline
 from splitkit.runtime.folder import checkpoint_folder
 
 T = TypeVar("T")
-SPLITS: list[sk.Split] = []
+SPLITS: list[Split] = []
 
 
 def prepare() -> None:

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import splitkit as sk
+from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.runtime import joint_pipeline, pipeline
 from splitkit.testing.pipeline_check import gradient_of, relative_difference
@@ -180,7 +181,7 @@ def prepare() -> None:
         CAPTURED[name] = sk.capture_joint(copy.deepcopy(model_of(case["model"])), **example_of(case))
 
 
-def split_of(gm: fx.GraphModule, replicas: int) -> sk.Split:
+def split_of(gm: fx.GraphModule, replicas: int) -> Split:
     plan = sk.plan(gm, sk.policies.Stages(1 if replicas > 1 else 2), sk.costs.flops(gm))
     return sk.split(gm, replace(plan, parts={k: replace(p, replicas=replicas) for k, p in plan.parts.items()}))
 

@@ -140,7 +140,7 @@ def test_a_bound_of_fewer_stages_does_not_stand_for_exactly_so_many():
 def test_extreme_prices_are_planned_with_or_refused(price):
     gm, costs = chain(price, price, price)
     if price > 1:
-        with pytest.raises(sk.CostError, match="SK323"):
+        with pytest.raises(sk.errors.CostError, match="SK323"):
             sk.plan(gm, Stages(2), costs)
     else:
         assert len(sk.plan(gm, Stages(2), costs).parts) == 2

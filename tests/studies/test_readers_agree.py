@@ -180,7 +180,7 @@ def test_export_of_a_plan_that_leaves_nodes_out_is_refused():
     plan = planned("unequal devices, training")
     unread = next(node for node in plan if plan.home(node) is not None)
     pruned = replace(plan, places={**dict(plan.items()), unread: ()})
-    with pytest.raises(sk.PlanError, match=unread.name):
+    with pytest.raises(sk.errors.PlanError, match=unread.name):
         sk.export(pruned, to="transformers")
 
 

@@ -149,7 +149,7 @@ def test_compare_blames_the_step_that_differs():
     net, x = Net(BACKWARDS["scaled"]), torch.randn(4, 4)
     program = torch.export.export(net, (x,))  # without the backward
     found = compare(net, sk.split(sk.capture(program), sk.policies.Stages(2)), x)
-    with pytest.raises(sk.CaptureError, match=r"(?s)SK404: strict export .*custombackwards.py"):
+    with pytest.raises(sk.errors.CaptureError, match=r"(?s)SK404: strict export .*custombackwards.py"):
         sk.capture(torch.export.export(net, (x,), strict=True))
     assert found.wrong_step == "capture" and found.steps["split"].same
     assert len(str(found).splitlines()) < 12 and "the capture changed it" in str(found)

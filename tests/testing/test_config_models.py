@@ -8,7 +8,8 @@ import math
 import pytest
 
 from splitkit.errors import CaptureError, FileError
-from splitkit.testing.config_models import config_at, read_config
+from splitkit.testing.config_files import read_config
+from splitkit.testing.config_models import config_at
 
 pytest.importorskip("transformers")
 

@@ -86,7 +86,7 @@ def test_prices_that_count_nodes_are_not_printed_as_seconds():
     texts = [str(frontier), frontier.points[0].plan.note, svg(frontier)]
     recomputing = MinCut(price=0.0), Budget("least", "saved"), Budget(0.3, "saved")
     texts += [joint.split(policy, prices).plan.note for policy in recomputing]
-    with pytest.raises(sk.NoPlanError) as refused:
+    with pytest.raises(sk.errors.NoPlanError) as refused:
         joint.split(Budget(1), prices)
     graph = sk.capture(model, x)
     prices = unit(graph)

@@ -20,7 +20,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import splitkit as sk
 from splitkit import prices
+from splitkit.engine.pair import Pair
+from splitkit.engine.split import Split
 from splitkit.errors import FileError, SplitError, ViewError
+from splitkit.memory.profile import MemoryProfile
+from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.studies.sweep import Sweep
 from splitkit.units import duration, size
@@ -311,11 +315,11 @@ def test_a_joint_plan_refuses_what_only_stages_have(pair, run, tmp_path):
 
 OPTIONS = {
     sk.Plan: {"costs", "optimizer", "memory", "run", "measured", "beside", "title"},
-    sk.Split: {"costs", "optimizer", "memory", "run", "measured", "beside", "title"},
-    sk.Pair: {"costs", "memory", "title"},
+    Split: {"costs", "optimizer", "memory", "run", "measured", "beside", "title"},
+    Pair: {"costs", "memory", "title"},
     sk.Frontier: {"marks", "memory", "title"},
-    sk.MemoryProfile: {"memory"},
-    sk.ScheduleRun: {"memory"},
+    MemoryProfile: {"memory"},
+    ScheduleRun: {"memory"},
     Report: set(),
     Sweep: set(),
 }

@@ -71,7 +71,7 @@ def test_where_there_is_nothing_else_to_choose(priced):
     plan = sk.plan(gm, Stages(2, seconds=1), costs)
     told = stepped(flow, plan, costs).to_dict()["run"]["whatIf"]
     assert told["recompute"] == ["no"] and {row[7] for row in told["rows"]} == {0}
-    with pytest.raises(sk.PlanError, match="SK207"):
+    with pytest.raises(sk.errors.PlanError, match="SK207"):
         stage_costs(flow, checkpointed(plan), costs)
 
 

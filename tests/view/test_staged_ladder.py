@@ -12,6 +12,7 @@ from svgtexts import outside, overlaps, texts_of
 
 import splitkit as sk
 from splitkit.errors import ViewError
+from splitkit.plans.parts import Part
 from splitkit.units import duration, size
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.renderers import pictured
@@ -146,7 +147,7 @@ def test_what_does_not_go_with_stages_is_refused():
         step.plan.view(live=True)
     with pytest.raises(ViewError, match="SK903"):
         step.view(run=run_of(step), costs=sk.costs.flops(joint.graph_module))
-    with pytest.raises(sk.PolicyError, match="SK302"):
+    with pytest.raises(sk.errors.PolicyError, match="SK302"):
         step.stage_costs(costs, optimizer="lion")
 
 
@@ -158,7 +159,7 @@ def test_a_stage_without_forward_has_a_row_of_its_own():
     """A plan of another hand may leave a stage without ops in forward."""
     joint, costs = captured()
     step = recomputed()
-    parts = {("forward", 2): sk.Part(("forward", 2)), ("backward", 2): sk.Part(("backward", 2))}
+    parts = {("forward", 2): Part(("forward", 2)), ("backward", 2): Part(("backward", 2))}
     wider = replace(step.plan, parts={**step.plan.parts, **parts}, claim=None)
     view = StagedView(joint.flow, joint.split(wider), costs)
     assert view.rows.names[-1] == "stage 2: no forward" and view.to_dict()["counts"]["forward"][-1] == 0

@@ -16,7 +16,7 @@ from splitkit.cli.commands.train import planned_together, words_for_ranks
 from splitkit.cli.common import example_of, plan_file, policy_of, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError, message_line
-from splitkit.testing.config_models import checkpoint_beside, is_config
+from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.units import size
 from splitkit.view.tables import facts, table
 

@@ -20,6 +20,7 @@ from splitkit.view.tables import facts, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from splitkit.engine.split import Split
     from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.timing import TrainingRun
@@ -75,7 +76,7 @@ def run(args: Namespace) -> Outcome:
     return Outcome(data, text, files=files)
 
 
-def _split(args: Namespace) -> tuple[CapturedModel, sk.Split | None]:
+def _split(args: Namespace) -> tuple[CapturedModel, Split | None]:
     """Return the model, and its split if the command line names a plan or a policy."""
     if args.target.endswith(".json") or args.stages is not None or args.policy is not None:
         work, plan, _ = planned(args)

@@ -85,7 +85,7 @@ def capture(
 
     A graph does not call the model's modules. Their forward hooks run once, during the capture: the graph keeps the ops
     that they run, and what they store in lists, dicts, objects and variables is removed again. A warning names modules
-    with hooks; `splitkit.Split.register_forward_hook` sets them on a split.
+    with hooks; `splitkit.engine.split.Split.register_forward_hook` sets them on a split.
 
     If all parameters are on ``meta``, inputs and buffers are captured on ``meta`` as well, on whatever device they are.
     Non-persistent buffers keep their values for `splitkit.load` if they are real, or if it is a transformers model.

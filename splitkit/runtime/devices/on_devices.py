@@ -65,7 +65,7 @@ def to_devices(split: Split, devices: Devices = None) -> OnDevices:
     Args:
         split: from `splitkit.split`.
         devices: part -> device, or devices in the order of the parts, or one for all; by default the devices in the
-            plan (`splitkit.Part`). An op that is in no part runs on the device of the first value that it reads.
+            plan (`Part`). An op that is in no part runs on the device of the first value that it reads.
 
     Raises:
         PipelineError: SK807 for a part without a device, or a module that is called on several; SK808 for memory that

@@ -51,7 +51,7 @@ _NONE = torch.empty(0)  # reading a weight into this shape is refused
 
 @dataclass(frozen=True)
 class StageFolder:
-    """The stages of a folder, which `splitkit.runtime.pipeline` runs like a `splitkit.Split`.
+    """The stages of a folder, which `splitkit.runtime.pipeline` runs like a `splitkit.engine.split.Split`.
 
     Attributes:
         path: the folder.

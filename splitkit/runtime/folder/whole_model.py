@@ -107,7 +107,7 @@ def save_pretrained(pipe: Pipeline, model: Any, folder: str | os.PathLike[str], 
     def require_model() -> None:
         if not callable(getattr(model, "save_pretrained", None)):
             what = f"{type(model).__name__} has no save_pretrained"
-            raise PipelineError("SK802", what, "Use splitkit.runtime.save_safetensors(pipe, path).")
+            raise PipelineError("SK802", what, "Use splitkit.runtime.folder.whole_model.save_safetensors(pipe, path).")
         if lost := sorted(set(model.state_dict()) ^ set(names)):
             raise PipelineError(
                 "SK802",

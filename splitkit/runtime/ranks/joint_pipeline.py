@@ -48,7 +48,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class JointSource(Protocol):
-    """The joint graph that was divided: a `splitkit.Joint`."""
+    """The joint graph that was divided: a `splitkit.frontends.joint_capture.Joint`."""
 
     @property
     def graph_module(self) -> fx.GraphModule:

@@ -238,7 +238,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 class StageTensors:
-    """Gives access to the tensors of a rank's stages; the base of `splitkit.runtime.Pipeline`.
+    """Gives access to the tensors of a rank's stages; the base of `splitkit.runtime.ranks.pipeline.Pipeline`.
 
     Attributes:
         split: the split, or the stages on disk.
@@ -296,7 +296,7 @@ class StageTensors:
 
 
 class ComparedRanks(StageTensors):
-    """Compares the weights and the optimizers of the ranks; a base of `splitkit.runtime.Pipeline`.
+    """Compares the weights and the optimizers of the ranks; a base of `splitkit.runtime.ranks.pipeline.Pipeline`.
 
     Attributes:
         group: the ranks.

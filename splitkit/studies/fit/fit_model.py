@@ -19,7 +19,8 @@ from splitkit._torch import pytree
 from splitkit.errors import CaptureError, FileError, PolicyError
 from splitkit.runtime.folder.checkpoint_weights import Weights, converted, without_ignored
 from splitkit.testing import models
-from splitkit.testing.config_models import checkpoint_beside, config_at, config_dtype, config_model, is_config
+from splitkit.testing.config_files import checkpoint_beside, is_config
+from splitkit.testing.config_models import config_at, config_dtype, config_model
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

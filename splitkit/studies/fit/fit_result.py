@@ -16,7 +16,7 @@ from splitkit.short_repr import brief
 from splitkit.solvers.most_fitting import MOST_TOKENS
 from splitkit.studies.fit.layout import Card, HeldBytes, memory_word
 from splitkit.studies.fit.training_fit import TrainingFit
-from splitkit.testing.config_models import is_config
+from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import is_program
 from splitkit.units import size
 from splitkit.view.data.report import joined_layers

@@ -87,11 +87,11 @@ def test_a_second_capture_is_the_same_graph(three):
 
 def test_plans_of_other_graphs_are_refused(three):
     other = towers(write=True)
-    with pytest.raises(sk.FileError, match="SK502.*first differ"):
+    with pytest.raises(sk.errors.FileError, match="SK502.*first differ"):
         sk.compare_plans(three, sk.plan(other, Stages(2)))
-    with pytest.raises(sk.PolicyError, match="SK301"):
+    with pytest.raises(sk.errors.PolicyError, match="SK301"):
         sk.compare_plans(three, 3)
-    with pytest.raises(sk.PlanError, match="SK314"):
+    with pytest.raises(sk.errors.PlanError, match="SK314"):
         sk.compare_plans(three, sk.Plan.of({}))
 
 

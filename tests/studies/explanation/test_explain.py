@@ -48,16 +48,16 @@ def test_what_is_not_placed_says_where_it_is(plan, where, words):
 
 @pytest.mark.parametrize("where", ["nowhere", 7, "linear_9", [1], 1, "1", torch.fx.Graph().placeholder("x")])
 def test_an_unknown_place_is_refused(plan, where):
-    with pytest.raises(sk.PlanError, match="SK314"):
+    with pytest.raises(sk.errors.PlanError, match="SK314"):
         plan.explain(where)
 
 
 def test_bad_arguments_are_refused(plan):
-    with pytest.raises(sk.PlanError, match="SK314"):
+    with pytest.raises(sk.errors.PlanError, match="SK314"):
         sk.Plan.of({}).explain()
-    with pytest.raises(sk.PolicyError, match="SK301"):
+    with pytest.raises(sk.errors.PolicyError, match="SK301"):
         plan.explain(policy="Stages(3)")
-    with pytest.raises(sk.CostError):
+    with pytest.raises(sk.errors.CostError):
         plan.explain(costs=3)
 
 
@@ -169,7 +169,7 @@ def test_a_plan_file_keeps_the_policy(gm, plan, tmp_path):
     assert loaded.policy == plan.policy and loaded == plan
     assert "policy" not in sk.plan(gm, lambda node: 0).to_dict()
     for bad in (3, "a\nb", "x" * 3000):
-        with pytest.raises(sk.FileError, match="SK501"):
+        with pytest.raises(sk.errors.FileError, match="SK501"):
             sk.Plan.from_dict(gm.graph, plan.to_dict() | {"policy": bad})
 
 

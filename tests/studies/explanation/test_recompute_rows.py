@@ -99,7 +99,7 @@ def test_what_is_forced_has_no_other_choice(choices, joint):
         if why:
             forced += 1
             assert "random" in why
-            with pytest.raises(sk.PlanError, match="SK202"):
+            with pytest.raises(sk.errors.PlanError, match="SK202"):
                 divide(joint.flow, plan, costs)
         else:
             divide(joint.flow, plan, costs)
@@ -146,7 +146,7 @@ def test_other_budgets_are_planned_again(joint):
         assert size(budget) in change["change"]
         try:
             plan = joint.split(Budget(budget), costs).plan
-        except sk.NoPlanError as error:
+        except sk.errors.NoPlanError as error:
             assert not change["figures"] and error.reason.startswith(change["refusal"])
             continue
         figures = {figure["name"]: figure for figure in change["figures"]}
@@ -166,7 +166,7 @@ def test_a_node_says_what_becomes_of_it(joint):
     assert "draws random numbers" in str(plan.explain("native_dropout"))
     assert "an input" in str(plan.explain("primals_1"))
     for name in ("forward", "nowhere"):
-        with pytest.raises(sk.PlanError, match="SK314"):
+        with pytest.raises(sk.errors.PlanError, match="SK314"):
             plan.explain(name)
 
 
@@ -179,5 +179,5 @@ def test_stages_have_rows_of_their_own(joint):
     assert {row["decision"] for row in data["rows"]} <= {SAVED, AGAIN} and "stage" in str(told)
     other = joint.split(Pipeline(2, recompute=False), costs)
     assert sk.compare_plans(step.plan, other.plan).figures
-    with pytest.raises(sk.PlanError, match="SK316"):
+    with pytest.raises(sk.errors.PlanError, match="SK316"):
         sk.compare_plans(step.plan, joint.split(SaveAll(), costs).plan)
