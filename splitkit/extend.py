@@ -29,7 +29,7 @@ from splitkit.plans.parts import PARENT, Claim, Part
 from splitkit.plans.record import Plan, checkpointed
 from splitkit.plans.rewrite import merge, prune, refine, relay, rematerialize
 from splitkit.prices import Costs
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 from splitkit.units import size
 
 if TYPE_CHECKING:

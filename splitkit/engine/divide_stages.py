@@ -23,17 +23,8 @@ from splitkit.plans.policy import PolicyLike
 from splitkit.plans.record import Plan
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
-from splitkit.training.stage_parts import (
-    FULL_BACKWARD,
-    SPLIT_BACKWARD,
-    GradientTerm,
-    StagePart,
-    gradient_terms,
-    is_staged,
-    known_part,
-    stage_part,
-    tied_parameters,
-)
+from splitkit.training.stage_parts import FULL_BACKWARD, SPLIT_BACKWARD, StagePart, is_staged, known_part, stage_part
+from splitkit.training.stage_plan import GradientTerm, gradient_terms, tied_parameters
 
 Places = dict[Node, tuple[PartKey, ...]]
 

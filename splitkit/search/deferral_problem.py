@@ -28,7 +28,8 @@ from splitkit.solvers.min_cut import Network, min_cut, whole_capacities
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
 from splitkit.training.peaks import apply_checkpoints
 from splitkit.training.saved_values import op_of
-from splitkit.training.stage_parts import gradient_terms, stage_part
+from splitkit.training.stage_parts import stage_part
+from splitkit.training.stage_plan import gradient_terms
 
 # The flow network whose minimum cuts are the best choices of what the weight part of a backward does.
 

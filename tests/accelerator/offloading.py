@@ -22,7 +22,7 @@ from splitkit.memory.measurement import measure_memory
 from splitkit.plans.offloaded import Offloaded
 from splitkit.policies import Budget
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 
 class Net(nn.Module):

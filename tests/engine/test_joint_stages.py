@@ -19,7 +19,8 @@ from splitkit.errors import CycleError, PlanError
 from splitkit.frontends.step_module import DividedStep
 from splitkit.plans.record import Plan
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import StagePart, stage_plan
+from splitkit.training.stage_parts import StagePart
+from splitkit.training.stage_plan import stage_plan
 
 
 def evenly(flow, count):

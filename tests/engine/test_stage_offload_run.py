@@ -18,7 +18,7 @@ from splitkit.memory.kernels import kernel_results
 from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.record import Plan
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 CASES = [(name, seed) for seed in range(6) for name in NAMES]
 FIRST = [(name, seed) for name in [*SMALL][:4] for seed in (0, 1)]

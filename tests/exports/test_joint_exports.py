@@ -13,7 +13,7 @@ import splitkit as sk
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import module_path
 from splitkit.policies import Pipeline, RecomputeAll, Remat, SaveAll
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 
 class Trained(nn.Module):

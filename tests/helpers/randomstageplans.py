@@ -16,7 +16,8 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, output_nodes, save_all_plan, unrepeatable
 from splitkit.training.offload_timeline import why_not_moved
-from splitkit.training.stage_parts import StagePart, known_part, stage_plan
+from splitkit.training.stage_parts import StagePart, known_part
+from splitkit.training.stage_plan import stage_plan
 
 
 def random_stage_plan(flow: JointFlow, stages: int, seed: int) -> Plan:

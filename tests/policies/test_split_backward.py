@@ -19,7 +19,7 @@ from splitkit.graph.joint_marks import forward_owners
 from splitkit.plans.record import Plan
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, SplitBackward
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, waiting_bytes, waiting_values
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 POLICIES = {
     "products": SplitBackward(),

@@ -16,8 +16,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PUBLIC = ("splitkit", *(f"splitkit.{name}" for name in ("costs", "extend", "policies", "runtime", "testing", "view")))
 
 MOST = {
-    "lines of Python": 101_100,
-    "files of Python": 442,
+    "lines of Python": 101_150,
+    "files of Python": 443,
     "lines of the page": 4_223,
     "public names": 135,
     "names at the front": 40,

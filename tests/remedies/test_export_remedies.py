@@ -20,7 +20,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.parts import Part
 from splitkit.policies import ByName, Expert, RecomputeAll, Remat, SaveAll, Stages
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 WIDTH, VOCAB = 8, 12
 IDS = torch.arange(10).reshape(2, 5)

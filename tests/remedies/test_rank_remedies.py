@@ -38,7 +38,7 @@ from splitkit.runtime.ranks.replicas import require_replicable
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.pipeline_check import UnsplitModel
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 SEVERAL = "Interleaved1F1B"  # any number of stages on a rank
 X, T = torch.linspace(-1, 1, 16).view(4, 4), torch.linspace(1, 2, 16).view(4, 4)

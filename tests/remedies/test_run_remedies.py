@@ -22,7 +22,7 @@ from splitkit.runtime.generation.generation_request import Request
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.testing.pipeline_check import UnsplitModel
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 
 @pytest.fixture(scope="module", autouse=True)

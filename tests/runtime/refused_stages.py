@@ -16,7 +16,7 @@ from splitkit.errors import SplitError
 from splitkit.graph.dataflow import module_path
 from splitkit.runtime import joint_pipeline
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 
 def captured(seed=0):

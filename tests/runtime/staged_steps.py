@@ -19,7 +19,8 @@ from splitkit.runtime import joint_pipeline
 from splitkit.runtime.ranks.joint_stage import JointStage
 from splitkit.testing import models
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import StagePart, stage_plan
+from splitkit.training.stage_parts import StagePart
+from splitkit.training.stage_plan import stage_plan
 
 SIZES = {
     "gpt2": {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},

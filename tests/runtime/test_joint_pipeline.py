@@ -15,7 +15,7 @@ from splitkit.runtime.ranks.joint_pipeline import _require_trainable
 from splitkit.runtime.ranks.joint_stage import border_slots
 from splitkit.runtime.ranks.rank_device import place_graphs
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 CASES = ["odd 1f1b 2 1 4", "odd 1f1b 2 offload 5", "odd zbv 4 offload-deferred 4"]
 OTHERS = [

@@ -21,7 +21,7 @@ from splitkit.errors import PipelineError
 from splitkit.runtime import joint_pipeline, pipeline
 from splitkit.testing.pipeline_check import gradient_of, relative_difference
 from splitkit.training.flow import FORWARD, save_all_plan
-from splitkit.training.stage_parts import stage_plan
+from splitkit.training.stage_plan import stage_plan
 
 torch.manual_seed(0)
 M, ROWS, LENGTH = 4, 2, 6

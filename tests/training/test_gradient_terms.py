@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from jointgraphs import Hand, aten
 
-from splitkit.training.stage_parts import GradientTerm, gradient_terms, tied_parameters
+from splitkit.training.stage_plan import GradientTerm, gradient_terms, tied_parameters
 
 
 def tied(gradients="total", stages=(1, 0), alpha=None):

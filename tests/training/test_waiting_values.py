@@ -7,7 +7,7 @@ from jointgraphs import Hand
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.training.flow import waiting_bytes, waiting_values
-from splitkit.training.stage_parts import computed_again
+from splitkit.training.stage_plan import computed_again
 
 KIB = 1024
 

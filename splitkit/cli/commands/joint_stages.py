@@ -14,7 +14,7 @@ from splitkit.cli.pages import wrote
 from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
 from splitkit.pipeline.purpose import ranks_of
 from splitkit.prices import price_name
-from splitkit.training.stage_parts import computed_again
+from splitkit.training.stage_plan import computed_again
 from splitkit.units import duration, size
 from splitkit.view.tables import facts, table
 

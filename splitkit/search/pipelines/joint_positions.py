@@ -28,7 +28,8 @@ from splitkit.plans.rewrite import prune
 from splitkit.training.choices import Choice
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import FORWARD, JointFlow, output_nodes, save_all_plan
-from splitkit.training.stage_parts import StagePart, terms_and_sums
+from splitkit.training.stage_parts import StagePart
+from splitkit.training.stage_plan import terms_and_sums
 
 Ints = NDArray[np.int64]
 

@@ -36,7 +36,8 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.prices import Costs, Optimizer
 from splitkit.training.flow import JointFlow
-from splitkit.training.stage_parts import StagePart, computed_again, known_part
+from splitkit.training.stage_parts import StagePart, known_part
+from splitkit.training.stage_plan import computed_again
 from splitkit.view.data.joint_ladder import LadderModel, LadderRows, ladder_rows, ops_data, rounded, sums_of_makers
 
 SCHEMA = "splitkit.stages/1"
