@@ -193,9 +193,9 @@ REQUESTS = [
     ),
     Remedy(
         "SK802",
-        "Give the fields of splitkit.runtime.Request.",
+        'Give a dict such as {"input_ids": [5, 6, 7], "max_new_tokens": 20}.',
         lambda: served(Request(prompts=5)),
-        lambda: served(Request(prompts=(tuple(PROMPT),), max_new_tokens=TOKENS)) == expected(),
+        lambda: served({"input_ids": PROMPT, "max_new_tokens": TOKENS}) == expected(),
     ),
     Remedy(
         "SK802",

@@ -443,7 +443,8 @@ class _Line:
                     # whatever a request holds, it fails alone
                     if not isinstance(error, SplitError):
                         reason = f"the request cannot be read: {type(error).__name__}: {error}"
-                        error = PipelineError("SK802", reason, "Give the fields of splitkit.runtime.Request.")
+                        remedy = 'Give a dict such as {"input_ids": [5, 6, 7], "max_new_tokens": 20}.'
+                        error = PipelineError("SK802", reason, remedy)
                     refused.append(RequestResult(number, error=error))
                     continue
             room, wants = self._limits.cache_tokens, self._wants(self._next[1])
