@@ -34,7 +34,7 @@ PRINTED = {
 PICTURES = {"1": 1, "2": 2, "3": 3, "4": 3, "5": 1, "6": 6, "7": 1, "8": 1, "9": 1}
 """By number of the notebook, how many pictures are the least to look at."""
 
-ANEW = "python tests/storednotebooks.py stores them anew"
+ANEW = "python tests/tools/storednotebooks.py stores them anew"
 OF_THIS_MACHINE = re.compile(r"/(?:work|tmp|home|root|Users|var)/|\bat 0x[0-9a-f]{6,}|\x1b\[|Warning\b")
 
 
