@@ -459,6 +459,7 @@ APART = [
     (["--devices", "2xh200", "--memory", "0%"], "is not a share"),
     (["--devices", "2xh200", "--memory", "180%"], "is not a share"),
     (["--devices", "2xh200", "--memory", "80", "GB"], "Write --memory 80GB."),
+    (["--stages", "1", "2"], "unrecognized arguments: 2\n  See `splitkit plan --help`."),
     (["--devices", "2xh200", "--memory", "80", "%"], "Write --memory 80%."),
     (["--devices", "2xh200", "--memory", "-1GiB"], "Write --memory 1GiB."),
     (["--stages", "2", "--seed", "3", "4"], "unrecognized arguments: 4"),

@@ -82,7 +82,8 @@ class Parser(argparse.ArgumentParser):
         at = self._words.index(suffix) if suffix in self._words else 0
         option, number = self._words[at - 2 : at] if at >= 2 else ("", "")
         read = read_percent if suffix == "%" else read_size
-        is_size = option.startswith("--") and read_size(number) is not None and read(number + suffix) is not None
+        is_size = option.startswith("--") and read_size(number) is not None and not suffix.isdecimal()
+        is_size = is_size and read(number + suffix) is not None
         return f"Write {option} {number}{suffix}." if is_size else ""
 
     def _negative_value(self, option: str) -> str:
