@@ -1,6 +1,6 @@
-"""Reads and writes orders as torch's schedule CSV: a row per rank, a cell per action (``_load_csv``, torchtitan).
+"""Makes orders of actions for given stages, and reads and writes orders as torch's schedule CSV.
 
-::
+A file has a row per rank and a cell per action (``_load_csv``, torchtitan)::
 
     0F0,0F1,0B0,0B1          rank 0, format="compute_only"
     1F0,1B0,1F1,1B1          rank 1
