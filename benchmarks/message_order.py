@@ -32,11 +32,12 @@ from torch.distributed.pipelining import schedules as torchs
 
 from splitkit.costs.links import Links
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.message_order import Communicators, MessageOrder, is_message, torch_cells
+from splitkit.pipeline.message_order import Communicators, MessageOrder, is_message
 from splitkit.pipeline.order import ACTION, PipelineOrder
 from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.simulate import StageCosts, price_actions, simulate_schedule, times_of_messages
+from splitkit.pipeline.torch_orders import torch_cells
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SECONDS, BYTES = 0.010, 64 * 2**20

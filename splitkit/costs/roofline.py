@@ -202,9 +202,9 @@ def _steps(x: Any, batch_first: bool) -> int:
 # AOTAutograd traces the kernels of the machine that captures: a CPU has no fused attention with dropout, and then a
 # joint graph has products, softmax and copies of the scores where a GPU runs one kernel forward and one backward::
 #
-# q, k, v ── mul, bmm, add, softmax, dropout, bmm ── out        forward reads q, k, v and writes out └────────── saved
-# scores ─────────┐ dq, dk, dv ── bmm, softmax backward, ... ── d_out             backward reads q, k, v, out, d_out;
-# writes dq, dk, dv
+#     q, k, v ── mul, bmm, add, softmax, dropout, bmm ── out        forward reads q, k, v and writes out
+#                └────────── saved scores ─────────┐
+#     dq, dk, dv ── bmm, softmax backward, ... ── d_out         backward reads q, k, v, out, d_out; writes dq, dk, dv
 
 
 _RECOMPUTED = 5 / 4

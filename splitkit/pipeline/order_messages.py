@@ -183,7 +183,7 @@ def _sequence(problem: SequencingProblem, starts: Sequence[float], count: int) -
 
 def _cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:
     """Return the row of each rank without messages."""
-    from splitkit.pipeline.message_order import torch_cells  # needs torch, which simulating does not
+    from splitkit.pipeline.torch_orders import torch_cells
 
     rows = order.cells if isinstance(order, MessageOrder) else torch_cells(order)
     return tuple(tuple(cell for cell in row if not is_message(cell)) for row in rows)

@@ -29,8 +29,7 @@ class Schedule:
         name: its name in results. Users may write it in any case, with or without hyphens.
         order: makes the actions of each rank. May be left out if ``window`` is given.
         window: for a schedule with one stage per rank that runs forward until this many microbatches are in flight, and
-            then backward and forward in turn (`splitkit.pipeline.schedule`). Only with it can the page simulate other
-            numbers of stages.
+            then backward and forward in turn.
         stages_per_rank: the number of stages on each rank; ``None`` for any number, two unless the ranks are given.
         placement: ``"loop"``: stage s is on rank s mod ranks. ``"V"``: of two stages on each rank, the first ones go
             from the first rank to the last, the second ones back.

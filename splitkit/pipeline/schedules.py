@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _torchs(torch_class: str, stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
-    from splitkit.pipeline.message_order import torch_rows
+    from splitkit.pipeline.torch_orders import torch_rows
 
     return torch_rows(torch_class, stages, microbatches, ranks)
 

@@ -348,11 +348,11 @@ class _OrderSearch:
 
 # Lower bounds on the value of every order, from sums of times and from the windows of single stages.
 #
-# * **Work**: a rank cannot start before its first message, and then has all its work to do. * **Path**: forwards and
-# input parts of a stage run one after the other, the first once its message has come; after the last input part the
-# gradient goes back to each earlier stage, whose last weight part still follows. * **Window**: if the windows of a
-# value contradict each other (`splitkit.solvers.exact_order`), no order has it. Memory enters here: what a
-# rank can have in flight decides how soon its input parts can follow its forwards.
+# * **Work**: a rank cannot start before its first message, and then has all its work to do.
+# * **Path**: forwards and input parts of a stage run one after the other, the first once its message has come; after
+#   the last input part the gradient goes back to each earlier stage, whose last weight part still follows.
+# * **Window**: if the windows of a value contradict each other (`splitkit.solvers.exact_order`), no order has it.
+#   Memory enters here: what a rank can have in flight decides how soon its input parts can follow its forwards.
 
 
 def work_or_path_bound(problem: OrderProblem) -> float:

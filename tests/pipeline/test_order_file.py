@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
 from splitkit.errors import FileError, ScheduleError
-from splitkit.pipeline.message_order import MessageOrder, torch_cells
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
 from splitkit.pipeline.synthesize import load_order, order_from_csv, order_to_csv, save_order
+from splitkit.pipeline.torch_orders import torch_cells
 
 
 @st.composite

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from message_oracle import Machine, all_rows, seconds_of, with_rows
 
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.message_order import MessageOrder, is_message, torch_cells, torch_message_order, waits
+from splitkit.pipeline.message_order import MessageOrder, is_message, waits
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_of
 from splitkit.pipeline.simulate import StageCosts, price_actions, simulate_schedule, times_of_messages
 from splitkit.pipeline.synthesize import load_order, order_from_csv, order_to_csv, save_order
+from splitkit.pipeline.torch_orders import torch_cells, torch_message_order
 from splitkit.solvers.solve_sequence import sequenced
 
 MODELS = list(itertools.product(("rank", "pair"), (False, True)))

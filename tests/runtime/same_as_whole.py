@@ -24,11 +24,12 @@ from splitkit.costs.links import Links
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.hardware.link_specs import Link
-from splitkit.pipeline.message_order import MessageOrder, torch_cells
+from splitkit.pipeline.message_order import MessageOrder
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.synthesize import load_order, save_order
+from splitkit.pipeline.torch_orders import torch_cells
 from splitkit.prices import Costs
 from splitkit.runtime import pipeline
 from splitkit.testing import models

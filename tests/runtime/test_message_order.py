@@ -9,9 +9,10 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from splitkit import _torch
-from splitkit.pipeline.message_order import torch_message_order, waits
+from splitkit.pipeline.message_order import waits
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
+from splitkit.pipeline.torch_orders import torch_message_order
 from splitkit.runtime.ranks.order_runner import _forward
 
 Peer = Callable[[int, int, int], int]

@@ -17,13 +17,13 @@ from campaigns import some_of_all
 from capturedmodels import captured_example
 
 from splitkit.solvers import clock
+from splitkit.solvers.placement import mip as rows
 from splitkit.solvers.placement import packing as sets
-from splitkit.solvers.placement import problem as rows
 from splitkit.solvers.placement.anneal import DeviceTable
 from splitkit.solvers.placement.core import colour_groups, core_of
 from splitkit.solvers.placement.latency_solver import latency
+from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.packing import SetProgram
-from splitkit.solvers.placement.problem import Rows
 from splitkit.solvers.placement.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages.contiguous import contiguous

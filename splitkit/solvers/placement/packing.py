@@ -12,7 +12,8 @@ import numpy as np
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.anneal import DeviceTable
 from splitkit.solvers.placement.core import Core, acyclic_groups, colour_groups, core_of
-from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem, Rows, Slot
+from splitkit.solvers.placement.mip import Rows
+from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError
 from splitkit.solvers.placement.stages.order_dp import MOST_LEVELS, device_steps, level_count
 from splitkit.solvers.placement.stages.stage_solver import StageSearch

@@ -20,7 +20,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core
-from splitkit.solvers.placement.problem import Bools, Floats, Ints, Rows
+from splitkit.solvers.placement.mip import Rows
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, fits, stage_loads
 
 MOST_UNITS = 4000
