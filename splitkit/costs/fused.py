@@ -5,7 +5,7 @@
     x ──> sin ──> exp ──> mm        roofline    sin: read, write    exp: read, write
                                     here        sin: read           exp: write           one launch for both
 
-A kernel (`splitkit.costs.fused`) reads each value from outside once, and writes the values that other kernels
+A kernel reads each value from outside once, and writes the values that other kernels
 read. Reading a value is charged to the first node that reads it, and the nodes of a kernel share its launch. A node
 that runs alone costs what the roofline says.
 """

@@ -3,7 +3,7 @@
 A microbatch takes all kernels of forward and of backward, as autograd launches them, with the sums of gradients of
 values that several nodes read. Not included are the optimizer, and adding the gradients of parameters to the sums of
 earlier microbatches. In a joint graph, the kernels of backward are nodes; for a forward graph,
-`splitkit.costs.training` finds them.
+they are found node by node.
 """
 
 from __future__ import annotations

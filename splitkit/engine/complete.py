@@ -83,7 +83,7 @@ def check_plan(flow: Dataflow, plan: Plan) -> None:
     Raises:
         PlanError: SK202 for copies of nodes that may run only once, SK207 for effects inside a checkpointed part,
             SK208 for nodes that are needed but have no part, SK209 for a relay around the parent, SK217 or SK218 for
-            opaque code (`splitkit.engine.complete`), SK217 for casts that autocast keeps.
+            opaque code, SK217 for casts that autocast keeps.
             `splitkit.plans.part_order.part_order` finds cycles (SK203).
     """
     if plan.routing == "relay":

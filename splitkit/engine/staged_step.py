@@ -51,8 +51,8 @@ class StageGraphs:
 
     ``tangents`` are given to the last stage only. What forward saves for both graphs of backward it returns once: first
     ``saved``, then what only ``deferred`` has. Of values that wait on the host it returns the copies there, and at the
-    end the values themselves, until the copies are complete; backward takes copies on the device that it waits for
-    (`splitkit.engine.staged_step`). Nodes keep the names and the ``meta["val"]`` of the joint graph.
+    end the values themselves, until the copies are complete; backward takes copies on the device that it waits for.
+    Nodes keep the names and the ``meta["val"]`` of the joint graph.
 
     Attributes:
         forward: the forward graph.

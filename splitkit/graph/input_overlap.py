@@ -296,7 +296,7 @@ def check_nodes(graph: fx.Graph) -> dict[Node, None]:
 
 # The check by which a graph refuses a call that passes an object where its parts rely on a tensor.
 #
-# The check is a node of the graph, like the check of memory in `splitkit.graph.input_overlap`.
+# The check is a node of the graph, like the check of memory above.
 
 
 _PLAIN = (

@@ -256,7 +256,7 @@ class Classes:
 
 # Order edges: which nodes must keep their order although no value passes between them.
 #
-# Along graph order, reads and writes of one class of memory (`splitkit.graph.shared_memory`) give edges, as in the
+# Along graph order, reads and writes of one class of memory give edges, as in the
 # dependence analysis of compilers::
 #
 #     y = x.add_(1)      write                 read-after-write    z waits for y

@@ -420,7 +420,7 @@ def _prefix_sums(nbytes: Ints) -> Ints:
 # Bounds on how much a segment's peak can shrink when the segment is extended.
 #
 # A longer segment takes less memory only where it makes a value that the shorter one received, or contains the last
-# reader of a value that the shorter one sent. Everything else only grows (`splitkit.memory.segment`)::
+# reader of a value that the shorter one sent. Everything else only grows::
 #
 #     peak(inner) <= peak(outer) + possible decrease at the nodes that only the outer segment has
 #

@@ -335,7 +335,7 @@ def _missing(action: Action, data: bool) -> Action:
 # Holds what a stage copies to the host and back for one microbatch, and times the actions of ranks that copy.
 #
 # Each rank has one link in each direction, for all microbatches of all its stages. A direction copies one microbatch
-# after the other, each beside the computation (`splitkit.pipeline.order` says within which actions).
+# after the other, each beside the computation (`host_windows` says within which actions).
 
 
 @dataclass(frozen=True)

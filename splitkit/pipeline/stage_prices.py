@@ -58,7 +58,7 @@ def stage_costs(
       leaves out values that a stage only forwards (`splitkit.runtime.ranks.measurements.with_passed_on` adds them).
     * ``deferred_bytes`` is an upper bound on the bytes that wait for the weight part if a schedule divides backward.
       Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and has no
-      input part in the first stage: all of its backward is ``backward_weight`` (`splitkit.pipeline.stage_prices`).
+      input part in the first stage: all of its backward is ``backward_weight``.
       With separate graphs for the two parts, the inputs and the output gradients of all layers with parameters wait
       (``weight_part="own"``), or of products and embeddings only (``"mincut"``).
     * ``temporary_bytes`` is an upper bound on what forward or backward hold beyond that: gradients that share memory

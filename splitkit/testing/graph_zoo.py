@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from splitkit import _torch
 from splitkit.testing.visible_state import Divided, enter_level, exit_level, observe
 
-# Small models for `splitkit.testing.graph_zoo`, each with something that makes splitting hard.
+# Small models for `zoo`, each with something that makes splitting hard.
 
 
 class Block(nn.Module):

@@ -115,6 +115,18 @@ def test_functions_are_not_hidden_by_modules_of_their_name():
     assert modules & FRONT_DOOR == MODULES
 
 
+def test_planning_waits_for_no_processes_and_splitting_for_no_solver():
+    code = """if True:
+        import sys
+        import splitkit as sk
+        sk.split, sk.compare, sk.simulate_memory
+        assert "scipy" not in sys.modules
+        sk.policies.Stages, sk.simulate_schedule
+        assert "torch.distributed.pipelining" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'splt'"):
         _ = splitkit.splt

@@ -109,7 +109,7 @@ class Backend:
     Attributes:
         pairs: the pairs made so far, one for each graph that takes gradients. A model with more than one has graph
             breaks, or was compiled again for other inputs.
-        written: number of a graph -> what is written to after it ran (`splitkit.frontends.compile.compile`).
+        written: number of a graph -> what is written to after it ran.
         watch: records these writes; ``None`` where they are not recorded.
     """
 

@@ -35,7 +35,7 @@ class CallBytes:
         aliases: for each tensor of the result, the index of the argument tensor whose memory it shares, or ``None``;
             ``None`` for all if the call was not run.
         beyond: bytes of results beyond what their values show (`splitkit.memory.kernels.kernel_results`).
-        unseen: names of the ops inside whose kernels take more than that (`splitkit.memory.kernels.temporaries`).
+        unseen: names of the ops inside whose kernels take more than that.
     """
 
     transient: int

@@ -271,7 +271,7 @@ def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 #     seed ─▶ stage 0 (dropout) ──state──▶ stage 1 ──state──▶ stage 2 (dropout)
 #
 # so that a microbatch sees the numbers that the unsplit model draws after ``torch.manual_seed(seed)``. On accelerators
-# a pipeline hands it over between the hosts (`splitkit.runtime.ranks.replicas`).
+# a pipeline hands it over between the hosts.
 
 
 def microbatch_seed(seed: int, step: int, microbatches: int, microbatch: int) -> int:
