@@ -10,7 +10,7 @@ from typing import Any
 from splitkit.cli import source, stage_folders
 from splitkit.cli.common import TRAINING, plan_file, policy_of, require_policy_option
 from splitkit.cli.factories import require_factory
-from splitkit.cli.staged_plan_files import require_options, stages_of_file
+from splitkit.cli.staged_plan_files import require_own_recompute, stages_of_file
 from splitkit.errors import FileError, UsageError
 
 
@@ -32,7 +32,7 @@ def require_target(args: Namespace) -> None:
         reason = f"{args.target} divides a training step into forward and backward, and has no stages"
         raise UsageError("SK601", reason, f"Run it with: splitkit run {args.target}; or plan with --stages N.")
     if stages:
-        require_options(args)
+        require_own_recompute(args)
     require_model(args, file, "train")
     if stages := stages or (args.stages if file is None else 0):
         _require_order(args, [1] * stages)

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
+from splitkit.cli.commands.plan_training import CapturedStep
 from splitkit.cli.common import CapturedModel, example_of
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.stage_weights import full_tensor
 from splitkit.testing.pipeline_check import (
     UnsplitModel,
@@ -49,7 +51,12 @@ class ReferenceModel:
     """
 
     def __init__(
-        self, pipe: Pipeline, work: CapturedModel, optimizer: Callable[[Any], Optimizer], tolerance: float, batch: Batch
+        self,
+        pipe: Pipeline,
+        work: CapturedModel | CapturedStep,
+        optimizer: Callable[[Any], Optimizer],
+        tolerance: float,
+        batch: Batch,
     ) -> None:
         self._pipe, self._work, self._tolerance = pipe, work, tolerance
         self._unsplit: UnsplitModel | None = None
@@ -186,9 +193,10 @@ class ReferenceModel:
 
         The module has taken over the gradients of the pipeline by now.
         """
-        if self.kind != "module":
+        whole = _captured(self._pipe, self._work)
+        if self.kind != "module" or not isinstance(whole, fx.GraphModule):
             return None
-        graph = UnsplitModel(self._pipe, self._work.gm)
+        graph = UnsplitModel(self._pipe, whole)
         with torch.no_grad():
             for name, tensor in graph.held.items():
                 if name in module.held:
@@ -205,28 +213,38 @@ class ReferenceModel:
         return {"step": self._pipe.steps - 1, "microbatch": microbatch, "output": output}
 
 
-def _unsplit(pipe: Pipeline, work: CapturedModel, batch: Batch) -> tuple[str, UnsplitModel]:
+def _unsplit(pipe: Pipeline, work: CapturedModel | CapturedStep, batch: Batch) -> tuple[str, UnsplitModel]:
     """Return the user's module, made anew; the captured graph if the module has other inputs or parameters."""
+    whole = _captured(pipe, work)
     try:
         module_calls(pipe, *batch)
     except PipelineError:
-        return "graph", UnsplitModel(pipe, work.gm)
+        return "graph", UnsplitModel(pipe, whole)
     model, captured = example_of(work.source).model, work.example.model
     if {id(t) for t in model.parameters()} & {id(t) for t in captured.parameters()} or model is captured:
         # a factory that returns the same module each time: the pipeline trains its weights
         model = copy.deepcopy(model)
         model.zero_grad()
-    of_graph, of_captured, held = (parameters_and_buffers(m) for m in (work.gm, captured, model))
+    of_graph, of_captured, held = (parameters_and_buffers(m) for m in (whole, captured, model))
     named = {id(tensor): name for name, tensor in of_captured.items()}
     names = {name: named.get(id(tensor), name) for name, tensor in of_graph.items()}
     if any(names[name] not in held for name, tensor in of_graph.items() if isinstance(tensor, nn.Parameter)):
-        return "graph", UnsplitModel(pipe, work.gm)
+        return "graph", UnsplitModel(pipe, whole)
     names = {name: own for name, own in names.items() if own in held}
     if isinstance(pipe.split, StageFolder):
         with torch.no_grad():
             for name, own in names.items():
                 held[own].copy_(of_graph[name])
     return "module", UnsplitModel(pipe, model, names)
+
+
+def _captured(pipe: Pipeline, work: CapturedModel | CapturedStep) -> nn.Module:
+    """Return the module with the weights that the pipeline trains: the captured graph, or the model of a step."""
+    found = captured_model(pipe.split)
+    if found is not None:
+        return found
+    assert isinstance(work, CapturedModel), "a folder is opened with the graph"
+    return work.gm
 
 
 def _take_over(what: str, own: torch.Tensor, value: torch.Tensor) -> None:

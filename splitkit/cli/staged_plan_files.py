@@ -1,4 +1,4 @@
-"""What a plan file of a training step in stages says without its graph, and which options it accepts."""
+"""What a plan file of a training step in stages says without its graph, and which option it does not accept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 from splitkit.errors import UsageError
 from splitkit.training.stage_parts import stage_part
 
-_ELSEWHERE = {"fsdp": "--fsdp", "dp": "--dp", "checkpoint": "--checkpoint", "trace": "--trace", "resume": "--resume"}
-
 
 def stages_of_file(file: Mapping[str, Any]) -> int:
     """Return the number of stages of a plan of a training step; 0 if it is not in stages."""
@@ -20,16 +18,16 @@ def stages_of_file(file: Mapping[str, Any]) -> int:
     return max(found, default=-1) + 1
 
 
-def require_options(args: Namespace) -> None:
-    """Refuse options of `splitkit train` that plans of training steps do not have.
+def require_own_recompute(args: Namespace) -> None:
+    """Refuse ``--recompute`` for a plan of a training step.
 
     Raises:
         UsageError: SK601.
     """
-    for name, option in _ELSEWHERE.items():
-        if getattr(args, name, None) not in (None, False):
-            raise UsageError(
-                "SK601",
-                f"{option} cannot be combined with {args.target}, a plan of a training step",
-                "Leave it out, or plan a forward graph: splitkit plan MODEL --stages N.",
-            )
+    if args.recompute:
+        raise UsageError(
+            "SK601",
+            f"--recompute cannot be combined with {args.target}, a plan of a training step, which says what is "
+            "recomputed",
+            "Leave it out, or plan with less memory: splitkit plan MODEL --what fwd-bwd --stages N --memory SIZE.",
+        )

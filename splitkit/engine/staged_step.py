@@ -6,10 +6,10 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.costs import unit_of
@@ -91,6 +91,11 @@ class StageGraphs:
 
     __repr__ = brief
 
+    def each(self) -> dict[str, fx.GraphModule]:
+        """Return ``"forward"``, ``"backward"`` and, if there is one, ``"weight"`` -> the graph."""
+        found = {"forward": self.forward, "backward": self.backward}
+        return found if self.weight is None else {**found, "weight": self.weight}
+
     @property
     def held(self) -> tuple[str, ...]:
         """What forward saves for both graphs of backward, in the order in which it returns it."""
@@ -160,7 +165,7 @@ class StageGraphs:
         return _origins(self.backward, copies, origins) | origins
 
     def __str__(self) -> str:
-        graphs = [self.forward, self.backward, *([self.weight] if self.weight is not None else [])]
+        graphs = self.each().values()
         counts = " + ".join(str(sum(n.op not in ("placeholder", "output") for n in g.graph.nodes)) for g in graphs)
         waits = f", {size(self.waiting_bytes)} wait for the weight graph" if self.weight is not None else ""
         host = f", {size(self.host_bytes)} wait on the host" if self.offloaded else ""
@@ -168,6 +173,26 @@ class StageGraphs:
             f"{counts} ops, receives {len(self.received)} and sends {len(self.sent)} activations, saves "
             f"{size(self.saved_bytes)}{waits}{host}"
         )
+
+
+class JointSource(Protocol):
+    """The joint graph that was divided: a `splitkit.frontends.joint_capture.Joint`."""
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The graph."""
+
+    @property
+    def signature(self) -> Any:
+        """The meaning of its inputs and outputs."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which has the parameters and buffers."""
+
+    @property
+    def flow(self) -> JointFlow:
+        """The facts about the graph."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +211,7 @@ class StagedStep(Shown):
         ties: position of a gradient -> the stages that each compute a term of it, because they share the parameter.
             Their sum is the gradient.
         plan: the complete plan.
+        source: the joint graph that was divided; ``None`` if only its facts are known.
     """
 
     stages: tuple[StageGraphs, ...]
@@ -196,6 +222,7 @@ class StagedStep(Shown):
     gradients: int
     ties: Mapping[int, tuple[int, ...]]
     plan: Plan
+    source: JointSource | None = None
 
     __repr__ = brief
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -155,7 +155,8 @@ class Joint:
             PlanError: the plan breaks a rule (SK2xx).
             PolicyError: the policy refuses (SK3xx).
         """
-        return divide_by_policy(self.flow, policy, costs or default(self.graph_module))
+        made = divide_by_policy(self.flow, policy, costs or default(self.graph_module))
+        return replace(made, source=self) if isinstance(made, StagedStep) else made
 
 
 def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Joint:

@@ -7,9 +7,8 @@ from splitkit.runtime.folder.training_checkpoint import open_checkpoints
 from splitkit.runtime.folder.whole_model import save_pretrained
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.encoder_caches import decoder_cache
-from splitkit.runtime.ranks.joint_pipeline import joint_pipeline
 from splitkit.runtime.ranks.measurements import StepRecorder
-from splitkit.runtime.ranks.pipeline import pipeline
+from splitkit.runtime.ranks.pipeline import joint_pipeline, pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage

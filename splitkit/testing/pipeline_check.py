@@ -13,7 +13,6 @@ import torch
 from torch import fx, nn
 
 from splitkit._torch import pytree
-from splitkit.engine.split import Split
 from splitkit.errors import CheckError, PipelineError
 from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.storages import parameters_and_buffers
@@ -21,6 +20,7 @@ from splitkit.runtime.devices.accelerators import current, move_tensors
 from splitkit.runtime.devices.device_map import captured_types, follow_device
 from splitkit.runtime.ranks import stage_weights
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.step_losses import PipelineStep, scaled
 from splitkit.short_repr import brief
 from splitkit.testing.differences import flattened_output
@@ -75,10 +75,11 @@ class UnsplitModel:
             names: name in the graph -> name in ``whole``; by default they are the same.
         """
         if whole is None:
-            if not isinstance(pipe.split, Split):
+            found = captured_model(pipe.split)
+            if found is None:
                 reason = "stages of a folder do not have the unsplit model"
                 raise PipelineError("SK802", reason, "Capture the model, and pass the graph too.")
-            whole = pipe.split.flow.root
+            whole = found if isinstance(found, fx.GraphModule) else copy.deepcopy(found)
         self.model: nn.Module = copy.deepcopy(whole) if isinstance(whole, fx.GraphModule) else whole
         # `nn.Module.to` makes two parameters of a tied one on some devices
         tensors = (*self.model.parameters(), *self.model.buffers())

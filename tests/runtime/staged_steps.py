@@ -15,8 +15,8 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.pipeline.order import host_windows, most_on_host
-from splitkit.runtime import joint_pipeline
-from splitkit.runtime.ranks.joint_stage import JointStage
+from splitkit.runtime import pipeline
+from splitkit.runtime.ranks.planned_stage import PlannedStage
 from splitkit.testing import models
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_parts import StagePart
@@ -27,7 +27,7 @@ SIZES = {
     "llama": {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},
     "t5": {"layers": 1, "width": 32, "heads": 2, "vocab": 64, "seq": 8, "batch": 2},
 }
-CAPTURED = {}
+CAPTURED, PIPES = {}, []
 
 
 class Odd(nn.Module):
@@ -153,7 +153,10 @@ def main():
         twin = build(name)
         twin.model.load_state_dict(example.model.state_dict())
         twin.model.train(example.model.training)
-        pipe = joint_pipeline(joint, step, schedule, count, compiled="compiled" in rest)
+        pipe = pipeline(step, schedule, count)
+        PIPES.append(pipe)
+        for part in pipe.modules if "compiled" in rest else ():
+            part.compile()
         waiting.clear()
         expected.clear()
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -166,13 +169,13 @@ def main():
             if result.losses is not None:
                 found["loss"] = max(found["loss"], float((result.losses - torch.stack(losses)).abs().max()))
             grads = dict(twin.model.named_parameters())
-            for key, p in pipe.named_parameters().items():
+            for key, p in trained(pipe).items():
                 found["gradient"] = max(found["gradient"], float((p.grad - grads[key].grad).abs().max()))
             optimizer.step()
             other.step()
             optimizer.zero_grad()
             other.zero_grad()
-        own = pipe.named_parameters()
+        own = trained(pipe)
         for key, p in twin.model.named_parameters():
             if key in own:
                 found["weight"] = max(found["weight"], float((p - own[key]).detach().abs().max()))
@@ -183,9 +186,9 @@ def main():
             json.dumps(
                 {
                     "rank": dist.get_rank(), "model": name, "stages": list(pipe.stages), "trained": sorted(own),
-                    "left": [len(m.held) + len(m.waiting) for m in pipe.modules], **found,
+                    "left": [len(m.waiting) for m in pipe.modules], **found,
                     "waiting": waiting, "expected": expected, "moved": moved_bytes(pipe, step),
-                    "measured": [pipe.host_bytes, pipe._batch.queue.device_most],
+                    "measured": [pipe.host_bytes, pipe._rank_stages[True].batch.queue.device_most],
                 }
             ),
             flush=True,
@@ -194,23 +197,31 @@ def main():
 
 def written(pipe):
     """The buffers that the stages of this rank write, by name."""
-    own = {id(b) for module in pipe.modules for b in module.outputs.updates.values()}
-    return [(key, b) for key, b in pipe.model.named_buffers() if id(b) in own]
+    own = {id(m.tensor(name)) for m in pipe.modules for name in m.task.updates.values()}
+    return [(key, b) for key, b in pipe.named_tensors().items() if id(b) in own]
+
+
+def trained(pipe):
+    """The parameters of this rank that get a gradient, by name."""
+    own = {id(m.tensor(name)) for m in pipe.modules for name in m.task.trained.values()}
+    return {key: p for key, p in pipe.named_parameters().items() if id(p) in own}
 
 
 def watch(waiting, expected):
     """Note after each backward of a stage with a weight part the bytes that wait, and those that its graphs say."""
-    run = JointStage.weight_runner
+    run = PlannedStage.weight_runner
 
     def noted(self):
         if self.graphs.weight is not None:
             others, self.waiting[:] = self.waiting[:-1], self.waiting[-1:]
-            waiting.append(self.waiting_bytes)
+            given = PIPES[-1]._rank_stages[True].batch.inputs
+            known = [v for inputs in given for v in inputs.values() if isinstance(v, torch.Tensor)]
+            waiting.append(self.waiting_bytes(known))
             expected.append(self.graphs.waiting_bytes)
             self.waiting[:0] = others
         return run(self)
 
-    JointStage.weight_runner = noted
+    PlannedStage.weight_runner = noted
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from torch import nn
 import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PipelineError
-from splitkit.runtime.ranks.joint_pipeline import _require_trainable
-from splitkit.runtime.ranks.joint_stage import border_slots
-from splitkit.runtime.ranks.rank_device import place_graphs
+from splitkit.runtime.ranks.planned_chain import _require_trainable, chain_of_step
+from splitkit.runtime.ranks.planned_stage import border_slots
+from splitkit.runtime.ranks.rank_device import place_stages
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 
@@ -33,7 +33,7 @@ OTHERS = [
     "llama zbv 4 offload-deferred 6",
     "gpt2 gpipe 2 offload 5",
     "odd interleaved-1f1b 4 offload 4",
-    "odd 1f1b 2 offload 5 compiled",
+    "llama 1f1b 2 offload 5 compiled",
 ]
 ON_FOUR = [
     "gpt2 1f1b 4 deferred 4",
@@ -78,6 +78,11 @@ def stages_of(model, x, cut):
     return joint.split(stage_plan(joint.flow, {n: int(i >= cut) for i, n in enumerate(forward)})).stages
 
 
+def in_one_stage(joint):
+    forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
+    return joint.split(stage_plan(joint.flow, dict.fromkeys(forward, 0)))
+
+
 class Squares(nn.Module):
     """The gradients of both factors of a product go back over a border behind which one value goes."""
 
@@ -104,9 +109,8 @@ def test_each_gradient_comes_back_in_the_slot_of_an_activation_of_its_size():
         assert len(set(slots.slot_of)) == len(slots.slot_of) == len(second.gradients_sent)
         gradients = [torch.randn(value.like.shape) for value in slots.gradients]
         back = slots.packed(gradients, torch.device("cpu"), "here")
-        assert [t is not None for t in back] == [like.requires_grad for like in slots.expected]
-        whole = [torch.zeros(0) if t is None else t for t in back]
-        for given, found in zip(gradients, slots.unpacked(whole), strict=True):
+        assert [t is not None for t in back] == [value.like.requires_grad for value in slots.crossing]
+        for given, found in zip(gradients, slots.unpacked(back, torch.device("cpu")), strict=True):
             assert torch.equal(given, found)
     assert seen > 3
 
@@ -128,10 +132,8 @@ def test_models_whose_gradients_others_manage_are_refused():
 def test_a_pipeline_needs_a_process_group():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
     joint = sk.capture_joint(model, x, loss=torch.sum)
-    forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
-    step = joint.split(stage_plan(joint.flow, dict.fromkeys(forward, 0)))
     with pytest.raises(PipelineError, match="SK804: there is no process group"):
-        sk.runtime.joint_pipeline(joint, step)
+        sk.runtime.pipeline(in_one_stage(joint))
 
 
 class Attention(nn.Module):
@@ -147,18 +149,19 @@ class Attention(nn.Module):
 def test_attention_that_was_captured_for_the_cpu_is_refused_on_another_device(monkeypatch):
     monkeypatch.setattr(_torch, "has_kernel", lambda target, kind: kind == "cpu" or "_for_cpu" not in str(target))
     joint = sk.capture_joint(Attention(), torch.randn(1, 3, 4, 4))
-    place_graphs(joint.model, [joint.graph_module], [], torch.device("cpu"), frozenset({"cpu"}))
+    chain = chain_of_step(in_one_stage(joint))
+    place_stages(chain, [0], torch.device("cpu"))
     with pytest.raises(PipelineError, match=r"SK801.*_for_cpu.*, which cuda does not have"):
-        place_graphs(joint.model, [joint.graph_module], [], torch.device("cuda"), frozenset({"cpu"}))
+        place_stages(chain, [0], torch.device("cuda"))
 
 
 def test_a_model_without_weights_is_refused():
     model = Attention().to("meta")
     joint = sk.capture_joint(model, torch.randn(1, 3, 4, 4, device="meta"))
     with pytest.raises(PipelineError, match=r"SK807.*on meta(.|\n)*Capture the model on the CPU"):
-        place_graphs(model, [joint.graph_module], model.parameters(), torch.device("cpu"), frozenset({"meta"}))
+        place_stages(chain_of_step(in_one_stage(joint)), [0], torch.device("cpu"))
     model.to_empty(device="cpu")
-    place_graphs(model, [joint.graph_module], model.parameters(), torch.device("cpu"), frozenset({"meta"}))
+    place_stages(chain_of_step(in_one_stage(joint)), [0], torch.device("cpu"))
 
 
 def test_what_ranks_cannot_run_is_refused_on_both():
@@ -167,7 +170,7 @@ def test_what_ranks_cannot_run_is_refused_on_both():
     assert len(lines) == 2 * len(said)
     assert said["batch"] == {"SK802: input is float32[6, 8]"}
     (weights,) = said["weights"]
-    assert weights.startswith("SK804: the model is ") and "on rank 1" in weights
+    assert weights.startswith("SK804: 2.") and "other values on rank 1 than on rank 0" in weights
     assert all(text.startswith("SK804: input has other values on rank") for text in said["other batch"])
     assert said["buffer"] == {
         "SK801: stage 1 updates seen, and stage 0 reads it: its next microbatch would miss the update"

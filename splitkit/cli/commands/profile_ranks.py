@@ -18,6 +18,7 @@ from splitkit.cli.commands import train
 from splitkit.cli.common import plan_file
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import PipelineError, ScheduleError, UsageError
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
 from splitkit.units import size
@@ -61,19 +62,25 @@ def _profile(args: Namespace) -> dict[str, Any]:
     from splitkit.costs.measuring_run import progress
     from splitkit.runtime.ranks import measurements
     from splitkit.runtime.ranks.pipeline import pipeline
+    from splitkit.runtime.ranks.planned_chain import chain_of_step
     from splitkit.runtime.ranks.stage_chain import chain_of
 
     work, plan = train.planned_together(args)
     count = args.microbatches or max(2, plan.request.microbatches or USUAL_MICROBATCHES)
-    split = sk.split(work.gm, with_recompute(plan, args))
+    split = train.divided(work, with_recompute(plan, args))
     if max(part.replicas for part in plan.parts.values()) > 1:
         remedy = "Plan without --replicas; in Python, without replicas=."
         raise PipelineError("SK801", "parts have replicas, but each stage is profiled on one rank", remedy)
-    orders, left_out = _orders(args, len(split.parts), count, dist.get_world_size())
-    costs = sk.costs.flops(split.flow.root)  # only the bytes of these stages are used: times are measured
-    stages = sk.stage_costs(split.flow, split.plan, costs, optimizer="sgd")
-    chain = chain_of(split)
-    held = measurements.with_passed_on(chain, stages)
+    # only the bytes of these stages are used: times are measured
+    if isinstance(split, StagedStep):
+        assert split.source is not None, "joint.split names the joint graph"
+        chain = chain_of_step(split)
+        held = list(split.stage_costs(sk.costs.flops(split.source.graph_module), optimizer="sgd"))
+    else:
+        chain = chain_of(split)
+        stages = sk.stage_costs(split.flow, split.plan, sk.costs.flops(split.flow.root), optimizer="sgd")
+        held = measurements.with_passed_on(chain, list(stages))
+    orders, left_out = _orders(args, chain.stages, count, dist.get_world_size())
     batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
     runs, traces, static = [], {}, measurements.STATIC_BUFFERS
@@ -83,7 +90,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         times = {key: found for actions in _gathered(alone.actions) for key, found in actions.items()}
         advance()
         for order in orders:
-            links = measurements.measure_links(order, max(stage.activation_bytes for stage in stages))
+            links = measurements.measure_links(order, max(stage.activation_bytes for stage in held))
             found = _gathered(measurements.run_steps(pipeline(split, order), batch, args.repeat))
             priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
@@ -101,7 +108,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "microbatches": count,
         "cores": cores,
         "oversubscribed": dist.get_world_size() > cores,
-        "stages": [{k: measurements.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(len(stages))],
+        "stages": [{k: measurements.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(chain.stages)],
         "schedules": runs,
         "left_out": left_out,
         "pairs": _pairs(runs),

@@ -17,11 +17,13 @@ import splitkit as sk
 from splitkit.cli import launcher, rank_process, stage_folders
 from splitkit.cli.before_ranks import require_target
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
+from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.outputs import FOR_PERFETTO, STDOUT
 from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
-from splitkit.cli.staged_plan_files import require_options, stages_of_file
+from splitkit.cli.staged_plan_files import stages_of_file
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.units import size
 from splitkit.view.tables import facts, table
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.cli.reference_model import ReferenceModel
+    from splitkit.engine.split import Split
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.plans.record import Plan
     from splitkit.runtime.folder.training_checkpoint import CheckpointFolder
@@ -176,12 +179,6 @@ def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.stage_weights import local_tensor
 
-    file = None if stage_folders.is_folder(args.target) else plan_file(args)
-    if file is not None and stages_of_file(file):
-        from splitkit.cli.commands.train_stages import trained
-
-        require_options(args)
-        return trained(args, file, schedule_or_order(args.schedule), partial(_optimizer, args))
     work, split = _split(args)
     pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed)
     if args.fsdp:
@@ -221,16 +218,25 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _split(args: Namespace) -> tuple[CapturedModel, Any]:
+def _split(args: Namespace) -> tuple[CapturedModel | CapturedStep, Any]:
     """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
     stage_folders.require_fitting_options(args)
     if stage_folders.is_folder(args.target):
         return stage_folders.opened(args)
     work, plan = planned_together(args)
-    return work, sk.split(work.gm, with_part_flags(plan, args))
+    return work, divided(work, with_part_flags(plan, args))
 
 
-def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
+def divided(work: CapturedModel | CapturedStep, plan: Plan) -> Split | StagedStep:
+    """Return the stages of a plan of a model, or of its training step."""
+    if isinstance(work, CapturedModel):
+        return sk.split(work.gm, plan)
+    found = work.joint.split(plan)
+    assert isinstance(found, StagedStep), "`require_target` refuses other plans of training steps"
+    return found
+
+
+def planned_together(args: Namespace) -> tuple[CapturedModel | CapturedStep, Plan]:
     """Return the model of this rank, and the plan that rank 0 makes for all."""
     from splitkit.runtime.ranks.rank_agreement import planned_once
 
@@ -241,8 +247,10 @@ def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
         return work, planned_once(work.gm, lambda: planned()[0])
     from splitkit.cli import source
 
-    work = prepare(source.from_plan(args.target, file, args))
-    return work, planned_once(work.gm, lambda: decoded(work.gm.graph, args.target, file))
+    wanted = source.from_plan(args.target, file, args)
+    captured = prepare_step(wanted) if stages_of_file(file) else prepare(wanted)
+    gm = captured.gm if isinstance(captured, CapturedModel) else captured.joint.graph_module
+    return captured, planned_once(gm, lambda: decoded(gm.graph, args.target, file))
 
 
 def schedule_or_order(word: str) -> str | PipelineOrder:
@@ -263,7 +271,7 @@ def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
 
 def _steps(
     args: Namespace,
-    work: CapturedModel,
+    work: CapturedModel | CapturedStep,
     pipe: Pipeline,
     optimizer: Any,
     beside: ReferenceModel | None,
@@ -302,7 +310,7 @@ def _steps(
     }
 
 
-def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def batch_of(work: CapturedModel | CapturedStep, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make a batch of different microbatches: the example's inputs, each rolled along the last dimension."""
     return rank_process.rolled_batch(work.example, count, step, work.source.seed)
 

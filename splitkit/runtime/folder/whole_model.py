@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from splitkit import files
-from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, SplitError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.tensorfiles import dtype_name, write_described
 from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.signs_of_life import beating
 from splitkit.runtime.ranks.stage_weights import full_tensor
 
@@ -51,8 +51,8 @@ def full_state_dict(pipe: Pipeline) -> dict[str, torch.Tensor]:
         copy = tensor.cpu() if entry.source else tensor.to("cpu", copy=True)
         whole |= dict.fromkeys(entry.names, copy)
     order = [name for name in pipe.split.module.state_dict() if name in whole]
-    if isinstance(pipe.split, Split):
-        order = list(pipe.split.flow.root.state_dict())
+    if (model := captured_model(pipe.split)) is not None:
+        order = list(model.state_dict())
     return {name: whole[name] for name in dict.fromkeys([*order, *whole]) if name in whole}
 
 
@@ -145,9 +145,10 @@ def _ties(pipe: Pipeline) -> dict[str, tuple[str, ...]]:
     if isinstance(split, StageFolder):
         rows = [[name.text() for name in row["names"].items()] for row in split.manifest["tensors"].items()]
         return {name: tuple(names) for names in rows for name in names}
-    groups: dict[int, list[str]] = {}
-    saved = split.flow.root.state_dict()
-    for name, tensor in parameters_and_buffers(split.flow.root).items():
+    groups, model = dict[int, list[str]](), captured_model(split)
+    assert model is not None, "only stages of a folder have none"
+    saved = model.state_dict()
+    for name, tensor in parameters_and_buffers(model).items():
         if name in saved:
             groups.setdefault(id(tensor), []).append(name)
     return {name: tuple(names) for names in groups.values() for name in names}

@@ -1,4 +1,4 @@
-"""Splits a graph that was captured in another mode like the graph that is trained, with the same weights.
+"""Splits a graph that was captured in another mode like the graph that is trained; refuses changes of mode otherwise.
 
 Each stage gets the nodes that read its weights, and a node without weights is in the first stage that has its inputs.
 """
@@ -14,21 +14,25 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit._torch import attributes_of
 from splitkit.engine.split import Split, plan, split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import analyze, waits_for
 from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime.ranks.planned_chain import captured_model
+from splitkit.runtime.ranks.planned_stage import graphs_of
+from splitkit.runtime.ranks.stage_chain import StageSource
 
 _REMEDY = "Capture the same model: evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))."
 
 
-def split_like(gm: fx.GraphModule, trained: Split) -> Split:
+def split_like(gm: fx.GraphModule, trained: StageSource) -> Split:
     """Split a graph so that each stage reads the parameters and buffers of the same stage of another split.
 
     Args:
         gm: a capture of the same model, for example in eval mode.
-        trained: the other split.
+        trained: the stages that train.
 
     Raises:
         PipelineError: SK801 if a node reads weights of several stages, or of a stage before one of its inputs, or if a
@@ -84,11 +88,13 @@ def summed_without(lost: Sequence[str]) -> PipelineError:
     return PipelineError("SK802", reason, remedy, lost)
 
 
-def _stages_of_tensors(trained: Split) -> dict[str, set[int]]:
+def _stages_of_tensors(trained: StageSource) -> dict[str, set[int]]:
     """Return name in the unsplit model -> the stages that have the tensor."""
     stage_of = {child: stage for stage, child in enumerate(trained.names.values())}
     stages: dict[int, set[int]] = {}
-    tensors = parameters_and_buffers(trained.flow.root)
+    model = captured_model(trained)
+    assert model is not None, "stages of a folder are refused before"
+    tensors = parameters_and_buffers(model)
     for name in parameters_and_buffers(trained.module):
         child, original = name.split(".")[0], trained.qualified_names.get(name, name)
         if child in stage_of and original in tensors:
@@ -116,3 +122,92 @@ def _stages(gm: fx.GraphModule, homes: Mapping[str, set[int]]) -> dict[Node, int
             )
         found[node] = min(able)
     return found
+
+
+# Refuses changes to stages that would not do what they do to a model, because the capture has fixed it.
+
+
+def autocasts_of(parts: Sequence[nn.Module]) -> frozenset[tuple[str, torch.dtype]]:
+    """Return the types of devices and the dtypes of the autocasts that parts enter."""
+    nodes = (node for part in parts for gm in graphs_of(part) for node in gm.graph.nodes)
+    regions = [node for node in nodes if node.target is _torch.ENTER_AUTOCAST]
+    entered: Any = (node.args[:2] for node in regions if node.args[2:3] != (False,))
+    return frozenset(entered)
+
+
+def require_gradients() -> None:
+    """Refuse a step where gradients are off.
+
+    Raises:
+        PipelineError: SK802.
+    """
+    if not torch.is_grad_enabled():
+        raise PipelineError(
+            "SK802",
+            "gradients are off, and a step runs backward",
+            "Call step outside torch.no_grad() and torch.inference_mode(); forward alone is Pipeline.infer.",
+        )
+
+
+class FixedAtCapture:
+    """The modes of the parts of a rank, and which of its parameters train, when the pipeline was made."""
+
+    def __init__(self, parts: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+        # Modules that a graph calls, as after symbolic_trace, follow their own mode.
+        calling = {part for part in parts for gm in graphs_of(part) if gm.graph.find_nodes(op="call_module")}
+        self._modes = [(part, part.training) for part in parts if part not in calling]
+        self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
+
+        self._autocasts = autocasts_of(parts)
+
+    def require_autocast(self, device: torch.device) -> None:
+        """Refuse an autocast around a call, unless it was around the capture too.
+
+        Inside it, stages would compute other dtypes than those that the graph says cross the borders.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        if not torch.is_autocast_enabled(device.type):
+            return
+        dtype = torch.get_autocast_dtype(device.type)
+        if (device.type, dtype) not in self._autocasts:
+            name = str(dtype).removeprefix("torch.")
+            raise PipelineError(
+                "SK802",
+                f"autocast to {name} is active around the call, but was not active around the capture",
+                f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then.",
+            )
+
+    def require_modes(self) -> None:
+        """Refuse parts whose mode has changed.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        for part, mode in self._modes:
+            if part.training != mode:
+                called = "train" if part.training else "eval"
+                raise PipelineError(
+                    "SK802",
+                    f"{called}() was called on a part, which has no effect: dropout and BatchNorm stay as captured",
+                    "Capture the model in the other mode, and run that with the same weights: "
+                    f"pipe.evaluation(sk.capture(model.{called}(), **inputs_of_one_microbatch)). Undo it with "
+                    f"{'eval' if part.training else 'train'}().",
+                )
+
+    def require_flags(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Refuse parameters whose ``requires_grad`` has changed: it decides which gradients cross borders.
+
+        Raises:
+            PipelineError: SK802.
+        """
+        for name, parameter in parameters.items():
+            if parameter.requires_grad != self._flags[name]:
+                raise PipelineError(
+                    "SK802",
+                    f"requires_grad of {name} is {parameter.requires_grad}, and was {self._flags[name]} when the "
+                    "pipeline was made: the other ranks do not know that",
+                    "Tell all ranks: pipe.train_only(lambda name: ...).",
+                    [name],
+                )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,16 +16,25 @@ from torch.distributed.tensor import DTensor
 from splitkit._torch import pytree
 from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
+from splitkit.engine.staged_step import JointSource, StagedStep
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_dims import BatchDims
-from splitkit.runtime.ranks.evaluation import missing_inputs, share_tensors, split_like, summed_without
+from splitkit.runtime.ranks.evaluation import (
+    FixedAtCapture,
+    missing_inputs,
+    require_gradients,
+    share_tensors,
+    split_like,
+    summed_without,
+)
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.joint_pipeline import FixedAtCapture, require_gradients
 from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
+from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_step
+from splitkit.runtime.ranks.planned_stage import HostQueue, moves_values
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.replicas import (
@@ -40,6 +50,7 @@ from splitkit.runtime.ranks.stage_chain import (
     Chain,
     LastStage,
     Loss,
+    StageSource,
     chain_of,
     last_stage_of,
     loss_without_grad,
@@ -58,7 +69,7 @@ from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_
 
 
 def pipeline(
-    split: Split | StageFolder,
+    split: Split | StagedStep | StageFolder,
     schedule: str | PipelineOrder = "1f1b",
     microbatches: int | None = None,
     *,
@@ -80,9 +91,19 @@ def pipeline(
     all of them have the sum of the gradients, and the results are those of a single pipeline. All parts have the same
     number of replicas, so that as many pipelines run side by side.
 
+    The stages of a training step (``joint.split(plan)``) do exactly what their plan says: they save, recompute and
+    defer as planned. Under zero-bubble schedules, stages with a weight graph run it when the schedule says; other
+    stages run all of backward in the input part::
+
+        joint = splitkit.capture_joint(model, **inputs_of_one_microbatch)
+        step = joint.split(splitkit.policies.Pipeline(4, schedule="zbv", microbatches=8))
+        pipe = splitkit.runtime.pipeline(step, "zbv", 8)
+        pipe.step(**batch)
+        optimizer.step()
+
     Args:
-        split: parts in the order of the stages, captured with the inputs of one microbatch; or stages on disk
-            (`splitkit.runtime.open_stages`), of which each rank loads its own.
+        split: parts in the order of the stages, captured with the inputs of one microbatch; or the stages of a training
+            step; or stages on disk (`splitkit.runtime.open_stages`), of which each rank loads its own.
         schedule: the name of a schedule (`splitkit.pipeline.schedules` lists all), which torch's own class runs if
             torch has one, and torch's interpreter of actions otherwise; or an order of your own, with any number of
             stages on each rank (`splitkit.pipeline.synthesize` reads torch's CSV).
@@ -130,7 +151,7 @@ class Pipeline(ComparedRanks):
 
     def __init__(
         self,
-        split: Split | StageFolder,
+        split: Split | StagedStep | StageFolder,
         schedule: str | PipelineOrder,
         microbatches: int | None,
         loss: Loss | None,
@@ -141,8 +162,8 @@ class Pipeline(ComparedRanks):
         seed: int,
     ) -> None:
         require_process_group()
-        self.split = split
-        self._chain = chain_of(split) if isinstance(split, Split) else split.chain
+        self._chain = _chain_of(split, loss)
+        self.split: StageSource = self._chain.split
         self.group, self.rank = group, dist.get_rank(group)
         self.device = device_of_rank(device, group)
         microbatches = microbatches_or_usual(schedule, microbatches)
@@ -258,8 +279,10 @@ class Pipeline(ComparedRanks):
             PipelineError: SK804 on every rank if the ranks choose differently, SK801 for sharded parameters, SK802 for
                 stages of a folder.
         """
-        split, own = self._captured(), self.named_parameters()
-        self._chain = set_trained(split, own, trains, self.group)
+        own = self.named_parameters()
+        set_trained(self._captured_model(), own, self._untrainable(), trains, self.group)
+        if isinstance(self.split, Split):
+            self._chain = chain_of(self.split)
         self._rank_stages.clear()
         self._fixed = FixedAtCapture(self.modules, own)
 
@@ -281,7 +304,8 @@ class Pipeline(ComparedRanks):
                 folder, which do not know the graph, and without a ``reduction`` if training's is ``"sum"`` and
                 this graph lacks an input by which the losses may be divided.
         """
-        found, own = split_like(gm, self._captured()), self._reduction if reduction is None else reduction
+        self._captured_model()
+        found, own = split_like(gm, self.split), self._reduction if reduction is None else reduction
         lost = missing_inputs(found, self.inputs)
         if lost and own == "sum" and reduction is None:
             raise summed_without(lost)
@@ -402,16 +426,32 @@ class Pipeline(ComparedRanks):
         return stages.latest.stages if stages is not None and stages.latest is not None else ()
 
     @property
-    def modules(self) -> tuple[fx.GraphModule, ...]:
+    def modules(self) -> tuple[nn.Module, ...]:
         """The parts of this rank."""
         return tuple(self.split.parts[self._chain.keys[stage]] for stage in self.stages)
 
-    def _captured(self) -> Split:
-        if not isinstance(self.split, Split):
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes that saved values of this rank took on the host at once in the last step."""
+        stages = self._rank_stages.get(True)
+        return 0 if stages is None else stages.batch.queue.host_most
+
+    def _captured_model(self) -> nn.Module:
+        found = captured_model(self.split)
+        if found is None:
             raise PipelineError(
                 "SK802", "stages of a folder do not know the graph", "Make the pipeline of a split: pipeline(split)."
             )
-        return self.split
+        return found
+
+    def _untrainable(self) -> frozenset[str]:
+        """Return the parameters of which a training step has no gradient, by the names that they have in the model."""
+        source = self.split
+        if not isinstance(source, PlannedParts):
+            return frozenset()
+        known = source.joint.signature
+        graded = {name for name in known.gradients.values()}
+        return frozenset(name for placeholder, name in known.parameters.items() if placeholder not in graded)
 
     def _run(
         self,
@@ -435,6 +475,7 @@ class Pipeline(ComparedRanks):
         batch.inputs, batch.sizes, batch.targets, batch.keep = divided.inputs, divided.sizes, divided.targets, keep
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.outputs, batch.losses, batch.found = {}, {}, None
+        batch.queue.clear()
         self.steps += train
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
             with nullcontext() if self._channel is None else self._channel.step():
@@ -480,7 +521,9 @@ class Pipeline(ComparedRanks):
 
     def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
-        batch = Batch(self._progress, self._share, channel=self._channel)
+        moving = {number for number, part in zip(self.stages, self.modules, strict=True) if moves_values(part)}
+        row = row_of_rank(self.order, self.replicas) if train else ()
+        batch = Batch(self._progress, self._share, channel=self._channel, queue=HostQueue(row, moving))
         return SizedStages(self._chain, last_stage, batch, self._make_stages)
 
     def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
@@ -507,6 +550,38 @@ class Pipeline(ComparedRanks):
     def _share(self) -> range:
         """The microbatches of this replica."""
         return self.replicas.share(self.microbatches)
+
+
+def joint_pipeline(
+    joint: JointSource, step: StagedStep, *args: Any, compiled: bool = False, **options: Any
+) -> Pipeline:
+    """Return ``pipeline(step, ...)`` for the stages of a joint graph; the name that it had before `pipeline` took both.
+
+    Args:
+        joint: the joint graph.
+        step: its stages: what ``joint.split(plan)`` returns.
+        args: the schedule and the number of microbatches, as of `pipeline`.
+        compiled: whether each graph of a stage is compiled with ``torch.compile``.
+        options: the options of `pipeline`.
+    """
+    made = pipeline(replace(step, source=joint), *args, **options)
+    for part in made.modules if compiled else ():
+        part.compile()
+    return made
+
+
+def _chain_of(split: Split | StagedStep | StageFolder, loss: Loss | None) -> Chain:
+    if isinstance(split, StageFolder):
+        return split.chain
+    if isinstance(split, Split):
+        return chain_of(split)
+    if loss is not None:
+        raise PipelineError(
+            "SK802",
+            "a training step has its own loss",
+            "Capture it with this one: capture_joint(model, ..., loss=...).",
+        )
+    return chain_of_step(split)
 
 
 # Sends a batch that only rank 0 has read to the other ranks.
@@ -583,26 +658,26 @@ class SizedStages:
 
 
 def set_trained(
-    split: Split,
+    model: nn.Module,
     own: Mapping[str, nn.Parameter],
+    untrainable: Collection[str],
     trains: Callable[[str], bool],
     group: dist.ProcessGroup | None,
-) -> Chain:
+) -> None:
     """Set ``requires_grad`` of the parameters of the whole model. All ranks must call it.
 
     Args:
-        split: the split, whose graph has all parameters.
-        own: the parameters of this rank by their names in the graph that was split.
+        model: has all parameters.
+        own: the parameters of this rank by their names in the model.
+        untrainable: the names of parameters that cannot train.
         trains: called with the names of a parameter; it trains if the result is true for one of them.
         group: the ranks.
 
-    Returns:
-        The chain of the stages, with what now has a gradient at the borders.
-
     Raises:
-        PipelineError: SK804 on every rank if the ranks choose different parameters; SK801 for sharded parameters.
+        PipelineError: SK804 on every rank if the ranks choose different parameters; SK801 for sharded parameters; SK802
+            for parameters of which the graph has no gradient.
     """
-    whole = {n: t for n, t in parameters_and_buffers(split.flow.root).items() if isinstance(t, nn.Parameter)}
+    whole = {n: t for n, t in parameters_and_buffers(model).items() if isinstance(t, nn.Parameter)}
     named: dict[int, list[str]] = {}
     for name, parameter in whole.items():
         named.setdefault(id(parameter), []).append(name)
@@ -619,12 +694,18 @@ def set_trained(
             )
     if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:
         raise PipelineError("SK801", f"{sharded[0]} is sharded", "Choose what trains before shard().", sharded)
+    if lost := [name for name in untrainable if chosen.get(name)]:
+        raise PipelineError(
+            "SK802",
+            f"the training step has no gradient of {lost[0]}, which did not require grad at capture",
+            "Call requires_grad_() on it before capture_joint, and freeze it by train_only until it trains.",
+            lost,
+        )
     for name, parameter in (*whole.items(), *own.items()):
         if name in chosen and (parameter.is_floating_point() or parameter.is_complex()):
             parameter.requires_grad_(chosen[name])
             # A gradient of earlier steps would otherwise be applied again in each step of the optimizer.
             parameter.grad = parameter.grad if chosen[name] else None
-    return chain_of(split)
 
 
 # Clips gradients by the norm of all gradients of the model, whichever ranks hold them.

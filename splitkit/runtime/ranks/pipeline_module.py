@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from splitkit.errors import PipelineError
-from splitkit.runtime.ranks.joint_pipeline import autocasts_of
+from splitkit.runtime.ranks.evaluation import autocasts_of
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.step_losses import NUMBER
 

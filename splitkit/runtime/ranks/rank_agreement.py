@@ -13,13 +13,13 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import rename, target_name
-from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, SplitError
 from splitkit.graph.canonical import canonical_form, settings_text, value_text
 from splitkit.graph.scope import is_state_op
 from splitkit.graph.storages import attribute
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
+from splitkit.runtime.ranks.planned_chain import captured_graph
 from splitkit.runtime.ranks.stage_chain import Chain
 
 _REMEDY = "Start every rank with the same files, packages and arguments; plan once: splitkit.runtime.planned_once."
@@ -143,7 +143,7 @@ def require_same(chain: Chain, facts: Mapping[str, object], group: dist.ProcessG
 
 def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
     """Raise SK804 that names where the graphs differ, even if only in the order of their nodes."""
-    root = chain.split.flow.root if isinstance(chain.split, Split) else None
+    root = captured_graph(chain.split)
     first = from_first(lambda: None if root is None else listing(root), group)
     if not all(from_every(root is not None and first is not None, group)):
         return  # stages of a folder know only the fingerprint of their graph

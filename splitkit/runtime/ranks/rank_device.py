@@ -13,6 +13,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.accelerators import accelerator_type, move_tensors, with_index
 from splitkit.runtime.devices.device_map import follow_device, follows
+from splitkit.runtime.ranks.planned_stage import PlannedStage, graphs_of
 from splitkit.runtime.ranks.stage_chain import Chain
 
 
@@ -53,53 +54,39 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
     """Move the tensors of stages to a device, and make devices that capture hard-coded follow.
 
     All parts at hand get the same new code, whichever stages are moved, so that ranks go on to agree on it. It names
-    the device without an index: stages run with their device as the current one.
+    the device without an index: stages run with their device as the current one. A constant on another type of device
+    than the graph was captured on, such as a number on the CPU in a model that was captured on ``cuda``, stays there.
 
     Raises:
-        PipelineError: SK801 for an autocast that has no effect where the graph was captured, but has one on the device.
+        PipelineError: SK801 for an autocast that has no effect where the graph was captured, but has one on the device,
+            and for an op that the capture of a joint graph chose for another type of device, and this one lacks; SK807
+            for a tensor without data.
     """
     split, type_only = chain.split, torch.device(device.type)
-    for graph in (split.module, *split.parts.values()):
+    planned = [graph for part in split.parts.values() if isinstance(part, PlannedStage) for graph in graphs_of(part)]
+    for graph in planned:
+        _require_kernels(graph, device.type)
+    for graph in (split.module, *(graph for part in split.parts.values() for graph in graphs_of(part))):
         _require_effective_autocast(graph, device.type, chain.facts.captured)
         follow_device(graph, type_only, chain.facts.captured)
     parts = [split.parts[chain.keys[stage]] for stage in stages]
     held: list[object] = [value for stage in stages for value in chain.own(stage).values()]
     for part in parts:
-        held += [*part.parameters(), *part.buffers(), *_constants(part)]
-    _move(nn.ModuleList([split.module, *parts]), held, device)
-
-
-def place_graphs(
-    model: nn.Module,
-    graphs: Sequence[fx.GraphModule],
-    own: Iterable[torch.Tensor],
-    device: torch.device,
-    captured: frozenset[str],
-) -> None:
-    """Move what joint graphs read to a device, and make devices that capture hard-coded follow.
-
-    Args:
-        model: the model, which holds the parameters and buffers.
-        graphs: the graphs.
-        own: the parameters and buffers that they are given.
-        device: the device.
-        captured: the device types on which the graph was captured. A constant on another one, such as a number on the
-            CPU in a model that was captured on ``cuda``, stays there.
-
-    Raises:
-        PipelineError: SK801 for an op that the capture chose for another type of device, and this one lacks; SK807 for
-            a tensor without data.
-    """
-    held: list[object] = list(own)
-    for graph in graphs:
-        _require_kernels(graph, device.type)
-        follow_device(graph, device, captured)
-        held += [t for t in _constants(graph) if isinstance(t, torch.Tensor) and follows(t.device, captured)]
+        held += [*part.parameters(), *part.buffers()]
+        for graph in graphs_of(part):
+            held += [t for t in _constants(graph) if isinstance(t, torch.Tensor) and _moves(t, graph in planned, chain)]
+    graphs = [graph for part in parts for graph in graphs_of(part)]
     try:
-        _move(nn.ModuleList([model, *graphs]), held, device)
+        _move(nn.ModuleList([split.module, *graphs]), held, device)
     except PipelineError as error:
+        if not planned:
+            raise
         remedy = "Capture the model on the CPU or on an accelerator, with its weights."
         raise PipelineError(error.code, error.reason, remedy, error.nodes) from None
+
+
+def _moves(constant: torch.Tensor, planned: bool, chain: Chain) -> bool:
+    return not planned or follows(constant.device, chain.facts.captured)
 
 
 def _move(root: nn.Module, held: Iterable[object], device: torch.device) -> None:

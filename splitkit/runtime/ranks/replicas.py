@@ -180,7 +180,8 @@ class SharedParameters:
     Stages of one rank share the parameter object, so that autograd sums their gradients.
 
     Attributes:
-        tied: the parameters that this rank shares with stages on other ranks.
+        tied: the parameters of this rank that several stages have, on this rank or on others. They cannot be sharded
+            with a stage.
     """
 
     def __init__(
@@ -194,10 +195,12 @@ class SharedParameters:
         split = chain.split
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        elsewhere: set[int] = set()
+        elsewhere, here = set[int](), list[nn.Parameter]()
         for owners in owners_of_shared(chain):
             places = tuple(sorted({rank_of[stage] for stage in owners.values()}))
             if len(places) < 2:
+                if replicas.place in places and len(set(owners.values())) > 1:
+                    here.append(split.module.get_parameter(next(iter(owners))))
                 continue
             if places not in groups:
                 groups[places] = subgroup(group, [rank for place in places for rank in replicas.ranks[place]])
@@ -206,8 +209,8 @@ class SharedParameters:
                 self._shared.append((split.module.get_parameter(name), groups[places]))
                 if replicas.place != places[0]:
                     elsewhere.add(id(self._shared[-1][0]))
-        self.tied = tuple(parameter for parameter, _ in self._shared)
-        shared = {id(parameter) for parameter in self.tied}
+        shared = {id(parameter) for parameter, _ in self._shared}
+        self.tied = (*(parameter for parameter, _ in self._shared), *here)
         self._counted_elsewhere, self._is_first = frozenset(elsewhere), replicas.own == 0
         self._across = replicas.replica_group
         self._replicated = [p for p in parameters if id(p) not in shared] if self._across is not None else []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from splitkit.runtime.ranks.border_values import BorderValue, non_view
 from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
 from splitkit.runtime.ranks.order_runner import torch_schedule
+from splitkit.runtime.ranks.planned_stage import HostQueue, PlannedStage
 from splitkit.runtime.ranks.replicas import Replicas, RngChannel, RngHandover
 from splitkit.runtime.ranks.stage_chain import Chain, LastStage, require_loss
 from splitkit.runtime.ranks.step_losses import scaled
@@ -195,6 +197,7 @@ class Batch:
         loss: the loss of the step, on the last rank.
         keep: whether outputs are wanted.
         channel: hands RNG states over between the hosts of accelerators.
+        queue: the saved values that wait on the host.
     """
 
     progress: Progress | None = None
@@ -209,6 +212,7 @@ class Batch:
     loss: torch.Tensor | None = None
     keep: bool = False
     channel: RngChannel | None = None
+    queue: HostQueue = field(default_factory=lambda: HostQueue((), ()))
 
 
 class ChainStage(nn.Module):
@@ -248,6 +252,13 @@ class ChainStage(nn.Module):
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
         self.rng = RngHandover.of(chain, stage, device, batch.channel)
+        if self.planned is not None:
+            self.planned.device = device
+
+    @property
+    def planned(self) -> PlannedStage | None:
+        """The part, if a plan has divided its backward; ``None`` if autograd runs it."""
+        return self.part if isinstance(self.part, PlannedStage) else None
 
     @property
     def needs_whole_backward(self) -> bool:
@@ -272,17 +283,41 @@ class ChainStage(nn.Module):
         """Run one microbatch."""
         number = int(microbatch)
         progress = self._batch.progress
+        if self.planned is not None:
+            self.planned.moved = partial(self._batch.queue.add, self._stage, number)
         with nullcontext() if progress is None else progress.computing(self._stage, "F", number):
-            return self._watched(received, number)
+            with self.running("F", number):
+                return self._watched(received, number)
 
-    def begin_backward(self, chunk: int) -> None:
-        """Note that the gradient that a backward waits for has arrived.
+    @contextmanager
+    def running(self, kinds: str, number: int) -> Iterator[None]:
+        """Move values to the host and back while an action runs.
+
+        Args:
+            kinds: the kind of the action; for a backward ``"BI"``, whichever the schedule has.
+            number: the microbatch, by its number in the step.
+        """
+        self._batch.queue.begin(self._stage, kinds, number)
+        yield
+        self._batch.queue.end(self._stage, kinds, number)
+
+    def microbatch(self, chunk: int) -> int:
+        """Return the number in the step of torch's microbatch."""
+        return self._batch.share[chunk] if self._batch.share else chunk
+
+    def backward(self, chunk: int, run: Callable[[], None]) -> None:
+        """Run a backward whose gradient has arrived.
 
         Args:
             chunk: the microbatch, by torch's number.
+            run: runs it.
         """
+        number = self.microbatch(chunk)
         if self._batch.progress is not None:
-            self._batch.progress.begun(self._stage, "B", self._batch.share[chunk])
+            self._batch.progress.begun(self._stage, "B", number)
+        with self.running("BI", number):
+            run()
+        self._batch.queue.done(self._stage, number)
 
     def _watched(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         made = self._forward(received, number)
@@ -391,12 +426,23 @@ class PartStage(DividedStage):
             output_args=module.output_tensors,
             group=group,
         )
-        module.ran = self._divide
+        if module.planned is None:
+            module.ran = self._divide
+        else:
+            # FSDP2 gathers and sums shards once for each backward
+            module.planned.deferring = not isinstance(module.planned, FSDPModule)
+            self.dw_builder = module.planned.weight_runner
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Note that backward begins, and run torch's."""
-        cast(ChainStage, self.submod).begin_backward(bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        """Run torch's backward, and note when it begins."""
+        run = partial(super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
+        cast(ChainStage, self.submod).backward(bwd_chunk_id, run)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run torch's weight part, while values move between host and device."""
+        module = cast(ChainStage, self.submod)
+        with module.running("W", module.microbatch(bwd_chunk_id)):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _divide(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         """Decide after the first forward whether torch can divide backward correctly; if not, let it run as a whole."""

@@ -56,7 +56,7 @@ class StageSource(Protocol):
         """The plan, with a record of each part."""
 
     @property
-    def parts(self) -> Mapping[PartKey, fx.GraphModule]:
+    def parts(self) -> Mapping[PartKey, Any]:
         """Part -> its module; in a folder only the loaded parts."""
 
     @property

@@ -15,14 +15,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from splitkit import _torch
-from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_text
 from splitkit.runtime.ranks.replicas import Replicas
-from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.runtime.ranks.stage_chain import Chain, StageSource
 from splitkit.runtime.ranks.step_agreement import digest_of_tensors, form_of
 
 
@@ -45,7 +43,7 @@ def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[
     Args:
         modules: the parts of this rank.
         replicas: which ranks run the same stages.
-        tied: the parameters, before sharding, that this rank shares with stages on other ranks.
+        tied: the parameters, before sharding, that several stages have, on this rank or on others.
 
     Raises:
         PipelineError: SK801 if a parameter is sharded over other ranks than the replicas of its stage, or if a tied one
@@ -69,7 +67,7 @@ def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[
     if lost := [parameter for parameter in tied if id(parameter) not in held]:
         raise PipelineError(
             "SK801",
-            f"a parameter {list(lost[0].shape)} is sharded, and stages on other ranks have a copy of it",
+            f"a parameter {list(lost[0].shape)} is sharded, and another stage has it, too",
             "Use Pipeline.shard(), which leaves it whole, or put all nodes that read it into one stage.",
         )
     for each in sharded:
@@ -245,7 +243,7 @@ class StageTensors:
         stages: the numbers of this rank's stages.
     """
 
-    split: Split | StageFolder
+    split: StageSource
     stages: tuple[int, ...]
     _chain: Chain
     _empty: nn.Parameter
