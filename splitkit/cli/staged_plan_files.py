@@ -29,5 +29,5 @@ def require_own_recompute(args: Namespace) -> None:
             "SK601",
             f"--recompute cannot be combined with {args.target}, a plan of a training step, which says what is "
             "recomputed",
-            "Leave it out, or plan with less memory: splitkit plan MODEL --what fwd-bwd --stages N --memory SIZE.",
+            "Leave it out; for less memory, plan with a limit: --policy \"Pipeline(2, memory='1GiB')\".",
         )

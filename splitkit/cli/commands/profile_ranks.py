@@ -67,7 +67,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
 
     work, plan = train.planned_together(args)
     count = args.microbatches or max(2, plan.request.microbatches or USUAL_MICROBATCHES)
-    split = train.divided(work, with_recompute(plan, args))
+    split = train.split_as_planned(work, with_recompute(plan, args))
     if max(part.replicas for part in plan.parts.values()) > 1:
         remedy = "Plan without --replicas; in Python, without replicas=."
         raise PipelineError("SK801", "parts have replicas, but each stage is profiled on one rank", remedy)

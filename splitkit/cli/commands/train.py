@@ -224,10 +224,10 @@ def _split(args: Namespace) -> tuple[CapturedModel | CapturedStep, Any]:
     if stage_folders.is_folder(args.target):
         return stage_folders.opened(args)
     work, plan = planned_together(args)
-    return work, divided(work, with_part_flags(plan, args))
+    return work, split_as_planned(work, with_part_flags(plan, args))
 
 
-def divided(work: CapturedModel | CapturedStep, plan: Plan) -> Split | StagedStep:
+def split_as_planned(work: CapturedModel | CapturedStep, plan: Plan) -> Split | StagedStep:
     """Return the stages of a plan of a model, or of its training step."""
     if isinstance(work, CapturedModel):
         return sk.split(work.gm, plan)

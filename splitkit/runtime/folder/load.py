@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from splitkit._torch import attributes_of, codegen_of, pytree
 from splitkit.engine import graph_data
 from splitkit.engine.graph_data import dtype_of, name_of_dtype
 from splitkit.engine.json_fields import WRITE_AGAIN, JsonField
+from splitkit.engine.staged_step import StageGraphs
 from splitkit.errors import FileError, listed
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.size_expressions import Expression, is_known, symbols_in
@@ -39,6 +40,7 @@ from splitkit.runtime.folder.checkpoint_folder import DIGESTS, require_intact, s
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
 from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, Sizes
+from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask
 from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, stage_of_calls
 from splitkit.short_repr import brief
 
@@ -76,7 +78,7 @@ class StageFolder:
     names: Mapping[PartKey, str]
     qualified_names: Mapping[str, str]
     shared: tuple[tuple[str, ...], ...]
-    parts: dict[PartKey, fx.GraphModule] = field(default_factory=dict)
+    parts: dict[PartKey, nn.Module] = field(default_factory=dict)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     encoder_caches: dict[int, fx.GraphModule] = field(default_factory=dict)
 
@@ -107,7 +109,7 @@ class StageFolder:
                 weights that are missing or have another shape; SK508 for ops or classes that this process does not
                 have.
         """
-        fresh, made = dict[int, torch.Tensor](), dict[int, fx.GraphModule]()
+        fresh, made = dict[int, torch.Tensor](), dict[int, nn.Module]()
 
         def tensor_of(number: JsonField) -> torch.Tensor:
             index = number.whole(below=len(self.manifest["tensors"].value))
@@ -122,8 +124,8 @@ class StageFolder:
             if self.chain.keys[stage] in self.parts or stage in made:
                 continue
             data = self._stage(stage)
-            made[stage] = graph_data.decode_graph(data, tensor_of)
-            self._forget_unsaved(made[stage], data["tensors"])
+            made[stage] = decode_part(data, tensor_of)
+            self._forget_unsaved(getattr(made[stage], "held", made[stage]), data["tensors"])
             owned |= {name: tensor_of(self.manifest["parent"]["tensors"][name]) for name in self.chain.own(stage)}
             if ENCODER_CACHES in data.value:
                 caches[stage] = graph_data.decode_graph(data[ENCODER_CACHES], tensor_of)
@@ -433,6 +435,108 @@ def _decode_value(data: JsonField, captured: Sizes) -> BorderValue:
         raise data["sizes"].damaged("a size for each dimension")
     like = like.requires_grad_(grad)
     return BorderValue(data["name"].text(), like, kind, data["written"].flag(), order=order, shape=shape)
+
+
+# Encodes the parts of stages as JSON data, and decodes them: a graph, or the graphs of a stage of a training step.
+
+
+_NAMES = (
+    "primals", "received", "sent", "saved", "deferred", "gradients_received", "gradients_sent", "waiting", "offloaded",
+)  # fmt: skip
+_POSITIONS = ("outputs", "gradients", "weight_gradients")
+
+
+def encode_part(part: nn.Module, number_of: Callable[[torch.Tensor], int]) -> dict[str, Any]:
+    """Encode a part.
+
+    Args:
+        part: the module of a stage.
+        number_of: returns the number of a tensor.
+
+    Raises:
+        FileError: SK506 if something cannot be represented.
+    """
+    if not isinstance(part, PlannedStage):
+        assert isinstance(part, fx.GraphModule)
+        return graph_data.encode_graph(part, number_of)
+    task = part.task
+    return {
+        "training": part.training,
+        "modules": {half: graph_data.encode_graph(graph, number_of) for half, graph in part.graphs.each().items()},
+        "tensors": {name: number_of(tensor) for name, tensor in parameters_and_buffers(part.held).items()},
+        "values": {name: list(getattr(part.graphs, name)) for name in (*_NAMES, *_POSITIONS)},
+        "task": {
+            "inputs": list(task.inputs),
+            "updates": [[position, name] for position, name in task.updates.items()],
+            "trained": [[position, name] for position, name in task.trained.items()],
+            "loss": task.loss,
+            "tangents": [{**_encode_like(like), "of_loss": of_loss} for like, of_loss in task.tangents],
+            "before": _encode_slots(task.before),
+            "after": _encode_slots(task.after),
+        },
+    }
+
+
+def decode_part(data: JsonField, tensor_of: Callable[[JsonField], torch.Tensor]) -> nn.Module:
+    """Decode a part.
+
+    Raises:
+        FileError: SK505 for damaged data, SK508 for ops that this process does not have.
+    """
+    if "task" not in data.value:
+        return graph_data.decode_graph(data, tensor_of)
+    task, values, graphs = data["task"], data["values"], data["modules"]
+    told: dict[str, Any] = {name: tuple(item.text() for item in values[name].items()) for name in _NAMES}
+    told |= {name: tuple(item.whole() for item in values[name].items()) for name in _POSITIONS}
+    made = StageGraphs(
+        forward=graph_data.decode_graph(graphs["forward"], tensor_of),
+        backward=graph_data.decode_graph(graphs["backward"], tensor_of),
+        weight=graph_data.decode_graph(graphs["weight"], tensor_of) if "weight" in graphs.value else None,
+        **told,
+    )
+    besides = StageTask(
+        tuple(item.text() for item in task["inputs"].items()),
+        _decode_pairs(task["updates"]),
+        _decode_pairs(task["trained"]),
+        None if task["loss"].value is None else task["loss"].whole(),
+        [(like_of(item), item["of_loss"].flag()) for item in task["tangents"].items()],
+        _decode_slots(task["before"]),
+        _decode_slots(task["after"]),
+    )
+    stage = PlannedStage(made, besides, {name: tensor_of(number) for name, number in data["tensors"].fields()})
+    return stage.train(data["training"].flag())
+
+
+def _decode_pairs(data: JsonField) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for item in data.items():
+        pair = list(item.items())
+        if len(pair) != 2:
+            raise item.damaged("a position and a name")
+        found[pair[0].whole()] = pair[1].text()
+    return found
+
+
+def _encode_slots(slots: BorderSlots | None) -> dict[str, Any] | None:
+    if slots is None:
+        return None
+    return {
+        "activations": [_encode_value(value) for value in slots.activations],
+        "gradients": [_encode_value(value) for value in slots.gradients],
+        "slot_of": list(slots.slot_of),
+    }
+
+
+def _decode_slots(data: JsonField) -> BorderSlots | None:
+    if data.value is None:
+        return None
+    activations, gradients = (
+        tuple(_decode_value(item, {}) for item in data[name].items()) for name in ("activations", "gradients")
+    )
+    slots = tuple(item.whole(below=len(activations)) for item in data["slot_of"].items())
+    if len(slots) != len(gradients):
+        raise data["slot_of"].damaged("a slot for each gradient")
+    return BorderSlots(activations, gradients, slots)
 
 
 # Encodes the symbolic sizes of a graph as JSON data, and decodes them.

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from splitkit import files
 from splitkit.engine import graph_data
 from splitkit.engine.split import Split
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES, caches_of
 from splitkit.graph.call_signature import bind_inputs
@@ -21,11 +22,12 @@ from splitkit.graph.storages import attribute, parameters_and_buffers, storage_k
 from splitkit.graph.unsaved_buffers import kept_values, known_value
 from splitkit.runtime.folder.checkpoint_folder import DIGESTS, digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import INDEX
-from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode_facts
+from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode_facts, encode_part
 from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
 from splitkit.runtime.generation.decoder import EMBEDDED, DecoderChain
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
-from splitkit.runtime.ranks.stage_chain import Chain, chain_of
+from splitkit.runtime.ranks.planned_chain import captured_model, chain_of_step
+from splitkit.runtime.ranks.stage_chain import Chain, StageSource, chain_of
 
 UNREAD = "in-no-stage.safetensors"
 """The file of the weights that a decoder's first rank needs besides its stage's weights."""
@@ -33,7 +35,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def save_stages(
-    split: Split,
+    split: Split | StagedStep,
     folder: str | os.PathLike[str],
     *,
     inputs: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
@@ -51,7 +53,7 @@ def save_stages(
     last, so that an incomplete folder is refused.
 
     Args:
-        split: captured by ``torch.export``, with the inputs of one microbatch.
+        split: captured by ``torch.export``, with the inputs of one microbatch; or the stages of a training step.
         folder: the folder, created if necessary.
         inputs: positional and keyword inputs of one microbatch, to save as an example; not saved if one is on ``meta``.
         record: additional fields for the manifest.
@@ -60,21 +62,22 @@ def save_stages(
         PipelineError: SK801 for a split that cannot run on several ranks.
         FileError: SK504 if the folder cannot be written, SK506 for tensors or values that cannot be saved as data.
     """
-    chain = chain_of(split)
-    tensors = _Tensors(split)
-    programs = [graph_data.encode_graph(part, tensors.number) for part in split.parts.values()]
-    if ENCODER_CACHES in split.flow.root.meta:
+    chain = chain_of(split) if isinstance(split, Split) else chain_of_step(split)
+    source = chain.split
+    tensors = _Tensors(source)
+    programs = [encode_part(part, tensors.number) for part in source.parts.values()]
+    if isinstance(split, Split) and ENCODER_CACHES in split.flow.root.meta:
         decoder = DecoderChain.of(chain)
         for stage, program in enumerate(programs):
             if names := decoder.constants(stage):
                 caches = encoder_caches_of(split.flow.root, names)
                 program[ENCODER_CACHES] = graph_data.encode_graph(caches, tensors.number)
-    parent = graph_data.encode_graph(split.module, tensors.number, tuple(split.names.values()))
+    parent = graph_data.encode_graph(source.module, tensors.number, tuple(source.names.values()))
     tensors.require_apart(chain.facts.writes)
     texts = [json.dumps(program) + "\n" for program in programs]
     held = tensors.by_stage(chain, programs, parent)
-    unread = tensors.unread_data() if _is_run_whole(split) else {}
-    example = None if inputs is None else bind_inputs(split.module, *inputs)
+    unread = tensors.unread_data() if isinstance(split, Split) and _is_run_whole(split) else {}
+    example = None if inputs is None else bind_inputs(source.module, *inputs)
     if example is not None and any(isinstance(v, torch.Tensor) and v.is_meta for v in example):
         example = None
     manifest = {
@@ -82,12 +85,12 @@ def save_stages(
         "kind": KIND,
         "torch": torch.__version__,
         **(record or {}),
-        "plan": split.plan.to_dict(),
+        "plan": source.plan.to_dict(),
         "facts": encode_facts(chain),
         "parent": parent,
-        "stages": _stages(split),
-        "qualified_names": dict(split.qualified_names),
-        "shared": [list(group) for group in split.shared],
+        "stages": _stages(source),
+        "qualified_names": dict(source.qualified_names),
+        "shared": [list(group) for group in source.shared],
         "tensors": tensors.rows,
         "unread": tensors.unread(),
         "example": None if example is None else _example(example),
@@ -119,14 +122,17 @@ class _Tensors:
         rows: number -> the tensor's entry in the manifest.
     """
 
-    def __init__(self, split: Split) -> None:
-        root = self._root = split.flow.root
-        read = [str(node.target) for node in split.flow.graph.find_nodes(op="get_attr")]
+    def __init__(self, source: StageSource) -> None:
+        root = captured_model(source)
+        assert root is not None, "stages of a folder are on disk already"
+        self._root = root
+        nodes = root.graph.find_nodes(op="get_attr") if isinstance(root, fx.GraphModule) else ()
+        read = [str(node.target) for node in nodes]
         self._names: dict[int, dict[str, None]] = {}
         for name, tensor in {**{n: attribute(root, n) for n in read}, **parameters_and_buffers(root)}.items():
             self._names.setdefault(id(tensor), {})[name] = None
-        for name, tensor in parameters_and_buffers(split.module).items():  # tensors of copies, or new ones
-            self._names.setdefault(id(tensor), {})[split.qualified_names.get(name, name)] = None
+        for name, tensor in parameters_and_buffers(source.module).items():  # tensors of copies, or new ones
+            self._names.setdefault(id(tensor), {})[source.qualified_names.get(name, name)] = None
         self._saved = set(root.state_dict())
         self._numbers: dict[int, int] = {}
         self._held: list[torch.Tensor] = []
@@ -219,7 +225,7 @@ def _strides(tensor: torch.Tensor) -> list[int] | None:
     return None if usual or not fills_its_range(tensor.shape, strides) else strides
 
 
-def _stages(split: Split) -> list[dict[str, Any]]:
+def _stages(split: StageSource) -> list[dict[str, Any]]:
     keys = list(split.plan.parts)
     return [
         {"part": keys.index(key), "name": name, "file": f"stage-{stage}.json"}

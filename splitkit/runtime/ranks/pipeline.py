@@ -450,7 +450,7 @@ class Pipeline(ComparedRanks):
         if not isinstance(source, PlannedParts):
             return frozenset()
         known = source.joint.signature
-        graded = {name for name in known.gradients.values()}
+        graded = set(known.gradients.values())
         return frozenset(name for placeholder, name in known.parameters.items() if placeholder not in graded)
 
     def _run(

@@ -181,7 +181,8 @@ def _stage(joint: JointSource, step: StagedStep, number: int, borders: Sequence[
             held[name] = joint.model.get_parameter(signature.parameters[name])
         elif name in signature.buffers:
             held[name] = joint.model.get_buffer(signature.buffers[name])
-    return PlannedStage(graphs, task, held, {name for name in held if signature.buffers.get(name) in state})
+    unsaved = {name for name in held if name in signature.buffers and signature.buffers[name] not in state}
+    return PlannedStage(graphs, task, held, unsaved).train(joint.model.training)
 
 
 def _parent(

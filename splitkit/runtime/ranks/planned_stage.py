@@ -68,14 +68,20 @@ class PlannedStage(nn.Module):
         moved: called with the values of a call that wait on the host.
     """
 
-    def __init__(self, graphs: StageGraphs, task: StageTask, held: Mapping[str, torch.Tensor], saved: Collection[str]):
+    def __init__(
+        self,
+        graphs: StageGraphs,
+        task: StageTask,
+        held: Mapping[str, torch.Tensor],
+        unsaved: Collection[str] = (),
+    ) -> None:
         """Make the stage.
 
         Args:
             graphs: the graphs of the stage.
             task: what it does besides.
             held: placeholder -> parameter or buffer.
-            saved: the placeholders of buffers that are in the state dict of the model.
+            unsaved: the placeholders of buffers that are not in the state dict of the model.
         """
         super().__init__()
         self.graphs, self.task, self.device = graphs, task, torch.device("cpu")
@@ -84,7 +90,7 @@ class PlannedStage(nn.Module):
             if isinstance(tensor, nn.Parameter):
                 self.held.register_parameter(name, tensor)
             else:
-                self.held.register_buffer(name, tensor, persistent=name in saved)
+                self.held.register_buffer(name, tensor, persistent=name not in unsaved)
         self.deferring = False
         self.waiting: list[tuple[Any, ...]] = []
         self.moved: Callable[[list[HostValue]], None] | None = None
@@ -383,9 +389,10 @@ class HostQueue:
 
 # Choose the buffers in which gradients of a staged training step are sent upstream over a border.
 #
-# Autograd, and torch's pipelining, send one gradient back for each activation that requires one, and take its shape from
-# it. The graphs of a staged step may send back any values, so each of them travels in the slot of an activation of its
-# size and dtype. Between layers these are the activation's own gradients; inside a layer, the slot may be another activation's.
+# Autograd, and torch's pipelining, send one gradient back for each activation that requires one, and take its shape
+# from it. The graphs of a staged step may send back any values, so each of them travels in the slot of an activation of
+# its size and dtype. Between layers these are the activation's own gradients; inside a layer, the slot may be another
+# activation's.
 
 
 @dataclass(frozen=True)

@@ -285,9 +285,9 @@ class ChainStage(nn.Module):
         progress = self._batch.progress
         if self.planned is not None:
             self.planned.moved = partial(self._batch.queue.add, self._stage, number)
-        with nullcontext() if progress is None else progress.computing(self._stage, "F", number):
-            with self.running("F", number):
-                return self._watched(received, number)
+        computing = nullcontext() if progress is None else progress.computing(self._stage, "F", number)
+        with computing, self.running("F", number):
+            return self._watched(received, number)
 
     @contextmanager
     def running(self, kinds: str, number: int) -> Iterator[None]:
