@@ -68,11 +68,7 @@ def test_it_trains_on_two_processes_like_the_unsplit_model(planned):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "--nproc", "2", "--schedule", "zbv", "--trace", "t.json"], "--trace cannot be combined with"),
-        (
-            ["train", "--nproc", "2", "--schedule", "zbv", "--checkpoint", "here"],
-            "--checkpoint cannot be combined with",
-        ),
+        (["train", "--nproc", "2", "--schedule", "zbv", "--recompute"], "--recompute cannot be combined with"),
         (["train", "--nproc", "3", "--schedule", "zbv"], "SK330"),
         (["view", "-o", "page.html", "--beside", "other.json"], "--beside cannot be combined with"),
         (["profile"], "has the stages of a training step"),

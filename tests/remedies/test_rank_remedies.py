@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -756,9 +757,51 @@ def test_joint_stages():
     managed.drop = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     joint, stages = joint_of(net())
     joint.model.drop = managed.drop
-    with refusal("SK801", "Use the plain model; for sharded stages, use splitkit.runtime.pipeline with a split."):
-        joint_pipeline(joint, stages, SEVERAL, 2)
+    with refusal("SK801", "Use the plain model; replicas of its stages share a batch: splitkit train --dp 2."):
+        pipeline(stages, SEVERAL, 2)
     assert close(joint_pipeline(*joint_of(net()), SEVERAL, 2).step(X).loss, want) and right(made())
+
+
+def test_stages_without_their_joint_graph():
+    joint, stages = joint_of(net())
+    alone = replace(stages, source=None)
+    with refusal(
+        "SK801", "Divide it by joint.split(plan), or give both: splitkit.runtime.joint_pipeline(joint, step)."
+    ):
+        pipeline(alone, SEVERAL, 2)
+    found = [pipeline(stages, SEVERAL, 2).step(X).loss, joint_pipeline(joint, alone, SEVERAL, 2).step(X).loss]
+    model = net()
+    want = torch.stack([model(x).sum() for x in X.split(2)]).mean()
+    assert close(found[0], want) and close(found[1], want)
+
+
+def test_a_loss_beside_that_of_a_training_step():
+    with refusal("SK802", "Capture it with this one: capture_joint(model, ..., loss=...)."):
+        pipeline(joint_of(net())[1], SEVERAL, 2, loss=square)
+    model = net()
+    joint = sk.capture_joint(net(), X[:2], loss=lambda output: output.square().mean())
+    forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
+    step = joint.split(stage_plan(joint.flow, {n: int(i > 1) for i, n in enumerate(forward)}))
+    want = torch.stack([model(x).square().mean() for x in X.split(2)]).mean()
+    assert close(pipeline(step, SEVERAL, 2).step(X).loss, want)
+
+
+def test_a_parameter_that_was_frozen_at_capture():
+    model = net()
+    model.a.requires_grad_(False)
+    pipe = pipeline(joint_of(model)[1], SEVERAL, 2)
+    with refusal(
+        "SK802", "Call requires_grad_() on it before capture_joint, and freeze it by train_only until it trains."
+    ):
+        pipe.train_only(lambda name: True)
+    model = net()
+    pipe = pipeline(joint_of(model)[1], SEVERAL, 2)
+    pipe.train_only(lambda name: not name.startswith("a."))
+    pipe.step(X)
+    assert model.a.weight.grad is None and model.b.weight.grad is not None
+    pipe.train_only(lambda name: True)
+    pipe.step(X)
+    assert model.a.weight.grad is not None
 
 
 class WritesInput(Net):

@@ -310,7 +310,9 @@ def sharded_optimizers(rank):
 def joint(rank):
     from test_rank_remedies import joint_of
 
-    with refusal("SK804", "Start every rank with the same files and arguments, and seed the model in the same way."):
+    with refusal(
+        "SK804", "Build the same model on every rank: call torch.manual_seed with one seed before you make it"
+    ):
         joint_pipeline(*joint_of(Net(seed=rank)), "1f1b", COUNT)
     model = Net(seed=3)
     found = joint_pipeline(*joint_of(Net(seed=3)), "1f1b", COUNT).step(X)

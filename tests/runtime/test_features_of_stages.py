@@ -1,4 +1,4 @@
-"""What a pipeline can do, on two ranks, with stages whose backward autograd runs and with stages that a plan divided."""
+"""What a pipeline can do on two ranks, with stages whose backward autograd runs, and with stages of a plan."""
 
 from __future__ import annotations
 

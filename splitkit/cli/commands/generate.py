@@ -144,9 +144,7 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
     stage_folders.require_fitting_options(args)
     if not stage_folders.is_folder(args.target):
         work, plan = planned_together(args)
-        if not isinstance(work, CapturedModel):
-            what = f"{args.target} has the stages of a training step, which do not generate"
-            raise UsageError("SK601", what, "Plan with --how decoder.")
+        assert isinstance(work, CapturedModel), "the plan of a training step is refused before ranks start"
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
     from splitkit.runtime import open_stages
     from splitkit.runtime.generation.decoder import DecoderChain

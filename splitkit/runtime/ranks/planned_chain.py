@@ -243,7 +243,7 @@ def _require_trainable(joint: JointSource) -> None:
         raise PipelineError(
             "SK801",
             f"{wrapped[0]} is managed by DDP, which expects to run forward itself",
-            "Use the plain model, and replicas of the stages: splitkit train --dp 2.",
+            "Use the plain model; replicas of its stages share a batch: splitkit train --dp 2.",
             wrapped,
         )
 
