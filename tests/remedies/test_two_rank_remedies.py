@@ -274,7 +274,7 @@ class ByRow(torch.optim.Optimizer):
 
 
 def sharded_optimizers(rank):
-    folder = tempfile.gettempdir() + f"/{os.environ['SPLITKIT_STORE'].rsplit('/', 2)[1]}"
+    folder = folder_of("sharded-")
 
     def saved(name, kind, shards):
         """Train a step and save it; then read it in a new run."""
