@@ -73,7 +73,7 @@ def _require_folder(args: Namespace) -> None:
         raise FileError("SK504", reason, "Copy the whole folder, or split again.", missing)
     if args.check:
         require_factory(source.from_plan(args.target, held.manifest.value, args).spec)
-    _require_order(args, [part.replicas for part in held.plan.parts.values()])
+    _require_order(args, [held.plan.parts[key].replicas for key in held.names])
 
 
 def _require_order(args: Namespace, counts: Sequence[int]) -> None:

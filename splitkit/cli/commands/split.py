@@ -11,36 +11,67 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit import files
-from splitkit.cli import stage_folders
-from splitkit.cli.common import CapturedModel, planned, versions
+from splitkit.cli import source, stage_folders
+from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
+from splitkit.cli.commands.train import split_as_planned
+from splitkit.cli.common import CapturedModel, decoded, plan_file, planned, versions
 from splitkit.cli.outcome import Outcome
+from splitkit.cli.staged_plan_files import stages_of_file
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, UsageError
 
 if TYPE_CHECKING:
-    from torch import fx
+    from torch import nn
 
     from splitkit.engine.split import Split
+    from splitkit.runtime.ranks.stage_chain import StageSource
 
 KIND = "splitkit split"
 LISTS = ("split.json", "manifest.json")
-PARTS = ("submod_*.py", "stage-*.json", "stage-*.safetensors")
+PARTS = ("submod_*.py", "stage_*.py", "stage-*.json", "stage-*.safetensors")
 
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit split``."""
     if args.force and not args.output:
         raise UsageError("SK601", "--force needs -o DIR", "Name the folder to write.")
+    file = plan_file(args)
+    if file is not None and stages_of_file(file):
+        return _split_step(args, file)
     work, plan, costs = planned(args)
     with work.clock.step("split", "splitting"):
         split = sk.split(work.gm, plan)
     data = {"command": "split", "model": work.source.to_dict(), **describe(split)}
     if args.output:
-        data["no_stages"] = _write(Path(args.output), split, work, {**data, "kind": KIND, **versions()})
+        data["no_stages"] = _write(Path(args.output), split, split, work, {**data, "kind": KIND, **versions()})
     table = sk.report(work.gm, split.plan, costs).table()
     data |= {"code": split.module.code, "seconds": work.clock.seconds, "folder": args.output}
     lacks = f"; no stages to train: {data['no_stages']}" if args.output and data["no_stages"] else ""
     written = ["", f"wrote {args.output} ({len(split.parts)} parts{lacks})"] if args.output else []
     return Outcome(data, [table, "", split.module.code.strip(), *written])
+
+
+def _split_step(args: Namespace, file: dict[str, Any]) -> Outcome:
+    """Divide a training step into the stages of a plan file."""
+    from splitkit.runtime.ranks.planned_chain import chain_of_step
+
+    work = prepare_step(source.from_plan(args.target, file, args))
+    with work.clock.step("split", "dividing the step"):
+        step = split_as_planned(work, decoded(work.joint.graph_module.graph, args.target, file))
+        assert isinstance(step, StagedStep), "the file has stages"
+        parts = chain_of_step(step).split
+    names, stages = part_module_names(parts), [str(stage) for stage in step.stages]
+    rows = [
+        {"part": i, "module": name, "stage": text}
+        for i, (name, text) in enumerate(zip(names.values(), stages, strict=True))
+    ]
+    data: dict[str, Any] = {"command": "split", "model": work.source.to_dict(), "note": step.plan.note, "parts": rows}
+    data |= {"qualified_names": dict(parts.qualified_names), "shared": [list(group) for group in parts.shared]}
+    if args.output:
+        data["no_stages"] = _write(Path(args.output), step, parts, work, {**data, "kind": KIND, **versions()})
+    data |= {"code": parts.module.code, "seconds": work.clock.seconds, "folder": args.output}
+    written = ["", f"wrote {args.output} ({len(stages)} parts)"] if args.output else []
+    return Outcome(data, [str(step), "", parts.module.code.strip(), *written])
 
 
 def describe(split: Split) -> dict[str, Any]:
@@ -66,14 +97,27 @@ def describe(split: Split) -> dict[str, Any]:
     }
 
 
-def part_module_names(split: Split) -> dict[Any, str]:
+def part_module_names(split: StageSource) -> dict[Any, str]:
     """Return the module of each part -> its name in the parent."""
     parts = set(split.parts.values())
     return {module: name for name, module in split.module.named_children() if module in parts}
 
 
-def _write(folder: Path, split: Split, work: CapturedModel, data: dict[str, Any]) -> str | None:
+def _write(
+    folder: Path,
+    split: Split | StagedStep,
+    source: StageSource,
+    work: CapturedModel | CapturedStep,
+    data: dict[str, Any],
+) -> str | None:
     """Write all files into a draft folder next to the target, then move them: the target is never half written.
+
+    Args:
+        folder: the target.
+        split: what was split.
+        source: its parts.
+        work: the model.
+        data: the data of ``split.json``.
 
     Returns:
         The reason if there are no stages among the files, else ``None``.
@@ -86,9 +130,9 @@ def _write(folder: Path, split: Split, work: CapturedModel, data: dict[str, Any]
     except OSError as error:
         raise FileError("SK504", f"cannot write {folder}: {error.strerror}", "Name another folder.") from error
     try:
-        for part, name in part_module_names(split).items():
+        for part, name in part_module_names(source).items():
             (draft / f"{name}.py").write_text(_readable(part), encoding="utf-8")
-        (draft / "parent.py").write_text(split.module.code.lstrip(), encoding="utf-8")
+        (draft / "parent.py").write_text(source.module.code.lstrip(), encoding="utf-8")
         plan_file.write_json(draft / "split.json", data)
         lacks = stage_folders.save_stage_folder(draft, split, work)
         draft.chmod(0o755)
@@ -122,5 +166,7 @@ def _drop_earlier_parts(target: Path) -> None:
             file.unlink()
 
 
-def _readable(part: fx.GraphModule) -> str:
-    return part.print_readable(print_output=False).lstrip()
+def _readable(part: nn.Module) -> str:
+    from splitkit.runtime.ranks.planned_stage import graphs_of
+
+    return "\n\n".join(graph.print_readable(print_output=False).lstrip() for graph in graphs_of(part))
