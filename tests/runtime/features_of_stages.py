@@ -13,11 +13,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
 
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.graph.dataflow import module_path
-from splitkit.runtime import PipelineModule, StepRecorder, open_checkpoints, open_stages, pipeline, save_stages
+from splitkit.runtime import (
+    PipelineModule,
+    StepRecorder,
+    form_output,
+    open_checkpoints,
+    open_stages,
+    pipeline,
+    reduced_ties,
+    save_stages,
+    stage,
+)
 from splitkit.runtime.ranks.stage_weights import full_tensor
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
@@ -246,11 +257,27 @@ def folders(kind, folder):
     return steps(pipe, net(), 2)
 
 
+def torchs(kind, folder):
+    """Torch's own schedule, driven by the user's program."""
+    model, other, rank = net(), net(), dist.get_rank()
+    own = stage(split_of(kind, model), rank)
+    schedule = Schedule1F1B(own, COUNT, loss_fn=lambda out, target: form_output(own, out)["loss"], scale_grads=False)
+    with reduced_ties(own):
+        target = {"target": torch.zeros(COUNT)} if rank else {}
+        schedule.step(x=X, microbatch_seed=torch.arange(COUNT), return_outputs=False, **target)
+    for i, rows in enumerate(X.chunk(COUNT)):
+        torch.manual_seed(i)
+        other(rows)["loss"].backward()
+    whole = dict(other.named_parameters())
+    pairs = [(p.grad, whole[name].grad) for name, p in model.named_parameters() if (rank or name[0] == "a")]
+    return max(float((a - b).abs().max()) for a, b in pairs if a is not None)
+
+
 FEATURES = {
     f.__name__: f
     for f in (
         replicated, sharded, checkpoints, evaluation, clipping, choosing, broadcasting, sizes, losses, traces, module,
-        folders,
+        folders, torchs,
     )
 }  # fmt: skip
 

@@ -62,8 +62,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     from splitkit.costs.measuring_run import progress
     from splitkit.runtime.ranks import measurements
     from splitkit.runtime.ranks.pipeline import pipeline
-    from splitkit.runtime.ranks.planned_chain import chain_of_step
-    from splitkit.runtime.ranks.stage_chain import chain_of
+    from splitkit.runtime.ranks.planned_chain import chain_of_any
 
     work, plan = train.planned_together(args)
     count = args.microbatches or max(2, plan.request.microbatches or USUAL_MICROBATCHES)
@@ -72,12 +71,11 @@ def _profile(args: Namespace) -> dict[str, Any]:
         remedy = "Plan without --replicas; in Python, without replicas=."
         raise PipelineError("SK801", "parts have replicas, but each stage is profiled on one rank", remedy)
     # only the bytes of these stages are used: times are measured
+    chain = chain_of_any(split)
     if isinstance(split, StagedStep):
         assert split.source is not None, "joint.split names the joint graph"
-        chain = chain_of_step(split)
         held = list(split.stage_costs(sk.costs.flops(split.source.graph_module), optimizer="sgd"))
     else:
-        chain = chain_of(split)
         stages = sk.stage_costs(split.flow, split.plan, sk.costs.flops(split.flow.root), optimizer="sgd")
         held = measurements.with_passed_on(chain, list(stages))
     orders, left_out = _orders(args, chain.stages, count, dist.get_world_size())

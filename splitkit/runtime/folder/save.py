@@ -26,8 +26,8 @@ from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode
 from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
 from splitkit.runtime.generation.decoder import EMBEDDED, DecoderChain
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
-from splitkit.runtime.ranks.planned_chain import captured_model, chain_of_step
-from splitkit.runtime.ranks.stage_chain import Chain, StageSource, chain_of
+from splitkit.runtime.ranks.planned_chain import captured_model, chain_of_any
+from splitkit.runtime.ranks.stage_chain import Chain, StageSource
 
 UNREAD = "in-no-stage.safetensors"
 """The file of the weights that a decoder's first rank needs besides its stage's weights."""
@@ -62,7 +62,7 @@ def save_stages(
         PipelineError: SK801 for a split that cannot run on several ranks.
         FileError: SK504 if the folder cannot be written, SK506 for tensors or values that cannot be saved as data.
     """
-    chain = chain_of(split) if isinstance(split, Split) else chain_of_step(split)
+    chain = chain_of_any(split)
     source = chain.split
     tensors = _Tensors(source)
     programs = [encode_part(part, tensors.number) for part in source.parts.values()]

@@ -33,7 +33,7 @@ from splitkit.runtime.ranks.evaluation import (
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
-from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_step
+from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any
 from splitkit.runtime.ranks.planned_stage import HostQueue, moves_values
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
@@ -162,7 +162,8 @@ class Pipeline(ComparedRanks):
         seed: int,
     ) -> None:
         require_process_group()
-        self._chain = _chain_of(split, loss)
+        self._chain = chain_of_any(split)
+        _require_no_loss(split, loss)
         self.split: StageSource = self._chain.split
         self.group, self.rank = group, dist.get_rank(group)
         self.device = device_of_rank(device, group)
@@ -570,18 +571,13 @@ def joint_pipeline(
     return made
 
 
-def _chain_of(split: Split | StagedStep | StageFolder, loss: Loss | None) -> Chain:
-    if isinstance(split, StageFolder):
-        return split.chain
-    if isinstance(split, Split):
-        return chain_of(split)
-    if loss is not None:
+def _require_no_loss(split: Split | StagedStep | StageFolder, loss: Loss | None) -> None:
+    if loss is not None and isinstance(split, StagedStep):
         raise PipelineError(
             "SK802",
             "a training step has its own loss",
             "Capture it with this one: capture_joint(model, ..., loss=...).",
         )
-    return chain_of_step(split)
 
 
 # Sends a batch that only rank 0 has read to the other ranks.

@@ -26,9 +26,10 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.plans.parts import PartKey
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
+from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask, border_slots
-from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageSource, stage_of_calls
+from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageSource, chain_of, stage_of_calls
 from splitkit.short_repr import brief
 from splitkit.training.stage_parts import StagePart
 
@@ -70,6 +71,17 @@ def captured_graph(source: StageSource) -> fx.GraphModule | None:
 def captured_model(source: StageSource) -> nn.Module | None:
     """Return the module that holds all parameters and buffers; ``None`` for stages of a folder."""
     return source.joint.model if isinstance(source, PlannedParts) else captured_graph(source)
+
+
+def chain_of_any(split: Split | StagedStep | StageFolder) -> Chain:
+    """Return the chain of the stages of a split, of a training step, or of a folder.
+
+    Raises:
+        PipelineError: SK801 as `chain_of` and `chain_of_step`.
+    """
+    if isinstance(split, StageFolder):
+        return split.chain
+    return chain_of(split) if isinstance(split, Split) else chain_of_step(split)
 
 
 def chain_of_step(step: StagedStep) -> Chain:

@@ -369,7 +369,7 @@ class HostQueue:
 
     def add(self, stage: int, microbatch: int, values: list[HostValue]) -> None:
         """Take the values of a microbatch whose forward has run."""
-        if values:
+        if values and stage in self.moving:
             self._values[stage, microbatch] = values
 
     def done(self, stage: int, microbatch: int) -> None:

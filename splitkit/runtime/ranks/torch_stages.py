@@ -12,14 +12,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.fx import map_arg
 
 from splitkit.engine.split import Split
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import PipelineError
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
+from splitkit.runtime.ranks.planned_chain import chain_of_any
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.replicas import Replicas, SharedParameters
 from splitkit.runtime.ranks.stage import Batch, ChainStage, PartStage, require_plain_values
-from splitkit.runtime.ranks.stage_chain import Chain, LastStage, chain_of
+from splitkit.runtime.ranks.stage_chain import Chain, LastStage
 from splitkit.runtime.ranks.stage_weights import require_same_model
 
 SEED = "microbatch_seed"
@@ -27,7 +29,7 @@ SEED = "microbatch_seed"
 
 
 def stage(
-    split: Split | StageFolder,
+    split: Split | StagedStep | StageFolder,
     rank: int,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
@@ -60,7 +62,7 @@ def stage(
         PipelineError: SK801 for a split that cannot run on several ranks, SK802 for ranks that do not exist, SK806
             for values that this version of torch cannot send, SK804 if the ranks hold different weights.
     """
-    chain = split.chain if isinstance(split, StageFolder) else chain_of(split)
+    chain = chain_of_any(split)
     ranks = dist.get_world_size(group)
     homes = tuple(rank_of) if rank_of is not None else tuple(s % ranks for s in range(chain.stages))
     if len(homes) != chain.stages or not all(home in range(ranks) for home in homes) or rank not in homes:
