@@ -38,6 +38,24 @@ def test_a_plan_of_stages_says_what_each_stage_does(planned):
     assert held["what"] == "fwd-bwd" and ["weight", 0] in [part["key"] for part in held["parts"]]
 
 
+def test_options_of_stages_make_the_same_plan(planned, tmp_path):
+    file = tmp_path / "plan.json"
+    words = ["--what", "fwd-bwd", "--stages", "4", "--schedule", "zbv", "--microbatches", "4", "-o", str(file)]
+    assert main(["plan", NET, "--size", "layers=2,width=16", *words]) == 0
+    made, other = json.loads(file.read_text()), json.loads(Path(planned[0]).read_text())
+    assert made["parts"] == other["parts"] and made["places"] == other["places"]
+
+
+def test_a_folder_of_its_stages_trains_like_the_plan(planned, tmp_path):
+    folder = tmp_path / "stages"
+    assert main(["split", planned[0], "--model", NET, "-o", str(folder)]) == 0
+    words = ["--nproc", "2", "--schedule", "zbv", "--microbatches", "4", "--steps", "2", "--check", "--json"]
+    data = json.loads(command("train", str(folder), "--model", NET, *words).stdout)
+    assert data["check"]["same"] and sum(rank["parameters"] for rank in data["ranks"]) < 2 * max(
+        rank["parameters"] for rank in data["ranks"]
+    )
+
+
 def test_what_can_be_done_next_is_said_as_commands_that_work(planned, tmp_path, capsys):
     file, data = planned
     assert data["next"] == (f"splitkit train {file} --model {NET} --nproc 2 --schedule zbv --microbatches 4 --check")

@@ -93,10 +93,11 @@ def test_options_that_a_plan_does_not_take_together():
         command(f'{PLAN} --policy "Stages(4)" --schedule 1f1b')
     command(f"{PLAN} --policy \"Stages(4, schedule='1f1b')\"")
     command(f"{PLAN} --stages 4 --schedule 1f1b")
-    with refusal("SK601", "It divides the step of one device; leave one of the two out."):
+    with refusal("SK601", "Leave one of the two out; --schedule, --microbatches and --links go with --stages."):
         command(f"{PLAN} --what fwd-bwd --memory 50% --schedule 1f1b")
     command(f"{PLAN} --what fwd-bwd --memory 50%")
     command(f"{PLAN} --stages 2 --schedule 1f1b")
+    command(f"{PLAN} --what fwd-bwd --stages 2 --schedule 1f1b --microbatches 4 --links nvlink4")
 
 
 def test_sizes_of_memory():
@@ -165,13 +166,14 @@ def test_options_of_inference():
 
 def test_options_of_a_training_step():
     step = f"{PLAN} --what fwd-bwd"
-    with refusal("SK601", "Add --memory 2GiB, or --policy EXPR."):
+    with refusal("SK601", "Add --memory 2GiB, --stages N, or --policy EXPR."):
         command(step)
     command(f"{step} --memory 2GiB")
+    command(f"{step} --stages 2")
     command(f'{step} --policy "Budget(0.5)"')
-    with refusal("SK601", "Use --policy or --memory with --what {...}."):
-        command(f"{step} --stages 2")
-    command(f'{step} --policy "Pipeline(2)"')
+    with refusal("SK601", "With --stages, --memory is the memory of each device: write bytes, or 24GiB."):
+        command(f"{step} --stages 2 --memory 50%")
+    command(f"{step} --stages 2 --memory 24GiB")
     with refusal("SK601", "Give it to the policy: --policy \"Budget(card='24GiB', optimizer='adamw')\"."):
         command(f'{step} --policy "Budget(0.5)" --optimizer adamw')
     command(f"{step} --policy \"Budget(card='24GiB', optimizer='adamw')\"")

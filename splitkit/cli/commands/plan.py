@@ -31,8 +31,10 @@ def run(args: Namespace) -> Outcome:
     if args.what == TRAINING:
         from splitkit.cli.commands import plan_training as trainplan
 
-        remedy = "It divides the step of one device; leave one of the two out."
-        placement.refuse_with(args, f"--what {TRAINING}", remedy, (*trainplan.OTHERS, "recompute"))
+        taken = () if args.stages is None else trainplan.IN_STAGES
+        other = tuple(name for name in trainplan.OTHERS if name not in taken)
+        remedy = "Leave one of the two out; --schedule, --microbatches and --links go with --stages."
+        placement.refuse_with(args, f"--what {TRAINING}", remedy, (*other, "recompute"))
         return trainplan.plan_step(args)
     if placement.has_placement_options(args):
         placement.check_placement(args)

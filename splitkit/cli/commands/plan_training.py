@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 SHOWN = 10
 """The number of saved values in the table."""
 OTHERS = tuple(name for name in placement.OPTIONS if name != "optimizer")
-"""The options of placements that have no meaning for the step of one device."""
+"""The options of placements that have no meaning for a training step without stages."""
+IN_STAGES = ("schedule", "microbatches", "links")
+"""The options among them that a training step in stages has."""
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
@@ -108,11 +110,11 @@ def plan_step(args: Namespace) -> Outcome:
 
 def _policy(args: Namespace) -> Policy:
     if args.stages is not None:
-        raise UsageError(
-            "SK601", "--stages splits a forward graph", f"Use --policy or --memory with --what {TRAINING}."
-        )
+        return _in_stages(args)
     if (args.policy is None) == (args.memory is None):
-        raise UsageError("SK601", f"--what {TRAINING} needs a policy", "Add --memory 2GiB, or --policy EXPR.")
+        raise UsageError(
+            "SK601", f"--what {TRAINING} needs a policy", "Add --memory 2GiB, --stages N, or --policy EXPR."
+        )
     if args.policy is not None:
         if args.optimizer is not None:
             remedy = "Give it to the policy: --policy \"Budget(card='24GiB', optimizer='adamw')\"."
@@ -130,6 +132,22 @@ def _policy(args: Namespace) -> Policy:
     if share is None:
         _require_size(args.memory, "Write bytes, 2GiB, a share of what can be saved (50%), or least.")
     return Budget(args.memory if share is None else share)
+
+
+def _in_stages(args: Namespace) -> Policy:
+    """Return the policy of ``--stages``; backward is divided where the schedule divides it."""
+    from splitkit.pipeline.schedules import schedule_named
+    from splitkit.policies import Pipeline, SplitBackward
+
+    if args.memory is not None:
+        _require_size(args.memory, "With --stages, --memory is the memory of each device: write bytes, or 24GiB.")
+    schedule = schedule_named("1f1b" if args.schedule is None else args.schedule)
+    links = None if args.links == "none" else args.links
+    optimizer: Any = {"adamw": "adam", "none": None, None: "adam"}.get(args.optimizer, args.optimizer)
+    found = Pipeline(
+        args.stages, schedule.word, args.microbatches, memory=args.memory, links=links, optimizer=optimizer
+    )
+    return SplitBackward(policy=found) if schedule.divided else found
 
 
 def _card(args: Namespace) -> Policy:
