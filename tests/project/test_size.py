@@ -22,7 +22,7 @@ MOST = {
     "public names": 135,
     "names at the front": 40,
     "options of commands": 286,
-    "words of pages": 29_430,  # 130 more: the way of a split through runtime/ranks, and what both kinds of stages can do
+    "words of pages": 29_430,  # 130 more: the way of a split through runtime/ranks
 }
 
 
