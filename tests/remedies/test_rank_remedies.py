@@ -762,6 +762,23 @@ def test_joint_stages():
     assert close(joint_pipeline(*joint_of(net()), SEVERAL, 2).step(X).loss, want) and right(made())
 
 
+@pytest.mark.parametrize("at", range(1, 12))
+def test_every_cut_of_a_model_whose_gradients_have_other_sizes(at):
+    """Where no activation has the size of a gradient, zeros are sent as its slot."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(y.view(-1, 2, 4).sum(1)) * y[:, ::2] + y.mean()
+
+    assert stepped(pipeline(joint_of(Wide(), at)[1], SEVERAL, 2), Wide(), torch.sum)
+
+
 def test_stages_without_their_joint_graph():
     joint, stages = joint_of(net())
     alone = replace(stages, source=None)

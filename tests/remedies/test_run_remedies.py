@@ -85,12 +85,6 @@ def adds(at):
 JOINT = [
     Remedy(
         "SK801",
-        "Cut a few nodes earlier or later, between two layers: torch sends one gradient back per activation.",
-        lambda: trains(Counted(), 6),  # within what makes the loss
-        (lambda: trains(Counted(), 2), lambda: trains(Counted(), 8)),
-    ),
-    Remedy(
-        "SK801",
         "Put all nodes that read it, and the one that computes its new value, into one stage: "
         "splitkit.extend.stage_plan(joint.flow, stages).",
         lambda: trains(Counted(), 4),

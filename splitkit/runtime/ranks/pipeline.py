@@ -33,7 +33,7 @@ from splitkit.runtime.ranks.evaluation import (
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
-from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any
+from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
 from splitkit.runtime.ranks.planned_stage import HostQueue, moves_values
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
@@ -160,6 +160,7 @@ class Pipeline(ComparedRanks):
         group: dist.ProcessGroup | None,
         device: torch.device | str | None,
         seed: int,
+        trained: Pipeline | None = None,
     ) -> None:
         require_process_group()
         self._chain = chain_of_any(split)
@@ -200,8 +201,10 @@ class Pipeline(ComparedRanks):
         if isinstance(split, StageFolder):
             self._agreement.together(lambda: split.load(self.stages, self.device))
         place_stages(self._chain, self.stages, self.device)
-        require_same_model(self._chain, self.stages, group)
-        self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, None, None
+        # a pipeline that evaluates gets the weights of the one that trains, of which each rank has its own
+        shared = {} if trained is None else with_every_name(trained.every_saved(), trained._captured_model())
+        require_same_model(self._chain, self.stages, group, without=shared)
+        self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, trained, None
         self._others = OtherTensors.of(self._chain, self.stages)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs, batch_dims)
@@ -305,16 +308,17 @@ class Pipeline(ComparedRanks):
                 folder, which do not know the graph, and without a ``reduction`` if training's is ``"sum"`` and
                 this graph lacks an input by which the losses may be divided.
         """
-        self._captured_model()
+        model = self._captured_model()
         found, own = split_like(gm, self.split), self._reduction if reduction is None else reduction
         lost = missing_inputs(found, self.inputs)
         if lost and own == "sum" and reduction is None:
             raise summed_without(lost)
         dims = {name: dim for name, dim in self._batch_dims.items() if name not in lost}
         made = Pipeline(
-            found, self._schedule, self.microbatches, self._loss, own, dims, self.group, self.device, self._seed
-        )
-        share_tensors(found, self.saved_tensors())
+            found, self._schedule, self.microbatches, self._loss, own, dims, self.group, self.device, self._seed,
+            trained=self,
+        )  # fmt: skip
+        share_tensors(found, with_every_name(self.saved_tensors(), model))
         made._trains = self._trained
         return made
 

@@ -73,6 +73,15 @@ def captured_model(source: StageSource) -> nn.Module | None:
     return source.joint.model if isinstance(source, PlannedParts) else captured_graph(source)
 
 
+def with_every_name(held: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return tensors by name, under each name that they have in the model: captures choose one of a tied weight's."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in parameters_and_buffers(model).items():
+        names.setdefault(id(tensor), []).append(name)
+    groups = {name: group for group in names.values() for name in group}
+    return {other: tensor for name, tensor in held.items() for other in groups.get(name, [name])}
+
+
 def chain_of_any(split: Split | StagedStep | StageFolder) -> Chain:
     """Return the chain of the stages of a split, of a training step, or of a folder.
 
@@ -88,9 +97,8 @@ def chain_of_step(step: StagedStep) -> Chain:
     """Return the chain of the stages of a training step.
 
     Raises:
-        PipelineError: SK801 for stages that cannot run on several ranks: a gradient that does not match a received
-            activation, a loss before the last stage, a buffer that one stage updates and another reads, a model that
-            DDP manages.
+        PipelineError: SK801 for stages that cannot run on several ranks: a loss before the last stage, a buffer that
+            one stage updates and another reads, a model that DDP manages, a value that cannot be sent.
     """
     joint = step.source
     if joint is None:
@@ -100,7 +108,7 @@ def chain_of_step(step: StagedStep) -> Chain:
             "Divide it by joint.split(plan), or give both: splitkit.runtime.joint_pipeline(joint, step).",
         )
     _require_trainable(joint)
-    borders = [border_slots(a, b, i) for i, (a, b) in enumerate(zip(step.stages, step.stages[1:], strict=False))]
+    borders = [border_slots(a, b) for a, b in zip(step.stages, step.stages[1:], strict=False)]
     _require_outputs(joint, step)
     stages = [_stage(joint, step, number, borders) for number in range(len(step.stages))]
     parts: dict[PartKey, PlannedStage] = {StagePart("forward", i): stage for i, stage in enumerate(stages)}

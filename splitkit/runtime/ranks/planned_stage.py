@@ -23,7 +23,6 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.engine.staged_step import HostValue, StageGraphs, host_values, on_device
-from splitkit.errors import PipelineError
 from splitkit.pipeline.order import Action, host_windows
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, border_value
@@ -144,8 +143,9 @@ class PlannedStage(nn.Module):
         task, count = self.task, len(self.task.inputs)
         inputs = dict(zip(task.inputs, given[:count], strict=True))
         primals = [inputs[name] if name in inputs else self.tensor(name) for name in self.graphs.primals]
+        received = given[count : count + len(self.graphs.received)]  # the rest are slots for gradients
         with torch.no_grad(), current(self.device):
-            own, sent, held = self.graphs.given(self._run["forward"](*primals, *given[count:]))
+            own, sent, held = self.graphs.given(self._run["forward"](*primals, *received))
             outputs = dict(zip(self.graphs.outputs, own, strict=True))
             buffers = {position: self.tensor(name) for position, name in task.updates.items()}
             written = {id(buffer) for buffer in buffers.values()}
@@ -154,6 +154,8 @@ class PlannedStage(nn.Module):
             for position, buffer in buffers.items():
                 buffer.copy_(outputs[position])
             returned = sent if task.loss is None else (outputs[task.loss].reshape(()).clone(),)
+            if task.after is not None:
+                returned = (*returned, *task.after.empty_slots(len(sent), self.device))
         # an alias: what is held must not hold the function that holds it
         return tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in returned), held
 
@@ -392,7 +394,8 @@ class HostQueue:
 # Autograd, and torch's pipelining, send one gradient back for each activation that requires one, and take its shape
 # from it. The graphs of a staged step may send back any values, so each of them travels in the slot of an activation of
 # its size and dtype. Between layers these are the activation's own gradients; inside a layer, the slot may be another
-# activation's.
+# activation's. Where none is left, zeros of its size go to the next stage, as a slot: as many bytes more in forward as
+# the gradient has.
 
 
 @dataclass(frozen=True)
@@ -400,7 +403,7 @@ class BorderSlots:
     """How values cross the border between a stage and the next one.
 
     Attributes:
-        activations: the values that go to the next stage, in order.
+        activations: the values that go to the next stage, in order; the last of them may be only slots.
         gradients: the values that come back, in order.
         slot_of: for each gradient, the position of the activation in whose place it comes back.
     """
@@ -416,6 +419,11 @@ class BorderSlots:
             replace(value, like=value.like.detach().clone().requires_grad_(i in self.slot_of))
             for i, value in enumerate(self.activations)
         )
+
+    def empty_slots(self, sent: int, device: torch.device) -> list[torch.Tensor]:
+        """Return what goes to the next stage only as slots, after the ``sent`` values that it reads."""
+        likes = [value.like for value in self.activations[sent:]]
+        return [torch.zeros(like.shape, dtype=like.dtype, device=device) for like in likes]
 
     def packed(self, gradients: Sequence[torch.Tensor], device: torch.device, where: str) -> list[torch.Tensor | None]:
         """Return what goes back for each activation: its slot's gradient in the activation's shape, or ``None``."""
@@ -439,16 +447,15 @@ class BorderSlots:
         return found
 
 
-def border_slots(before: StageGraphs, after: StageGraphs, number: int) -> BorderSlots:
+def border_slots(before: StageGraphs, after: StageGraphs) -> BorderSlots:
     """Return how values cross the border between two stages.
 
     Args:
         before: the graphs of the stage before the border.
         after: those of the stage after it.
-        number: the number of the stage before.
 
     Raises:
-        PipelineError: SK801 for a value that cannot be sent, or a gradient for which no activation has a slot.
+        PipelineError: SK801 for a value that cannot be sent.
     """
     activations = _values(before.sent, _nodes(before.forward))
     gradients = _values(after.gradients_sent, _nodes(after.backward))
@@ -458,13 +465,8 @@ def border_slots(before: StageGraphs, after: StageGraphs, number: int) -> Border
         fitting = (i for i in free if _size(activations[i]) == _size(gradient) and i not in slots)
         slot = next(fitting, None)
         if slot is None:
-            raise PipelineError(
-                "SK801",
-                f"stage {number + 1} sends {gradient.name} back to stage {number}, but of the activations that it "
-                f"received ({', '.join(before.sent) or 'none'}) none is left of that size and dtype",
-                "Cut a few nodes earlier or later, between two layers: torch sends one gradient back per activation.",
-                [gradient.name],
-            )
+            slot = len(activations)
+            activations = (*activations, replace(gradient, name=f"slot_of_{gradient.name}", order=()))
         slots.append(slot)
     return BorderSlots(activations, gradients, tuple(slots))
 

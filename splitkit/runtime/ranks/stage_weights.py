@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -125,6 +125,7 @@ def require_same_model(
     stages: Iterable[int],
     group: dist.ProcessGroup | None,
     also: Mapping[str, torch.Tensor] | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """Refuse ranks that hold different models. All ranks must call it, before the stages train.
 
@@ -136,12 +137,14 @@ def require_same_model(
         stages: the stages of this rank.
         group: the ranks.
         also: name -> further tensors that this rank has; they are the same on all ranks that have the name.
+        without: the names of tensors that are not compared.
 
     Raises:
         PipelineError: SK804 on every rank; names the first tensor that differs, and the ranks.
     """
     own = range(chain.stages) if dist.get_rank(group) == 0 else stages
-    _require_same(_by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)}), group, _BUILT)
+    held = _by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)})
+    _require_same({name: tensor for name, tensor in held.items() if name not in without}, group, _BUILT)
 
 
 class OtherTensors:
@@ -288,9 +291,13 @@ class StageTensors:
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """Return `named_tensors` without non-persistent buffers and constants of the graph."""
-        module, names = self.split.module, self.split.qualified_names
-        saved = {names.get(name, name) for name in module.state_dict()}
+        saved = self.every_saved()
         return {name: t for name, t in self.named_tensors().items() if name in saved}
+
+    def every_saved(self) -> dict[str, torch.Tensor]:
+        """Return `saved_tensors` of all stages, which other ranks train."""
+        names = self.split.qualified_names
+        return {names.get(name, name): t for name, t in self.split.module.state_dict().items()}
 
 
 class ComparedRanks(StageTensors):
