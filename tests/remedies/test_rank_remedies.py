@@ -792,6 +792,26 @@ def test_stages_without_their_joint_graph():
     assert close(found[0], want) and close(found[1], want)
 
 
+class CastInside(Net):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Identity()
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_an_autocast_around_a_training_step():
+    pipe = pipeline(joint_of(net())[1], SEVERAL, 2)
+    refused = refusal("SK802", "Enter torch.autocast(..., {...}) in the model's forward, and not around the call.")
+    with torch.autocast("cpu", torch.bfloat16), refused:
+        pipe.step(X)
+    model = CastInside()
+    want = torch.stack([model(x).sum() for x in X.split(2)]).mean()
+    assert close(pipeline(joint_of(CastInside())[1], SEVERAL, 2).step(X).loss, want)
+
+
 def test_a_loss_beside_that_of_a_training_step():
     with refusal("SK802", "Capture it with this one: capture_joint(model, ..., loss=...)."):
         pipeline(joint_of(net())[1], SEVERAL, 2, loss=square)

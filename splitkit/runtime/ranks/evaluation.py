@@ -21,7 +21,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import analyze, waits_for
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.planned_chain import captured_model
-from splitkit.runtime.ranks.planned_stage import graphs_of
+from splitkit.runtime.ranks.planned_stage import PlannedStage, graphs_of
 from splitkit.runtime.ranks.stage_chain import StageSource
 
 _REMEDY = "Capture the same model: evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))."
@@ -159,6 +159,7 @@ class FixedAtCapture:
         self._flags = {name: parameter.requires_grad for name, parameter in parameters.items()}
 
         self._autocasts = autocasts_of(parts)
+        self._planned = any(isinstance(part, PlannedStage) for part in parts)
 
     def require_autocast(self, device: torch.device) -> None:
         """Refuse an autocast around a call, unless it was around the capture too.
@@ -173,11 +174,12 @@ class FixedAtCapture:
         dtype = torch.get_autocast_dtype(device.type)
         if (device.type, dtype) not in self._autocasts:
             name = str(dtype).removeprefix("torch.")
-            raise PipelineError(
-                "SK802",
-                f"autocast to {name} is active around the call, but was not active around the capture",
-                f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then.",
-            )
+            reason = f"autocast to {name} is active around the call, but was not active around the capture"
+            if self._planned:
+                remedy = f"Enter torch.autocast(..., {dtype}) in the model's forward, and not around the call."
+                raise PipelineError("SK802", reason, remedy)
+            remedy = f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then."
+            raise PipelineError("SK802", reason, remedy)
 
     def require_modes(self) -> None:
         """Refuse parts whose mode has changed.

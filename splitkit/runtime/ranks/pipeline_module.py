@@ -16,6 +16,7 @@ from torch import nn
 from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.evaluation import autocasts_of
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.planned_stage import graphs_of
 from splitkit.runtime.ranks.step_losses import NUMBER
 
 
@@ -46,6 +47,8 @@ class PipelineModule(nn.Module):
             else:
                 self.register_buffer(plain, tensor)
         dtypes = {dtype for _, dtype in autocasts_of(pipe.modules)} | {t.dtype for t in pipe.named_tensors().values()}
+        nodes = (node for part in pipe.modules for gm in graphs_of(part) for node in gm.graph.nodes)
+        dtypes |= {value for node in nodes for value in node.kwargs.values() if isinstance(value, torch.dtype)}
         self._is_half = torch.float16 in dtypes
         self._anchor = torch.zeros((), device=pipe.device, requires_grad=True)
 
