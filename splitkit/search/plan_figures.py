@@ -16,6 +16,7 @@ from splitkit.errors import GraphError, PlanError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_values import cache_bytes
 from splitkit.pipeline.memory import ByteBreakdown
+from splitkit.pipeline.placed_prices import rerun_seconds
 from splitkit.pipeline.purpose import by_rank, microbatches_of, request_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
@@ -227,9 +228,10 @@ class StagePricing:
     def _rerun(self, plan: Plan, devices: Sequence[PartKey], stages: Sequence[StageCosts] | None) -> Any:
         """Return (d,) seconds of the forwards that backward runs again, where loads include backward."""
         found = dict.fromkeys(devices, 0.0)
-        for key, stage in zip(self.parts_of(plan), stages or (), strict=False):
-            if self.request.training and plan.parts[key].call == "checkpoint" and stage.backward:
-                found[self.device_of(key)] += stage.forward
+        of = dict(zip(self.parts_of(plan), stages or (), strict=False)) if self.request.training else {}
+        times = ({key: stage.forward for key, stage in of.items()}, {key: stage.backward for key, stage in of.items()})
+        for key, seconds in rerun_seconds(plan, *times).items():
+            found[self.device_of(key)] += seconds
         return np.array(list(found.values()), np.float64)
 
     def _shared_loads(self, plan: Plan, devices: Sequence[PartKey], replicas: Sequence[int]) -> Any:

@@ -136,9 +136,18 @@ def test_what_backward_runs_again_counts_in_loads_too(name):
     work = [stage.forward + stage.backward for stage in stages]
     shares = {row.part: row.share for row in sk.report(graph(), plan).parts}
     keys = map(str, truth(plan).parts_of(plan))
-    if all(part.replicas == 1 for part in plan.parts.values()):
-        assert [shares[key] for key in keys] == pytest.approx([one / sum(work) for one in work], rel=1e-9)
+    assert [shares[key] for key in keys] == pytest.approx([one / sum(work) for one in work], rel=1e-9)
     assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_a_report_counts_one_replica_of_each_part():
+    plan = planned("training")
+    parts = {key: replace(part, replicas=1 + key % 2) for key, part in plan.parts.items()}
+    plan = replace(plan, parts=parts, claim=None)
+    work = [stage.forward + stage.backward for stage in sk.stage_costs(graph(), plan)]
+    shares = [row.share for row in sk.report(graph(), plan).parts]
+    assert shares == pytest.approx([one / sum(work) for one in work], rel=1e-9)
+    assert shares == pytest.approx([one / sum(work) for one in truth(plan).figures(plan).work.values()], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["unequal devices", "devices by name", "unequal devices, training"])
