@@ -13,7 +13,7 @@ from trainingnets import random_training_graph
 import splitkit as sk
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.placed_prices import costs_of_plan
-from splitkit.policies import ByName, Devices, Pipeline, RoundRobin, SplitBackward, Stages
+from splitkit.policies import ByName, Devices, MemoryBudget, Pipeline, RoundRobin, SplitBackward, Stages
 from splitkit.search.plan_figures import StagePricing
 from splitkit.testing.models import build
 from splitkit.units import duration, size
@@ -148,6 +148,18 @@ def test_a_report_counts_one_replica_of_each_part():
     shares = [row.share for row in sk.report(graph(), plan).parts]
     assert shares == pytest.approx([one / sum(work) for one in work], rel=1e-9)
     assert shares == pytest.approx([one / sum(work) for one in truth(plan).figures(plan).work.values()], rel=1e-9)
+
+
+BUDGETS = ({"optimizer": "adam"}, {"parts": 3, "optimizer": "sgd"}, {"schedule": "1f1b", "microbatches": 4}, {})
+
+
+@pytest.mark.parametrize("words", these_first([BUDGETS[1]], [BUDGETS[0], *BUDGETS[2:]]), ids=str)
+def test_notes_of_memory_budgets_say_what_other_readers_say(words):
+    plan = sk.plan(graph(), MemoryBudget("350MiB" if words else "80MiB", **words))
+    figures = truth(plan).figures(plan)
+    told = {one.name: one.first for one in sk.compare_plans(plan, plan).figures}
+    assert len(plan.parts) > 1 and figures.held[plan.claim.limiting].told in plan.note
+    assert f"{size(figures.traffic)} cross" in plan.note and told["bytes that cross"] == figures.traffic
 
 
 @pytest.mark.parametrize("name", ["unequal devices", "devices by name", "unequal devices, training"])
