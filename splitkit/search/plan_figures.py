@@ -15,6 +15,7 @@ from splitkit.costs.links import links_of
 from splitkit.errors import GraphError, PlanError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_values import cache_bytes
+from splitkit.pipeline.decoder_step import DecoderSteps
 from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.placed_prices import rerun_seconds
 from splitkit.pipeline.purpose import by_rank, microbatches_of, request_of
@@ -111,6 +112,7 @@ class StagePricing:
             "links": links_of(asked.links),
             "optimizer": asked.counted,
             "cache": _cache(flow, asked),
+            "tokens": asked.tokens,
         }
         if asked.devices:
             devices = asked.devices
@@ -119,7 +121,8 @@ class StagePricing:
             apart: dict[str, Any] = {"together": asked.together, "only": asked.only}
             options: dict[str, Any] = {"backward": trains, "devices": devices, **apart}
             return cls(DeviceRequest(policy, flow, costs, **common, **options), on=on)
-        staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, **common)
+        steps = DecoderSteps.of(flow, costs, asked.chunk) if asked.chunk and asked.cache is None else None
+        staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, steps=steps, **common)
         assumed = "" if asked.purpose else f" ({UNSAID})"
         return cls(staged, replicated, _are_visits(plan) and asked.schedule is None, assumed=assumed)
 
@@ -271,14 +274,14 @@ class StagePricing:
             return ()
         if run is not None:
             return tuple(map(ByteBreakdown.of_rank, run.memory))
-        keys, devices = self.parts_of(plan), self.devices_of(plan)
-        kept = dict.fromkeys(devices, 0)
-        for node, nbytes in self.request.cache.items():
-            kept[self.device_of(plan.home(node))] += nbytes
         if isinstance(self.request, DeviceRequest) or self.visits:
+            keys, devices = self.parts_of(plan), self.devices_of(plan)
+            kept = dict.fromkeys(devices, 0)
+            for node, nbytes in self.request.cache.items():
+                kept[self.device_of(plan.home(node))] += nbytes
             visits = {d: [s for s, key in zip(stages, keys, strict=True) if self.device_of(key) == d] for d in devices}
             return tuple(ByteBreakdown.of_visits(visits[d], cache=kept[d]) for d in devices)
-        return tuple(ByteBreakdown.of_stage(s, cache=kept[key]) for key, s in zip(keys, stages, strict=True))
+        return self.request.held(plan)
 
     def excess(self, figures: StageFigures) -> int:
         """Return the most bytes by which a rank exceeds its memory; 0 if the plan fits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch.fx import Node
@@ -13,7 +13,9 @@ from splitkit.costs import Costs, Links, unit_of
 from splitkit.costs.training import with_backward
 from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow
+from splitkit.pipeline.decoder_step import DecoderSteps
 from splitkit.pipeline.inseparable_nodes import together
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.purpose import by_rank, microbatches_of, ranks_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import schedule_named
@@ -43,6 +45,8 @@ class StageRequest:
         links: the links between ranks; ``None`` for free transfers.
         optimizer: the optimizer whose state each stage holds.
         cache: node -> bytes of the cache that it keeps, for inference.
+        steps: the steps of the decoder that keeps it; ``None`` for no decoder, or one that only runs as captured.
+        tokens: the tokens of all sequences together in that cache.
         backward: whether times include backward even without a schedule; with one they always do.
     """
 
@@ -56,6 +60,8 @@ class StageRequest:
     optimizer: Optimizer = "adam"
     backward: bool = False
     cache: Mapping[Node, int] = field(default_factory=dict)
+    steps: DecoderSteps | None = None
+    tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "costs", checked(self.costs))
@@ -110,6 +116,23 @@ class StageRequest:
         """Simulate a step of the schedule; of one microbatch without a schedule."""
         count = microbatches_of(self.microbatches, len(stages)) if self.schedule else 1
         return simulate_schedule(stages, self.schedule or "gpipe", count, links=self.links)
+
+    def held(self, plan: Plan, *, captured: bool = False) -> tuple[ByteBreakdown, ...]:
+        """Return the bytes of each part, in run order: of one microbatch, or of a step of a decoder with its tokens.
+
+        With ``captured`` the decoder computes what it computes in the captured step, which is fast to ask.
+        """
+        keys = run_order(self.flow, plan)
+        kept = dict.fromkeys(keys, 0)
+        for node, nbytes in self.cache.items():
+            kept[plan.home(node)] += nbytes
+        stages = zip(self.stage_prices.of(plan), kept.values(), strict=True)
+        found = tuple(ByteBreakdown.of_stage(stage, cache=nbytes) for stage, nbytes in stages)
+        if captured or self.steps is None:
+            return found
+        peaks = self.steps.peaks(({n for n in self.flow.nodes if key in plan[n]} for key in keys), self.tokens)
+        pairs = zip(found, peaks, strict=True)
+        return tuple(replace(one, activations=peak - one.weights - one.cache) for one, peak in pairs)
 
     def traffic(self, plan: Plan) -> int:
         """Return the bytes that cross, each value once for each part that reads it from its home."""
