@@ -240,6 +240,11 @@ class HostLink:
         link = Link(given) if is_number(given) else find_link(given)
         return cls(link, link)
 
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> HostLink:
+        """Return the link that ``asdict`` described."""
+        return cls(Link(**data["out"]), Link(**data["back"]))
+
 
 def _name(device: Hashable) -> Hashable:
     return str(device) if isinstance(device, torch.device) else device

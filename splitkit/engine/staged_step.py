@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +14,7 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.costs import unit_of
+from splitkit.costs.links import HostLink
 from splitkit.display import Shown
 from splitkit.engine.pair import back_on_device
 from splitkit.errors import PlanError
@@ -20,6 +22,7 @@ from splitkit.graph.node_values import storage_bytes, value_bytes
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST, host_value
 from splitkit.memory.simulation import BEFORE, MemorySimulation
+from splitkit.pipeline.order import StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
 from splitkit.plans.offloaded import Offloaded
@@ -123,6 +126,30 @@ class StageGraphs:
         for name, source in zip(self.offloaded, made[last:], strict=True):
             held[name] = HostValue.leaving(held[name], source)
         return tuple(made[: len(self.outputs)]), tuple(made[len(self.outputs) : rest]), held
+
+    def with_copies(self, costs: StageCosts, seconds: Mapping[str, float], link: HostLink) -> StageCosts:
+        """Return the costs of the stage with the copies of what waits on the host, which saved bytes include then.
+
+        Args:
+            costs: the costs without.
+            seconds: the time of each node, by its name.
+            link: the link to the host.
+        """
+        if not self.offloaded:
+            return costs
+        early, late = list(self.forward.graph.nodes), list(self.backward.graph.nodes)
+
+        def taken(nodes: Sequence[Node]) -> list[float]:
+            return [0.0 if node.op == "placeholder" else seconds.get(node.name, 0.0) for node in nodes]
+
+        made = dict(zip(early, accumulate(taken(early)), strict=True))
+        ends = {node.name: made[_producer(node)] for node in early}
+        rest = {node.name: left for node, left in zip(late, suffix_sums(taken(late)), strict=True)}
+        sizes = {name: sum(self.storages([name]).values()) for name in self.offloaded}
+        leaving = [(ends[name], nbytes) for name, nbytes in sizes.items()]
+        coming = [(rest.get(back_on_device(name), 0.0), nbytes) for name, nbytes in sizes.items()]
+        copies = StageCopies.of(link, leaving, coming, costs.forward, costs.backward_input)
+        return replace(costs, saved_bytes=costs.saved_bytes + copies.nbytes, copies=copies)
 
     @property
     def waiting_bytes(self) -> int:
@@ -296,7 +323,7 @@ class StagedStep(Shown):
 
         Until its backward, a stage holds its saved values and, as in torch's runtime, its received and sent values. The
         values that its weight graph reads wait for it; a stage whose backward is one graph has no weight part, and
-        nothing waits.
+        nothing waits. What waits on the host counts with its copies, if the plan knows the link to the host.
 
         Args:
             costs: prices of the nodes of the joint graph.
@@ -307,14 +334,20 @@ class StagedStep(Shown):
             PolicyError: SK302 for an unknown optimizer.
             GraphError: SK108 for a data-dependent size.
         """
-        held = self.plan.request.counting(optimizer)
+        asked, unit = self.plan.request, unit_of(costs)
+        held = asked.counting(optimizer)
         check_stage_optimizer(held)
         prices = checked(costs)
         seconds: dict[tuple[str, int], float] = {}
+        of_node = {n.name: prices.seconds(n) for n in self.plan if n.op not in ("placeholder", "get_attr")}
         for node, keys in self.plan.items():
-            for key in map(known_part, keys) if node.op not in ("placeholder", "get_attr") else ():
-                seconds[key] = seconds.get(key, 0.0) + prices.seconds(node)
-        return tuple(self._costs_of(number, seconds, unit_of(costs), held) for number in range(len(self.stages)))
+            for key in map(known_part, keys) if node.name in of_node else ():
+                seconds[key] = seconds.get(key, 0.0) + of_node[node.name]
+        found = tuple(self._costs_of(number, seconds, unit, held) for number in range(len(self.stages)))
+        if asked.offload is None or unit != "s":
+            return found
+        link = HostLink.of_data(asked.offload)
+        return tuple(stage.with_copies(own, of_node, link) for stage, own in zip(self.stages, found, strict=True))
 
     def _costs_of(
         self, number: int, seconds: Mapping[tuple[str, int], float], unit: str, optimizer: Optimizer
@@ -395,6 +428,13 @@ class StagedStep(Shown):
                 found = stage.weight(*on_device(values, stage.deferred), *made)
                 _add(gradients, stage.weight_gradients, found)
         return tuple(gradients)
+
+
+def _producer(node: Node) -> Node:
+    """Return the node that made the tuple that a node unpacks, or the node itself."""
+    while node.target is operator.getitem:
+        (node,) = node.all_input_nodes
+    return node
 
 
 def _origins(

@@ -8,7 +8,7 @@ step is planned for. A graph on ``meta`` would show the unfused kernel, which ma
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -152,6 +152,10 @@ class DecoderSteps:
             sizes = step_sizes(self.flow.root, self.sequences, each, query)
             self._peaks[part, each] = step_peak(part, self.caches, sizes, self.kernels)
         return self._peaks[part, each]
+
+    def peaks(self, parts: Iterable[Collection[Node]], tokens: int) -> list[int]:
+        """Return `peak` of the graph of each of some sets of nodes."""
+        return [self.peak(graph_of_nodes(self.flow, nodes), tokens) for nodes in parts]
 
     def room(self, part: fx.GraphModule, limit: int, most: int) -> int:
         """Return for how many tokens, the same of each sequence, a part has room, at most ``most``; -1 if for none.

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from splitkit.errors import ScheduleError
 from splitkit.short_repr import brief
+
+if TYPE_CHECKING:
+    from splitkit.costs.links import HostLink
 
 # Defines an action of a pipeline schedule: one microbatch in one stage. Imports no numpy: for the command line.
 
@@ -357,6 +360,38 @@ class StageCopies:
     out_end: float
     back: float
     back_tail: float
+
+    @classmethod
+    def of(
+        cls,
+        link: HostLink,
+        leaving: Iterable[tuple[float, int]],
+        coming: Iterable[tuple[float, int]],
+        forward: float,
+        backward: float,
+    ) -> StageCopies:
+        """Return the copies of values.
+
+        Args:
+            link: the link to the host.
+            leaving: for each value the seconds from the start of forward until it is made, and its bytes.
+            coming: for each value the seconds from its first reader to the end of backward, and its bytes.
+            forward: seconds of forward.
+            backward: seconds of backward, or of its input part.
+        """
+        leaving = sorted(leaving)
+        out = [link.out.seconds(nbytes) for _, nbytes in leaving]
+        last = max(made + rest for (made, _), rest in zip(leaving, suffix_sums(out), strict=True))
+        coming = sorted((-left, nbytes) for left, nbytes in coming)
+        back = [link.back.seconds(nbytes) for _, nbytes in coming]
+        tails = (done + min(backward, -left) for (left, _), done in zip(coming, accumulate(back), strict=True))
+        total = sum(nbytes for _, nbytes in leaving)
+        return cls(total, sum(out), min(last, forward + sum(out)), sum(back), max(tails))
+
+
+def suffix_sums(seconds: Sequence[float]) -> list[float]:
+    """Return for each entry its sum with all later entries."""
+    return list(accumulate(reversed(seconds)))[::-1]
 
 
 Times = tuple[list[float], list[float], list[float], list[float], list[float]]

@@ -42,6 +42,20 @@ def costs_of_plan(plan: Plan, graph: fx.GraphModule | Dataflow) -> Costs:
     return (PlacedStepCosts if trains else PlacedCosts)(base, plan, of_part)
 
 
+def rerun_seconds(
+    plan: Plan, forward: Mapping[PartKey, float], backward: Mapping[PartKey, float]
+) -> dict[PartKey, float]:
+    """Return part -> the seconds of forward that its backward runs again: of all of it, if the part is checkpointed.
+
+    Args:
+        plan: the plan.
+        forward: part -> the seconds of its forward.
+        backward: part -> the seconds of its backward without them; a part that has none runs nothing again.
+    """
+    again = {key for key, part in plan.parts.items() if part.call == "checkpoint"}
+    return {key: seconds if key in again and backward[key] else 0.0 for key, seconds in forward.items()}
+
+
 @dataclass(frozen=True)
 class PlacedCosts(WrappedCosts):
     """Prices of a plan whose parts are on different devices.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from splitkit.checks import memory_of
-from splitkit.costs.links import Links, links_data
+from splitkit.costs.links import HostLink, Links, links_data
 from splitkit.errors import PolicyError
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.order import PipelineOrder
@@ -53,7 +54,8 @@ def request_of(policy: object, costs: Costs, *, joint: bool = False) -> PlanRequ
     devices = getattr(given, "given", None)
     devices = {key: find_device(one) for key, one in devices.items()} if isinstance(devices, Mapping) else {}
     memory, tokens = _memory(given), getattr(given, "tokens", 0)
-    matters = bool(devices or tokens or memory is not None or getattr(given, "objective", None) == "tokens")
+    objective, offload = getattr(given, "objective", None), getattr(given, "offload", None)
+    matters = bool(devices or tokens or memory is not None or objective == "tokens")
     return PlanRequest(
         "training" if optimizer else "inference" if matters and not joint else "",
         optimizer,
@@ -67,6 +69,8 @@ def request_of(policy: object, costs: Costs, *, joint: bool = False) -> PlanRequ
         tuple(getattr(given, "together", ())),
         {pattern: tuple(keys) for pattern, keys in getattr(given, "only", {}).items()},
         devices,
+        getattr(given, "chunk", None) if tokens or objective == "tokens" else None,
+        None if offload is None else asdict(HostLink.of(offload)),
     )
 
 

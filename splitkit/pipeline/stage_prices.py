@@ -321,21 +321,6 @@ def _in_number_order(flow: Dataflow, places: Mapping[Node, tuple[PartKey, ...]])
     return sorted(keys)  # type: ignore[type-var]
 
 
-def peaks_of_visits(stages: Sequence[StageCosts], devices: Sequence[PartKey]) -> dict[PartKey, int]:
-    """Return the peak bytes of each device: what all its parts hold, plus the most that one of them needs temporarily.
-
-    Args:
-        stages: the parts.
-        devices: the device of each part.
-    """
-    held: dict[PartKey, int] = dict.fromkeys(devices, 0)
-    besides = dict(held)
-    for device, stage in zip(devices, stages, strict=True):
-        held[device] += stage.fixed_bytes + stage.saved_bytes
-        besides[device] = max(besides[device], stage.temporary_bytes)
-    return {device: nbytes + besides[device] for device, nbytes in held.items()}
-
-
 def check_stage_optimizer(optimizer: object) -> None:
     """Raise SK302 for an unknown optimizer."""
     if optimizer is not None and not is_word(optimizer, *STATE_OF):

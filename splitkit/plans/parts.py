@@ -217,6 +217,8 @@ class PlanRequest:
         only: pattern of module paths -> keys of the devices that can run the nodes it matches.
         devices: key of each device that the policy was given, in its order -> the device; ``planned_on`` of a part says
             on which it runs.
+        chunk: the most new tokens of a step of a decoder; ``None`` if its steps are as the captured one.
+        offload: the links of a device to its host (``"out"``) and back, over which saved values may move.
     """
 
     purpose: Purpose = ""
@@ -231,6 +233,8 @@ class PlanRequest:
     together: tuple[str, ...] = field(default=(), repr=False)
     only: Mapping[str, tuple[PartKey, ...]] = field(default_factory=dict, repr=False)
     devices: Mapping[PartKey, Device] = field(default_factory=dict, repr=False)
+    chunk: int | None = None
+    offload: Mapping[str, Any] | None = field(default=None, repr=False)
 
     __repr__ = brief
 
@@ -280,7 +284,12 @@ def request_from_json(data: object) -> PlanRequest:
         raise damaged("request.purpose", purpose, "'inference' or 'training'")
     if (optimizer := data.get("optimizer")) not in (None, *OPTIMIZERS) or (purpose == "training") != bool(optimizer):
         raise damaged("request.optimizer", optimizer, f"one of {', '.join(OPTIMIZERS)}, for training alone")
-    for name, least, most in (("microbatches", 1, MOST), ("ranks", 1, MOST), ("tokens", 0, MOST_BYTES)):
+    for name, least, most in (
+        ("microbatches", 1, MOST),
+        ("ranks", 1, MOST),
+        ("tokens", 0, MOST_BYTES),
+        ("chunk", 1, MOST),
+    ):
         if name in data and not _is_within(data[name], least, most):
             raise damaged(f"request.{name}", data[name], f"a whole number from {least} to {most}")
     if "cache" in data:
@@ -289,6 +298,7 @@ def request_from_json(data: object) -> PlanRequest:
     read = {
         "schedule": _schedule(data.get("schedule")),
         "links": _links(data.get("links")),
+        "offload": _offload(data.get("offload")),
         "memory": _memory(data.get("memory")),
         "together": _patterns("request.together", data.get("together", [])),
         "only": _only(data.get("only", {}), devices),
@@ -366,6 +376,12 @@ def _links(data: object) -> str | Mapping[str, Any] | None:
         pairs.append((*(read_key(f"request.links.pairs[{i}]", end) for end in entry[:2]), _link(entry[2])))
     ends = {name: None if data[name] is None else _link(data[name]) for name in ("between", "inside")}
     return {**ends, "size": data["size"], "pairs": pairs}
+
+
+def _offload(data: object) -> Mapping[str, Any] | None:
+    if data is not None and (not isinstance(data, Mapping) or data.keys() != {"out", "back"}):
+        raise damaged("request.offload", data, "an object with the links out and back")
+    return None if data is None else {way: _link(link) for way, link in data.items()}
 
 
 def _link(data: object) -> Mapping[str, Any]:

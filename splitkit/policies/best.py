@@ -19,7 +19,8 @@ from splitkit.plans.record import Plan
 from splitkit.policies.expert import Expert
 from splitkit.policies.stages import Stages
 from splitkit.prices import Optimizer
-from splitkit.search.request import Score, Scoring, StageRequest
+from splitkit.search.plan_figures import Score, Scoring
+from splitkit.search.request import StageRequest
 from splitkit.short_repr import options
 from splitkit.units import size
 

@@ -114,16 +114,17 @@ class MemoryBudget:
         labels = {node: part for part, nodes in enumerate(found.parts) for node in nodes}
         count = len(found.parts)
         least = search.at_least(count)
+        plan = Plan.of({node: labels[node] for node in search.flow.nodes})
         note = (
             f"{parts_of(count)}, at least {least} needed; {purpose(search.optimizer)}; part {limiting} is fullest: "
-            f"{found.held[limiting].told} of {size(found.memory[limiting])}; "
-            f"{size(found.traffic)} cross"
+            f"{found.held[limiting].told} of {size(found.memory[limiting])}; {size(search.demand.traffic(plan))} cross"
         )
         if self.parts is None:
             claim = Claim("parts", count, least, found.solver, limiting)
         else:
+            note += f", which is {size(found.traffic)} over all borders, forward and back"
             claim = Claim("traffic", found.traffic, search.least_traffic(count), found.solver, limiting)
-        return replace(Plan.of({node: labels[node] for node in search.flow.nodes}, note), claim=claim)
+        return replace(plan, note=note, claim=claim)
 
     def _no_plan(self, search: MemorySearch, costs: Costs) -> NoPlanError:
         """Return the error that says what does not fit, and what would."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, permutations
 
 import numpy as np
@@ -441,13 +441,7 @@ class DeviceSearch:
 
     def _held_by(self, plan: Plan) -> tuple[ByteBreakdown, ...]:
         """Return the peak bytes of each device by kind."""
-        devices = [_root(key, self._keys) for key in run_order(self.demand.flow, plan)]
-        stages = self.demand.stage_prices.of(plan)
-        visits = {key: [s for s, device in zip(stages, devices, strict=True) if device == key] for key in self._keys}
-        kept = dict.fromkeys(self._keys, 0)
-        for node, nbytes in self.demand.cache.items():
-            kept[_root(plan.home(node), self._keys)] += nbytes
-        return tuple(ByteBreakdown.of_visits(visits[key], cache=kept[key]) for key in self._keys)
+        return self.demand.held(plan, self._keys, partial(_root, devices=self._keys))
 
     def _loads(self, found: Solution) -> Floats:
         labels = self._placing.labels(found.device, self._keys)

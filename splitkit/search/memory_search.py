@@ -67,11 +67,12 @@ class MemorySearch:
     """A search for parts of one graph that fit their devices.
 
     Args:
-        demand: the request, without the memory.
+        demand: as below.
         parts: how many parts; ``None`` for as few as possible.
         sizes: a function from a number of devices to their bytes.
 
     Attributes:
+        demand: the request, without the memory.
         flow: facts about the graph.
         optimizer: the optimizer whose state counts.
         tried: the largest number of parts that was tried.
@@ -83,7 +84,7 @@ class MemorySearch:
         self.tried = 0
         self.excluded: set[int] = set()
         self._least_traffic: dict[int, int] = {}
-        self._demand, self._parts, self._sizes = demand, parts, sizes
+        self.demand, self._parts, self._sizes = demand, parts, sizes
         self._prices = demand.stage_prices
         self._state = STATE_OF[demand.optimizer] if demand.optimizer else 0
         self._size = len(self.flow.nodes)
@@ -225,7 +226,7 @@ class MemorySearch:
     def _planned(self, count: int, need: int) -> int | None:
         """Return ``need``, or a little more if message buffers, which cuts leave out, exceed it in each plan."""
         for _ in range(_ROUNDS):
-            more = MemorySearch(self._demand, count, lambda devices, need=need: (need,) * devices)  # type: ignore[misc]
+            more = MemorySearch(self.demand, count, lambda devices, need=need: (need,) * devices)  # type: ignore[misc]
             if more.of(count) is not None:
                 return need
             flights = self._in_flight(count)
@@ -277,8 +278,8 @@ class MemorySearch:
     def _held(self, parts: Sequence[Sequence[Node]], flights: Sequence[int]) -> tuple[ByteBreakdown, ...]:
         """Return the bytes of each part at its peak; under a schedule with message buffers."""
         stages = self._prices.of(parts)
-        if self._demand.schedule is not None:
-            return tuple(map(ByteBreakdown.of_rank, self._demand.run(stages).memory))
+        if self.demand.schedule is not None:
+            return tuple(map(ByteBreakdown.of_rank, self.demand.run(stages).memory))
         each = zip(stages, flights, strict=True)
         return tuple(ByteBreakdown.of_stage(costs, in_flight=flight) for costs, flight in each)
 
@@ -290,7 +291,7 @@ class MemorySearch:
         """
         if count not in self._flights:
             try:
-                self._flights[count] = self._demand.in_flight(count)
+                self._flights[count] = self.demand.in_flight(count)
             except ScheduleError:
                 if self._parts is not None:
                     raise

@@ -12,21 +12,25 @@ from torch.fx import Node
 
 from splitkit.costs import Costs
 from splitkit.costs.links import links_of
-from splitkit.errors import GraphError, PlanError, SplitError
+from splitkit.errors import GraphError, NoPlanError, PlanError, SplitError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_values import cache_bytes
+from splitkit.pipeline.decoder_step import DecoderSteps
 from splitkit.pipeline.memory import ByteBreakdown
+from splitkit.pipeline.placed_prices import rerun_seconds
 from splitkit.pipeline.purpose import by_rank, microbatches_of, request_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import PARENT, UNSAID, Part, PartKey, PlanRequest
 from splitkit.plans.record import Plan
+from splitkit.plans.rewrite import require_parts
 from splitkit.prices import unit_of
 from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.replica_scoring import ReplicaScoring
 from splitkit.search.request import StageRequest
+from splitkit.units import duration, size
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class StagePricing:
             "links": links_of(asked.links),
             "optimizer": asked.counted,
             "cache": _cache(flow, asked),
+            "tokens": asked.tokens,
         }
         if asked.devices:
             devices = asked.devices
@@ -118,7 +123,8 @@ class StagePricing:
             apart: dict[str, Any] = {"together": asked.together, "only": asked.only}
             options: dict[str, Any] = {"backward": trains, "devices": devices, **apart}
             return cls(DeviceRequest(policy, flow, costs, **common, **options), on=on)
-        staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, **common)
+        steps = DecoderSteps.of(flow, costs, asked.chunk) if asked.chunk and asked.cache is None else None
+        staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, steps=steps, **common)
         assumed = "" if asked.purpose else f" ({UNSAID})"
         return cls(staged, replicated, _are_visits(plan) and asked.schedule is None, assumed=assumed)
 
@@ -227,9 +233,10 @@ class StagePricing:
     def _rerun(self, plan: Plan, devices: Sequence[PartKey], stages: Sequence[StageCosts] | None) -> Any:
         """Return (d,) seconds of the forwards that backward runs again, where loads include backward."""
         found = dict.fromkeys(devices, 0.0)
-        for key, stage in zip(self.parts_of(plan), stages or (), strict=False):
-            if self.request.training and plan.parts[key].call == "checkpoint" and stage.backward:
-                found[self.device_of(key)] += stage.forward
+        of = dict(zip(self.parts_of(plan), stages or (), strict=False)) if self.request.training else {}
+        times = ({key: stage.forward for key, stage in of.items()}, {key: stage.backward for key, stage in of.items()})
+        for key, seconds in rerun_seconds(plan, *times).items():
+            found[self.device_of(key)] += seconds
         return np.array(list(found.values()), np.float64)
 
     def _shared_loads(self, plan: Plan, devices: Sequence[PartKey], replicas: Sequence[int]) -> Any:
@@ -269,14 +276,9 @@ class StagePricing:
             return ()
         if run is not None:
             return tuple(map(ByteBreakdown.of_rank, run.memory))
-        keys, devices = self.parts_of(plan), self.devices_of(plan)
-        kept = dict.fromkeys(devices, 0)
-        for node, nbytes in self.request.cache.items():
-            kept[self.device_of(plan.home(node))] += nbytes
         if isinstance(self.request, DeviceRequest) or self.visits:
-            visits = {d: [s for s, key in zip(stages, keys, strict=True) if self.device_of(key) == d] for d in devices}
-            return tuple(ByteBreakdown.of_visits(visits[d], cache=kept[d]) for d in devices)
-        return tuple(ByteBreakdown.of_stage(s, cache=kept[key]) for key, s in zip(keys, stages, strict=True))
+            return self.request.held(plan, self.devices_of(plan), self.device_of)
+        return self.request.held(plan)
 
     def excess(self, figures: StageFigures) -> int:
         """Return the most bytes by which a rank exceeds its memory; 0 if the plan fits."""
@@ -301,3 +303,106 @@ def _cache(flow: Dataflow, request: PlanRequest) -> Mapping[Node, int]:
     except SplitError:
         return {}
     return {node: request.tokens * nbytes for node, nbytes in known.items()}
+
+
+# One score for the plans of any policy: whether they fit, and their bottleneck, simulated step, peak and traffic.
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a plan.
+
+    Attributes:
+        parts: the number of parts; visits of one device count as one.
+        visits: whether a device is visited several times.
+        load: seconds of the bottleneck part, with its transfers.
+        limiting: the bottleneck part.
+        step: seconds of the simulated step; 0 without a schedule.
+        peak: peak bytes of the rank that holds the most; 0 where neither schedule nor memory is given.
+        missing: the most bytes that a rank lacks; 0 if the plan fits.
+        traffic: bytes that cross, each value once for each part that reads it.
+        unit: the unit of the times.
+    """
+
+    parts: int
+    visits: bool
+    load: float
+    limiting: PartKey
+    step: float = 0.0
+    peak: int = 0
+    missing: int = 0
+    traffic: int = 0
+    unit: str = "s"
+
+    @property
+    def ties(self) -> tuple[float, int, int]:
+        """Return what decides between equal loads; the smallest wins."""
+        return self.step, self.peak, self.traffic
+
+    def __str__(self) -> str:
+        words = [duration(self.load, self.unit)]
+        words += [f"step {duration(self.step, self.unit)}"] if self.step else []
+        words += [f"peak {size(self.peak)}"] if self.peak else []
+        words += [f"{size(self.missing)} too much"] if self.missing else []
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """Scores plans of one graph as the stages of one pipeline, in execution order.
+
+    Parts ``(key, 0), (key, 3) ...``, as `splitkit.extend.refine` makes them, are visits of one device: the device's
+    load is the sum over all of them.
+
+    Attributes:
+        demand: the request; its memory is that of each rank, and a plan has as many ranks as parts.
+    """
+
+    demand: StageRequest
+
+    def of(self, plan: Plan) -> Score:
+        """Return the score of a plan that gives every node a part.
+
+        Raises:
+            PlanError: SK209 when it does not; SK203 when parts depend on each other in a cycle.
+            ScheduleError: SK330 when the schedule does not allow that many parts.
+            NoPlanError: SK303 when memory is given for another number of ranks, when parts that are visits of one
+                device would run under a schedule, or when parts have replicas.
+        """
+        demand, visits = self.demand, _are_visits(plan)
+        require_parts(demand.flow, plan)
+        if any(part.replicas > 1 for part in plan.parts.values()):
+            reason = "it has parts of several replicas, and plans are compared as parts of one device each"
+            raise NoPlanError("SK303", reason, "Leave replicas out.")
+        if visits and demand.schedule is not None:
+            parts = run_order(demand.flow, plan)
+            twice = ", ".join(str(key) for key in parts if key[0] == parts[0][0])  # type: ignore[index]
+            raise NoPlanError(
+                "SK303",
+                f"parts {twice} ... are visits to one device, which no schedule runs",
+                "Use one part per device.",
+            )
+        pricing = StagePricing(demand, visits=visits)
+        figures, memory = pricing.figures(plan), demand.memory
+        peaks = () if demand.schedule is None and memory is None else figures.peaks
+        if isinstance(memory, Sequence) and not isinstance(memory, str) and len(memory) != len(peaks):
+            raise NoPlanError(
+                "SK303", f"memory is given for {len(memory)} ranks, the plan has {len(peaks)}", "Give one size."
+            )
+        return Score(
+            parts=len(figures.loads),
+            visits=visits,
+            load=figures.value,
+            limiting=figures.limiting,
+            step=figures.step or 0.0,
+            peak=max(peaks, default=0),
+            missing=0 if memory is None else pricing.excess(figures),
+            traffic=figures.traffic,
+            unit=unit_of(demand.costs),
+        )
+
+    def least(self, parts: int) -> float:
+        """Return a lower bound on the bottleneck of ``parts`` ranks: a fair share of the work, or one whole node."""
+        seconds = self.demand.seconds.values()
+        ranks = max(self.demand.ranks(parts)) + 1
+        return max(sum(seconds) / ranks * (1 - 1e-12), max(seconds, default=0.0))

@@ -12,10 +12,9 @@ import numpy as np
 from torch.fx import Node
 
 from splitkit.costs import Links, unit_of
-from splitkit.pipeline.memory import ring_seconds
+from splitkit.pipeline.memory import ByteBreakdown, ring_seconds
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.stage_prices import peaks_of_visits
 from splitkit.plans.parts import Claim, above_mean, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.placement_model import PlacementModel, TransferTimes
@@ -96,8 +95,7 @@ class ReplicaScoring:
         """Return the peak bytes of each device of each stage; without a schedule of one microbatch."""
         if self.demand.schedule is not None:
             return self._run(plan).peaks
-        costs = self._costs(plan)
-        return tuple(peaks_of_visits(costs, range(len(costs))).values())
+        return tuple(ByteBreakdown.of_stage(costs).total for costs in self._costs(plan))
 
     def over(self, plan: Plan) -> float:
         """Return the most bytes that a device lacks; 0 or less if every limited device is large enough."""

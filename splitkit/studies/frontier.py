@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from splitkit.engine.pair import Pair, divide
 from splitkit.errors import NoPlanError, PolicyError
 from splitkit.frontends.joint_capture import Joint
 from splitkit.memory.profile import simulate_memory
+from splitkit.plans.parts import PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.prices import checked, require_costs
 from splitkit.search.recompute.offload_planner import OffloadFrontier, OffloadPlanner, PeakFrontier
@@ -93,7 +94,9 @@ class Point:
             found = self.choice.plan(note)
         else:
             note += f", {size(self.host)} on the host, {duration(self.waits)} waited for copies"
-            found = self._moved.planner.described(self._moved.found, note)
+            planner = self._moved.planner
+            request = PlanRequest(offload=asdict(planner.model.link))
+            found = replace(planner.described(self._moved.found, note), request=request)
         return replace(found, prices=record_of(self.costs, self.choice.savings.flow))
 
     @cached_property

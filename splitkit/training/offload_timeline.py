@@ -197,6 +197,19 @@ class OffloadTimeline:
         found = [Offloaded(self.values[t.item], steps[t.release], steps[t.fetch]) for t in transfers]
         return tuple(found)
 
+    def transfers_of(self, nodes: Sequence[Node], offloaded: Iterable[Offloaded]) -> list[HostTransfer]:
+        """Return what `described` described."""
+        steps, early = [nodes[i] for i in self.trace.steps.tolist()], self.trace.forward
+        items = {value: item for item, value in self.values.items()}
+        made = {node: step for step, node in enumerate(steps[:early])}
+        read = {node: step for step, node in enumerate(steps[early:], early)}
+        found = []
+        for one in offloaded:
+            item = items[one.value]
+            release = self._left(item) if one.release is None else made[one.release]
+            found.append(HostTransfer(item, release, int(self.first[item]) if one.fetch is None else read[one.fetch]))
+        return found
+
 
 def _by_step(pairs: Iterable[tuple[int, HostTransfer]]) -> dict[int, list[HostTransfer]]:
     found: dict[int, list[HostTransfer]] = {}

@@ -17,9 +17,10 @@ from torch import nn
 import splitkit as sk
 from splitkit.hardware.device_specs import find_device
 from splitkit.memory.saved_storages import activations
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.stage_prices import StagePrices, peaks_of_visits, run_order, stage_costs
+from splitkit.pipeline.stage_prices import StagePrices, run_order, stage_costs
 from splitkit.policies import Devices, RoundRobin, Stages
 from splitkit.search.plan_figures import StagePricing
 from splitkit.testing.models import build
@@ -236,8 +237,9 @@ def test_a_device_that_is_visited_twice_holds_both_stages_and_the_larger_of_what
     first, second = (
         StageCosts(1, 1, saved_bytes=s, temporary_bytes=t, parameter_bytes=100) for s, t in ((1, 20), (2, 7))
     )
-    assert peaks_of_visits([first, second, second], ["a", "b", "a"]) == {"a": 100 + 1 + 100 + 2 + 20, "b": 109}
-    assert peaks_of_visits([second, first], ["a", "a"])["a"] == 223
+    assert ByteBreakdown.of_visits([first, second]).total == 100 + 1 + 100 + 2 + 20
+    assert ByteBreakdown.of_visits([second]).total == ByteBreakdown.of_stage(second).total == 109
+    assert ByteBreakdown.of_visits([second, first]).total == 223
 
 
 class Kernels(nn.Module):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import splitkit as sk
+from splitkit.costs.links import HostLink
 from splitkit.errors import FileError, PlanError
 from splitkit.hardware.device_specs import find_device
 from splitkit.plans import plan_file
@@ -402,6 +403,9 @@ CARD = {"key": 0, "name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e9, "
         ({"ranks": 0}, "request.ranks"),
         ({"microbatches": 0}, "request.microbatches"),
         ({"tokens": -1}, "request.tokens"),
+        ({"chunk": 0}, "request.chunk"),
+        ({"offload": {"out": {}}}, "request.offload"),
+        ({"offload": {"out": {}, "back": {}}}, "request.links"),
         ({"memory": "80GiB"}, "request.memory"),
         ({"memory": [1, -1]}, "request.memory"),
         ({"cache": {"add": "1"}}, "request.cache"),
@@ -437,7 +441,8 @@ def test_damaged_requests_are_refused_by_field(request_, field):
 def test_a_request_survives_a_file_with_all_that_it_says():
     device = find_device("l4")
     limits = {"together": ("a.*", "b"), "only": {"c": (0, "x"), "d.*": ("x",)}, "devices": {0: device, "x": device}}
-    asked = PlanRequest("training", "sgd", "zbv", 8, 2, "pcie4", (None, 5), **limits)
+    host = asdict(HostLink.of("pcie5"))
+    asked = PlanRequest("training", "sgd", "zbv", 8, 2, "pcie4", (None, 5), **limits, chunk=16, offload=host)
     again = Plan.from_dict(GRAPH.graph, json.loads(json.dumps(replace(some_plan(), request=asked).to_dict())))
     assert again.request == asked
 

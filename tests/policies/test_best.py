@@ -18,7 +18,8 @@ from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.policies import Best, Expert, RoundRobin, Stages
 from splitkit.policies import best as module
-from splitkit.search.request import Scoring, StageRequest
+from splitkit.search.plan_figures import Scoring
+from splitkit.search.request import StageRequest
 from splitkit.testing import assert_legal
 
 

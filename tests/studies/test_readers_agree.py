@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from dataclasses import replace
 
 import pytest
+import torch
 from campaigns import these_first
 from trainingnets import random_training_graph
 
 import splitkit as sk
+from splitkit.cli import main
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.placed_prices import costs_of_plan
-from splitkit.policies import ByName, Devices, Pipeline, RoundRobin, SplitBackward, Stages
+from splitkit.policies import Budget, ByName, Devices, MemoryBudget, Pipeline, RoundRobin, SplitBackward, Stages
+from splitkit.runtime import decoder_memory
 from splitkit.search.plan_figures import StagePricing
 from splitkit.testing.models import build
 from splitkit.units import duration, size
@@ -136,9 +140,30 @@ def test_what_backward_runs_again_counts_in_loads_too(name):
     work = [stage.forward + stage.backward for stage in stages]
     shares = {row.part: row.share for row in sk.report(graph(), plan).parts}
     keys = map(str, truth(plan).parts_of(plan))
-    if all(part.replicas == 1 for part in plan.parts.values()):
-        assert [shares[key] for key in keys] == pytest.approx([one / sum(work) for one in work], rel=1e-9)
+    assert [shares[key] for key in keys] == pytest.approx([one / sum(work) for one in work], rel=1e-9)
     assert sum(shares.values()) == pytest.approx(1.0)
+
+
+def test_a_report_counts_one_replica_of_each_part():
+    plan = planned("replicas")
+    parts = {key: replace(part, replicas=1 + key % 2) for key, part in plan.parts.items()}
+    plan = replace(plan, parts=parts, claim=None)
+    work = [stage.forward + stage.backward for stage in sk.stage_costs(graph(), plan)]
+    shares = [row.share for row in sk.report(graph(), plan).parts]
+    assert shares == pytest.approx([one / sum(work) for one in work], rel=1e-9)
+    assert shares == pytest.approx([one / sum(work) for one in truth(plan).figures(plan).work.values()], rel=1e-9)
+
+
+BUDGETS = ({"optimizer": "adam"}, {"parts": 3, "optimizer": "sgd"}, {"schedule": "1f1b", "microbatches": 4}, {})
+
+
+@pytest.mark.parametrize("words", these_first([BUDGETS[1]], [BUDGETS[0], *BUDGETS[2:]]), ids=str)
+def test_notes_of_memory_budgets_say_what_other_readers_say(words):
+    plan = sk.plan(graph(), MemoryBudget("350MiB" if words else "80MiB", **words))
+    figures = truth(plan).figures(plan)
+    told = {one.name: one.first for one in sk.compare_plans(plan, plan).figures}
+    assert len(plan.parts) > 1 and figures.held[plan.claim.limiting].told in plan.note
+    assert f"{size(figures.traffic)} cross" in plan.note and told["bytes that cross"] == figures.traffic
 
 
 @pytest.mark.parametrize("name", ["unequal devices", "devices by name", "unequal devices, training"])
@@ -232,6 +257,32 @@ def test_the_plan_of_a_row_of_a_sweep_is_for_its_step(words):
             assert f"step {duration(row.run.seconds)}, " in row.plan.note
 
 
+def decoder(family):
+    """A decoder of two layers, as one step of generation for two sequences."""
+    return sk.capture_decoder(build(family, layers=2, width=32, heads=4, vocab=200).model.eval(), batch=2)
+
+
+CACHES = {"most": {"objective": "tokens", "chunk": 16}, "given": {"objective": "throughput", "tokens": 60, "chunk": 16}}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("family", "cache"), [("llama", "most"), ("llama", "given"), ("gpt2", "most")])
+def test_readers_of_a_decoder_count_the_step_that_was_planned(family, cache):
+    gm = decoder(family)
+    weights = sum(parameter.nbytes for parameter in gm.parameters())
+    plan = sk.plan(gm, Stages(2, memory=weights + 300 * 1024, **CACHES[cache]), sk.costs.roofline(gm, "l4"))
+    again, tokens = sk.Plan.from_dict(gm.graph, json.loads(json.dumps(plan.to_dict()))), plan.request.tokens
+    assert (again.request, again.request.chunk) == (plan.request, 16)
+    figures = StagePricing.of(sk.analyze(gm), again, costs_of_plan(again, gm)).figures(again)
+    each = -(-tokens // 2)
+    parts = decoder_memory(sk.split(gm, again), sequences=2, tokens=each, query=min(each, 8)).values()
+    assert figures.peaks == tuple(part.peak for part in parts)
+    assert [held.cache for held in figures.held] == [tokens * part.cache // (2 * each) for part in parts]
+    fullest = max(figures.held, key=lambda held: held.total)
+    assert fullest.told in plan.note or f"peak {size(fullest.total)} on rank" in plan.note
+    assert size(fullest.total) in str(again.explain(again=False))
+
+
 @functools.cache
 def joint():
     return random_training_graph(5)[0]
@@ -243,7 +294,6 @@ JOINT = {
     "two stages a rank": Pipeline(4, "interleaved-1f1b", 4, links="nvlink4", optimizer="sgd"),
     "a limit": Pipeline(2, "gpipe", 8, memory="70KiB", links="pcie4"),
     "three parts a stage": SplitBackward(policy=Pipeline(4, "zbv", 4)),
-    "values on the host": Pipeline(2, "gpipe", 8, memory="70KiB", offload=1e12),
 }
 
 
@@ -272,7 +322,7 @@ def test_readers_of_a_training_step_agree(name):
     assert by_stage == pytest.approx([seconds / sum(work) for seconds in work], rel=1e-9)
     explained = plan.explain(again=False)
     compared = {one.name: one for one in sk.compare_plans(plan, plan).figures}
-    if plan.offloaded or asked.schedule is None:  # how long copies to the host take is not in the stages
+    if asked.schedule is None:
         assert page.run is None and explained.to_dict()["figures"] is None and "step" not in compared
         return
     assert page.run.ranks == (asked.ranks or page.run.ranks)
@@ -286,3 +336,92 @@ def test_readers_of_a_training_step_agree(name):
         assert plan.claim.proof in plan.note
     by_hand = sk.simulate_schedule(stages, asked.schedule, asked.microbatches, ranks=asked.ranks, links=asked.links)
     assert (by_hand.seconds, by_hand.peaks) == (page.run.seconds, page.run.peaks)
+
+
+@pytest.mark.parametrize("seed", these_first([19], [11, 13, 37]))
+def test_readers_of_values_that_wait_on_the_host_count_their_copies(seed):
+    joint = random_training_graph(seed)[0]
+    gm, costs = joint.graph_module, sk.costs.roofline(joint.graph_module, "l4")
+    memory = {11: 35840, 13: 20480, 19: 21796, 37: 20480}[seed]
+    step = joint.split(Pipeline(2, "gpipe", 8, memory=memory, offload=1e9), costs)
+    plan = sk.Plan.from_dict(gm.graph, json.loads(json.dumps(step.plan.to_dict())))
+    assert plan.offloaded and plan.request == step.plan.request
+    stages, page = step.stage_costs(costs), pictured(plan).ladder()
+    moved = [graphs.host_bytes for graphs in step.stages]
+    assert [0 if stage.copies is None else stage.copies.nbytes for stage in stages] == moved
+    assert page.stages == stages and page.run.seconds == plan.claim.value
+    assert page.run.told in plan.note and size(max(page.run.host_peaks)) in plan.note
+    told = plan.explain(again=False)
+    assert told.to_dict()["figures"] == {"step": page.run.seconds, "peaks": list(page.run.peaks)}
+    compared = {one.name: one.first for one in sk.compare_plans(plan, plan).figures}
+    assert compared["step"] == page.run.seconds and compared["fullest device"] == max(page.run.peaks)
+
+
+def test_readers_of_a_pair_that_waits_for_copies_say_so():
+    step = sk.capture_joint(Wide(), torch.randn(64, 16))
+    gm, costs = step.graph_module, sk.costs.roofline(step.graph_module, "h100")
+    point = sk.Frontier(step, costs, of="peak", budgets=2, offload=5e9).points[0]
+    assert point.waits and point.host
+    budget = step.split(Budget(point.peak, offload=5e9), costs).plan
+    for plan in (point.plan, budget, sk.Plan.from_dict(gm.graph, json.loads(json.dumps(point.plan.to_dict())))):
+        (choice,) = pictured(plan).ladder().to_dict()["choices"]
+        told = plan.explain(again=False).to_dict()
+        compared = {one.name: one.first for one in sk.compare_plans(plan, plan).figures}
+        assert told["peak"] == choice["peak"] == compared["peak"] <= point.peak
+        assert told["saved"] == choice["bytes"] == compared["saved for backward"]
+        assert (
+            choice["waits"] == pytest.approx(told["waits"], rel=1e-6)
+            and told["waits"] == compared["waiting for copies"]
+        )
+        assert (
+            duration(told["waits"]) in plan.note
+            and size(told["saved"]) in plan.note
+            and size(told["peak"]) in plan.note
+        )
+    assert (point.plan.explain(again=False).to_dict()["waits"], point.saved) == (point.waits, told["saved"])
+
+
+class Wide(torch.nn.Module):
+    """Layers whose activations are larger than their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+COMMANDED = ("unequal devices, training", "a CPU among GPUs", "inference", "training", "two stages a rank", "replicas")
+SMALL = {"layers": 3, "width": 64, "heads": 4, "vocab": 300, "batch": 2, "seq": 32}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", COMMANDED)
+def test_commands_say_what_python_says(name, tmp_path, capsys):
+    """Of the plan's file: explain, compare, the page and an export, from the command line."""
+    gm = sk.capture((example := build("llama", **SMALL)).model, **example.kwargs)
+    plan = sk.plan(gm, PLANS[name], sk.costs.roofline(gm, "l4"), on_cycle="refine")
+    figures = StagePricing.of(sk.analyze(gm), plan, costs_of_plan(plan, gm)).figures(plan)
+    file, page = str(tmp_path / "plan.json"), tmp_path / "page.html"
+    plan.save(file)
+    model = ["--model", "llama", "--size", ",".join(f"{size}={value}" for size, value in SMALL.items()), "--json"]
+
+    def said(command, *words):
+        assert main([command, file, *words, *model]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert said("explain")["explanation"]["figures"] == figures.to_dict()
+    compared = {one["name"]: one["second"] for one in said("compare", file)["comparison"]["figures"]}
+    assert (compared["slowest stage"], compared["bytes that cross"]) == (figures.value, figures.traffic)
+    assert compared.get("step") == figures.step and compared["fullest device"] == max(figures.peaks)
+    said("view", "-o", str(page))
+    drawn = pictured(sk.Plan.load(file, gm.graph)).ladder().to_dict()["stages"]
+    shown = re.search(r'id="splitkit-data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
+    assert json.loads(shown[1])["stages"] == drawn
+    if name != "replicas":
+        words = ["--schedule", plan.request.schedule] if plan.request.schedule else []
+        before = said("export", "--to", "torch", *words)["rounding"]["before"]
+        assert (before["traffic"], before["load"]) == (figures.traffic, pytest.approx(figures.value, rel=1e-12))

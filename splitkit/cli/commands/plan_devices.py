@@ -156,11 +156,11 @@ def _messages(ordered: OrderedMessages | None, file: str | None) -> dict[str, An
 
 def _with_cache(pricing: StagePricing, made: Plan, stages: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
     """Return stages that hold the cache for which the plan leaves room, as they hold parameters."""
-    held = dict.fromkeys(run_order(pricing.flow, made), 0)
-    for node, nbytes in pricing.request.cache.items():
-        held[made.home(node)] += nbytes
-    kept = zip(stages, held.values(), strict=True)
-    return tuple(replace(stage, parameter_bytes=stage.parameter_bytes + nbytes) for stage, nbytes in kept)
+    pairs = zip(stages, pricing.request.held(made), strict=True)
+    return tuple(
+        replace(stage, parameter_bytes=held.weights + held.cache, temporary_bytes=held.activations - stage.saved_bytes)
+        for stage, held in pairs
+    )
 
 
 def _step(run: ScheduleRun) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from splitkit.costs import Links
 from splitkit.costs.links import HostLink
-from splitkit.pipeline.order import PipelineOrder, StageCopies
+from splitkit.pipeline.order import PipelineOrder, StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.cut_scoring import CutScoring, Moved, ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
@@ -403,25 +403,14 @@ class StageTransfers:
         roots = {flow.storages.under(values[s])[0]: int(sizes[s]) for s in storages}
         costs = self.problems.seconds_of(problem, choice)
         made = _ends(forward, self._seconds)
-        first = {order.number[flow.producer(values[s])]: int(sizes[s]) for s in storages}
-        leaving = sorted((made.get(op, costs.forward), size) for op, size in first.items())
-        out = [self.link.out.seconds(size) for _, size in leaving]
-        waits = [at + left for (at, _), left in zip(leaving, _rests(out), strict=True)]
-        rest = dict(zip(backward, _rests([self._seconds[op] for op in backward]), strict=True))
+        makers = {s: order.number[flow.producer(values[s])] for s in storages}
+        leaving = [(made.get(op, costs.forward), int(sizes[s])) for s, op in makers.items()]
+        rest = dict(zip(backward, suffix_sums([self._seconds[op] for op in backward]), strict=True))
         reads = {root: max((rest[op] for op in backward if root in order.held[op]), default=0.0) for root in roots}
-        coming = sorted(((-reads[root], size) for root, size in roots.items()))
-        back = [self.link.back.seconds(size) for _, size in coming]
-        own = costs.backward_input
-        tails = [done + min(own, -left) for (left, _), done in zip(coming, accumulate(back), strict=True)]
-        nbytes = sum(roots.values())
-        return StageCopies(nbytes, sum(out), min(max(waits), costs.forward + sum(out)), sum(back), max(tails))
+        coming = [(reads[root], size) for root, size in roots.items()]
+        return StageCopies.of(self.link, leaving, coming, costs.forward, costs.backward_input)
 
 
 def _ends(ops: Sequence[int], seconds: Sequence[float]) -> dict[int, float]:
     """Return op -> when it ends, if they run one after the other."""
     return dict(zip(ops, accumulate(seconds[op] for op in ops), strict=True))
-
-
-def _rests(seconds: Sequence[float]) -> list[float]:
-    """Return suffix sums: for each entry, its sum with all later entries."""
-    return list(accumulate(reversed(seconds)))[::-1]

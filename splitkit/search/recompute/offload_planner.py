@@ -9,7 +9,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from splitkit.costs import Costs
+from splitkit.costs import Costs, unit_of
 from splitkit.costs.links import HostLink, require_seconds
 from splitkit.errors import NoPlanError
 from splitkit.plans.parts import Claim
@@ -21,7 +21,7 @@ from splitkit.search.recompute.recompute_search import RecomputeSearch, Snapshot
 from splitkit.solvers.recompute import Limit, Program
 from splitkit.training.choices import Bools, Floats, Ints, savings
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
-from splitkit.training.offload_timeline import OffloadModel
+from splitkit.training.offload_timeline import OffloadModel, OffloadRun
 from splitkit.training.peaks import Peaks, eager_plan
 from splitkit.units import duration, size
 
@@ -88,6 +88,19 @@ class OffloadPlanner:
         """Return the plan of what was found with a note, without a claim."""
         moved = found.timeline.described(self.search.pool.peaks.nodes, found.run.transfers)
         return replace(found.seen.choice.plan(note), offloaded=moved)
+
+
+def offload_run(pool: Pool, plan: Plan, costs: Costs) -> OffloadRun | None:
+    """Return the step of a plan of forward and backward whose values wait on the host, without its recompute.
+
+    It is ``None`` if none do, if the plan does not know the link, and for prices that are not seconds.
+    """
+    link = plan.request.offload
+    if not plan.offloaded or link is None or unit_of(costs) != "s":
+        return None
+    seen, trace = pool.trace(np.array([BACKWARD in plan.get(op, ()) for op in pool.savings.ops], np.bool_))
+    timeline = OffloadModel(pool.savings, pool.peaks, costs, HostLink.of_data(link)).timeline(seen.choice, trace)
+    return timeline.run(timeline.transfers_of(pool.peaks.nodes, plan.offloaded))
 
 
 # A lower bound on recompute and waiting within a budget, where saved values may wait on the host.

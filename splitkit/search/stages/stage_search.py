@@ -407,11 +407,7 @@ class StagePlanner:
         """Return the bytes of each rank; without a schedule of one microbatch, which no other disturbs."""
         if self.demand.schedule is not None:
             return tuple(map(ByteBreakdown.of_rank, self._run(plan).memory))
-        kept = dict.fromkeys(self.keys, 0)
-        for node, nbytes in self.demand.cache.items():
-            kept[plan.home(node)] += nbytes
-        stages = zip(self.demand.stage_prices.of(plan), kept.values(), strict=True)
-        return tuple(ByteBreakdown.of_stage(stage, cache=nbytes) for stage, nbytes in stages)
+        return self.demand.held(plan, captured=True)
 
     def described(self, plan: Plan) -> Plan:
         """Return a plan of other origin with a claim and a note."""
@@ -445,7 +441,7 @@ class StagePlanner:
             run = self._run(plan)
             words.append(f"{run.order.name} of {run.order.microbatches} microbatches: {run.figures}")
         if self.demand.schedule is not None or self._limited:
-            held = self._held_by(plan)
+            held = self._held_by(plan) if self.demand.schedule is not None else self.demand.held(plan)
             fullest = max(range(len(held)), key=lambda rank: held[rank].total)
             peak = "" if self.demand.schedule is not None else f"peak {size(held[fullest].total)} on rank {fullest}, "
             words.append(f"{peak}{purpose(self.demand.optimizer)}: {held[fullest]}")

@@ -99,7 +99,7 @@ class InferenceStages:
                 return again
         with suppress(NoPlanError):
             if (most := search.most()) is not None and search.fits(most, self.tokens):
-                return self.staging.described(most)
+                return self._holding(demand.memory).described(most)
         need = max(search.peaks(plan, self.tokens))
         reason = f"{type(demand.policy).__name__}: for inference, a step with {self.tokens:,} tokens does not fit"
         remedy = f"Give {need} bytes ({size(need)}) to each of {len(limits)} devices: for that there is a plan."
@@ -107,11 +107,14 @@ class InferenceStages:
 
     def _fastest_within(self, memory: Memory) -> Plan:
         """Return the better of two plans: of all that `StagePlanner` searches, and of cuts of the graph's order."""
-        held = {node: self.tokens * nbytes for node, nbytes in self.cache.items()} if self.tokens else {}
-        staging = replace(self.staging, demand=replace(self.staging.demand, cache=held, memory=memory))
+        staging = self._holding(memory)
         limits = staging.demand.limits(len(staging.keys))
         limited = any(limit is not None for limit in limits)
-        cuts = replace(self._search, demand=staging.demand).fastest(self.tokens) if held and limited else None
+        cuts = (
+            replace(self._search, demand=staging.demand).fastest(self.tokens)
+            if staging.demand.cache and limited
+            else None
+        )
         try:
             plan = staging.plan()
         except NoPlanError:
@@ -119,6 +122,13 @@ class InferenceStages:
                 raise
             return staging.described(cuts)
         return plan if cuts is None else staging.better(plan, cuts)
+
+    def _holding(self, memory: Memory) -> StagePlanner:
+        """Return the search for fast stages beside the cache, within some memory."""
+        cache = {node: self.tokens * nbytes for node, nbytes in self.cache.items()} if self.tokens else {}
+        steps = self._search.steps if self.tokens else None
+        demand = replace(self.staging.demand, cache=cache, memory=memory, steps=steps, tokens=self.tokens)
+        return replace(self.staging, demand=demand)
 
 
 # Stages for inference with a cache: the largest cache, or the fastest stages that have room for a given one.
@@ -202,14 +212,14 @@ class TokenSearch:
         key = tuple(map(plan.home, self.demand.flow.nodes))
         if key not in self._rooms:
             stages, cache = self.demand.stage_prices.of(plan), self._cache_of(plan)
-            if self._steps is None:
+            if self.steps is None:
                 room = cache_room(stages, cache, self._limits)
             else:
                 weights = [replace(stage, saved_bytes=0, temporary_bytes=0) for stage in stages]
                 room = cache_room(weights, cache, self._limits)
                 most = min(room)
                 for i, part in enumerate(self._graphs(plan)):
-                    room[i] = most = self._steps.room(part, self._limits[i], most)
+                    room[i] = most = self.steps.room(part, self._limits[i], most)
             self._rooms[key] = room
         return self._rooms[key]
 
@@ -224,11 +234,11 @@ class TokenSearch:
     @property
     def grows(self) -> bool:
         """Whether more than the cache grows with the tokens, as the graph tells."""
-        return self._steps is not None
+        return self.steps is not None
 
     def peaks(self, plan: Plan, tokens: int) -> list[int]:
         """Return the bytes that each stage holds in a step with so many tokens, if the graph tells; else nothing."""
-        return [] if self._steps is None else [self._steps.peak(part, tokens) for part in self._graphs(plan)]
+        return [] if self.steps is None else [self.steps.peak(part, tokens) for part in self._graphs(plan)]
 
     def fits(self, plan: Plan, tokens: int) -> bool:
         """Return whether a step with so many tokens fits, as far as the graph tells."""
@@ -236,7 +246,7 @@ class TokenSearch:
 
     def beside_cache(self, plan: Plan, tokens: int) -> Ints:
         """Return (k,) bytes beyond cache and captured activations that each stage needs at so many tokens."""
-        if self._steps is None:
+        if self.steps is None:
             return np.zeros(len(self.keys), np.int64)
         pairs = zip(self.demand.stage_prices.of(plan), self._cache_of(plan), strict=True)
         known = [ByteBreakdown.of_stage(stage, cache=tokens * each).total for stage, each in pairs]
@@ -245,12 +255,8 @@ class TokenSearch:
     def _note(self, plan: Plan, claim: Claim) -> str:
         tight = self.keys.index(claim.limiting)
         tokens = int(claim.value)
-        per_token = self._cache_of(plan)[tight]
-        stage = self.demand.stage_prices.of(plan)[tight]
-        held = ByteBreakdown.of_stage(stage, cache=tokens * per_token)
-        if self._steps is not None:
-            peak = self._steps.peak(self._graphs(plan)[tight], tokens)
-            held = replace(held, activations=peak - held.weights - held.cache)
+        cache = {node: tokens * nbytes for node, nbytes in self.cache.items()}
+        held = replace(self.demand, cache=cache, steps=self.steps, tokens=tokens).held(plan)[tight]
         loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
         slowest = duration(float(loads.max()), unit_of(self.demand.costs))
         return (
@@ -337,7 +343,7 @@ class TokenSearch:
         return {}
 
     @cached_property
-    def _steps(self) -> DecoderSteps | None:
+    def steps(self) -> DecoderSteps | None:
         """The steps of a decoder, if the graph's caches are its own."""
         flow = self.demand.flow
         return DecoderSteps.of(flow, self.demand.costs, self.chunk) if self.cache == cache_bytes(flow) else None

@@ -258,7 +258,8 @@ def _of_steps(
             "Compare plans of one kind: two of Pipeline, or two of one device.",
         )
     unit = unit_of(costs)
-    figures = compared_steps(one, two, unit, has_peak=not staged[0])
+    has_peak = all(choices.has_peak or choices.moved for choices in found)
+    figures = compared_steps(one, two, unit, has_peak, [choices.moved for choices in found])
     if not staged[0]:
         return figures, (found[0].plan.places, found[1].plan.places)
     runs = [staged_run(joint, plan, costs) for plan in (first, second)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.search.plan_figures import StageFigures
 from splitkit.search.recompute.plan_pool import Seen
+from splitkit.training.offload_timeline import OffloadRun
 from splitkit.units import duration, size
 from splitkit.view.tables import table
 
@@ -133,7 +134,9 @@ def compared_stages(one: StageFigures, two: StageFigures, unit: str) -> list[Com
     return found
 
 
-def compared_steps(one: Seen, two: Seen, unit: str, has_peak: bool) -> list[ComparedFigure]:
+def compared_steps(
+    one: Seen, two: Seen, unit: str, has_peak: bool, moved: Sequence[OffloadRun | None] = (None, None)
+) -> list[ComparedFigure]:
     """Return the figures of two plans of a training step on one device.
 
     Args:
@@ -141,10 +144,13 @@ def compared_steps(one: Seen, two: Seen, unit: str, has_peak: bool) -> list[Comp
         two: the second.
         unit: the unit of the times.
         has_peak: whether the peaks of the simulation are those of the plans.
+        moved: the run of each plan whose values wait on the host.
     """
-    peak = [ComparedFigure("peak", one.peak, two.peak, "bytes")] if has_peak else []
+    peak, later = (seen.peak if run is None else run.peak for seen, run in zip((one, two), moved, strict=True))
+    waits, longer = (0.0 if run is None else run.exposed for run in moved)
     return [
-        *peak,
+        *([ComparedFigure("peak", peak, later, "bytes")] if has_peak else []),
         ComparedFigure("saved for backward", one.saved, two.saved, "bytes"),
         ComparedFigure("recompute", one.seconds, two.seconds, unit),
+        *([ComparedFigure("waiting for copies", waits, longer, unit)] if any(moved) else []),
     ]

@@ -12,17 +12,20 @@ import numpy as np
 from torch.fx import Node
 
 from splitkit.costs.named import priced
+from splitkit.costs.roofline import decomposed_attention
 from splitkit.engine.divide_stages import divide_stages
 from splitkit.engine.pair import divide
 from splitkit.errors import SplitError, listed
 from splitkit.graph.dataflow import module_path
 from splitkit.graph.storages import value_of
+from splitkit.memory.kernels.target_kernels import CPU
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut
-from splitkit.prices import Costs, checked, unit_of
+from splitkit.prices import Costs, checked, kernels_of, unit_of
+from splitkit.search.recompute.offload_planner import offload_run
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.studies.explanation.compared_figures import ChangedPlan, changes_table, compared_steps
@@ -31,6 +34,7 @@ from splitkit.studies.explanation.told import Explanation, Section
 from splitkit.training.choices import Bools, Savings, savings
 from splitkit.training.emission_order import saved_for_backward
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, output_nodes, save_all_plan
+from splitkit.training.offload_timeline import OffloadRun
 from splitkit.training.peaks import Peaks
 from splitkit.training.saved_values import op_of
 from splitkit.training.stage_parts import is_staged, stage_part
@@ -97,12 +101,17 @@ def explain_recompute(flow: JointFlow, plan: Plan, policy: object, costs: Costs,
     profile = None if pair is None else simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     run = staged_run(flow, plan, costs) if staged else None
     step = sum(costs.seconds(node) for node in flow.nodes)
-    saved = seen.saved if profile is None else profile.saved
+    saved = seen.saved if profile is None or pair is None else profile.saved + pair.host_bytes
     changes = tuple(_changes(choices, policy, costs)) if again and not staged else ()
     share = f" ({seen.seconds / step:.1%} of a step without recompute)" if step else ""
     sums = (
         f"Forward saves {size(saved)} for backward, and backward recomputes for {duration(seen.seconds, unit)}{share}."
     )
+    if moved := choices.moved:
+        sums += f" {size(moved.host)} of it wait on the host, and the step waits {duration(moved.exposed)} for copies."
+    if inside := _inside_attention(choices, costs):
+        among = f"{size(inside)} of it lie inside attention"
+        sums += f" That is at most: {among}, captured as a CPU computes it; on the device one kernel keeps less."
     said = [
         sums + (f" Its policy is {plan.policy}." if plan.policy else ""),
         _ranks(plan, run) if profile is None else _peak(profile),
@@ -116,6 +125,8 @@ def explain_recompute(flow: JointFlow, plan: Plan, policy: object, costs: Costs,
         "unit": unit,
         "saved": saved,
         "seconds": seen.seconds,
+        "waits": None if moved is None else moved.exposed,
+        "inside_attention": inside,
         "step": step,
         "peak": None if profile is None else profile.peak,
         "figures": None if run is None else {"step": run.seconds, "peaks": list(run.peaks)},
@@ -123,6 +134,16 @@ def explain_recompute(flow: JointFlow, plan: Plan, policy: object, costs: Costs,
         "changes": [change.to_dict() for change in changes],
     }
     return Explanation(data, tuple(said))
+
+
+def _inside_attention(choices: RecomputeChoices, costs: Costs) -> int:
+    """Return the saved bytes that lie inside attention for which the device has one kernel, and the graph has not."""
+    flow, kernels = choices.problem.flow, kernels_of(costs)
+    if kernels in (None, CPU):
+        return 0
+    inside = {node for kernel in decomposed_attention(flow.graph) for node in kernel.nodes}
+    storages = {s for node in choices.saved if flow.producer(node) in inside for s in flow.storages.under(node)}
+    return sum(flow.storages.nbytes[storage] for storage in storages)
 
 
 def _ranks(plan: Plan, run: ScheduleRun | None) -> str:
@@ -227,7 +248,9 @@ def choices_of(flow: JointFlow, plan: Plan, costs: Costs) -> tuple[RecomputeChoi
         plan = _without_stages(flow, plan)
     pair = divide(flow, plan, costs)
     assert pair.plan is not None
-    return RecomputeChoices(Pool(savings(flow, costs), Peaks(flow)), pair.plan, stage_of), costs
+    pool = Pool(savings(flow, costs), Peaks(flow))
+    moved = None if stage_of else offload_run(pool, pair.plan, costs)
+    return RecomputeChoices(pool, pair.plan, stage_of, moved), costs
 
 
 def _without_stages(flow: JointFlow, plan: Plan) -> Plan:
@@ -345,11 +368,13 @@ class RecomputeChoices:
         pool: simulates plans.
         plan: the complete plan, with the parts ``"forward"`` and ``"backward"``.
         stage_of: node -> the stage that computes it first; empty without stages.
+        moved: the step of a plan whose values wait on the host, if the plan knows the link.
     """
 
     pool: Pool
     plan: Plan
     stage_of: Mapping[Node, int]
+    moved: OffloadRun | None
 
     @property
     def problem(self) -> Savings:

@@ -16,11 +16,13 @@ from splitkit.errors import CaptureError, NoPlanError, PolicyError
 from splitkit.frontends.capture_decoder import capture_decoder
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.node_values import cache_bytes
-from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes, weights_of
+from splitkit.pipeline.decoder_step import DecoderSteps
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.purpose import microbatches_of, ranks_of
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.plans.record import Plan
 from splitkit.policies.stages import Stages
+from splitkit.search.request import StageRequest
 from splitkit.solvers.most_fitting import MOST_TOKENS
 from splitkit.studies.fit.fit_model import NARROW, FitModel, ModelBlock, blocks_of, fit_model
 from splitkit.studies.fit.fit_result import (
@@ -35,7 +37,7 @@ from splitkit.studies.fit.fit_result import (
     training_command,
 )
 from splitkit.studies.fit.inference_fit import InferenceFit, weight_bytes
-from splitkit.studies.fit.layout import MOST_CARDS, Card, CardList, HeldBytes, cards_of
+from splitkit.studies.fit.layout import MOST_CARDS, Card, CardList, cards_of
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.units import size
 
@@ -283,15 +285,12 @@ class DecoderFit:
 
     def devices(self, cards: Sequence[Card], plan: Plan, tokens: int) -> list[FittedDevice]:
         """Return what each device holds with so many tokens of each request."""
-        flow, cached, steps, found = self.flow, self._cached, self._steps, []
-        assert steps is not None, "a decoder whose caches grow"
-        for key, card in enumerate(cards):
-            nodes = [node for node in flow.nodes if plan.home(node) == key]
-            part = graph_of_nodes(flow, nodes)
-            weights, peak = weights_of(part), steps.peak(part, tokens * self.requests)
-            cache = tokens * self.requests * sum(cached.get(node, 0) for node in nodes)
-            held = HeldBytes(weights=weights, cache=cache, activations=peak - weights - cache)
-            paths = {f"{module_path(node)}." for node in nodes}
+        count = tokens * self.requests
+        cache = {node: count * nbytes for node, nbytes in self._cached.items()}
+        step = StageRequest(None, self.flow, self._costs, optimizer=None, cache=cache, steps=self._steps, tokens=count)
+        found = []
+        for key, (card, held) in enumerate(zip(cards, step.held(plan), strict=True)):
+            paths = {f"{module_path(node)}." for node in self.flow.nodes if plan.home(node) == key}
             inside = [b.name for b in self.blocks if any(path.startswith(f"{b.name}.") for path in paths)]
             found.append(FittedDevice(card, tuple(inside), held))
         return found
@@ -411,5 +410,5 @@ def _other_optimizer(found: TrainingFit, cards: Sequence[Card], tokens: int) -> 
 
 def _fullest(found: InferenceFit | TrainingFit, cards: Sequence[Card], tokens: int) -> int:
     """Return the bytes on the device that is the fullest with the most even layout."""
-    held: list[HeldBytes] = found.rows(cards, tokens)
+    held: list[ByteBreakdown] = found.rows(cards, tokens)
     return max(zip(held, cards, strict=True), key=lambda one: one[0].total / one[1].limit)[0].total

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture_decoder import example_step
 from splitkit.frontends.generate_calls import QUERY
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.short_repr import brief
 from splitkit.solvers.most_fitting import MOST_TOKENS
-from splitkit.studies.fit.layout import Card, HeldBytes, memory_word
+from splitkit.studies.fit.layout import Card, memory_word
 from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import is_program
@@ -151,7 +152,7 @@ class FittedDevice:
 
     card: Card
     names: tuple[str, ...]
-    held: HeldBytes
+    held: ByteBreakdown
     in_flight: int = 0
     saved: int = 0
     budget: int = 0
@@ -168,8 +169,7 @@ class FittedDevice:
             "name": self.card.name,
             "memory": self.card.memory,
             "limit": self.card.limit,
-            **asdict(self.held),
-            "total": self.held.total,
+            **self.held.to_dict(),
             "fits": self.fits,
             "modules": ", ".join(joined_layers(self.names)),
             **training,

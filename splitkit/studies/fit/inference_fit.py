@@ -21,8 +21,9 @@ from splitkit.errors import CaptureError
 from splitkit.frontends.generate_calls import continued_states
 from splitkit.memory.kernels.target_kernels import attention
 from splitkit.memory.storage_watch import StorageWatch
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.studies.fit.fit_model import FitModel, ModelBlock, Weight
-from splitkit.studies.fit.layout import BlockFit, HeldBytes, Holding
+from splitkit.studies.fit.layout import BlockFit, Holding
 from splitkit.testing.config_models import main_input
 
 
@@ -56,10 +57,10 @@ class InferenceFit(BlockFit):
         """The blocks in the order in which they run; some step must have been run."""
         return [self.blocks[number] for number in next(iter(self._steps.values())).order]
 
-    def holds(self, step: StepBytes, start: int, end: int) -> HeldBytes:
+    def holds(self, step: StepBytes, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks, in one step."""
         numbers = step.order[start:end]
-        return HeldBytes(
+        return ByteBreakdown(
             weights=weight_bytes([self.blocks[n] for n in numbers], self.bits),
             cache=sum(step.cache[n] for n in numbers),
             activations=max((step.work[n] for n in numbers), default=0),

@@ -14,6 +14,7 @@ import torch
 from splitkit.checks import shown
 from splitkit.errors import PolicyError
 from splitkit.hardware.device_specs import Device, find_device
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.solvers.most_fitting import most_fitting
 from splitkit.studies.fit.fit_model import FitModel, ModelBlock
 from splitkit.units import read_size
@@ -25,32 +26,7 @@ _STEPS = 40
 """Halvings in the search for the most even layout: enough for any two sizes to differ."""
 
 
-@dataclass(frozen=True)
-class HeldBytes:
-    """What a device holds, in bytes.
-
-    Attributes:
-        weights: parameters and buffers; tied weights count on each device that needs them.
-        gradients: their gradients, in training.
-        optimizer: the state of the optimizer.
-        cache: keys and values of all tokens, in inference.
-        activations: what a step adds at its peak. In training also what is saved for backward, for all microbatches
-            that are in flight.
-    """
-
-    weights: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    cache: int = 0
-    activations: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.cache + self.activations
-
-
-Holding = Callable[[int, int, int], HeldBytes]
+Holding = Callable[[int, int, int], ByteBreakdown]
 """(device, first block, block after the last) -> what the device holds; more blocks never hold less."""
 
 
@@ -122,7 +98,7 @@ class BlockFit(ABC):
         limits = [card.limit for card in cards]
         return most_even_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
 
-    def rows(self, cards: Sequence[Card], tokens: int) -> list[HeldBytes]:
+    def rows(self, cards: Sequence[Card], tokens: int) -> list[ByteBreakdown]:
         """Return what each device holds with the most even layout."""
         holds = self.holding(len(cards), tokens)
         return [holds(device, i, j) for device, (i, j) in enumerate(self.even_layout(cards, tokens))]

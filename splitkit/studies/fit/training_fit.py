@@ -13,12 +13,13 @@ from torch import Tensor
 from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.graph.losses import loss_of, no_loss
+from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.studies.fit.fit_model import FitModel, ModelBlock, Weight, memory_key
 from splitkit.studies.fit.inference_fit import BlockWatch, on_meta, running_order, weight_bytes
-from splitkit.studies.fit.layout import BlockFit, HeldBytes, Holding
+from splitkit.studies.fit.layout import BlockFit, Holding
 from splitkit.testing.config_models import loss_inputs
 
 
@@ -68,12 +69,12 @@ class TrainingFit(BlockFit):
             self._in_flight[stages] = run.in_flight_of_stages
         return self._in_flight[stages]
 
-    def holds(self, step: TrainingBytes, in_flight: int, start: int, end: int) -> HeldBytes:
+    def holds(self, step: TrainingBytes, in_flight: int, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks."""
         numbers = step.order[start:end]
         blocks = [self.blocks[n] for n in numbers]
         trained = trained_bytes_of(blocks)
-        return HeldBytes(
+        return ByteBreakdown(
             weights=weight_bytes(blocks),
             gradients=trained,
             optimizer=trained * STATE_OF[self.optimizer],

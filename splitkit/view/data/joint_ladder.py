@@ -27,11 +27,17 @@ from splitkit import _torch
 from splitkit.costs import unit_of
 from splitkit.engine.pair import Pair, back_on_device, on_host
 from splitkit.graph.dataflow import Dataflow, module_path, readers_of, waits_for
-from splitkit.graph.joint_marks import backward_nodes, forward_owners
+from splitkit.graph.joint_marks import backward_nodes, forward_outputs, forward_owners
 from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.memory.simulation import SimulatedStorage
-from splitkit.prices import Costs
+from splitkit.plans.record import Plan
+from splitkit.prices import Costs, checked
+from splitkit.search.recompute.offload_planner import offload_run
+from splitkit.search.recompute.plan_pool import Pool
+from splitkit.training.choices import savings
+from splitkit.training.offload_timeline import OffloadRun
+from splitkit.training.peaks import Peaks
 
 # Divides a graph into the rows of its picture; no row reads from a row below it.
 #
@@ -321,7 +327,7 @@ class HalvesView(LadderModel):
         return self.common() | {
             "schema": SCHEMA,
             "trains": True,
-            "bytes": simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).saved,
+            "bytes": simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).saved + pair.host_bytes,
             "again": again,
             "recomputed": [row in rows for row in range(len(self.rows))],
             "times": {
@@ -349,8 +355,9 @@ class HalvesView(LadderModel):
         return {
             "note": pair.plan.note if pair.plan else "",
             "peak": profile.peak,
-            "bytes": profile.saved,
+            "bytes": profile.saved + pair.host_bytes,
             "seconds": rounded(sum(self.costs.seconds(self.nodes[op]) for op in again)),
+            "waits": 0 if pair.plan is None or (moved := self._moved(pair.plan)) is None else rounded(moved.exposed),
             "again": again,
             "forward": self._seconds(first),
             "backward": self._seconds(second),
@@ -358,6 +365,16 @@ class HalvesView(LadderModel):
             "kept": [sorted(of.items(), key=lambda each: -each[1]) for _, of in sorted(saved.items())],
             "memory": self._memory(profile),
         }
+
+    def _moved(self, plan: Plan) -> OffloadRun | None:
+        return offload_run(self._pool, plan, self.costs) if plan.offloaded else None
+
+    @cached_property
+    def _pool(self) -> Pool:
+        from splitkit.frontends.aot import joint_flow
+
+        flow = joint_flow(self.flow.root, forward_outputs(self.flow.graph))
+        return Pool(savings(flow, checked(self.costs)), Peaks(flow))
 
     def _computed(self, half: fx.GraphModule) -> list[str]:
         return [n.name for n in half.graph.nodes if n.op != "placeholder" and n.name in self._place]

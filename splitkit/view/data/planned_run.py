@@ -17,10 +17,10 @@ def planned_run(plan: Plan, stages: Sequence[StageCosts]) -> ScheduleRun | None:
     """Return the step of the schedule, microbatches and links that a plan was made for.
 
     It is ``None`` if the plan does not know a schedule, if the schedule does not go with the stages, or if values wait
-    on the host: the stages do not know how long their copies take.
+    on the host and it is not known how long their copies take.
     """
     asked = plan.request
-    if asked.schedule is None or plan.offloaded:
+    if asked.schedule is None or (plan.offloaded and all(stage.copies is None for stage in stages)):
         return None
     try:
         order = planned_order(asked, asked.schedule, None, len(stages))

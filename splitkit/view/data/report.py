@@ -20,7 +20,7 @@ from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.frontends.capture.unfold_regions import note_hidden_nodes
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.graph.node_values import tensor_bytes
-from splitkit.pipeline.placed_prices import costs_of_plan, in_part
+from splitkit.pipeline.placed_prices import costs_of_plan, in_part, rerun_seconds
 from splitkit.plans.parts import PARENT, Claim, PartKey
 from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import as_given, checked, includes_backward, require_costs, unit_of
@@ -45,7 +45,8 @@ class PartReport:
         parameter_bytes: the bytes of these parameters and of the buffers that it reads.
         bytes_in: the bytes of its inputs, without parameters.
         bytes_out: the bytes of its outputs.
-        share: its share of the total time, or of what else the prices count; a checkpointed part runs forward again.
+        share: its share of the total time, or of what else the prices count. A checkpointed part runs forward again; of
+            a part with replicas, one counts.
         device: the device that it runs on, if the plan says so.
         replicas: the number of devices that run it.
     """
@@ -161,20 +162,18 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
 
 
 def _work(flow: Dataflow, plan: Plan, costs: Costs) -> dict[PartKey, float]:
-    """Return part -> its seconds, with the forward that backward runs again if the part is checkpointed."""
+    """Return part -> the seconds of one replica, with the forward that backward runs again."""
     own = {key: checked(in_part(costs, key)) for key in plan.parts}
     trains = includes_backward(as_given(costs))
-    repeated = {key for key, part in plan.parts.items() if part.call == "checkpoint" and trains}
-    work, again, back = defaultdict[PartKey, float](float), defaultdict[PartKey, float](float), set[PartKey]()
+    forward, backward = defaultdict[PartKey, float](float), defaultdict[PartKey, float](float)
     for node in flow.nodes:
         for key in plan[node]:
             prices = own.get(key, costs)
-            work[key] += prices.seconds(node)
-            if key in repeated:
-                forward, backward = forward_and_backward(prices, node)
-                again[key] += forward
-                back |= {key} if backward else set()
-    return {key: seconds + (again[key] if key in back else 0.0) for key, seconds in work.items()}
+            early, late = forward_and_backward(prices, node) if trains else (prices.seconds(node), 0.0)
+            forward[key], backward[key] = forward[key] + early, backward[key] + late
+    again = rerun_seconds(plan, forward, backward)
+    whole = {key: early + backward[key] + again[key] for key, early in forward.items()}
+    return {key: seconds / (plan.parts[key].replicas if key in plan.parts else 1) for key, seconds in whole.items()}
 
 
 def part_title(key: PartKey) -> str:

@@ -181,3 +181,25 @@ def test_stages_have_rows_of_their_own(joint):
     assert sk.compare_plans(step.plan, other.plan).figures
     with pytest.raises(sk.errors.PlanError, match="SK316"):
         sk.compare_plans(step.plan, joint.split(SaveAll(), costs).plan)
+
+
+class Attends(nn.Module):
+    """Attention of one head over eight tokens, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(8, 24)
+
+    def forward(self, x):
+        query, key, value = self.wide(x).unsqueeze(1).chunk(3, -1)
+        return nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=0.5).square().sum()
+
+
+def test_what_attention_of_a_cpu_keeps_is_said_to_be_at_most_for_a_device_with_a_kernel():
+    joint, scores = sk.capture_joint(Attends(), torch.ones(2, 8, 8)), 2 * 8 * 8 * 4
+    for device in ("h100", "cpu"):
+        told = joint.split(SaveAll(), sk.costs.roofline(joint.graph_module, device)).plan.explain(again=False)
+        inside, saved = (told.to_dict()[name] for name in ("inside_attention", "saved"))
+        # the softmax, and what dropout leaves of it, in float32; and its mask of bools
+        assert 2 * scores + scores // 4 <= inside <= saved if device == "h100" else inside == 0
+        assert (f"{size(inside)} of it lie inside attention" in str(told)) == (device == "h100")

@@ -7,8 +7,7 @@ from explainedgraphs import Costs, runs, stage_plans, towers
 
 import splitkit as sk
 from splitkit.policies import Devices, MemoryBudget, Stages
-from splitkit.search.plan_figures import StagePricing
-from splitkit.search.request import Scoring
+from splitkit.search.plan_figures import Scoring, StagePricing
 from splitkit.studies.explanation.explain import explain, recorded_policy
 from splitkit.studies.explanation.stage_explanation import StageMoves, _others
 

@@ -7,7 +7,9 @@ import torch
 from campaigns import these_first
 
 import splitkit as sk
+from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.runtime import decoder_memory
+from splitkit.search.plan_figures import StagePricing
 from splitkit.studies.fit.layout import cards_of
 from splitkit.testing.config_models import config_model
 
@@ -18,13 +20,18 @@ REQUESTS = {"llama": 1, "gpt2": 2, "mistral": 1, "gemma3": 2, "mixtral": 3}
 CHUNK = 16
 
 
-@pytest.mark.parametrize("family", these_first(["llama"], [name for name in REQUESTS if name != "llama"]))
-def test_fit_the_planner_and_decoder_memory_agree(family):
+UNEQUAL, EQUAL = (150, 100), (125, 125)
+"""KiB that two devices have for the cache and activations of a request."""
+CASES = [(family, more) for family in REQUESTS for more in (UNEQUAL, EQUAL)]
+
+
+@pytest.mark.parametrize(("family", "more"), these_first(CASES[:1], CASES[1:]))
+def test_fit_the_planner_and_decoder_memory_agree(family, more):
     config, requests = config_of(family), REQUESTS[family]
     config.num_hidden_layers = 2 if family == "llama" else config.num_hidden_layers
     model = config_model(config, torch.bfloat16)
     weights = sum(parameter.nbytes for parameter in model.parameters()) // 1024
-    devices = [f"{weights * 2 // 3 + more}KiB" for more in (150 * requests, 100 * requests)]
+    devices = [f"{weights * 2 // 3 + each * requests}KiB" for each in more]
     asked = 30
     found = sk.fit(model, devices, tokens=asked, requests=requests, chunk=CHUNK)
     limits = [card.limit for card in cards_of(devices)]
@@ -39,6 +46,8 @@ def test_fit_the_planner_and_decoder_memory_agree(family):
     def fits(tokens):
         return all(part.peak <= limit for part, limit in zip(held(tokens), limits, strict=True))
 
+    figures = StagePricing.of(sk.analyze(gm), plan, costs_of_plan(plan, gm)).figures(plan)
+    assert list(figures.peaks) == [part.peak for part in held(found.tokens)]
     assert plan.claim is not None and plan.claim.value == found.tokens * requests
     assert found.fits and asked < found.tokens and fits(found.tokens) and not fits(found.tokens + 1)
     assert [device.held.total for device in found.devices] == [part.peak for part in held(asked)]

@@ -122,7 +122,7 @@ export class Halves extends Picture {
     this.reset.disabled = this.number === data.chosen;
     const rows = data.choices.map((each, i) => {
       const row = el("tr", undefined, pressed(() => this.setChoice(i)));
-      row.append(el("td", String(i)), el("td", size(each.bytes)), el("td", size(each.peak), memory && each.peak > memory ? {class: "bad"} : {}), el("td", each.again.length ? `${each.again.length} ops, ${duration(each.seconds, unit)}` : "–"));
+      row.append(el("td", String(i)), el("td", size(each.bytes)), el("td", size(each.peak), memory && each.peak > memory ? {class: "bad"} : {}), el("td", [...(each.again.length ? [`${each.again.length} ops, ${duration(each.seconds, unit)}`] : []), ...(each.waits ? [`waits ${duration(each.waits, unit)} for copies`] : [])].join(", ") || "–"));
       if (i === this.number) mark(row);
       return row;
     });

@@ -139,7 +139,7 @@ interface Choice extends TimeColumns {
   note: string;
   peak: number;
   bytes: number;
-  seconds: number;
+  seconds: number; waits: number;
   again: number[];
   saved: Triple[];
   /** for each of `saved` the ops that make what is saved, or -1 for an input, and bytes */
