@@ -183,7 +183,7 @@ def moonshine():
 
 
 def nllb_moe():
-    """An encoder that may return the logits of its routers; without sparse layers, on whose data a step would depend."""
+    """An encoder that may return logits of its routers; without sparse layers, whose steps depend on their data."""
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 32, "num_experts": 2}
     config = transformers.NllbMoeConfig(**sizes, **heads, encoder_sparse_step=0, decoder_sparse_step=0)
