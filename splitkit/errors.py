@@ -18,7 +18,7 @@ CODES: dict[str, str] = {
     "SK109": "a graph does not run on fake tensors",
     "SK110": "an option of the memory simulation makes no sense",
     "SK111": "a node reads a node that does not come before it in its graph",
-    "SK112": "a lazy module has made no parameters yet",
+    "SK112": "a parameter has no values: a lazy module has made none yet, or it is on meta",
     "SK201": "the plan names nodes of another graph",
     "SK202": "a node that may run only once is planned several times",
     "SK203": "parts depend on each other in a cycle",

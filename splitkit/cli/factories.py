@@ -164,6 +164,10 @@ def _of_file(path: Path, plans: bool) -> str:
 
 
 def _of_folder(path: Path) -> str:
+    if (path / "manifest.json").is_file():
+        ranks = len([*path.glob("stage-*.json")])
+        train, generate = f"splitkit train {path} --nproc {ranks}", f"splitkit generate {path} --prompt-ids 1,2,3"
+        return f"It holds the stages of a split: train them with `{train}`, or, for a step of generation, `{generate}`."
     found = _python_files(path)
     return f"Write {_such_as(path / found[0])}." if found else f"Name a Python file and a function: {EXAMPLE}."
 

@@ -254,9 +254,10 @@ class StagedStep(Shown):
     __repr__ = brief
 
     def __str__(self) -> str:
-        note = f": {self.plan.note}" if self.plan.note else ""
+        count = f"{len(self.stages)} stages"
+        note = self.plan.note if self.plan.note.startswith(count) else f"{count}: {self.plan.note}".removesuffix(": ")
         lines = (f"stage {i}: {stage}" for i, stage in enumerate(self.stages))
-        return "\n".join([f"Training step in {len(self.stages)} stages{note}", *few(lines, "stages")])
+        return "\n".join([f"Training step in {note}", *few(lines, "stages")])
 
     def view(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from splitkit.frontends.generate_calls import (
 )
 from splitkit.frontends.trace_settings import without_result_cache, without_special_sizes
 from splitkit.graph.caches import ARGUMENTS, ENCODER_CACHES, caches_of, given_caches, updated_caches
+from splitkit.graph.ops.classify import effects_of
+from splitkit.graph.ops.facts import PURE
 from splitkit.graph.storages import symbols_of
 
 _CROSS = "cross_attention_cache"  # in the names of inputs: keys and values of the encoder's output
@@ -224,7 +228,7 @@ def language_model_entered(model: Any, step: Mapping[str, Any]) -> Iterator[None
 def drop_unread(gm: fx.GraphModule) -> None:
     """Remove ops that nothing reads from a graph, in place: the ops in front of the language model."""
     for node in reversed(gm.graph.nodes):
-        if node.op == "call_function" and not node.users and not node.is_impure():
+        if node.op == "call_function" and not node.users and replace(effects_of(node, gm), aliases=()) == PURE:
             gm.graph.erase_node(node)
     gm.recompile()
 
@@ -245,25 +249,38 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
         CaptureError: SK401 for a model that has caches of other kinds.
     """
     from transformers import DynamicCache, EncoderDecoderCache
-    from transformers.modeling_outputs import BaseModelOutput
 
     config: Any = model.config
     device, width = model_device(model), _encoder_width(model)
     dtype = getattr(model, "dtype", torch.float32)
     length = getattr(config, "max_source_positions", tokens)
 
-    def encoded(sequences: int, positions: int) -> Any:
-        return BaseModelOutput(torch.zeros(sequences, positions, width, dtype=dtype, device=device))
+    def encoded(sequences: int, positions: int, kind: Any) -> Any:
+        hidden = torch.zeros(sequences, positions, width, dtype=dtype, device=device)
+        mask = torch.ones(sequences, positions, dtype=torch.long, device=device)
+        return kind(hidden, **({"attention_mask": mask} if _has_mask(kind) else {}))
 
-    own, crossed = DynamicCache(), DynamicCache()
-    one = torch.zeros(1, 1, dtype=torch.long, device=device)
-    first = {"decoder_input_ids": one, "encoder_outputs": encoded(1, 1)}
-    kept, cross = fill(model, {**first, "past_key_values": EncoderDecoderCache(own, crossed)}, own, crossed)
+    def layers_of(kind: Any) -> list[list[Any]]:
+        own, crossed = DynamicCache(), DynamicCache()
+        one = torch.zeros(1, 1, dtype=torch.long, device=device)
+        first = {"decoder_input_ids": one, "encoder_outputs": encoded(1, 1, kind)}
+        return fill(model, {**first, "past_key_values": EncoderDecoderCache(own, crossed)}, own, crossed)
+
+    refused: CaptureError | None = None
+    for kind in _encoder_outputs(model):
+        try:
+            kept, cross = layers_of(kind)
+            break
+        except CaptureError as error:
+            refused = refused or error
+    else:
+        assert refused is not None
+        raise refused
     past = tokens - QUERY
     given = cache_like(cross, batch, length, device) if filled else DynamicCache()
     known = {
         "decoder_input_ids": torch.zeros(batch, QUERY, dtype=torch.long, device=device),
-        "encoder_outputs": encoded(batch, length),
+        "encoder_outputs": encoded(batch, length, kind),
         "attention_mask": torch.ones(batch, length, dtype=torch.long, device=device),
         "decoder_attention_mask": torch.ones(batch, tokens, dtype=torch.long, device=device),
         "decoder_position_ids": torch.arange(past, tokens, device=device).expand(batch, QUERY).contiguous(),
@@ -271,6 +288,8 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
         "past_key_values": EncoderDecoderCache(cache_like(kept, batch, past, device), given),
         "use_cache": True,
     }
+    if _has_mask(kind):
+        del known["attention_mask"]  # of what the encoder reads
 
     def cache_of(sequences: int, positions: int) -> Any:
         meta = torch.device("meta")
@@ -278,8 +297,28 @@ def example_with_encoder(model: nn.Module, batch: int, tokens: int, filled: bool
             cache_like(kept, sequences, positions, meta), cache_like(cross, sequences, length, meta)
         )
 
-    calls = GenerateCalls(model, "past_key_values", lambda sequences: encoded(sequences, length))
+    calls = GenerateCalls(model, "past_key_values", lambda sequences: encoded(sequences, length, kind))
     return in_order(model, known, calls.step(batch, tokens, cache_of))
+
+
+def _encoder_outputs(model: Any) -> list[Any]:
+    """Return the classes of what an encoder may return, the usual one first: some decoders read a further field."""
+    from transformers.modeling_outputs import BaseModelOutput
+    from transformers.utils.generic import ModelOutput
+
+    known = vars(sys.modules[type(model.get_encoder()).__module__]).values()
+    fields = {
+        kind: inspect.signature(kind).parameters
+        for kind in known
+        if isinstance(kind, type) and issubclass(kind, ModelOutput)
+    }
+    own = [kind for kind, names in fields.items() if "last_hidden_state" in names and "past_key_values" not in names]
+    return [*dict.fromkeys([BaseModelOutput, *own])]
+
+
+def _has_mask(kind: Any) -> bool:
+    """Whether an encoder's output has a mask of its own positions."""
+    return "attention_mask" in inspect.signature(kind).parameters
 
 
 def _encoder_width(model: Any) -> int:

@@ -155,6 +155,9 @@ class ReplicaScoring:
         where = f"{_stages(replicas)} on {used} of {self.devices} devices"
         words = [f"{where}. {claim.told(load, above_mean(value, sum(of_devices) / self.devices))}"]
         words += _limits(self.demand.seconds, self.devices, self.degrees[-1])
+        if len(set(replicas)) > 1:
+            runs = f"replicas=({min(replicas)},) gives a plan that they run"
+            words.append(f"ranks refuse stages with different numbers of replicas (SK330): {runs}")
         if self.demand.schedule is not None:
             run = self._run(plan)
             words.append(f"{run.order.name} of {run.order.microbatches} microbatches: {run.figures}")

@@ -195,6 +195,7 @@ def compare(
 
     Raises:
         TypeError: something is neither a module nor a split, or ``parts`` is set and ``candidate`` is no `Split`.
+        GraphError: SK112 for tensors on ``meta``, or of a lazy module that was never called.
 
     If only gradients differ, by no more than the rounding of autocast's cache of casts, both modules run again without
     the cache, and the gradients of these runs are compared.

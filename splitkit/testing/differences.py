@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.errors import GraphError
 from splitkit.frontends.input_copies import copies_with_leaves
 from splitkit.frontends.module_state import made_by_hooks, write_back
 from splitkit.frontends.output_classes import held_values, named_leaves
@@ -152,8 +153,11 @@ def trial(
     names: Mapping[str, str],
 ) -> Trial:
     """Run ``module`` on copies of the inputs; ``names`` maps its parameters and buffers to names in the results."""
-    require_made(parameters_and_buffers(module))
-    inputs = TrialInputs((args, kwargs))
+    held, inputs = parameters_and_buffers(module), TrialInputs((args, kwargs))
+    require_made(held)
+    if lacking := [name for name, tensor in {**held, **inputs.values}.items() if tensor.is_meta]:
+        remedy = "Make the model and its inputs outside of torch.device('meta'), then capture and split again."
+        raise GraphError("SK112", f"{lacking[0]} is on meta and has no data to compare", remedy, lacking)
     with untouched(module) as saved, torch.random.fork_rng():
         torch.manual_seed(seed)
         ambient = _ambient()

@@ -411,6 +411,9 @@ def test_a_plan_says_the_command_that_runs_it(call, tmp_path, monkeypatch):
         assert code == 0 and f"\nnext: {command}\n" in out
         make_parser().parse_args(command.split()[1:])
     assert "next:" not in call(*PLAN, "--stages", "2")[1]
+    code, out, _ = call(*PLAN, "--devices", "3xh200", "--schedule", "1f1b", "--replicas", "1,2", "-o", "p.json")
+    assert code == 0 and "(1 x1, 1 x2)" in out and "SK330" in out  # which no rank runs
+    assert "next:" not in out
 
 
 def test_the_least_memory(data):

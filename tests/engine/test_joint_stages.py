@@ -120,6 +120,9 @@ def test_one_gradient_comes_back_for_each_activation_between_layers():
     step = joint.split(stage_plan(joint.flow, evenly(joint.flow, 3)))
     assert [(len(s.received), len(s.gradients_sent)) for s in step.stages] == [(0, 0), (1, 1), (1, 1)]
     assert "receives 1 and sends 1 activations, saves 256 B" in str(step)
+    count = "Training step in 3 stages"
+    for note, head in (("", count), ("3 stages. Fast", f"{count}. Fast"), ("By hand", f"{count}: By hand")):
+        assert str(replace(step, plan=replace(step.plan, note=note))).splitlines()[0] == head
 
 
 def moved(plan, **places):

@@ -203,6 +203,9 @@ def test_a_heavy_op_stands_on_several_devices():
     assert [plan.parts[key].replicas for key in sorted(plan.parts)] == [2, 4]
     assert plan.claim.value == 1.0 and plan.claim.optimal and plan.claim.evenness == 1.0
     assert "2 stages (1 x2, 1 x4) on 6 of 6 devices" in plan.note
+    assert "ranks refuse stages with different numbers of replicas (SK330): replicas=(2,) gives a plan" in plan.note
+    even = sk.plan(gm, Stages(6, replicas=(2,)), Prices(seconds))
+    assert {part.replicas for part in even.parts.values()} == {2} and "SK330" not in even.note
     with pytest.raises(sk.errors.NoPlanError):
         sk.plan(gm, Stages(6), Prices(seconds))
 

@@ -100,6 +100,17 @@ def test_files_that_are_not_there():
     assert captured("program.pt2")
 
 
+def test_a_folder_of_stages():
+    """The commands are carried out in test_launch_remedies.py."""
+    Path("stages").mkdir()
+    for name in ("parent.py", "manifest.json", "stage-0.json", "stage-1.json"):
+        (Path("stages") / name).write_text("")
+    told = "It holds the stages of a split: train them with `{...}`, or, for a step of generation, `{...}`."
+    with refusal("SK602", told) as error:
+        captured("stages")
+    assert "splitkit train stages --nproc 2" in error.value.remedy
+
+
 def test_functions_that_are_not_there():
     Path("empty.py").write_text("x = 3\n")
     with refusal("SK403", "Define a function of that name there; "):

@@ -437,7 +437,25 @@ SIMPLE = [
             lambda: profile(sk.capture(lazy(), X)),
         ),
     ),
+    *(
+        Remedy(
+            "SK112",
+            "Make the model and its inputs outside of torch.device('meta'), then capture and split again.",
+            lambda parts=parts, real=real: compared_on("meta", "cpu" if real else "meta", parts),
+            lambda parts=parts: compared_on("cpu", "cpu", parts).same,
+        )
+        for parts in (False, True)
+        for real in (False, True)
+    ),
 ]
+
+
+def compared_on(device, inputs, parts):
+    """Compare a vision model that is made on a device with its split."""
+    with torch.device(device):
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+    x = torch.ones(2, 3, 4, 4, device=inputs)
+    return sk.compare(model, sk.split(sk.capture(model, x), Stages(2)), x, parts=parts)
 
 
 def with_sizes(bound):

@@ -111,6 +111,25 @@ def test_a_folder_of_stages():
         assert holds(launched(f"train again {ON_ONE} --steps 2"))
 
 
+def test_a_folder_of_stages_in_place_of_a_plan():
+    command(f"{PLAN} --stages 2 -o plan.json")
+    command("split plan.json -o stages")
+    for name in ("run", "plan", "explain"):
+        told = "It holds the stages of a split: train them with `{...}`, or, for a step of generation, `{...}`."
+        with refusal("SK602", told) as caught:
+            command(f"{name} stages")
+    train, generate = caught.value.remedy.split("`")[1::2]
+    assert (train, generate) == (
+        "splitkit train stages --nproc 2",
+        "splitkit generate stages --prompt-ids 1,2,3",
+    )
+    assert same(launched(f"{train[9:]} {ON_ONE} --steps 2")["losses"], losses())
+    printed(f"plan {LLAMA} --how decoder --stages 1 -o step.json")
+    printed("split step.json -o stages --force")
+    (result,) = launched(f"{generate[9:]} --max-new-tokens 3")["results"]
+    assert result["tokens"] == expected((1, 2, 3))
+
+
 def test_weights_are_read_for_a_folder_of_stages():
     command(f"{PLAN} --stages 2 -o plan.json")
     command("split plan.json -o stages")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import packing as module
+from splitkit.solvers.placement import set_solver as module_of_bound
 from splitkit.solvers.placement.contract import simple_bound_seconds
 from splitkit.solvers.placement.core import colour_groups, core_of
 from splitkit.solvers.placement.packing import Nets, SetTable, narrow_order
@@ -116,3 +117,12 @@ def test_a_narrow_order_of_a_chain_is_the_chain():
     place = [order.index(unit) for unit in name.tolist()]
     assert place in (list(range(40)), list(range(39, -1, -1)))
     assert SetTable(np.ones(40), np.zeros(40, bool), nets, np.array(order)).states <= 80
+
+
+def test_a_bound_just_below_the_limit_is_raised_no_further():
+    """The limit divided by a step of it may be less than the number of steps."""
+    limit, nets = 21.1, [(1.0, (0, 1)), (1.0, (1, 2))]
+    assert int(limit / (limit / module_of_bound._COARSE)) < module_of_bound._COARSE
+    problem = Problem.of(np.full((1, 3), limit / 3), nets, [], [Slot()] * 2)
+    core, low = core_of(problem, colour_groups(problem)), limit * (1 - 1e-7)
+    assert low <= CoverBound(core, limit).run(low, 0.15, Clock(60)) <= limit

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from splitkit.cli import source
 from splitkit.cli.common import TRAINING, decoded, prepare, read_plan
+from splitkit.cli.factories import check_model_name
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.cli.syntax import policy_spec
@@ -47,9 +48,10 @@ def require_file(path: str, name: str) -> None:
     """Refuse a model in place of a plan file.
 
     Raises:
-        UsageError: SK601.
+        UsageError: SK601; SK402 and SK602 for what is no model either.
     """
     if not path.endswith(".json"):
+        check_model_name(path, plans=True)
         raise UsageError(
             "SK601",
             f"splitkit {name} reads plan files, and {path} does not end in .json",

@@ -76,7 +76,7 @@ def plan_for_devices(args: Namespace) -> Outcome:
         optimizer, title = wanted.optimizer, work.source.spec
         written[args.view] = page = plan_page(made, optimizer=optimizer, memory=memory, run=run, title=title)
         written_lines.append(wrote(args.view, page))
-    if args.output:
+    if data["next"]:
         written_lines.append(f"next: {data['next']}")
     summary = facts(_summary(wanted, made.claim, ranks, data))
     text: list[RenderableType] = [report.table(), "", summary, "", rank_table(ranks), *written_lines]
@@ -84,9 +84,11 @@ def plan_for_devices(args: Namespace) -> Outcome:
 
 
 def _next(args: Namespace, work: CapturedModel, ranks: Sequence[RankRow]) -> str | None:
-    """Return the command that runs the plan, or trains it if it has a schedule."""
+    """Return the command that runs the plan, or trains it if it has a schedule; none if ranks refuse its replicas."""
     if args.schedule is None:
         return next_command(work.source, args.output)
+    if len({rank.replicas for rank in ranks}) > 1:
+        return None
     schedule = args.order or args.schedule_text
     return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), schedule)
 

@@ -194,7 +194,7 @@ class ModelStep:
             name for name, read in forms.items() if not read or (name in read and self._wanted[name].ndim == 2)
         }
         self._taken = {self._tokens, *self._made, *self.decoder.inputs}
-        self._taken |= {"encoder_outputs"} if self._encoder else set()
+        self._taken |= {"encoder_outputs", MASK} if self._encoder else set()
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
         """Run one call, with the arguments by name.
@@ -221,9 +221,10 @@ class ModelStep:
             inputs[self._positions] = positions.expand(len(ids), -1)
         hidden = given["encoder_outputs"][0] if self._encoder else None
         if hidden is not None:
-            seen = given.get(MASK)
+            own = f"encoder_outputs_{MASK}"
+            name, seen = (own, given["encoder_outputs"].get(MASK)) if own in self._wanted else (MASK, given.get(MASK))
             inputs[ENCODED] = hidden
-            inputs[MASK] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
+            inputs[name] = _ones(ids, *hidden.shape[:2]) if seen is None else seen
         inputs |= {name: empty(ids) for name, empty in self._without_images.items() if name not in inputs}
         inputs |= {name: self._no_mask(name, ids, past) for name in self._masks if name not in inputs}
         self._require_all(inputs)

@@ -65,7 +65,8 @@ class MemoryFit:
         """
         if all(limit is None for limit in self.limits):
             return self._solved(problem)
-        bound, now = 0.0, problem
+        bound, now, seen = 0.0, problem, list[Plan]()
+        half = Clock(self.clock.left / 2, self.clock)  # the rest is for the placements with the least memory
         try:
             for number in range(_ROUNDS):
                 found, plan = self.solve(now)
@@ -73,20 +74,20 @@ class MemoryFit:
                 over = self._over(plan)
                 if max(over) <= 0:
                     return replace(found, bound=bound), plan
-                if self.clock.is_over():
+                seen.append(plan)
+                if half.is_over():
+                    self.clock.timed_out = True
                     break
                 now = self._tightened(now, self.held(found), over)
         except InfeasibleError as error:
             if now is problem and error.cause in ("support", "devices"):
                 raise self._refused(error) from None
         found, plan = self._start(problem)
+        if self.truly is not None and not self.fits(plan):
+            found, plan = self.truly(found, plan)
         if self.fits(plan):
             return replace(found, bound=bound), plan
-        if self.truly is not None:
-            found, plan = self.truly(found, plan)
-            if self.fits(plan):
-                return replace(found, bound=bound), plan
-        raise self._lacking(problem, plan)
+        raise self._lacking(problem, min([plan, *seen], key=self.lacks))
 
     def _start(self, problem: Problem) -> tuple[Solution, Plan]:
         """Return the placement with the least memory by sums, or any placement if none is found."""
@@ -106,8 +107,8 @@ class MemoryFit:
         return all(limit is None for limit in self.limits) or not self.lacks(plan)
 
     def lacks(self, plan: Plan) -> int:
-        """Return the bytes that all memories together lack for a plan."""
-        return sum(max(0, over) for over in self._over(plan))
+        """Return the most bytes that a memory lacks for a plan."""
+        return max(0, *self._over(plan))
 
     def _over(self, plan: Plan) -> list[int]:
         """Return the bytes by which each memory is too small."""

@@ -181,15 +181,11 @@ class StagePlanner:
         plain = self._plain
         known = np.array([plan.home(unit) for unit in plain._placing.units], np.int64)
         plans = [plain._plan_of(stage) for stage in plain._peak_search.choices(known, lowest=lowest)]
-        if not lowest and not any(self._fitting.fits(choice) for choice in plans):
-            plans = min([plans, *([own] for own in self._cuts_in_memory.plans())], key=self._excess)
+        lacks = self._fitting.lacks
+        if not lowest and all(map(lacks, plans)):
+            plans = min([plans, *([own] for own in self._cuts_in_memory.plans())], key=lambda its: lacks(its[0]))
         best = plans[plain._preferred([plain._measures(choice) for choice in plans])]
         return replace(found, solver="true peaks"), best
-
-    def _excess(self, plans: Sequence[Plan]) -> int:
-        """Return the bytes by which the first of some plans exceeds the memory."""
-        held = zip(self._peaks(plans[0]), self._limits, strict=True)
-        return max(0, *(peak - limit for peak, limit in held if limit is not None))
 
     @property
     def _cuts_in_memory(self) -> CutsInMemory:

@@ -207,7 +207,7 @@ class CoverBound:
     def _next(self, best: _Dual, radius: float, unit: float) -> tuple[_Dual, float] | None:
         """Return the worths near the best that minimise the maximum of the planes, and that minimum."""
         size, kinds = self._core.size, len(self._counts)
-        within = self._within(unit, int(self._limit / unit))
+        within = self._within(unit, round(self._limit / unit))
         planes = [plane for plane in self._planes.values() if plane.floor <= within]
         matrix = self._matrix(planes)
         total = np.concatenate([np.ones(size), np.zeros(2 * kinds)])[None]
