@@ -11,6 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit import costs
 from splitkit.costs.recorded import costs_of, record_of
+from splitkit.prices import price_name
 
 DEVICE = costs.Device("mine", {"float32": 2e12, "float16": 1e13}, 1e11, 2**30, 3e-6)
 
@@ -47,7 +48,7 @@ def priced(gm):
 def lines_of(gm, found):
     """A line for each node and costs: seconds, FLOPs, bytes, bytes of parameters, backward."""
     for name, prices in found.items():
-        yield f"{name}: {prices!s}"
+        yield f"{name}: {price_name(prices)}"
         for node in gm.graph.nodes:
             if node.op not in ("placeholder", "output", "get_attr"):
                 told = [prices.seconds(node), prices.flops(node), prices.nbytes(node), prices.param_bytes(node)]
