@@ -17,6 +17,7 @@ import splitkit as sk
 from splitkit.errors import CaptureError
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import MeasuredStep
+from splitkit.plans.record import checkpointed
 from splitkit.policies import Budget
 from splitkit.view import renderers
 from splitkit.view.capture_failure import capture_failure_html
@@ -77,7 +78,7 @@ def slower(run):
     return MeasuredStep.of(run.order.name, events, [[(0.0, 1000), (1e-6, 3000)] for _ in range(run.ranks)])
 
 
-@pytest.mark.parametrize("what", ["plain", "run", "measured", "beside"])
+@pytest.mark.parametrize("what", ["plain", "run", "measured", "beside", "checkpointed"])
 def test_the_picture_and_the_data_of_a_plan(what):
     flow, plan, prices, stages = planned()
     run = sk.simulate_schedule(stages, "1f1b", 4, links="nvlink4")
@@ -87,8 +88,9 @@ def test_the_picture_and_the_data_of_a_plan(what):
         "run": {"costs": prices, "run": run, "memory": 6000},
         "measured": {"costs": prices, "run": run, "measured": slower(run), "optimizer": "adam"},
         "beside": {"costs": prices, "beside": [even], "optimizer": None},
+        "checkpointed": {"costs": prices, "optimizer": "sgd"},
     }[what]
-    picture = pictured(plan, **options)
+    picture = pictured(checkpointed(plan) if what == "checkpointed" else plan, **options)
     assert_stored(f"view/plan {what}.svg", picture.svg())
     assert_stored(
         f"view/plan {what}.txt", as_lines(picture.ladder().to_dict()) + "\n".join(map(to_text, picture.tables()))
@@ -204,3 +206,11 @@ def test_the_page_of_a_capture_that_failed(monkeypatch):
     assert data["stopped"]["why"] == str(caught.value) and data["stopped"]["node"] == nodes[-1].name
     assert data["stopped"]["row"] == max(data["ops"]["row"]) and "if h.sum() > 0:" in data["stopped"]["at"]
     assert data["note"] == "" and data["title"].startswith("stopped")
+
+
+def test_a_frame_is_as_high_as_its_picture_needs():
+    _, plan, prices, stages = planned()
+    run = sk.simulate_schedule(stages, "gpipe", 2)
+    frames = [plan.view(costs=prices), run.view(), plan.view(costs=prices, height=300), run.view(height=200)]
+    assert [frame.height for frame in frames] == [720, 560, 300, 200]
+    assert frames[1].svg() == renderers.svg(run)
