@@ -24,19 +24,42 @@ COMMANDS = {
     "plan devices": ["plan", *MODEL, "--devices", "h100,l4", "--links", "pcie4"],
     "plan memory": ["plan", *MODEL, "--devices", "2xh100", "--memory", "1KiB"],
     "plan for training": ["plan", *MODEL, "--stages", "2", "--training", *H100, *STEP],
-    "plan forward and backward": ["plan", *MODEL, "--what", "fwd-bwd", "--policy", "Budget(0.5)", *H100],
-    "plan stages of a step": ["plan", *MODEL, "--what", "fwd-bwd", "--stages", "2", *H100, *STEP],
+    "plan forward and backward": [
+        "plan",
+        *MODEL,
+        "--what",
+        "fwd-bwd",
+        "--policy",
+        "Budget(0.5)",
+        *H100,
+        "-o",
+        "pair.json",
+    ],
+    "plan stages of a step": [
+        "plan",
+        *MODEL,
+        "--what",
+        "fwd-bwd",
+        "--policy",
+        "Pipeline(2, microbatches=4)",
+        *H100,
+        "-o",
+        "step.json",
+    ],
     "split": ["split", *OWN],
     "split json": ["split", *OWN, "--json"],
     "explain": ["explain", *OWN],
     "explain node": ["explain", "plan.json", "linear", *OWN[1:]],
     "export": ["export", *OWN, "--to", "torch"],
     "run": ["run", *OWN, "--check"],
+    "run forward and backward": ["run", "pair.json", *OWN[1:], "--check"],
+    "run stages of a step": ["run", "step.json", *OWN[1:], "--check"],
     "compare": ["compare", "plan.json", *OWN],
     "sweep": ["sweep", *MODEL, "--stages", "2", "--microbatches", "2,4", *H100],
     "synthesize": ["synthesize", *OWN, "--microbatches", "3", *H100],
     "devices": ["devices"],
     "policies": ["policies"],
+    "no policy": ["plan", *MODEL],
     "wrong word": ["plane", *MODEL],
     "wrong option": ["plan", *MODEL, "--stage", "2"],
     "wrong number": ["plan", *MODEL, "--stages", "none"],
@@ -52,9 +75,11 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a plan."""
+    """A folder with three plans."""
     made = tmp_path_factory.mktemp("printed")
-    assert cli.main([*COMMANDS["plan"][:-1], str(made / "plan.json")]) == 0
+    for name in ("plan", "plan forward and backward", "plan stages of a step"):
+        *words, file = COMMANDS[name]
+        assert cli.main([*words, str(made / file)]) == 0
     return made
 
 
@@ -73,7 +98,11 @@ MEASURED = re.compile(r' *((took|captured|forward|backward|submod|loss)|"(load|c
 """How lines begin that say what took how long in this process, or what its kernels computed."""
 
 
+PASSED = r"\d+(\.\d+)?(e-\d+)? (s|ms|us)\b|\d+\.\d{3,}(e-\d+)?|\d+(\.\d+)?e-\d+"
+"""Times, and numbers of many digits."""
+
+
 def plain(text, folder):
     lines = text.replace(str(folder), "FOLDER").replace(str(NET.parent), "HERE").splitlines()
-    told = [re.sub(r"\d+(\.\d+)?(e-\d+)?( (s|ms|us)\b)?", "N", one) if MEASURED.match(one) else one for one in lines]
+    told = [re.sub(PASSED, "N", one) if MEASURED.match(one) else one for one in lines]
     return "".join(re.sub(" +", " ", re.sub("-{3,}", "---", one)) + "\n" for one in told)
