@@ -8,6 +8,7 @@ A folder for each package of `splitkit/`, and ``top`` for the files beside them.
 - ``accelerator``, ``against_torch``, ``benchmarks``, ``consumers``: splitkit on a simulated device, beside torch's own
   functions, in its benchmarks, and in the tools that take its parts.
 - ``helpers``: what several tests import. ``tools``: programs to run by hand (``python tests/tools/mutation.py``).
+- ``stored``: whole texts, plans and pictures, beside which `storedtexts.py` puts what the library makes today.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import splitkit
 from splitkit import capture, costs
 from splitkit.costs import training
 from splitkit.costs.flop_formulas import FORMULAS
-from splitkit.costs.training import FromJoint, FromOps
+from splitkit.costs.training import FromJoint, FromOps, _graded_leaves
 from splitkit.errors import CostError, GraphError
 from splitkit.graph.joint_marks import backward_nodes, forward_owners, is_joint
 from splitkit.testing import models
@@ -431,3 +431,10 @@ def test_attention_that_a_cpu_decomposes_is_one_kernel_of_a_gpu():
         assert 2 * priced.device.launch < seconds < 4 * priced.device.launch
     on_cpu = costs.roofline(joint, "cpu")
     assert all(on_cpu.seconds(n) == on_cpu.alone(n) for n in scores)
+
+
+def test_a_leaf_that_backward_reaches_on_several_ways_is_found_once():
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    shared = a * b
+    found = _graded_leaves([shared.sin() + shared.cos() * a, shared + a])
+    assert {id(leaf) for leaf in found} == {id(a), id(b)} and len(found) == 2 and c.grad is None

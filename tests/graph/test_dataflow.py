@@ -391,3 +391,17 @@ def test_members_of_a_list_that_is_written_to_do_not_follow_it(write):
     flow, n = build(reads)
     assert not flow.followers
     assert after(flow, n, "late") == {"write"} and "early" in after(flow, n, "write")
+
+
+@pytest.mark.parametrize(
+    ("item", "together"), [(0, True), ("key", True), (slice(1), True), (None, False), (..., False)]
+)
+def test_an_item_that_a_tensor_does_not_have_stays_with_its_maker(item, together):
+    """The maker returns what nobody knows; an index of tensors alone (None, an ellipsis) makes a view."""
+
+    def write(call, get, x, y):
+        made = call("made", "unknown_method", x)
+        return call("item", operator.getitem, made, item)
+
+    flow, n = build(write)
+    assert (flow.followers.get(n["item"]) is n["made"]) is together

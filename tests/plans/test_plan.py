@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from splitkit.costs import unit
+from splitkit.display import Shown
 from splitkit.errors import PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import PARENT, Claim, Part, above_mean, evenness
 from splitkit.plans.policy import Policy, as_plan
-from splitkit.plans.record import Plan, plan_of
+from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.policies import RoundRobin
 
 
@@ -203,3 +204,31 @@ def test_what_runs_a_model_is_no_callback_of_nodes(chain):
     for given in (Runs(), chain):
         with pytest.raises(PolicyError, match="SK301"):
             as_plan(given, analyze(chain), unit(chain))
+
+
+def test_the_module_of_a_plan_is_the_one_whose_graph_it_places(chain, nodes):
+    plan = Plan.of({nodes(chain)["add"]: 0})
+    assert module_of_plan(plan) is chain and module_of_plan(Plan.of({})) is None
+    chain.graph = torch.fx.Graph()
+    assert module_of_plan(plan) is None  # the module has another graph now
+
+
+class Drawer:
+    """Notes what it is asked for."""
+
+    def __getattr__(self, what):
+        return lambda shown, **options: f"{what}: {options}"
+
+
+def test_the_options_of_pictures_reach_the_drawer(chain, nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(Shown, "drawer", staticmethod(Drawer))
+    plan, path = Plan.of({nodes(chain)["add"]: 0}), tmp_path / "plan"
+    given = {"costs": 1, "optimizer": "sgd", "memory": 2, "run": 3, "measured": 4, "beside": 5, "title": "mine"}
+    unsaid = dict.fromkeys(given) | {"optimizer": "planned", "title": ""}
+    for options in (given, {}):
+        told = str(unsaid | options)
+        for write in (plan.to_html, plan.to_svg):
+            write(path, **options)
+            assert path.read_text() == f"{write.__name__.removeprefix('to_')}: {told}"
+        shown = plan.view(height=7, **options)
+        assert shown == f"view: {{'height': 7, 'live': False, {told[1:]}"

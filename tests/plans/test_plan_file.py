@@ -411,6 +411,10 @@ CARD = {"key": 0, "name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e9, "
         ({"cache": {"add": "1"}}, "request.cache"),
         ({"links": 4}, "request.links"),
         ({"links": "nvlink9"}, "request.links"),
+        ({"links": {**FREE, "more": 1}}, "request.links"),
+        ({"links": {"between": None, "inside": None, "size": 0}}, "request.links"),
+        ({"links": {**FREE, "size": -1}}, "request.links"),
+        ({"links": {**FREE, "pairs": {}}}, "request.links"),
         ({"links": {**FREE, "between": {**WIRE, "bandwidth": 0}}}, "request.links"),
         (
             {"links": {"between": None, "inside": None, "size": 0, "pairs": [[0, 1, {**WIRE, "latency": -1}]]}},

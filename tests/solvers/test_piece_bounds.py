@@ -10,7 +10,7 @@ from hulls import lower_hull
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit.solvers.min_cut import INFINITE, Network, NoCutError, TwoCosts
+from splitkit.solvers.min_cut import INFINITE, Network, NoCutError, QuickCuts, TwoCosts
 
 
 @st.composite
@@ -79,3 +79,17 @@ def test_equal_blocks_go_over_one_by_one_the_highest_first():
     chain = net.between(start, end, np.arange(4))
     assert [step.tolist() for step in chain.steps] == [[3], [2]]
     assert chain.last_within(5).first == 3
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(two_costs(), st.sampled_from([0.0, 0.3, 1.0, 2.5]))
+def test_a_quick_cut_is_nearly_the_least_and_its_bound_holds(net, rate):
+    points = all_costs(net)
+    if not points:
+        return
+    cut = QuickCuts(net).cut(rate)
+    crossing = cut.side[net.tails] & ~cut.side[net.heads]
+    assert (cut.first, cut.second) in points and cut.side[0] and not cut.side[1]
+    assert (cut.first, cut.second) == (int(net.first[crossing].sum()), int(net.second[crossing].sum()))
+    least = min(first + rate * second for first, second in points)
+    assert cut.bound <= least + 1e-9 and cut.first + rate * cut.second <= least + 1e-6

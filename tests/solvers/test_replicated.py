@@ -101,3 +101,8 @@ def test_of_equal_chains_that_of_fewer_devices_is_taken():
     work = np.array([0.0, 4.0, 4.0])  # the first item takes no time, the second all
     found = ReplicatedChains(first, last, work, np.zeros(3), 5, (1, 4)).best(Aim())
     assert (found.value, sum(found.replicas)) == (1.0, 4)
+
+
+def test_an_aim_is_a_sum_if_any_of_its_terms_has_a_weight():
+    assert not Aim().summed and not Aim(limit=1.0).summed
+    assert Aim(squares=1.0).summed and Aim(loads=1.0).summed and Aim(crossing=1.0).summed

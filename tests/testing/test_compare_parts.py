@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import CheckError
+from splitkit.testing.compare import _is_edited
 
 PARTS = {"linear": 0, "linear_1": 2, "tanh": 2, "mul": 2, "add": 2, "add_1": 3, "linear_2": 3}
 
@@ -181,3 +182,19 @@ def test_only_a_split_has_parts(captured):
     model, gm, x = captured
     with pytest.raises(TypeError, match="parts=True takes a Split, which knows its parts, not GraphModule"):
         sk.compare(model, divided(gm).module, x, parts=True)
+
+
+def test_names_stand_for_the_same_nodes_where_nodes_were_added_erased_or_replaced():
+    def graph(*names, order=()):
+        found = fx.Graph()
+        x = found.placeholder("x")
+        for name in names:
+            x = found.call_function(torch.sin, (x,), name=name)
+        found.output(x)
+        return found
+
+    reference = graph("a", "b", "c")
+    same = [graph("a", "b", "c"), graph("a", "new", "b", "c"), graph("a", "c"), graph("a", "other", "c")]
+    anew = [graph("b", "a", "c"), graph("a", "c", "d", "b"), graph("other", "a", "c")]
+    assert all(_is_edited(reference, one) and _is_edited(one, reference) for one in same)
+    assert not any(_is_edited(reference, one) or _is_edited(one, reference) for one in anew)

@@ -165,7 +165,7 @@ def _of_statement(node: ast.stmt, returns: ast.expr | None) -> Iterator[tuple[st
         dropped = not node.orelse
         yield "condition", node.test, f"(not ({ast.unparse(node.test)}))"
     if dropped:
-        yield "statement", node, "pass"
+        yield "statement", node, "__class__" if "super()" in ast.unparse(node) else "pass"  # so the closure stays
     if isinstance(node, ast.Return) and node.value is not None and not isinstance(node.value, ast.Constant):
         yield "value", node.value, _nothing(node.value, returns)
 

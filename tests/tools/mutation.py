@@ -35,7 +35,13 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2]
-ALSO = {"search": "policies", "testing": "laws/test_fuzz.py", "policies": "laws/test_inputs.py"}
+ALSO = {
+    "search": ["policies"],
+    "solvers": ["policies/test_stored_plans.py"],
+    "training": ["policies/test_stored_plans.py"],
+    "testing": ["laws/test_fuzz.py"],
+    "policies": ["laws/test_inputs.py"],
+}
 """Package -> other tests of it, below ``tests/``: policies ask searches, `test_inputs.py` gives policies bad values."""
 
 EXAMPLES = ["graph_zoo", "models", "specimens", "visible_state"]
@@ -130,13 +136,13 @@ class Campaign:
         return True
 
     def _measured(self, items: list[Any]) -> dict[Any, Clean]:
-        """What each test does without a bug, mirrors first, as long as the budget lasts; tests that launch
-        ranks are left out, which would start them anew for every bug.
+        """What each test does without a bug, mirrors first, as long as the budget lasts, one test of each file in turn;
+        tests that launch ranks are left out, which would start them anew for every bug.
         """
         items = [item for item in items if "launch" not in vars(item.module)]
         mirrors = {f"test_{file.stem}" for file in self.root.glob("*.py")}  # of the files at the top
         own = [item for item in items if f"tests/{self.package}/" in str(item.path) or item.path.stem in mirrors]
-        ordered = [*own, *(item for item in items if item not in own)]
+        ordered = [*_in_turn(own), *_in_turn([item for item in items if item not in own])]
         late = {i for i, item in enumerate(ordered) if item.get_closest_marker("campaign")}
         read, write = os.pipe()
 
@@ -272,6 +278,16 @@ class Campaign:
         os.utime(file, (then, then))
 
 
+def _in_turn(items: list[Any]) -> list[Any]:
+    """The first test of each file, then the second of each ..."""
+    seen: Counter[Path] = Counter()
+    turns = []
+    for item in items:
+        turns.append(seen[item.path])
+        seen[item.path] += 1
+    return [item for _, item in sorted(zip(turns, items, strict=True), key=lambda pair: pair[0])]
+
+
 @contextlib.contextmanager
 def _calls(package: str) -> Iterator[Clean]:
     seen: dict[int, CodeType] = {}
@@ -393,7 +409,7 @@ def _tests_of(package: str) -> list[str]:
     """The test files that mirror a package; for the files at the top, also laws and tests of the project."""
     tests = HERE / "tests"
     if package != "top":
-        also = [tests / ALSO[package]] if package in ALSO else []
+        also = [tests / other for other in ALSO.get(package, [])]
         return [str(f) for folder in (tests / package, *also) for f in (sorted(folder.rglob("test_*.py")) or [folder])]
     words = [f"splitkit.{path.stem} import" for path in (HERE / "splitkit").glob("[a-z_]*.py") if path.stem[:2] != "__"]
     also = [path for folder in ("laws", "project") for path in sorted((tests / folder).glob("test_*.py"))]

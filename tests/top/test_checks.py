@@ -55,6 +55,86 @@ def test_what_is_none_is_refused_with_one_text(read, bad, must):
         assert caught.value.remedy.startswith(f"it must be {must}")
 
 
+def test_whole_numbers_numbers_and_words():
+    assert [checks.is_whole(v) for v in (0, 3, np.int8(3), -1, True, np.bool_(1), 1.0, "1", None)] == [True] * 3 + [
+        False
+    ] * 6
+    assert [checks.is_whole(v, 3) for v in (2, 3)] == [False, True] and checks.is_whole(-2, -2)
+    numbers = (0, 1.5, np.float32(2), INF, np.int64(3))
+    assert all(map(checks.is_number, numbers)) and not any(
+        map(checks.is_number, (-1, NAN, -INF, True, "1", 10**400, 1j))
+    )
+    assert checks.is_word("a", "a", "b") and not any(
+        checks.is_word(v, "a", "b") for v in ("c", "", None, np.array(["a"]))
+    )
+    assert [checks.are_texts(v) for v in (["a"], set(), ("a", 1), "a", None)] == [True, True, False, False, False]
+    assert (
+        checks.items_of(torch.tensor(3))
+        is checks.items_of("ab")
+        is checks.items_of(b"ab")
+        is checks.items_of(3)
+        is None
+    )
+    assert checks.items_of(torch.tensor([3])) == [3] and checks.items_of({"a": 1}) == ["a"]
+    assert checks.plain_name(" RTX_40 9-0 ") == "rtx4090"
+
+
+def test_counts_times_and_degrees_have_a_limit():
+    assert checks.count("here", "it", checks.MOST) == checks.MOST
+    with pytest.raises(PolicyError) as caught:
+        checks.count("here", "it", checks.MOST + 1)
+    assert str(caught.value) == "SK302: here(it=1000001)\n  it must be a whole number >= 1, and at most 1000000."
+    year = checks.LONGEST
+    assert (
+        checks.seconds("here", "it", year, endless=False) == year and checks.seconds("here", "it", year + 1) == year + 1
+    )
+    with pytest.raises(
+        PolicyError, match=r"it must be seconds, a number above 0 that is not infinite, at most a year\."
+    ):
+        checks.seconds("here", "it", year + 1, endless=False)
+    with pytest.raises(PolicyError, match=r"it must be seconds, 0 or more\."):
+        checks.seconds("here", "it", -1, zero=True)
+    assert checks.degrees("here", "it", [4, np.int64(1), 4], 4, "of four") == (1, 4) and checks.degrees(
+        "here", "it", 3, 4, ""
+    ) == (3,)
+    for wrong in ([], 0, 5, [1, 5], "12", [1.0], None, [True]):
+        with pytest.raises(PolicyError, match=r"it must be whole numbers from 1 to 4, of four, such as \(1, 2, 4\)\."):
+            checks.degrees("here", "it", wrong, 4, "of four")
+    assert checks.whole("here", "it", -3) == -3 and type(checks.whole("here", "it", np.int8(2))) is int
+    for wrong in (True, 1.0, None):
+        with pytest.raises(PolicyError, match=r"it must be a whole number\."):
+            checks.whole("here", "it", wrong)
+    assert checks.nbytes("here", "it", 2**1000 - 1) == 2**1000 - 1
+    with pytest.raises(PolicyError, match="it must be bytes, 0 or more"):
+        checks.nbytes("here", "it", 2**1000)
+
+
+def test_a_value_is_shown_on_one_line_of_bounded_length():
+    class Fails:
+        def __repr__(self):
+            raise RuntimeError
+
+    assert (
+        checks.shown("a\n  b") == "'a\\n b'"
+        and checks.shown(Fails()) == "a Fails"
+        and checks.shown(10**5000) == "a int"
+    )
+    assert [len(checks.shown("x" * n)) for n in (197, 198, 199, 300)] == [199, 200, 200, 200]
+    assert checks.shown("x" * 199) == "'" + "x" * 196 + "..."
+
+
+def test_memory_of_each_device():
+    assert checks.memory_of("here", ["1KiB", None, 3], 3) == (1024, None, 3) and checks.memory_of("here", None, 2) == (
+        None,
+        None,
+    )
+    with pytest.raises(PolicyError) as caught:
+        checks.memory_of(Stages(2), [1], 2)
+    assert str(caught.value) == (
+        "SK302: Stages: memory has 1 sizes for 2 devices\n  Give one size for all devices, or one for each."
+    )
+
+
 def test_zero_and_less_where_the_caller_says_so():
     assert checks.seconds("here", "it", 0, zero=True) == 0.0
     with pytest.raises(PolicyError, match="1 or more.*, or 'least'"):

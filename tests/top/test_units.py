@@ -11,7 +11,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.costs import unit
 from splitkit.policies import Budget, MinCut, Stages
-from splitkit.units import duration, measure, read_percent, read_size, size
+from splitkit.units import TFLOP, bounded, duration, in_words, measure, quantity, read_percent, read_size, size
 from splitkit.view.renderers import svg
 
 
@@ -71,6 +71,58 @@ def test_what_is_printed_is_read_again(nbytes):
 )
 def test_times_are_printed_in_a_unit_of_their_size(seconds, text):
     assert duration(seconds) == text and "e" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (7, "7"), (7.0, "7"), (0.5, "0.50"), (999, "999"), (99.5, "99.50"), (999.4, "999"), (999.5, "1.00 k"),
+        (1000, "1.00 k"), (99_994, "99.99 k"), (100_400, "100 k"), (999_500, "1.00 M"), (1234567, "1.23 M"),
+        (2.5e9, "2.50 G"), (2e12, "2.00 T"), (3e15, "3.00 P"), (4e18, "4.00 E"), (5e21, "5000 E"), (-1500, "-1.50 k"),
+    ],
+)  # fmt: skip
+def test_numbers_are_printed_with_three_digits(value, text):
+    assert quantity(value) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (100 * 1024, "100 KiB"),
+        (2**20, "1.00 MiB"), (2**20 - 1, "1.00 MiB"), (3 * 2**30, "3.00 GiB"), (2**40, "1.00 TiB"), (2**50, "1.00 PiB"),
+        (2**61, "2048 PiB"), (0.5, "0.50 B"), (-2048, "-2.00 KiB"),
+    ],
+)  # fmt: skip
+def test_bytes_are_printed_by_powers_of_1024(nbytes, text):
+    assert size(nbytes) == text
+
+
+def test_flops_are_printed_in_a_unit_of_their_size():
+    texts = {
+        0: "0 FLOP",
+        7e-12: "7 FLOP",
+        1e-3: "1.00 GFLOP",
+        0.0123: "12.30 GFLOP",
+        1: "1.00 TFLOP",
+        2e6: "2.00 EFLOP",
+    }
+    assert {flops: duration(flops, TFLOP) for flops in texts} == texts
+    assert duration((0.1 + 0.2 - 0.3) * 1e-12, TFLOP) == "0 FLOP"  # a rounding error of a sum
+
+
+def test_which_side_a_number_of_bytes_errs_on():
+    assert [bounded(1536, above, below) for above in ((), "a") for below in ((), "b")] == [
+        "1.50 KiB", "at least 1.50 KiB", "at most 1.50 KiB", "about 1.50 KiB",
+    ]  # fmt: skip
+    assert bounded(0, {}) == "0 B"
+
+
+def test_words_are_listed_as_people_do():
+    assert [in_words("abc"[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+
+
+def test_what_a_unit_measures():
+    assert [measure(unit) for unit in ("s", TFLOP, "nodes")] == ["time", "FLOPs", "nodes"]
 
 
 def test_what_is_no_time_keeps_its_unit():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from jointgraphs import Hand
+from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import splitkit as sk
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable, with_inputs
 from splitkit.training.saved_values import SavedValue
 
@@ -70,3 +73,10 @@ def test_forward_computes_what_it_needs_for_nodes_that_were_left_to_backward():
 def test_a_saved_value_by_name():
     assert str(SavedValue("softmax", "h.0.attn", "softmax", 2048)) == "h.0.attn: softmax (2.00 KiB)"
     assert SavedValue("add", "", "add", 4).label == "the model: add"
+
+
+def test_inputs_that_a_step_updates_without_a_write_are_known():
+    """A batch norm in training returns new statistics; torch's joint graph writes nothing."""
+    joint = sk.capture_joint(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), torch.randn(4, 2), loss=torch.sum)
+    updated = [node.name for node in joint.flow.updated]
+    assert sorted(updated) == sorted(joint.signature.updates.values()) and len(updated) == 3

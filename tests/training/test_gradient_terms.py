@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from jointgraphs import Hand, aten
 
 from splitkit.training.stage_plan import GradientTerm, gradient_terms, tied_parameters
@@ -31,3 +32,12 @@ def test_sums_of_one_stage_with_a_factor_or_with_other_readers_stay_whole(option
     h, flow, places = tied(**options)
     terms = gradient_terms(flow, places)
     assert {term.nodes for term in terms} == {(h["total"],)} and places[h["total"]] and not tied_parameters(terms)
+
+
+def test_a_sum_of_another_shape_or_type_stays_whole():
+    """A sum that is wider than its terms: neither of them can be the gradient."""
+    for shape, dtype in (((1,), torch.float32), ((2,), torch.float64)):
+        h, flow, places = tied()
+        h["a"].meta["val"] = h["a"].meta["val"].new_empty(shape, dtype=dtype)
+        terms = gradient_terms(flow, places)
+        assert {term.nodes for term in terms} == {(h["total"],)} and places[h["total"]]

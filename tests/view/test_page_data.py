@@ -18,6 +18,8 @@ from splitkit.view.data.ladder import MOST_MARKS, LadderView, border_marks, resi
 def test_cuts_may_be_anywhere_where_there_are_few_rows():
     assert border_marks([0, 2, 5], [1.0] * 5) == [0, 1, 2, 3, 4, 5]
     assert border_marks([0, MOST_MARKS], [0.0] * MOST_MARKS) == list(range(MOST_MARKS + 1))
+    even = border_marks([0, 640], [1.0] * 640)
+    assert even == list(range(0, 641, 640 // MOST_MARKS))
 
 
 def test_of_many_rows_cuts_may_be_where_they_divide_rows_and_time_evenly_and_where_the_plan_cuts():

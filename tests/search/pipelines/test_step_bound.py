@@ -90,3 +90,13 @@ def test_the_hull_is_below_all_choices_and_pieces_are_below_the_hull(spans):
             assert bound == approx(least, rel=1e-6, abs=1e-6)
             assert price * corner.first + weight * corner.second * hull.tick == approx(least, rel=1e-6, abs=1e-6)
             assert below[i, j] <= least * (1 + 1e-9) + 1e-9
+
+
+def test_the_memory_of_a_stage_is_that_of_its_largest_op_or_of_its_gradients(spans):
+    problems, tables, every = spans
+    needs = [*problems.peaks.needs_of_backward()]
+    made = problems.peaks.gradients
+    for i, j, first, last in every:
+        inside = [nbytes for low, high, nbytes in needs if first <= low and high < last]
+        assert tables.temporary[i, j] == max([0, made[last] - made[first], *inside])
+    assert any(tables.temporary[i, j] > made[last] - made[first] for i, j, first, last in every)

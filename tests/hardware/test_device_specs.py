@@ -146,9 +146,93 @@ def test_a_device_that_nobody_knows(name):
         find_device(name)
 
 
-def test_a_device_without_a_name():
-    with pytest.raises(CostError, match="SK320"):
-        Device("", {"float32": 1.0}, 1.0, 1)
+GIVEN = {"name": "d", "peak": {"float32": 1e12}, "bandwidth": 1e9, "memory": 10**9}
+
+
+@pytest.mark.parametrize(
+    "field, value, text",
+    [
+        ("name", "", "device '': name is not a string\n  Give it a name."),
+        ("name", 3, "device 3: name is not a string\n  Give it a name."),
+        ("source", None, "device 'd': source is not a string\n  Say where the figures come from."),
+        *(
+            ("kernels", wrong, f"device 'd': kernels is {wrong!r}\n  Give \"cpu\", or \"sm\" and the compute "
+             'capability of a CUDA device: "sm90".')
+            for wrong in ("sm9", "sm9000", "cpus", "", 90, None)
+        ),
+        *(
+            ("peak", wrong, "device 'd': peak has no float32\n  Give FLOP/s by dtype: {\"float32\": 19.5e12}.")
+            for wrong in ({}, {"float16": 1.0}, [1.0], None)
+        ),
+        (
+            "peak", {"float32": 1.0, "?": 1.0},
+            "device 'd': peak has an unknown dtype '?'\n  Known are bfloat16, complex128, complex32, complex64, "
+            "float16, float32, float64, float8, int8, tf32.",
+        ),
+        (
+            "peak", {"float32": 1.0, "tf32": -1},
+            "device 'd': peak of tf32 is -1\n  Give a positive number of FLOP/s, 1e-06 to 1e+30.",
+        ),
+        *(
+            ("bandwidth", wrong, f"device 'd': bandwidth is {wrong!r}\n  Give a positive number of bytes a second, "
+             "1e-06 to 1e+30.")
+            for wrong in (0, 1e-7, 1e31, "fast", None)
+        ),
+        *(
+            ("memory", wrong, f"device 'd': memory is {wrong!r}\n  Give a positive number of bytes, a whole number, "
+             "1e-06 to 1e+30.")
+            for wrong in (0, 1.5, -1, "much", None)
+        ),
+        *(
+            ("launch", wrong, f"device 'd': launch is {wrong!r}\n  Give seconds, 0 or more, 1e+12 at most.")
+            for wrong in (-1e-6, 2e12, "soon", None)
+        ),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_wrong(field, value, text):
+    with pytest.raises(CostError) as caught:
+        Device(**{**GIVEN, field: value})
+    assert str(caught.value) == f"SK320: {text}"
+
+
+def test_the_limits_of_figures_are_allowed_themselves():
+    device = Device("d", {"float32": 1e-6, "tf32": 1e30}, 1e30, 1, 1e12, kernels="sm120")
+    assert (device.rate("tf32"), device.rate("float32"), device.launch) == (1e30, 1e-6, 1e12)
+    assert Device("d", {"float32": 1.0}, 1e-6, "80 GiB", 0).memory == 80 * 2**30
+
+
+def test_the_expression_of_a_device_makes_it_again():
+    assert find_device("A100").expression == "'a100'"
+    own = Device("a100", {"float32": 2.0}, 3.0, 4, 0.5, "mine", "cpu")  # the name of another device
+    assert own.expression == (
+        "Device(name='a100', peak={'float32': 2.0}, bandwidth=3.0, memory=4, launch=0.5, source='mine', kernels='cpu')"
+    )
+    assert eval(own.expression, {"Device": Device}) == own
+
+
+def test_only_the_kernels_of_the_cpu_are_its():
+    assert [name for name, device in devices().items() if device.is_cpu] == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    "table", ["mine = 3", "[mine]\n", "[mine]\npeak.float32 = 1.0\nbandwidth = 2.0", "[mine]\nq = 1"]
+)
+def test_what_a_file_lacks_is_said_with_the_file(tmp_path, table):
+    expected = {
+        "mine = 3": "mine is not a table\n  Write [mine] above the fields of a device.",
+        "[mine]\n": "mine has no peak\n  A device needs peak, bandwidth, memory.",
+        "[mine]\nq = 1": "mine has an unknown field 'q'\n  Known are bandwidth, kernels, launch, memory, peak, source.",
+    }.get(table, "mine has no memory\n  A device needs peak, bandwidth, memory.")
+    path = tmp_path / "d.toml"
+    path.write_text(table)
+    with pytest.raises(CostError) as caught:
+        load_devices(path)
+    assert str(caught.value) == f"SK320: {path}: {expected}"
+
+
+def test_the_hint_for_a_name_that_is_nearly_known():
+    with pytest.raises(CostError, match=r"^SK321: no device is called 'a10O'\n  Did you mean a10"):
+        find_device("a10O")
 
 
 def test_a_peak_that_a_reader_changes_changes_for_nobody_else():
