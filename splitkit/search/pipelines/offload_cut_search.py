@@ -35,7 +35,7 @@ from splitkit.training.offload_timeline import why_not_moved
 
 _SHARES = (1.0, 0.5, None)
 """Shares of a rank's time in which its link may be busy; ``None``: the largest first, and nothing recomputed."""
-_MOST = 2**60
+_MOST = 2**60  # bytes; stands for no limit
 _HALVINGS = 8  # of the memory, for a refusal that says what would do
 
 

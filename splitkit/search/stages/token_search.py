@@ -125,7 +125,7 @@ class InferenceStages:
 
 
 _NEAR, _TESTS = 1e-3, 4  # relative: how far above the tokens found the relaxation is tested first; how often
-_MOST = 2.0**53
+_MOST = 2.0**53  # tokens; up to here floats are exact
 
 
 @dataclass(frozen=True, eq=False)
