@@ -20,7 +20,7 @@ def paused_collector() -> Iterator[None]:
 
 
 _STEP = 1500  # new objects per collection; so many are still in the CPU's cache
-_NEVER = 2**31 - 1
+_NEVER = 2**31 - 1  # the largest threshold that CPython takes, a C int
 
 
 @contextmanager

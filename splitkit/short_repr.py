@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-SHOWN = 8
+_SHOWN = 8  # lines that `few` yields in full
 _LONG = 60  # characters of a value that is not written out among others
 
 
@@ -58,6 +58,6 @@ def options(policy: Any, *without: str) -> list[str]:
 def few(lines: Iterable[str], what: str) -> Iterator[str]:
     """Yield the first lines, indented, and a line that says how many more there are."""
     every = list(lines)
-    yield from (f"  {line}" for line in every[:SHOWN])
-    if len(every) > SHOWN:
-        yield f"  and {len(every) - SHOWN} more {what}"
+    yield from (f"  {line}" for line in every[:_SHOWN])
+    if len(every) > _SHOWN:
+        yield f"  and {len(every) - _SHOWN} more {what}"

@@ -26,7 +26,7 @@ from splitkit.errors import CheckError, NoPlanError, PlanWarning, SplitError, Us
 
 __all__ = ["main"]
 
-ERROR, USAGE, NO_PLAN, DIFFERENT = 1, 2, 3, 4
+ERROR, USAGE, NO_PLAN, DIFFERENT = 1, 2, 3, 4  # exit codes
 BAD_PARAMETERS = ("SK301", "SK302", "SK330")  # errors in the parameters of a policy or schedule: wrong usage
 INTERRUPTED, PIPE_CLOSED = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 

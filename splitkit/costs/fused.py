@@ -208,10 +208,9 @@ def _backward_of_both(graph: fx.Graph) -> dict[Node, None]:
 # Cheap pointwise ops that only generated kernels read have no kernel of their own: each reader recomputes them.
 
 
-# Up to these limits, Inductor recomputes a value in each kernel that reads it: config.realize_reads_threshold and
-# realize_opcount_threshold (2.11, 2.13, 2.15).
-_FEW_READS = 4
-_FEW_OPS = 30
+# Up to these limits, Inductor recomputes a value in each kernel that reads it (2.11, 2.13, 2.15).
+_FEW_READS = 4  # config.realize_reads_threshold
+_FEW_OPS = 30  # config.realize_opcount_threshold
 
 
 @dataclass(eq=False)

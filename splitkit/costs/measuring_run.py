@@ -249,6 +249,7 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
 ROUNDS = 3
 """The least number of runs that are timed."""
 MOST_ROUNDS = 9
+"""The most runs that are timed, however long each takes to settle."""
 
 
 class MeasuredRuns:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from splitkit._torch import pytree
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, listed
 from splitkit.frontends.capture.capture_errors import first_line, raised_at
 from splitkit.frontends.capture.first_call import attributes_restored, call_once
 from splitkit.frontends.module_state import buffers_kept
 
-_SHOWN = 6
+_SHOWN = 6  # inputs, and values of one input, that a text names
 
 
 def describe_failure(model: nn.Module, error: BaseException, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -69,8 +69,7 @@ def _is_call(frame: FrameType) -> bool:
 def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Return dtypes and shapes of the tensors among inputs: ``float32[3, 9], mask=bool[3]``."""
     texts = [_describe_value(value) for value in args] + [f"{name}={_describe_value(v)}" for name, v in kwargs.items()]
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return (", ".join(texts[:_SHOWN]) or "no inputs") + more
+    return listed(texts, _SHOWN) or "no inputs"
 
 
 def _describe_value(value: Any) -> str:

@@ -100,7 +100,7 @@ def no_loss(output: Any) -> str:
     return f"the model returns no loss: nothing is called loss, and {what}:{''.join(lines)}{more}"
 
 
-_SHOWN = 12
+_SHOWN = 12  # outputs that the error names
 GIVE = "loss=lambda output: ..."
 """The argument by which users name the loss."""
 

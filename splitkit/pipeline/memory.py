@@ -148,7 +148,7 @@ class Changes:
 
 MESSAGES = 0
 """The column of messages."""
-_SAVED, _TEMPORARIES = 1, 2
+_SAVED, _TEMPORARIES = 1, 2  # the other columns
 
 
 def rank_memory(run: StepTrace) -> tuple[RankMemory, ...]:

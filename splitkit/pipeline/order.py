@@ -113,7 +113,7 @@ OTHER_CELL = re.compile(
 """A cell of torch's CSV that computes nothing itself: it communicates, shards, or overlaps two actions."""
 
 _REMEDY = "Give every microbatch of every stage one F, and one B or one I and later one W, on one rank."
-_NOTHING, _NOWHERE = -1, -2
+_NOTHING, _NOWHERE = -1, -2  # in place of an action: none is waited for; the awaited one is not there
 
 
 class Columns(NamedTuple):

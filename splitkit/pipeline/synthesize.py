@@ -124,12 +124,12 @@ def _row(number: int, cells: list[str]) -> Iterator[str]:
 
 OrderPlacement = Literal["loop", "V"]
 
-_NO_LIMIT = 2**62
+_NO_LIMIT = 2**62  # bytes that a rank without limit has
 _TRIES = 4
 """How often the solver runs with less room for messages."""
 _KNOWN_ACTIONS = 3 * 4096
 """The longest steps for which the known schedules are tried: torch takes long to make long ones."""
-_MOST_EFFORT = 1000
+_MOST_EFFORT = 1000  # what takes a second at an effort of 1 then takes a quarter of an hour
 _KINDS = "FIW"
 
 

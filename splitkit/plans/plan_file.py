@@ -153,7 +153,7 @@ def _another(what: str, nodes: Collection[str]) -> FileError:
     )
 
 
-SCHEMA = 1
+SCHEMA = 1  # of the JSON of a plan; plans of another schema are refused
 _MOST = 1e300  # no number of a claim is larger: this rejects infinity, and ints that no float can hold
 
 

@@ -16,7 +16,7 @@ from splitkit.search.deferral_problem import DeferralNetwork, backward_parts, de
 from splitkit.training.flow import as_joint
 from splitkit.units import duration, in_words, size
 
-_MOST = 1e100
+_MOST = 1e100  # so that price times seconds, which are no larger, is finite
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ from splitkit.solvers.placement.core import core_of, orders
 from splitkit.solvers.placement.problem import Problem, Slot
 
 _WORK = 18_000  # nodes times orders
-_MORE = 8
-_ROUNDS = 8
+_MORE = 8  # parts; with 1, 4 or 16, thirteen requests had the same parts or refusals
+_ROUNDS = 8  # to make room for buffers; one was enough for nine requests
 _SMALL = 40  # nodes of a graph of which all cuts of all orders are tried, if these are few enough
 
 

@@ -20,11 +20,9 @@ from splitkit.plans.record import Plan
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.memory_fit import named
+from splitkit.search.stages.stage_search import NEAR, preferred
 from splitkit.solvers.placement.problem import Floats
 from splitkit.units import duration, size
-
-_NEAR = 1e-3  # relative: by so much more may a step or a peak be, where something else is gained
-_ROUNDING = 1e-9
 
 
 def replicas_of(plan: Plan) -> list[int]:
@@ -113,27 +111,22 @@ class ReplicaScoring:
 
     def preferred(self, plans: Sequence[Plan]) -> Plan:
         """Return the best of several plans: those near the minimum of each measure in turn, then the first."""
-        measures = [self._measures(plan) for plan in plans]
-        left = list(range(len(plans)))
-        for at in range(len(measures[0]) - 1):
-            least = min(measures[i][at][0] for i in left)
-            left = [i for i in left if measures[i][at][0] <= least * (1 + measures[i][at][1] + _ROUNDING)]
-        return plans[min(left, key=lambda i: measures[i][-1][0])]
+        near = min(self.tolerance, NEAR)
+        tolerances = (self.tolerance,) * 2 if self.demand.schedule is None else (near, self.tolerance, near)
+        return plans[preferred([self._measures(plan) for plan in plans], tolerances)]
 
-    def _measures(self, plan: Plan) -> tuple[tuple[float, float], ...]:
-        """Return what to minimise, the most important first, with the tolerance of each.
+    def _measures(self, plan: Plan) -> tuple[float, ...]:
+        """Return what to minimise, the most important first.
 
         The measures are the largest load of a device, the sum of squared loads, and the traffic. With a schedule the
         step replaces the load as the first measure, since fewer stages fill sooner; the peak comes before the traffic.
         """
         loads, replicas = self.loads(plan), np.array(replicas_of(plan))
-        squares, near = float((replicas * np.square(loads)).sum()), min(self.tolerance, _NEAR)
+        squares = float((replicas * np.square(loads)).sum())
         if self.demand.schedule is None:
-            first, *peak = [(float(loads.max()), self.tolerance)]
-        else:
-            run = self._run(plan)
-            first, peak = (run.seconds, near), [(float(max(run.peaks)), near)]
-        return first, (squares, self.tolerance), *peak, (self._traffic(plan), 0.0)
+            return float(loads.max()), squares, self._traffic(plan)
+        run = self._run(plan)
+        return run.seconds, squares, float(max(run.peaks)), self._traffic(plan)
 
     def _traffic(self, plan: Plan) -> float:
         """Return the bytes that cross per microbatch, with its share of the gradient all-reduce in training."""
@@ -183,7 +176,7 @@ def _limits(seconds: Mapping[Node, float], devices: int, most: int) -> Iterator[
     """Name the op that keeps so many devices from being faster than fewer."""
     heaviest, total = max(seconds, key=seconds.__getitem__), sum(seconds.values())
     share = seconds[heaviest] / total if total else 0.0
-    if share / most * devices > 1 + _NEAR:
+    if share / most * devices > 1 + NEAR:
         yield f"{named(heaviest)}, one op, takes {share:.0%}: with more replicas than {most} it would be faster"
 
 

@@ -37,11 +37,11 @@ from splitkit.units import size
 
 _CELLS = 3_000_000  # pairs that are weighed by a pass along one order; over all borders four times as many
 _PER_SECOND = 2e7  # of these, in all passes
-_PASSES = 8
+_PASSES = 8  # along an order, about, to divide the time among orders; with 1 to 64, six requests had the same plans
 _ORDERS, _PRICED = 12, 3  # orders that are tried; where stages must be priced in bytes
 _FEWEST = 24  # borders along an order
 _SLOWER = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)  # than the fastest the slowest stage may be, where a step is shorter
-_ROUNDS = 8
+_ROUNDS = 8  # in which room is made for what waits; 1 to 64 made no difference where it was tried
 _WAITING = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 2), (4, 4))  # messages on and back that may wait for a device
 _GROWTH = 1.5  # of a memory that would do, as it is looked for
 

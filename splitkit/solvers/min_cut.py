@@ -222,7 +222,7 @@ class _Residual:
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_MOST_UNITS = 2.0**40
+_MOST_UNITS = 2.0**40  # into which the sum of the second costs is divided
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,7 +423,7 @@ def _steps(cut: Cut, free: Bools, rank: Ints) -> Iterator[Ints]:
 
 Bools = NDArray[np.bool_]
 
-_MOST = 2**30
+_MOST = 2**30  # capacity of endless arcs, at least twice the sum of the others; scipy's flows have 32 bits
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 VISITS = 1_000_000
 """How many operations each search may give a start: one to three seconds."""
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # relative; a schedule so near its bound is taken for the shortest
 
 
 class Sequenced(NamedTuple):

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MICROBATCHES", "STAGES", "Sweep", "SweepRow", "Sweeper", "combinations", "sweep"]
 
-STAGES, MICROBATCHES = (2, 4, 8), (4, 8, 16)
+STAGES, MICROBATCHES = (2, 4, 8), (4, 8, 16)  # that a sweep tries unless told otherwise
 
 
 def sweep(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-SHOWN = 8
+_SHOWN = 8  # functions that an error names
 RETURN = "Return (module, args), (module, args, kwargs), (module, kwargs) or a splitkit.testing.models.Example."
 
 
@@ -108,7 +108,7 @@ def functions_in(path: Path) -> list[str]:
 
 def functions_listed(names: Sequence[str]) -> str:
     """Return ``its functions: mlp, conv``."""
-    return f"its functions: {listed(names, SHOWN)}" if names else "it has no function that returns something"
+    return f"its functions: {listed(names, _SHOWN)}" if names else "it has no function that returns something"
 
 
 def module_at(place: str) -> ModuleType:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from splitkit.graph.ambient import SETTINGS, register_region
 from splitkit.graph.ops import declare
 
-_level = 0
+_level = 0  # what `observe` adds: changed by `enter_level` and `exit_level` alone
 
 
 def enter_level(level: int) -> int:

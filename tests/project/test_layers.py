@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,46 @@ def test_each_file_opens_with_one_sentence_and_stays_small():
         "do not say what they are"
     )
     assert {file: lines for file in FILES if (lines := SOURCES.lines(file)) > 800} == {}
+
+
+def test_each_number_of_a_module_says_what_it_is():
+    """A comment beside or above it, or a docstring below: what it limits or counts, its unit, what was measured."""
+    assert_none(
+        f"{file}: {name}"
+        for file in FILES
+        for name in _bare_numbers(SOURCES.tree(file), (SOURCES.root / file).read_text("utf-8").splitlines())
+    )
+
+
+def _bare_numbers(tree: ast.Module, lines: list[str]) -> Iterator[str]:
+    for node, then in pairwise([*tree.body, None]):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not _is_number(node.value):
+            continue
+        texts = [line for line in lines[node.lineno - 1 : node.end_lineno] if "#" in line]
+        above = lines[node.lineno - 2].startswith("#") if node.lineno > 1 else False
+        below = (
+            isinstance(then, ast.Expr) and isinstance(then.value, ast.Constant) and isinstance(then.value.value, str)
+        )
+        if not (texts or above or below):
+            yield ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+
+
+def _is_number(value: ast.expr | None) -> bool:
+    """Whether an expression is a number, or a tuple of numbers, and nothing that must be looked up."""
+    if isinstance(value, ast.Tuple):
+        return all(map(_is_number, value.elts))
+    inner = [*ast.walk(value)] if value else []
+    constants = [n.value for n in inner if isinstance(n, ast.Constant)]
+    operators = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)
+    return bool(constants) and all(
+        isinstance(n, operators) or (isinstance(n, ast.Constant) and type(n.value) in (int, float)) for n in inner
+    )
+
+
+def test_a_number_that_says_nothing_would_be_seen():
+    lines = ["A = 2**4", "B = 3  # bytes", "C = -1.5", '"""Seconds."""', "# of work", "D, E = 1, 2", "F, G = 1, (2, 3)"]
+    lines += ["H: float = 1 / 3", "I = True", "J = (1, 'x')"]
+    assert [*_bare_numbers(ast.parse("\n".join(lines)), lines)] == ["A", "(F, G)", "H"]
 
 
 def test_a_file_of_policies_is_one_policy():

@@ -302,7 +302,7 @@ def lstm_workspace(steps: int, batch: int, features: int, hidden: int) -> int:
     return sum(-(-4 * n // _PAGE) * _PAGE for n in elements)
 
 
-_PAGE = 4096
+_PAGE = 4096  # bytes
 
 
 def _leading(size: int) -> int:

@@ -111,7 +111,7 @@ def require_intact(folder: Path, digests: Mapping[str, str], names: Iterable[str
 RUN = "run.json"
 RECORD = "checkpoint.json"
 RUN_KIND, KIND = "splitkit checkpoints", "splitkit checkpoint"
-SCHEMA = 2
+SCHEMA = 2  # of both records; checkpoints of another schema are refused
 _STEP = re.compile(r"step-(\d{1,18})(?:\.(\d{1,9}))?")
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # names that torch.distributed.checkpoint gives to the files of a rank
 _WRITING, _REMOVED = ".writing-", ".removed-"

@@ -48,6 +48,7 @@ MANIFEST = "manifest.json"
 EXAMPLE = "example.safetensors"
 KIND = "splitkit stages"
 SCHEMA = 2
+"""Of the manifest; a folder of another schema is refused."""
 _NONE = torch.empty(0)  # reading a weight into this shape is refused
 
 

@@ -376,8 +376,8 @@ def _encoded_mask(request: Request, encoded: torch.Tensor) -> torch.Tensor:
 
 RUN, END = 0, 1
 """The kinds of messages: run a request's next tokens, and end."""
-_FIXED = 7
-_ALIGNMENT = 64
+_FIXED = 7  # numbers of a header before sizes: kind, request, query, last, length of the note, ...
+_ALIGNMENT = 64  # bytes
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _weights(device: torch.device) -> torch.Tensor:
 T = TypeVar("T")
 Kind = Literal["step", "infer", "step(loss_everywhere=True)"]
 _KINDS: tuple[Kind, ...] = ("step", "infer", "step(loss_everywhere=True)")
-_FLAGS = 4
+_FLAGS = 4  # columns of a row that may differ between ranks: refused, outputs, weights, divided
 _REFUSAL = [1, *[0] * 9]
 _REMEDY = "Make the same calls on every rank, with the same batch: seed the data loaders of all ranks in the same way."
 

@@ -35,7 +35,7 @@ from splitkit.training.offload_timeline import why_not_moved
 
 _SHARES = (1.0, 0.5, None)
 """Shares of a rank's time in which its link may be busy; ``None``: the largest first, and nothing recomputed."""
-_MOST = 2**60
+_MOST = 2**60  # bytes; stands for no limit
 _HALVINGS = 8  # of the memory, for a refusal that says what would do
 
 
@@ -174,9 +174,6 @@ class OffloadCutSearch(CutSearch):
 # beginning and an end, where ranks have less to do.
 
 
-_ROUNDS = 20
-
-
 @dataclass(frozen=True, eq=False)
 class RankOffload:
     """What a rank does.
@@ -236,10 +233,7 @@ class OffloadChoice:
     ) -> _Order | None:
         """Return the point of the only stage: less is saved as long as the link cannot take enough."""
         count, allowed = max(1, int(self.loads[rank].surely()[0])), inf
-        for _ in range(_ROUNDS):
-            point = found[0].within(allowed)
-            if point is None:
-                return None
+        while (point := found[0].within(allowed)) is not None:
             now = self._with(rank, spans, (point,), share, reserve)
             if now.lacks <= 0 or share is None:
                 return now if now.lacks <= 0 else None

@@ -24,7 +24,6 @@ from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFronti
 
 Span = tuple[int, int]
 Points = tuple[FrontierPoint, ...]
-_ROUNDS = 20
 _COMBINED = 400  # combinations of points of a rank's stages that are all looked at
 
 
@@ -173,10 +172,7 @@ class _Held:
         """Return the point of the only stage; less is saved as long as what it takes while it computes is too much."""
         count = max(1, int(self.loads.surely()[0]))
         allowed = self.free / count
-        for _ in range(_ROUNDS):
-            point = frontier.within(allowed)
-            if point is None:
-                return None
+        while (point := frontier.within(allowed)) is not None:
             if (over := self.excess((point,))) <= 0:
                 return (point,)
             allowed = min(point.saved - 1.0, point.saved - over / count)

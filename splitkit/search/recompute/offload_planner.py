@@ -121,7 +121,6 @@ def offload_run(pool: Pool, plan: Plan, costs: Costs) -> OffloadRun | None:
 # graph, as those of `MemoryFloors`.
 
 
-_BISECTIONS = 10
 _CLOSE = 2e-3  # of the value
 _ROUNDS = 40  # relaxations for one z
 _SNAPSHOTS = 3  # rounds that add snapshots
@@ -184,9 +183,7 @@ class OffloadBound:
 
     def _bisected(self, low: float, high: float) -> float:
         close = _CLOSE * high
-        for _ in range(_BISECTIONS):
-            if high - low <= close:
-                break
+        while high - low > close:
             middle = (low + high) / 2
             low, high = (middle, high) if self._exceeds(middle) else (low, middle)
         return low

@@ -21,7 +21,8 @@ from splitkit.solvers.placement.core import core_of, orders
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 
 MOST_IDEALS = 400
-_MOST_BORDERS = 220
+"""Of more borders, only those along orders are priced; with 200 or 800, twelve requests had the same plans."""
+_MOST_BORDERS = 220  # along an order: 24,000 stages lie between so many
 
 
 @dataclass(frozen=True, eq=False)

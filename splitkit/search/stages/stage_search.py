@@ -383,7 +383,8 @@ class StagePlanner:
         if self.tolerance and self.demand.schedule is not None and len(self._limits) < len(self.keys):
             least = min(step for _, step, *_ in measures)
             left = [i for i in left if measures[i][1] <= least * (1 + paid)]
-        return left[preferred([measures[i] for i in left], self.tolerance, paid)]
+        near = (self.tolerance,) * 2 if self.demand.schedule is None else (self.tolerance, paid) * 2
+        return left[preferred([measures[i] for i in left], near)]
 
     def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
         """Return the plan of units on devices, which are the stages if no order is given."""
@@ -508,8 +509,7 @@ class CutsInMemory:
 # Balance stages along orders of the graph, where the bottleneck leaves a choice.
 
 
-_ROUNDING = 1e-9
-_NEAR = 1e-3  # relative: a share that is hardly more counts as none
+_ROUNDING = 1e-9  # relative; larger than the rounding errors of sums, and no gain that anybody notices
 _MOST_PRICED = 5_000  # units that are cut again where cuts are paid for, in time that grows with their square
 
 
@@ -615,24 +615,22 @@ def limits(seconds: Mapping[Node, float], ranks: int) -> Iterator[str]:
     """Name the op that keeps so many ranks from being faster than fewer."""
     heaviest, total = max(seconds, key=seconds.__getitem__), sum(seconds.values())
     share = seconds[heaviest] / total if total else 0.0
-    if share * ranks > 1 + _NEAR:
-        most = max(1, math.ceil(1 / share - _NEAR))
+    if share * ranks > 1 + NEAR:
+        most = max(1, math.ceil(1 / share - NEAR))
         yield (
             f"{named(heaviest)}, one op, takes {share:.0%}: more than {most} stages are no faster; "
             "split that op, or ask for fewer"
         )
 
 
-def preferred(measures: Sequence[tuple[float, ...]], tolerance: float, paid: float) -> int:
-    """Return the best of several: those near the minimum of each measure in turn, then the first.
+def preferred(measures: Sequence[tuple[float, ...]], tolerances: Sequence[float]) -> int:
+    """Return the best of several: those near the minimum of each measure in turn, then the first with the least last.
 
-    A load or balance is near if it is within the tolerance. The step and peak of a schedule, every second of five
-    measures, are what users pay for and get less slack (``paid``).
+    A load or balance is near if it is within the tolerance of users. The step and peak of a schedule are what users pay
+    for and get less slack (`NEAR`).
     """
     left = list(range(len(measures)))
-    last = len(measures[0]) - 1
-    for at in range(last):
-        near = paid if last > 2 and at % 2 else tolerance
+    for at, near in enumerate(tolerances):
         least = min(measures[i][at] for i in left)
         left = [i for i in left if measures[i][at] <= least * (1 + near + _ROUNDING)]
-    return min(left, key=lambda i: measures[i][last])
+    return min(left, key=lambda i: measures[i][-1])

@@ -135,7 +135,7 @@ class InferenceStages:
 
 
 _NEAR, _TESTS = 1e-3, 4  # relative: how far above the tokens found the relaxation is tested first; how often
-_MOST = 2.0**53
+_MOST = 2.0**53  # tokens; up to here floats are exact
 
 
 @dataclass(frozen=True, eq=False)
@@ -422,7 +422,7 @@ def _tokens(spare: Floats, per_token: Floats) -> Floats:
 # The borders between which stages with a cache may lie: all of a small graph, else many along its own order.
 
 
-_MOST_BORDERS = 1_000
+_MOST_BORDERS = 1_000  # of 250 units, 62 borders gave room for as many tokens as all
 _SMALL = 1e-6  # of all bytes: what holds less, such as a norm, needs no border of its own
 
 

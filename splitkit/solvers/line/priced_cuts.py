@@ -11,7 +11,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _ROWS = 128  # last items of a stage that are processed at once
-_ROUNDING, _MARGIN = 1e-12, 1e-9
+_ROUNDING, _MARGIN = 1e-12, 1e-9  # relative; both above the rounding errors of sums, and the second above the first
 
 
 def best_borders(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # relative; above the rounding errors of sums
 
 
 class Replicated(NamedTuple):

@@ -20,7 +20,7 @@ from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 # Each phase: its share of the time, the power of the norm that approximates the greatest load, two temperatures.
 _PHASES = ((0.5, 20.0, 0.02, 0.0002), (0.2, 10.0, 0.3, 0.003), (0.3, 20.0, 0.02, 0.0002))
 _ROUND = 200  # steps between two checks of the clock
-_MOST_ROWS, _CELLS = 256, 2**22
+_MOST_ROWS, _CELLS = 256, 2**22  # placements, and the numbers in all of their tables
 _STEP_SECONDS, _ENTRY_SECONDS = 3e-4, 1e-7  # what a step takes, about, and more for each net of each unit moved
 
 

@@ -10,7 +10,7 @@ from splitkit.solvers.placement.core import BIG, Core, strong_components
 from splitkit.solvers.placement.problem import Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError
 
-_HALVINGS = 14
+_HALVINGS = 14  # of the interval that is left; with 1 to 28, six requests had the same bounds
 
 
 def simple_bound(core: Core) -> int:

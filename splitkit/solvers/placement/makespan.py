@@ -187,7 +187,7 @@ def _bits(bits: int) -> list[int]:
 
 
 _MOST_STEPS = 6_000_000  # nets visited for one path
-_MOST_UNITS = 5000
+_MOST_UNITS = 5000  # what lies before and after each is a number of as many bits
 _MARGIN = 1e-9  # relative; larger than the rounding errors of sums of floats
 
 

@@ -49,12 +49,12 @@ from splitkit.solvers.placement.stages.contiguous import contiguous
 _COARSE, _FINE = 150, 600  # steps into which loads up to the limit are rounded, in the first and the second phase
 _MARGIN = 1e-9  # share of the total worth; larger than the rounding errors of sums of floats
 _LEAST, _MOST, _START = 1e-4, 50.0, 0.5  # radius of the trust region, in mean worths of a unit
-_WIDER, _NARROWER = 1.5, 0.8
+_WIDER, _NARROWER = 1.5, 0.8  # times the radius, from one round to the next
 _COVER_BOUND_SMALL = 1e-4  # if the predicted gain is smaller, the region becomes wider
 _PATIENCE, _GAIN = 80, 1e-3  # rounds within which the bound must grow by this, relative
 _FULL, _KEPT = 400, 250  # planes
 _ROUND_SECONDS = 5e-3, 1e-4, 5e-6, 3e-9  # of a round, about; more for each unit, transition, state and load
-_MOST_UNITS = 600
+_MOST_UNITS = 600  # of a core; with 37 to 4,800, five requests had the same bounds
 _MOST_CELLS = 20_000_000  # states and loads that are held at once
 _QUICKER = 23.0  # a first guess of how much less a second of a CPU is worth
 
@@ -245,7 +245,7 @@ class CoverBound:
             self._planes = {(planes[i].kind, planes[i].units.tobytes()): planes[i] for i in sorted(near.tolist())}
 
 
-SECONDS = 50.0
+SECONDS = 50.0  # of callers that name none; policies have their own
 _SMALL = 1_200  # columns of an integer program that comes before annealing
 _LARGE = 1_700  # columns of one that still comes after it: larger ones find and prove less than what comes before
 _STAGES, _ANNEALED, _MOST_ANNEALED, _COVERED, _PROGRAM = 0.15, 0.25, 0.5, 0.5, 0.2  # of the time

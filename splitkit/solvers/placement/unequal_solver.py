@@ -25,7 +25,7 @@ from splitkit.solvers.placement.solution import Solution, cycles
 # without changing anything are interchangeable: only the first is tried.
 
 
-_ROOM = 2.0**52
+_ROOM = 2.0**52  # the sum of all work and transfers, in whole numbers that floats hold exactly
 _EVERY = 256  # steps between two checks of the clock
 _ENUMERATION_CHECKED = 100  # steps that cost as much as the true memory of one placement
 

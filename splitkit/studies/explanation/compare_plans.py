@@ -31,7 +31,7 @@ from splitkit.studies.explanation.told import Section, Told
 from splitkit.view.data.report import part_title
 from splitkit.view.tables import table
 
-_SHOWN = 20
+_SHOWN = 20  # rows of nodes that moved
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SAME = 1e-9  # relative: times that differ by rounding
-_MOST_LETTERS = 100
+_MOST_LETTERS = 100  # of a reason in a table
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ from splitkit.units import duration, size
 from splitkit.view.data.planned_run import planned_run
 from splitkit.view.tables import table
 
-_SHOWN = 14
-_MIB = 2**20
+_SHOWN = 14  # rows of values
 
 
 def row_name(row: RecomputeRow) -> str:
@@ -189,7 +188,7 @@ def _table(rows: Sequence[RecomputeRow], paid: float | None, unit: str) -> Secti
     cells = []
     for row in rows[:_SHOWN]:
         seconds = "" if row.seconds is None else duration(row.seconds, unit)
-        rate = "" if row.rate is None else duration(row.rate * _MIB, unit)
+        rate = "" if row.rate is None else duration(row.rate * 2**20, unit)
         stage = [ranges(row.stages)] if staged else []
         sizes = [size(row.nbytes), size(row.nbytes * len(row.nodes))]
         cells.append([row_name(row), *stage, row.decision, *sizes, seconds, rate, why(row, paid)])

@@ -35,14 +35,14 @@ from splitkit.view.data.report import collapse, part_title, report
 from splitkit.view.tables import table
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_MOST = 8
+_MOST_MODULES = 8  # that a cell names
 
 
 def folded_modules(nodes: Iterable[Node], flow: Dataflow) -> str:
     """Return the modules of some nodes, folded to ranges; where few nodes of a module are meant, it says how many."""
     paths = flow.fact(_paths)
     names = collapse([paths[n] for n in nodes if n in paths], paths.values())
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return listed(names, _MOST_MODULES)
 
 
 def _paths(flow: Dataflow) -> dict[Node, str]:
@@ -97,10 +97,10 @@ _KINDS = {
     "output": ("the output", "It is the output of the graph, which the parent returns."),
 }
 _MANY = 4  # times as many stages as the plan has: an op that limits only such plans is told in short
-_MOST_ROWS = 16
+_MOST_ROWS = 16  # parts that the table shows
 _MOST_STAGES = 64
 """A plan of more devices is not compared with `Stages`."""
-_NAMED = 4
+_NAMED = 4  # parts or nodes that a sentence names
 _FULL = 0.9  # of a memory limit: from here on a device is called nearly full
 MORE = 1.1
 """How many times the memory is asked about."""

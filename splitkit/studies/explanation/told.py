@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Section = Union[str, "Table"]
-_WIDTH = 110
+_WIDTH = 110  # letters of a line
 
 
 class Told(ABC):

@@ -121,7 +121,7 @@ class BlockFit(ABC):
 
 MOST_CARDS = 1024
 """The most devices that a model is fitted to."""
-_MOST_BYTES = 2**60
+_MOST_BYTES = 2**60  # of a device; more is taken for a slip of the pen
 _KEPT_FREE = 20
 """One part in so many of a device stays free: for the context of the driver, workspaces and fragmentation."""
 _ITEM = re.compile(r"(?:(\d{1,99})x)?(.+)", re.ASCII)

@@ -352,7 +352,7 @@ def plan_template(plan: Plan, keys: Iterable[PartKey]) -> dict[str, Any]:
 
 LINKS = ("pcie4", "nvlink4", "ethernet100", "ethernet400")
 """The presets that can be chosen, besides the links of the step itself and none."""
-_FACTORS = (0.5, 1, 2, 4)
+_FACTORS = (0.5, 1, 2, 4)  # times the microbatches of the plan: the choices of the page
 _MOST_ACTIONS = 2_000
 """A longer step is left out. All others together took 0.3 s for 4 stages, 8 microbatches, recompute or not."""
 

@@ -194,7 +194,7 @@ def _n(number: float) -> str:
 # The widths are those of DejaVu Sans, which is among the widest screen fonts: what fits by it fits in other fonts too.
 
 
-_FIRST = 32
+_FIRST = 32  # code of the letter with the first width, the space
 _WIDTHS = (
     *(318, 401, 460, 838, 636, 950, 780, 275, 390, 390, 500, 838, 318, 361, 318, 337),
     *(636, 636, 636, 636, 636, 636, 636, 636, 636, 636, 337, 337, 838, 838, 838, 531),
@@ -242,7 +242,7 @@ def shortened(text: str, room: float, size: float = 11, bold: bool = False, *, e
 # Draws bar charts as still pictures.
 
 
-WIDTH, NAMES, ROW = 820, 300, 20
+WIDTH, NAMES, ROW = 820, 300, 20  # pixels
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.svg.drawing import Drawing, shortened, stacked, width
 from splitkit.view.svg.timeline import timeline_svg
 
-ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46
+ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46  # pixels
 _MOST = 80
 """The most boxes in a column, where stages allow; neighbours are drawn as one box beyond. A box is 33 pixels high."""
 _LINES = 240
@@ -330,8 +330,8 @@ def ladder_svg(ladder: LadderView) -> str:
 # Draws forward and backward of a training step as a still picture: the ladder, with the border between its halves.
 
 
-_FORWARD, _BACKWARD = 0, 1
-_EDGE = 12
+_FORWARD, _BACKWARD = 0, 1  # numbers of colours
+_EDGE = 12  # pixels by which a band is wider than its boxes on each side
 
 
 @dataclass(frozen=True)

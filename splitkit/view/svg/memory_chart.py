@@ -21,8 +21,8 @@ from splitkit.view.svg.scatter import (
     visible_limit,
 )
 
-WIDTH, HEIGHT = 820, 300
-LEFT, RIGHT, TOP, BOTTOM = 76, 24, 62, 66
+WIDTH, HEIGHT = 820, 300  # pixels
+LEFT, RIGHT, TOP, BOTTOM = 76, 24, 62, 66  # pixels around the plot
 
 
 @dataclass(frozen=True)

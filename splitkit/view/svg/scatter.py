@@ -11,8 +11,8 @@ from splitkit.units import duration, size
 from splitkit.view.colours import BAD, INK, LINE, MUTED, colour
 from splitkit.view.svg.drawing import Anchor, Drawing, width
 
-WIDTH, HEIGHT = 820, 340
-LEFT, RIGHT, TOP, BOTTOM = 76, 24, 58, 46
+WIDTH, HEIGHT = 820, 340  # pixels
+LEFT, RIGHT, TOP, BOTTOM = 76, 24, 58, 46  # pixels around the plot
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
 from splitkit.view.svg.drawing import Drawing, width
 from splitkit.view.svg.scatter import PlotArea, horizontal_axis, thinned, tick_values, visible_limit
 
-WIDTH, LEFT, RIGHT, TOP = 860, 66, 84, 76
+WIDTH, LEFT, RIGHT, TOP = 860, 66, 84, 76  # pixels: the picture, and around the plot
 _SHADES = {"F": 0.5, "B": 1.0, "I": 1.0, "W": 0.72}
 """The strength of a stage's colour for each kind of action."""
 _LEAST = 0.5

@@ -26,7 +26,7 @@ from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, 
 
 MOST_UNITS = 4000
 """Larger cores have too many pairs of units that depend on each other: the closure is an n x n matrix."""
-_BORDER_BOUND_HALVINGS = 12
+_BORDER_BOUND_HALVINGS = 12  # of the interval between bound and value: to 1/4096 of it
 _ROUNDS = 8  # times that windows are narrowed and cuts recomputed, for each limit
 
 

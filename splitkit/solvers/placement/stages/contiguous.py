@@ -15,7 +15,7 @@ from splitkit.solvers.placement.solution import Key, Solution, best_plan
 from splitkit.solvers.placement.stages.order_dp import MOST_LEVELS, device_steps, level_count
 from splitkit.solvers.placement.stages.stage_solver import StageSearch
 
-SECONDS = 9.0
+SECONDS = 9.0  # of callers that name none; policies have their own
 _CLOSE = 2e-6  # relative; the tolerance of the integer program
 _MOST_CONTRACTED = 50_000  # units; in larger cores, light units are not joined to neighbours
 

@@ -41,7 +41,7 @@ from splitkit.solvers.placement.stages.order_dp import PLACES, DeviceSteps, Orde
 
 _MOST_UNITS = 6000  # in larger cores only orders are tried
 _MOST_KEPT = 1_000  # units; in larger cores the loads of segments take too much memory to be kept
-_REORDERINGS, _UNIT_STEPS = 150, 1_000
+_REORDERINGS, _UNIT_STEPS = 150, 1_000  # random orders at most; the steps that one counts for, a unit
 _REORDERED, _ANNEALED, _PROGRAM = 0.16, 0.4, 1.0  # shares of the time
 _MOVES = 400_000  # moves of single units in a second
 _FAR = 5.0  # the clock ends the search after this many times the seconds that its steps count for
