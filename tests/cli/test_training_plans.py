@@ -239,7 +239,7 @@ def test_a_budget_that_cannot_be_kept(call):
     "words",
     [
         ["--what", "fwd-bwd"],
-        ["--what", "fwd-bwd", "--stages", "2"],
+        ["--what", "fwd-bwd", "--stages", "2", "--objective", "latency"],
         ["--what", "fwd-bwd", "--memory", "1GiB", "--policy", "SaveAll()"],
         ["--what", "fwd-bwd", "--policy", "SaveAll()", "--dynamic"],
         ["--memory", "1GiB"],

@@ -207,6 +207,14 @@ def trained(pipe):
     return {key: p for key, p in pipe.named_parameters().items() if id(p) in own}
 
 
+def waiting_bytes(stage, known):
+    """The bytes that now wait for weight graphs, each storage once, without parameters, buffers and known tensors."""
+    others = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), *stage.buffers(), *known)}
+    tensors = (v for values in stage.waiting for v in values if isinstance(v, torch.Tensor))
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(nbytes for key, nbytes in found.items() if key not in others)
+
+
 def watch(waiting, expected):
     """Note after each backward of a stage with a weight part the bytes that wait, and those that its graphs say."""
     run = PlannedStage.weight_runner
@@ -216,7 +224,7 @@ def watch(waiting, expected):
             others, self.waiting[:] = self.waiting[:-1], self.waiting[-1:]
             given = PIPES[-1]._rank_stages[True].batch.inputs
             known = [v for inputs in given for v in inputs.values() if isinstance(v, torch.Tensor)]
-            waiting.append(self.waiting_bytes(known))
+            waiting.append(waiting_bytes(self, known))
             expected.append(self.graphs.waiting_bytes)
             self.waiting[:0] = others
         return run(self)

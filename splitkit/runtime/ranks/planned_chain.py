@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from splitkit import _torch
 from splitkit._torch import pytree
+from splitkit.engine.codegen.part_modules import ties_of
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import JointSource, StagedStep
 from splitkit.errors import PipelineError
@@ -227,10 +228,9 @@ def _parent(
 
 def _shared(module: nn.Module) -> Iterator[tuple[str, ...]]:
     """Yield the names of each parameter that several stages have."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    yield from (tuple(found) for found in names.values() if len(found) > 1)
+    for places in ties_of(module):
+        if isinstance(places[0][0][places[0][1]], nn.Parameter):
+            yield tuple(name for _, _, name in places)
 
 
 def _facts(

@@ -108,11 +108,6 @@ class PlannedStage(nn.Module):
         }
 
     @property
-    def code(self) -> str:
-        """The code of the graphs, by which ranks are compared."""
-        return "".join(graph.code for graph in self.graphs.each().values())
-
-    @property
     def has_backward(self) -> bool:
         """Whether a gradient comes back to this stage. Torch runs no backward of a stage to which none does."""
         return self.task.after is None or bool(self.task.after.slot_of)
@@ -234,17 +229,6 @@ class PlannedStage(nn.Module):
                     _add_to(self.tensor(self.task.trained[position]), gradient)
 
         return run
-
-    def waiting_bytes(self, known: Collection[torch.Tensor] = ()) -> int:
-        """Return the bytes that now wait for weight graphs, each storage once.
-
-        Args:
-            known: tensors whose memory does not count, besides parameters and buffers.
-        """
-        others = {t.untyped_storage().data_ptr() for t in (*self.parameters(), *self.buffers(), *known)}
-        tensors = (v for values in self.waiting for v in values if isinstance(v, torch.Tensor))
-        found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(nbytes for key, nbytes in found.items() if key not in others)
 
 
 @dataclass(frozen=True)

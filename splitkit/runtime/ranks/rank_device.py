@@ -73,9 +73,9 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
     held: list[object] = [value for stage in stages for value in chain.own(stage).values()]
     for part in parts:
         held += [*part.parameters(), *part.buffers()]
-        for graph in graphs_of(part):
-            held += [t for t in _constants(graph) if isinstance(t, torch.Tensor) and _moves(t, graph in planned, chain)]
     graphs = [graph for part in parts for graph in graphs_of(part)]
+    constants = [t for graph in graphs for t in _constants(graph) if isinstance(t, torch.Tensor)]
+    held += [t for t in constants if not planned or follows(t.device, chain.facts.captured)]
     try:
         _move(nn.ModuleList([split.module, *graphs]), held, device)
     except PipelineError as error:
@@ -83,10 +83,6 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
             raise
         remedy = "Capture the model on the CPU or on an accelerator, with its weights."
         raise PipelineError(error.code, error.reason, remedy, error.nodes) from None
-
-
-def _moves(constant: torch.Tensor, planned: bool, chain: Chain) -> bool:
-    return not planned or follows(constant.device, chain.facts.captured)
 
 
 def _move(root: nn.Module, held: Iterable[object], device: torch.device) -> None:
