@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from campaigns import these_first
 from features_of_stages import FEATURES
 from launch import launch
 
 
-@pytest.mark.parametrize("kind", ["autograd", "planned"])
+@pytest.mark.parametrize("kind", these_first(["planned"], ["autograd"]))
 def test_each_feature_works_for_both_kinds_of_stages(kind, tmp_path):
     lines = launch("runtime/features_of_stages.py", 2, kind, str(tmp_path))
     found = {name: [line["apart"] for line in lines if line.get("feature") == name] for name in FEATURES}

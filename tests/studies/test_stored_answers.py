@@ -101,6 +101,7 @@ def told_refusal(ask):
         return str(error)
 
 
+@pytest.mark.campaign
 def test_rows_of_a_sweep():
     gm, _, prices = chain()
     rows = sk.sweep(
