@@ -5,8 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 
 from splitkit.errors import UsageError, nearest
-from splitkit.pipeline.schedule import Schedule
-from splitkit.pipeline.schedules import register_schedule
 
 
 def load_own_schedules(args: Namespace) -> None:
@@ -31,6 +29,8 @@ def _named(text: str) -> str:
     place, colon, name = text.rpartition(":")
     if not colon:
         return text
+    from splitkit.pipeline.schedule import Schedule
+    from splitkit.pipeline.schedules import register_schedule
     from splitkit.testing.factory import module_at
 
     module = module_at(place)

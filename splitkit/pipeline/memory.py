@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints, windows_of
+from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, windows_of
 from splitkit.pipeline.schedules import schedule_of
 from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
 from splitkit.pipeline.trace import Floats, StepTrace
 from splitkit.units import in_words, size
+
+Ints = npt.NDArray[np.int64]
 
 if TYPE_CHECKING:
     from torch.fx import Node

@@ -18,13 +18,14 @@ import numpy as np
 from splitkit.pipeline.memory import (
     MESSAGES,
     Changes,
+    Ints,
     accumulated,
     host_changes,
     message_changes,
     static_bytes,
     units_of,
 )
-from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Ints
+from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from splitkit.pipeline.trace import Floats, StepTrace
 
 UNITS = ("saved", "running", "captured", "left")

@@ -9,14 +9,18 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from splitkit.errors import ScheduleError
 from splitkit.short_repr import brief
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from splitkit.costs.links import HostLink
+
+    Ints = npt.NDArray[np.int64]
+
+# numpy is imported where it is used: the command line lists schedules without it.
 
 # Defines an action of a pipeline schedule: one microbatch in one stage. Imports no numpy: for the command line.
 
@@ -98,8 +102,6 @@ def _with_weight_parts(at: dict[int, Action]) -> Iterator[Action]:
             yield waiting.pop(0)
     yield from waiting
 
-
-Ints = npt.NDArray[np.int64]
 
 LETTERS = "".join(KINDS)
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
@@ -184,6 +186,8 @@ class PipelineOrder:
     @cached_property
     def columns(self) -> Columns:
         """The actions as arrays."""
+        import numpy as np
+
         flat = list(chain.from_iterable(self.ranks))
         rank = np.repeat(np.arange(len(self.ranks)), [len(actions) for actions in self.ranks])
         stage, microbatch = (np.array([a[i] for a in flat], np.int64) for i in (0, 2))
@@ -193,6 +197,8 @@ class PipelineOrder:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """Stage -> its rank."""
+        import numpy as np
+
         stages, first = np.unique(self.columns.stage, return_index=True)
         return tuple(self.columns.rank[first[np.argsort(stages)]].tolist())
 
@@ -226,6 +232,8 @@ def _parsed(line: str) -> Iterator[Action]:
 
 def _check(order: PipelineOrder) -> None:
     """Refuse an order unless each action is there once, each stage is on one rank, and no ranks deadlock."""
+    import numpy as np
+
     unknown = [a for actions in order.ranks for a in actions if a.kind not in KINDS or min(a.stage, a.microbatch) < 0]
     if unknown:
         raise ScheduleError("SK331", f"{unknown[0]!r} is not an action", "Give stage, F, B, I or W, and microbatch.")
@@ -294,6 +302,8 @@ def _linked(order: PipelineOrder) -> ActionGraph:
 
 def _needs(order: PipelineOrder) -> tuple[Ints, Ints]:
     """Return the actions on which each action depends: in the neighbouring stage, and in its own stage."""
+    import numpy as np
+
     _, stage, kind, microbatch = order.columns
     stages = len(order.rank_of)
     at = np.full((len(LETTERS), stages + 1, order.microbatches), _NOWHERE)

@@ -25,17 +25,17 @@ from pathlib import Path
 from tinynet import net
 from splitkit.runtime.ranks.stage import ChainStage
 
-backward, died, calls = ChainStage.begin_backward, Path(__file__).with_name("died"), []
+backward, died, calls = ChainStage.backward, Path(__file__).with_name("died"), []
 
-def dying(self, chunk):
+def dying(self, chunk, run):
     # on rank 1, before the second microbatch's backward in the fourth step
     calls.append(chunk)
     if len(calls) == 8 and os.environ["RANK"] == "1" and os.environ.get("DIES") and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    backward(self, chunk)
+    backward(self, chunk, run)
 
-ChainStage.begin_backward = dying
+ChainStage.backward = dying
 """
 WORDS = ["--size", "width=16,vocab=32,seq=4", "--stages", "2", "--microbatches", "2", "--steps", "5", "--every", "2"]
 
