@@ -270,6 +270,14 @@ def parameters_and_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found | dict(module.named_buffers(remove_duplicate=False))
 
 
+def names_of(held: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
+    """Return id of a tensor -> all the names that it has among these."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in held.items():
+        found.setdefault(id(tensor), []).append(name)
+    return found
+
+
 def require_made(named: Mapping[str, torch.Tensor]) -> None:
     """Raise if a lazy module has yet to make one of these parameters and buffers.
 

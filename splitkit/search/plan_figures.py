@@ -355,7 +355,7 @@ class Scoring:
     load is the sum over all of them.
 
     Attributes:
-        demand: the request; its memory is that of each rank, and a plan has as many ranks as parts.
+        demand: the request; its memory is what each rank has, and a plan has as many ranks as parts.
     """
 
     demand: StageRequest

@@ -1,4 +1,4 @@
-"""Whole texts that the library writes, pictures and data of pages among them, beside those that are stored.
+"""Whole texts that the library writes, pictures and data of pages among them, beside the stored ones.
 
 ``SPLITKIT_STORE=1 python -m pytest FILE`` stores what a file of tests makes. Read the difference before you commit it.
 """

@@ -143,7 +143,7 @@ def _in_stages(args: Namespace) -> Policy:
         _require_size(args.memory, "With --stages, --memory is the memory of each device: write bytes, or 24GiB.")
     schedule = schedule_named("1f1b" if args.schedule is None else args.schedule)
     links = None if args.links == "none" else args.links
-    optimizer: Any = {"adamw": "adam", "none": None, None: "adam"}.get(args.optimizer, args.optimizer)
+    optimizer: Any = None if args.optimizer == "none" else args.optimizer or "adam"
     found = Pipeline(
         args.stages, schedule.word, args.microbatches, memory=args.memory, links=links, optimizer=optimizer
     )

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from splitkit.engine.graph_data import decode_argument, dtype_of, encode_argument, name_of_dtype
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError
+from splitkit.graph.storages import names_of
 
 PREFIX = "optimizer."
 
@@ -53,9 +54,7 @@ def encode_optimizer(
     Raises:
         FileError: SK506 for what is not data, and for a sharded tensor that is not like its parameter.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in named.items():
-        names.setdefault(id(parameter), []).append(name)
+    names = names_of(named)
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
         held = [name for parameter in group["params"] for name in names[id(parameter)]]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from splitkit import files
 from splitkit.errors import PipelineError, SplitError
-from splitkit.graph.storages import parameters_and_buffers
+from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.tensorfiles import dtype_name, write_described
 from splitkit.runtime.ranks.faults import global_ranks
@@ -145,12 +145,10 @@ def _ties(pipe: Pipeline) -> dict[str, tuple[str, ...]]:
     if isinstance(split, StageFolder):
         rows = [[name.text() for name in row["names"].items()] for row in split.manifest["tensors"].items()]
         return {name: tuple(names) for names in rows for name in names}
-    groups, model = dict[int, list[str]](), captured_model(split)
+    model = captured_model(split)
     assert model is not None, "only stages of a folder have none"
     saved = model.state_dict()
-    for name, tensor in parameters_and_buffers(model).items():
-        if name in saved:
-            groups.setdefault(id(tensor), []).append(name)
+    groups = names_of({name: tensor for name, tensor in parameters_and_buffers(model).items() if name in saved})
     return {name: tuple(names) for names in groups.values() for name in names}
 
 

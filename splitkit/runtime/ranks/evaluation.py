@@ -164,7 +164,7 @@ class FixedAtCapture:
     def require_autocast(self, device: torch.device) -> None:
         """Refuse an autocast around a call, unless it was around the capture too.
 
-        Inside it, stages would compute other dtypes than those that the graph says cross the borders.
+        Inside it, stages would compute other dtypes than the graph says cross the borders.
 
         Raises:
             PipelineError: SK802.

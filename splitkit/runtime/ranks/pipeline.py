@@ -18,7 +18,7 @@ from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import JointSource, StagedStep
 from splitkit.errors import PipelineError
-from splitkit.graph.storages import parameters_and_buffers
+from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_dims import BatchDims
@@ -319,7 +319,6 @@ class Pipeline(ComparedRanks):
             trained=self,
         )  # fmt: skip
         share_tensors(found, with_every_name(self.saved_tensors(), model))
-        made._trains = self._trained
         return made
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -678,9 +677,7 @@ def set_trained(
             for parameters of which the graph has no gradient.
     """
     whole = {n: t for n, t in parameters_and_buffers(model).items() if isinstance(t, nn.Parameter)}
-    named: dict[int, list[str]] = {}
-    for name, parameter in whole.items():
-        named.setdefault(id(parameter), []).append(name)
+    named = names_of(whole)
     chosen = {name: any(map(trains, named[id(parameter)])) for name, parameter in whole.items()}
     every: list[dict[str, bool]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(every, chosen, group=group)

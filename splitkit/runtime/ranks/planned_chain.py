@@ -7,11 +7,9 @@ The parent calls a module for each stage, with the inputs that the stage reads a
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,14 +21,13 @@ from splitkit.engine.codegen.part_modules import ties_of
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import JointSource, StagedStep
 from splitkit.errors import PipelineError
-from splitkit.graph.storages import parameters_and_buffers
+from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.plans.parts import PartKey
-from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.border_values import BorderValue
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask, border_slots
-from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageSource, chain_of, stage_of_calls
+from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageSource, chain_of, identity_of, stage_of_calls
 from splitkit.short_repr import brief
 from splitkit.training.stage_parts import StagePart
 
@@ -76,10 +73,7 @@ def captured_model(source: StageSource) -> nn.Module | None:
 
 def with_every_name(held: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """Return tensors by name, under each name that they have in the model: captures choose one of a tied weight's."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in parameters_and_buffers(model).items():
-        names.setdefault(id(tensor), []).append(name)
-    groups = {name: group for group in names.values() for name in group}
+    groups = {name: group for group in names_of(parameters_and_buffers(model)).values() for name in group}
     return {other: tensor for name, tensor in held.items() for other in groups.get(name, [name])}
 
 
@@ -111,7 +105,8 @@ def chain_of_step(step: StagedStep) -> Chain:
     _require_trainable(joint)
     borders = [border_slots(a, b) for a, b in zip(step.stages, step.stages[1:], strict=False)]
     _require_outputs(joint, step)
-    stages = [_stage(joint, step, number, borders) for number in range(len(step.stages))]
+    saved = joint.model.state_dict().keys()
+    stages = [_stage(joint, step, number, borders, saved) for number in range(len(step.stages))]
     parts: dict[PartKey, PlannedStage] = {StagePart("forward", i): stage for i, stage in enumerate(stages)}
     names: dict[PartKey, str] = {key: f"stage_{i}" for i, key in enumerate(parts)}
     leaves = _leaves(joint)
@@ -148,12 +143,12 @@ def _leaves(joint: JointSource) -> list[_Leaf]:
     args, kwargs = pytree.tree_unflatten(list(range(structure.num_leaves)), structure)
     named = {leaf: name for name, leaf in zip(_arguments(joint), (*args, *kwargs.values()), strict=True)
              if isinstance(leaf, int)}  # fmt: skip
-    placeholders = {leaf: name for name, leaf in joint.signature.inputs.items()}
+    placeholders, likes = {leaf: name for name, leaf in joint.signature.inputs.items()}, _likes(joint)
     found: list[_Leaf] = []
     for leaf in range(structure.num_leaves):
         placeholder = placeholders.get(leaf, "")
-        like = _likes(joint).get(placeholder)
-        found.append(_Leaf(named.get(leaf) or placeholder or f"leaf_{leaf}", placeholder, like))
+        name = named.get(leaf) or placeholder or f"leaf_{leaf}"
+        found.append(_Leaf(name, placeholder, likes.get(placeholder)))
     return found
 
 
@@ -176,9 +171,12 @@ def _likes(joint: JointSource) -> dict[str, torch.Tensor]:
     }
 
 
-def _stage(joint: JointSource, step: StagedStep, number: int, borders: Sequence[BorderSlots]) -> PlannedStage:
-    graphs, signature, likes = step.stages[number], joint.signature, _likes(joint)
-    last = number + 1 == len(step.stages)
+def _stage(
+    joint: JointSource, step: StagedStep, number: int, borders: Sequence[BorderSlots], saved: Collection[str]
+) -> PlannedStage:
+    """Return the module of a stage; ``saved`` are the names in the state dict of the model."""
+    graphs, signature, last = step.stages[number], joint.signature, number + 1 == len(step.stages)
+    likes = _likes(joint) if last else {}
     made = {*graphs.gradients, *graphs.weight_gradients}
     gradients = ((position - signature.forward_outputs, name) for position, name in signature.gradients.items())
     trained = {
@@ -196,13 +194,13 @@ def _stage(joint: JointSource, step: StagedStep, number: int, borders: Sequence[
         borders[number - 1] if number else None,
         None if last else borders[number],
     )
-    held, state = dict[str, torch.Tensor](), set(joint.model.state_dict())
+    held = dict[str, torch.Tensor]()
     for name in dict.fromkeys([*graphs.primals, *updates.values(), *trained.values()]):
         if name in signature.parameters:
             held[name] = joint.model.get_parameter(signature.parameters[name])
         elif name in signature.buffers:
             held[name] = joint.model.get_buffer(signature.buffers[name])
-    unsaved = {name for name in held if name in signature.buffers and signature.buffers[name] not in state}
+    unsaved = {name for name in held if name in signature.buffers and signature.buffers[name] not in saved}
     return PlannedStage(graphs, task, held, unsaved).train(joint.model.training)
 
 
@@ -240,17 +238,13 @@ def _facts(
     nodes = joint.graph_module.graph.find_nodes(op="placeholder")
     held = [n for n in nodes if n.name in signature.parameters or n.name in signature.buffers]
     made = {position for stage in step.stages for position in stage.outputs}
-    plan = {name: value for name, value in step.plan.to_dict().items() if name != "prices"}  # each rank may measure
     constants = {leaves[i].name: value for i, value in signature.constants.items()}
     return ChainFacts(
         values,
         {leaf.name: leaf.like for leaf in leaves},
         tuple(any(n.name in random for n in stage.forward.graph.nodes) for stage in step.stages),
         tuple(sorted({signature.buffers[name] for i, name in signature.updates.items() if i in made})),
-        {
-            "graph": fingerprint(joint.graph_module.graph),
-            "plan": hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest(),
-        },
+        identity_of(joint.graph_module.graph, step.plan),
         captured=frozenset(n.meta["val"].device.type for n in held) or frozenset({"cpu"}),
         constants=constants,
     )

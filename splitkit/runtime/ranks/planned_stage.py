@@ -37,7 +37,7 @@ class StageTask:
         updates: position of an output of the step -> the placeholder of the buffer that gets the new value.
         trained: position of a gradient -> the placeholder of its parameter.
         loss: the position of the loss among the outputs of the step, in the last stage; otherwise ``None``.
-        tangents: for each tangent of the last stage, a tensor on ``meta`` like it, and whether it is that of the loss;
+        tangents: for each tangent of the last stage, a tensor on ``meta`` like it, and whether it belongs to the loss;
             the others are zero.
         before: how values cross the border to the stage before; ``None`` in the first stage.
         after: how values cross the border to the stage after; ``None`` in the last stage.
@@ -280,7 +280,7 @@ def moves_values(part: nn.Module) -> bool:
 
 
 def graphs_of(part: nn.Module) -> tuple[fx.GraphModule, ...]:
-    """Return the graphs that a part runs: itself, or those of a planned stage."""
+    """Return the graphs that a part runs: itself, or the graphs of a planned stage."""
     if isinstance(part, PlannedStage):
         return tuple(part.graphs.each().values())
     assert isinstance(part, fx.GraphModule)
@@ -436,7 +436,7 @@ def border_slots(before: StageGraphs, after: StageGraphs) -> BorderSlots:
 
     Args:
         before: the graphs of the stage before the border.
-        after: those of the stage after it.
+        after: the graphs of the stage after it.
 
     Raises:
         PipelineError: SK801 for a value that cannot be sent.

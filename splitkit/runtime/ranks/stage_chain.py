@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
@@ -56,7 +56,7 @@ class StageSource(Protocol):
         """The plan, with a record of each part."""
 
     @property
-    def parts(self) -> Mapping[PartKey, Any]:
+    def parts(self) -> Mapping[PartKey, nn.Module]:
         """Part -> its module; in a folder only the loaded parts."""
 
     @property
@@ -250,10 +250,8 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     values = {n.name: border_value(originals[n], needed, written) for n in stage_of if n in originals}
     placeholders = (graph.find_nodes(op="placeholder") for graph in (split.module.graph, flow.graph))
     given = list(zip(*placeholders, strict=True))
-    plan = {name: value for name, value in split.plan.to_dict().items() if name != "prices"}  # each rank may measure
     identity = {
-        "graph": fingerprint(flow.graph),
-        "plan": _digest(json.dumps(plan, sort_keys=True)),
+        **identity_of(flow.graph, split.plan),
         "code of the parts": _digest(with_numbered_devices("".join(part.code for part in split.parts.values()))),
     }
     return ChainFacts(
@@ -277,6 +275,12 @@ def _like(value: object) -> torch.Tensor | None:
     if not isinstance(value, torch.Tensor):
         return None
     return torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+
+
+def identity_of(graph: fx.Graph, plan: Plan) -> dict[str, str]:
+    """Return digests of a graph and its plan, which must be the same on all ranks."""
+    told = {name: value for name, value in plan.to_dict().items() if name != "prices"}  # each rank may measure
+    return {"graph": fingerprint(graph), "plan": _digest(json.dumps(told, sort_keys=True))}
 
 
 def _digest(text: str) -> str:

@@ -356,7 +356,7 @@ class ComparedRanks(StageTensors):
     @property
     def _trained(self) -> ComparedRanks:
         """The pipeline that trains these weights: this one, or the one that it evaluates."""
-        return self._trains or self
+        return self if self._trains is None else self._trains._trained
 
     def _trained_since(self) -> bool:
         """Whether a training step has begun since the ranks were compared."""
