@@ -84,7 +84,11 @@ def test_options_that_a_plan_does_not_take_together():
         command(f"{PLAN} --devices 4xh200 --objective latency --schedule 1f1b")
     command(f"{PLAN} --devices 4xh200 --objective latency")
     command(f"{PLAN} --devices 4xh200 --schedule 1f1b")
-    for one, other in (("--schedule 1f1b", "--optimizer none"), ("--training", "--optimizer none")):
+    for one, other in (
+        ("--schedule 1f1b", "--optimizer none"),
+        ("--training", "--optimizer none"),
+        ("--what fwd-bwd", "--optimizer none"),
+    ):
         with refusal("SK601", "Leave one of them out."):
             command(f"{PLAN} --stages 2 {one} {other}")
         command(f"{PLAN} --stages 2 {one}")

@@ -139,13 +139,15 @@ def _in_stages(args: Namespace) -> Policy:
     from splitkit.pipeline.schedules import schedule_named
     from splitkit.policies import Pipeline, SplitBackward
 
+    if args.optimizer == "none":
+        reason = "--stages of a training step have an optimizer, --optimizer none is for inference"
+        raise UsageError("SK601", reason, "Leave one of them out.")
     if args.memory is not None:
         _require_size(args.memory, "With --stages, --memory is the memory of each device: write bytes, or 24GiB.")
     schedule = schedule_named("1f1b" if args.schedule is None else args.schedule)
     links = None if args.links == "none" else args.links
-    optimizer: Any = None if args.optimizer == "none" else args.optimizer or "adam"
     found = Pipeline(
-        args.stages, schedule.word, args.microbatches, memory=args.memory, links=links, optimizer=optimizer
+        args.stages, schedule.word, args.microbatches, memory=args.memory, links=links, optimizer=args.optimizer
     )
     return SplitBackward(policy=found) if schedule.divided else found
 
