@@ -65,8 +65,20 @@ def make_parser() -> Parser:
     _devices(commands)
     _completion(commands)
     command(commands, "policies", "list the policies that --policy knows", "splitkit policies --json")
-    command(commands, "doctor", "check the installation, and test it on a tiny model", "splitkit doctor")
+    _doctor(commands)
     return parser
+
+
+def _doctor(commands: Commands[Parser]) -> None:
+    example = "splitkit doctor\nsplitkit doctor --device cuda -o here.json\nsplitkit doctor --device cuda:0,cuda:1"
+    what = "check the installation on a tiny model; or, with --device, what splitkit does on a device"
+    parser = command(commands, "doctor", what, example)
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="compare numbers, memory and times on this device, or two (cuda:0,cuda:1), with the plans; a few minutes",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="with --device: write what was found as JSON")
 
 
 def _capture(commands: Commands[Parser]) -> None:

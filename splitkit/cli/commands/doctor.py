@@ -1,19 +1,24 @@
-"""``splitkit doctor``: checks the installation and the machine, and splits a tiny model."""
+"""``splitkit doctor``: checks the installation and the machine; with ``--device``, what splitkit does on a device."""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from argparse import Namespace
+from collections import Counter
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import distribution
 from splitkit.cli.outcome import Outcome
+from splitkit.cli.selftest.checks import FAILED, SECONDS, Finding, run_checks
+from splitkit.errors import UsageError
 from splitkit.units import size
 from splitkit.view.tables import table
 
@@ -52,6 +57,8 @@ class Check:
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit doctor``."""
+    if args.device:
+        return _try_devices(args)
     python = Check("python", platform.python_version(), remedy="splitkit needs 3.11")
     own = Check("splitkit", f"{sk.__version__} in {Path(sk.__file__).parent}")
     checks = [python, own, *_command(), *_name_clash(), *map(_package, NEEDED)]
@@ -68,6 +75,56 @@ def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
     if find_spec("rich"):
         return [table(("what", "found", "verdict"), rows), "", verdict]
     return [*map("  ".join, rows), verdict]
+
+
+def _try_devices(args: Namespace) -> Outcome:
+    """Run the checks of devices, each of which is shown as soon as it is done."""
+    devices = [_device(name) for name in args.device.split(",")]
+    start = monotonic()
+    found = run_checks(devices, lambda finding: print(_line(finding), file=sys.stderr, flush=True), [*SECONDS])
+    counts = Counter(finding.verdict for finding in found)
+    seconds = round(monotonic() - start)
+    data: dict[str, Any] = {"command": "doctor", "ok": not counts[FAILED], "devices": devices, "seconds": seconds}
+    data |= {"machine": _versions(devices), "findings": [finding.to_dict() for finding in found]}
+    rows = [(f.check, f.what, f.figure, f.limit, f.verdict) for f in found]
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
+    text = f"{', '.join(devices)}: {verdicts}, in {seconds} s"
+    shown = [table(("check", "what", "found", "wanted", "verdict"), rows), "", text]
+    return Outcome(data, shown, int(counts[FAILED] > 0), {args.output: data} if args.output else {})
+
+
+def _line(finding: Finding) -> str:
+    wanted = f" ({finding.limit})" if finding.limit else ""
+    return f"{finding.check}, {finding.what}: {finding.figure}{wanted}: {finding.verdict}"
+
+
+def _device(name: str) -> str:
+    """Return a device of this machine, with its index.
+
+    Raises:
+        UsageError: SK602 if there is no such device.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        said = str(error).splitlines()[0]
+        raise UsageError("SK602", f"--device {name}: torch cannot use it: {said}", "Try --device cpu.") from error
+    index = device.index or 0
+    return "cpu" if device.type == "cpu" else f"{device.type}:{index}"
+
+
+def _versions(devices: list[str]) -> dict[str, str]:
+    """Return what a reader of the figures must know of the machine."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "splitkit": sk.__version__}
+    if any(name.startswith("cuda") for name in devices):
+        found |= {name: torch.cuda.get_device_name(name) for name in devices if name.startswith("cuda")}
+        found["cuda"] = str(torch.version.cuda)
+    return found | {"processor": platform.processor() or platform.machine()}
 
 
 def _command() -> list[Check]:

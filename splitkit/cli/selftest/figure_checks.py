@@ -1,0 +1,228 @@
+"""Checks of figures on a device: the bytes and seconds that plans predict, beside those that runs take."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import splitkit as sk
+from splitkit.cli.selftest.checks import FAILED, MEASURED, NOT_RUN, OK, Finding
+from splitkit.cli.selftest.trial_models import large
+from splitkit.graph.losses import loss_of
+from splitkit.memory.measurement import MeasuredMemory, measure_memory
+from splitkit.policies import Budget, MinCut, SaveAll
+from splitkit.testing.models import Example
+from splitkit.testing.timing import measure_forward
+from splitkit.units import duration, size
+
+_SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)
+"""Budgets whose order by predicted and by measured time is compared."""
+_IN_ORDER = 0.7
+"""The least rank correlation of eight plans: with one pair of neighbours swapped it is 0.98, at random 0 on average."""
+_REPEATS = 5
+_CLASSES = 6
+"""The most kinds of ops that are shown: those that take longest."""
+
+
+# Memory: what the allocator's peak is beside the plan's.
+
+
+def _forward_memory(devices: Sequence[torch.device]) -> Iterator[Finding]:
+    check = "memory: forward"
+    example = large(devices[0])
+    gm = sk.capture(example.model, **example.kwargs)
+    with torch.no_grad():
+        gm(**example.kwargs)  # allocates the workspaces of libraries, which stay
+    planned = sk.simulate_memory(gm)
+    measured = measure_forward(gm, example, 0)
+    yield from _bytes(check, "gpt2 without autograd", planned.peak, measured, devices[0])
+
+
+def _budgets(devices: Sequence[torch.device]) -> Iterator[Finding]:
+    check = "memory: budgets"
+    example = large(devices[0])
+    joint = sk.capture_joint(example.model, **example.kwargs)
+    most = Budget(1.0).assign(joint.flow, _prices(joint, devices[0]))
+    peak = sk.simulate_memory(*_halves(joint, most)).peak
+    for budget in ("least", 0.5, int(peak * 0.9)):
+        asked: Any = budget
+        plan = Budget(asked).assign(joint.flow, _prices(joint, devices[0]))
+        pair = joint.split(plan)
+        planned = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
+        primals, tangents = joint.primals(**example.kwargs), joint.tangents()
+        pair.run(list(primals), tangents)
+        held = list(primals)
+        measured = measure_memory(pair.run, primals, tangents, allocator=True)
+        del held
+        limit = budget if isinstance(budget, int) else planned
+        what = f"gpt2, a budget of {size(limit)}" if isinstance(budget, int) else f"gpt2, Budget({budget!r})"
+        yield from _bytes(check, what, limit, measured, devices[0], exact=not isinstance(budget, int))
+    reserved = torch.cuda.max_memory_reserved(devices[0]) if devices[0].type == "cuda" else None
+    if reserved is not None:
+        yield Finding(check, "the most that torch reserved", size(reserved), "", MEASURED)
+
+
+def _halves(joint: Any, plan: Any) -> tuple[Any, Any]:
+    pair = joint.split(plan)
+    return pair.forward, pair.backward
+
+
+def _bytes(
+    check: str, what: str, planned: int, measured: MeasuredMemory, device: torch.device, exact: bool = True
+) -> Iterator[Finding]:
+    """Yield the tensors' peak, which must be the plan's, and the allocator's, which a limit should hold too."""
+    good = measured.peak == planned if exact else measured.peak <= planned
+    figure = f"{size(measured.peak)} of tensors, planned {size(planned)}"
+    yield Finding(check, what, figure, "equal" if exact else "at most", OK if good else FAILED)
+    allocated = measured.allocator_peak
+    if allocated is None:
+        yield Finding(check, f"{what}: allocator", f"{device.type} has no statistics of its allocator", "", NOT_RUN)
+        return
+    more = allocated / max(1, planned) - 1
+    figure = f"{size(allocated)} allocated, {more:+.1%} of the plan"
+    limit, good = ("", True) if device.type == "cpu" else ("at most the plan", allocated <= planned)
+    yield Finding(check, f"{what}: allocator", figure, limit, (OK if good else FAILED) if limit else MEASURED)
+
+
+# Speed: prices beside measured times, the order of plans, and compiled steps.
+
+
+def _prices(joint: Any, device: torch.device) -> Any:
+    return sk.costs.roofline(joint.graph_module, _card(device))
+
+
+def _card(device: torch.device) -> str:
+    """Return the device's entry among those that splitkit knows; ``h100`` for an unknown accelerator."""
+    if device.type != "cuda":
+        return "cpu" if device.type == "cpu" else "h100"
+    words = torch.cuda.get_device_name(device).lower().replace("-", " ")
+    known = [name for name in sk.costs.devices() if all(word in words for word in name.split("-"))]
+    return max(known, key=len, default="h100")
+
+
+def _times(devices: Sequence[torch.device]) -> Iterator[Finding]:
+    check, device = "speed: prices", devices[0]
+    if device.type not in ("cpu", "cuda"):
+        yield Finding(check, "ops of gpt2", f"{device.type} has no clock of its kernels", "", NOT_RUN)
+        return
+    example = large(device)
+    gm = sk.capture(example.model, **example.kwargs)
+    roofline = sk.costs.roofline(gm, _card(device))
+    measured = sk.costs.measured(gm, tuple(example.kwargs.values()), device)
+    seconds: dict[str, Counter[str]] = {"predicted": Counter(), "measured": Counter()}
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            kind = str(node.target)
+            seconds["predicted"][kind] += roofline.seconds(node)  # type: ignore[assignment]
+            seconds["measured"][kind] += measured.seconds(node)  # type: ignore[assignment]
+    for kind, took in seconds["measured"].most_common(_CLASSES):
+        figure = f"{duration(took)}, predicted {duration(seconds['predicted'][kind])} for {_card(device)}"
+        yield Finding(check, f"all {kind} of gpt2", figure, "", MEASURED)
+    with torch.no_grad():
+        (whole,) = _seconds([lambda: gm(**example.kwargs)], device)
+    predicted = {name: sum(one.values()) for name, one in seconds.items()}
+    figure = f"{duration(whole)}; ops add up to {duration(predicted['measured'])}, "
+    yield Finding(check, "forward of gpt2", f"{figure}roofline {duration(predicted['predicted'])}", "", MEASURED)
+
+
+def _order(devices: Sequence[torch.device]) -> Iterator[Finding]:
+    check = "speed: order of plans"
+    example = large(devices[0])
+    joint = sk.capture_joint(example.model, **example.kwargs)
+    costs = _prices(joint, devices[0])
+    nodes = {node.name: node for node in joint.flow.nodes}
+    primals, tangents = joint.primals(**example.kwargs), joint.tangents()
+    predicted, steps = list[float](), list[Callable[[], Any]]()
+    for share in _SHARES:
+        pair = joint.split(Budget(share).assign(joint.flow, costs))
+        graphs = [node for half in (pair.forward, pair.backward) for node in half.graph.nodes]
+        predicted.append(sum(costs.seconds(nodes[n.name]) for n in graphs if n.name in nodes))
+        steps.append(lambda pair=pair: pair.run(list(primals), tangents))  # type: ignore[misc]
+    measured = _seconds(steps, devices[0])
+    alike = _rank_correlation(predicted, measured)
+    figure = (
+        f"rank correlation {alike:.2f}; {duration(min(measured))} to {duration(max(measured))}, "
+        f"predicted {duration(min(predicted))} to {duration(max(predicted))}"
+    )
+    what = f"steps of {len(_SHARES)} budgets of gpt2"
+    if devices[0].type == "cpu":  # other work on its cores moves a step by more than a budget does
+        yield Finding(check, what, figure, "", MEASURED)
+    else:
+        yield Finding(check, what, figure, f"at least {_IN_ORDER}", OK if alike >= _IN_ORDER else FAILED)
+
+
+def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(a, b).statistic)
+
+
+def _compiled(devices: Sequence[torch.device]) -> Iterator[Finding]:
+    check = "speed: compiled"
+    backends: dict[str, Any] = {
+        "torch's own partitioner": "inductor",
+        "MinCut": sk.backend(MinCut(), "inductor"),
+        "SaveAll": sk.backend(SaveAll(), "inductor"),
+        "Budget(0.5)": sk.backend(0.5, "inductor"),
+    }
+    steps: dict[str, Callable[[], None]] = {}
+    for name, backend in backends.items():
+        torch.compiler.reset()
+        example = large(devices[0])
+        steps[name] = partial(_step, torch.compile(example.model, backend=backend), example)
+        try:
+            steps[name]()
+        except Exception as error:
+            if shutil.which("g++") and find_spec("triton"):
+                raise
+            said = f"Inductor needs g++ or triton: {str(error).splitlines()[0]}"
+            yield Finding(check, f"a step of gpt2 by {name}", said, "", NOT_RUN)
+            return
+    for (name, step), took in zip(steps.items(), _seconds([*steps.values()], devices[0]), strict=True):
+        peak = measure_memory(step, allocator=True)
+        held = peak.peak if peak.allocator_peak is None else peak.allocator_peak
+        yield Finding(check, f"a step of gpt2 by {name}", f"{duration(took)}, peak {size(held)}", "", MEASURED)
+
+
+def _step(model: Any, example: Example) -> None:
+    """Run forward and backward, and leave no gradients."""
+    loss = loss_of(model(**example.kwargs))
+    assert loss is not None
+    loss.backward()
+    example.model.zero_grad(set_to_none=True)
+
+
+def _seconds(works: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """Return the median of some runs of each, one after the other in turn, after one that warms up."""
+    took: list[list[float]] = [[] for _ in works]
+    for _ in range(_REPEATS + 1):
+        for work, times in zip(works, took, strict=True):
+            _wait(device)
+            start = perf_counter()
+            work()
+            _wait(device)
+            times.append(perf_counter() - start)
+    return [median(times[1:]) for times in took]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+CHECKS: dict[str, Callable[[Sequence[torch.device]], Iterable[Finding]]] = {
+    "memory: forward": _forward_memory,
+    "memory: budgets": _budgets,
+    "speed: prices": _times,
+    "speed: order of plans": _order,
+    "speed: compiled": _compiled,
+}
+"""Name of a check -> what runs it on devices, the first of which is tested."""
