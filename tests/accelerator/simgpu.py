@@ -108,7 +108,7 @@ def _add_kernels() -> None:
     every = torch.library.Library("_", "IMPL")
     _LIBRARIES.append(every)
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for name in ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "conv2d"):
+    for name in ("linear", "mm", "bmm", "addmm", "matmul", "baddbmm", "conv2d", "scaled_dot_product_attention"):
         aten.impl(name, _cast(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
 
 

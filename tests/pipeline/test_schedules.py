@@ -294,8 +294,9 @@ def test_an_entry_without_a_window_is_planned_and_drawn_as_it_came(gm):
     plan = sk.plan(gm, Stages(3, "one by one", 4), costs)
     run = sk.simulate_schedule(sk.stage_costs(sk.analyze(gm), plan, costs), "one by one", 4)
     assert run.in_flight == (1, 1, 1)
-    again = LadderView(sk.analyze(gm), plan, costs, run=run).to_dict()["run"]["again"]
-    assert again["windows"] is None, "nothing is drawn for another number of stages"
+    page = LadderView(sk.analyze(gm), plan, costs, run=run).to_dict()["run"]
+    drawn = [sk.extend.Action(stage, kind, microbatch) for _, kind, stage, microbatch, *_ in page["events"]]
+    assert drawn == [action for row in run.order.ranks for action in row]
 
 
 @pytest.mark.parametrize("name", these_first(["v-half"], ["v-min"]))
@@ -307,6 +308,6 @@ def test_v_schedules_are_planned(gm, name):
     assert run.ranks == 2 and run.replicas == (1, 1) and len(plan.parts) == 4
     page = LadderView(sk.analyze(gm), plan, costs, run=run).to_dict()["run"]
     drawn = [sk.extend.Action(stage, kind, microbatch) for _, kind, stage, microbatch, *_ in page["events"]]
-    assert drawn == [action for row in run.order.ranks for action in row] and page["again"] is None
+    assert drawn == [action for row in run.order.ranks for action in row]
     with pytest.raises(PolicyError, match="puts several parts on one device"):
         MemoryBudget("1GiB", 2, schedule=name)

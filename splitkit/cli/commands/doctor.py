@@ -89,7 +89,7 @@ def _try_devices(args: Namespace) -> Outcome:
     rows = [(f.check, f.what, f.figure, f.limit, f.verdict) for f in found]
     verdicts = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
     text = f"{', '.join(devices)}: {verdicts}, in {seconds} s"
-    shown = [table(("check", "what", "found", "wanted", "verdict"), rows), "", text]
+    shown: list[RenderableType] = [table(("check", "what", "found", "wanted", "verdict"), rows), "", text]
     return Outcome(data, shown, int(counts[FAILED] > 0), {args.output: data} if args.output else {})
 
 

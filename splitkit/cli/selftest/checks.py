@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
@@ -111,7 +111,7 @@ class _Worker:
         assert self.process.stderr is not None
         self.said.extend(self.process.stderr)
 
-    def findings(self) -> Any:
+    def findings(self) -> Iterator[Finding]:
         """Yield what the checks find, until one of them ends the process or none is left."""
         try:
             while self.left:
@@ -125,7 +125,12 @@ class _Worker:
                 del self.left[0]
                 if line is None:
                     yield Finding(
-                        name, "the whole check", self._how_it_ended(until, SECONDS[name]), "ends", FAILED, self._trace()
+                        name,
+                        "the whole check",
+                        self._how_it_ended(until, SECONDS[name]),
+                        "ends",
+                        FAILED,
+                        "".join(self.said[-20:]),
                     )
                 if line is None or failed:
                     return
@@ -147,9 +152,6 @@ class _Worker:
             return f"not done after {seconds:.0f} s"
         code = self.process.wait(timeout=10)
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code}"
-
-    def _trace(self) -> str:
-        return "".join(self.said[-20:])
 
     def _end(self) -> None:
         """End the process, and the ranks that it started."""

@@ -11,7 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
+
+dist: Any = torch.distributed  # its stubs lack much of what a process group has
 
 NAME = "host"
 """The name of the backend after `register`."""
@@ -25,6 +27,7 @@ class HostMessage(dist.Work):  # type: ignore[misc]
         self._work, self._finish, self._done = work, finish, False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the message; copy what came to the device."""
         if not self._done:
             self._work.wait()
             self._finish()
@@ -32,19 +35,22 @@ class HostMessage(dist.Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
+        """Return whether the message is there."""
         return self._done or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
+        """Return whether the message is there."""
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is done once the message is there."""
         self.wait()
         made: torch.futures.Future[Any] = torch.futures.Future()
         made.set_result(None)
         return made
 
 
-class HostGroup(dist.ProcessGroup):
+class HostGroup(dist.ProcessGroup):  # type: ignore[misc]
     """A gloo group for tensors of an accelerator, and of the CPU."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -67,12 +73,15 @@ class HostGroup(dist.ProcessGroup):
         return HostMessage(work, finish)
 
     def allreduce(self, tensors: Any, options: Any = None) -> HostMessage:
+        """As in torch."""
         return self._run(lambda staged: self._gloo.allreduce(staged, options or dist.AllreduceOptions()), tensors, True)
 
     def broadcast(self, tensors: Any, options: Any = None) -> HostMessage:
+        """As in torch."""
         return self._run(lambda staged: self._gloo.broadcast(staged, options), tensors, True)
 
     def allgather(self, outputs: Any, tensors: Any, options: Any = None) -> HostMessage:
+        """As in torch."""
         given = [t.detach().cpu() for t in tensors]
 
         def start(staged: list[torch.Tensor]) -> Any:
@@ -81,17 +90,21 @@ class HostGroup(dist.ProcessGroup):
         return self._run(start, outputs[0], False)
 
     def gather(self, outputs: Any, tensors: Any, options: Any = None) -> HostMessage:
+        """As in torch."""
         given, every = [t.detach().cpu() for t in tensors], outputs[0] if outputs else []
         return self._run(lambda staged: self._gloo.gather([staged] if outputs else [], given, options), every, False)
 
     def barrier(self, options: Any = None) -> Any:
+        """As in torch."""
         return self._gloo.barrier()
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> HostMessage:
+        """Send from what the current stream has computed."""
         staged = [t.detach().cpu().contiguous() for t in tensors]
         return HostMessage(self._gloo.send(staged, to, tag), lambda: staged.clear())
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> HostMessage:
+        """Receive into tensors, once they are waited for."""
         return self._run(lambda staged: self._gloo.recv(staged, source, tag), tensors, False)
 
 

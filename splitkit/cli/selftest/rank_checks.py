@@ -1,4 +1,4 @@
-"""Checks of pipelines on ranks: equal to the unsplit model, over NCCL or over the host, and what a killed rank leaves."""
+"""Checks of pipelines on ranks: equal to the unsplit model, over NCCL or the host, and what a killed rank leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that ``splitkit doctor --device`` tries: small for numbers, larger for figures, on the device that is asked."""
+"""Models that ``splitkit doctor --device`` tries: small ones for numbers, larger ones for figures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class ConvNet(nn.Module):
         x = self.stem(image)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(nn.functional.dropout(x.mean((2, 3)), 0.1, self.training)).square().mean()
+        out: torch.Tensor = self.head(nn.functional.dropout(x.mean((2, 3)), 0.1, self.training))
+        return out.square().mean()
 
 
 class InAutocast(nn.Module):
@@ -57,13 +58,14 @@ def small(name: str, device: torch.device, precision: str = "float32") -> Exampl
         device: the device.
         precision: ``"float32"``, ``"float16"`` for the weights, or ``"bfloat16"`` for autocast.
     """
+    model: nn.Module
     if name == "conv net":
         torch.manual_seed(0)
         model, kwargs = ConvNet(), {"image": torch.randn(2, 3, 16, 16)}
     else:
         made = models.build(name, **_SMALL)
         model, kwargs = made.model, dict(made.kwargs)
-    model = model.train().to(device)
+    model = _moved(model.train(), device)
     if precision == "float16":
         model, kwargs = model.half(), {k: t.half() if t.is_floating_point() else t for k, t in kwargs.items()}
     if precision == "bfloat16":
@@ -71,11 +73,18 @@ def small(name: str, device: torch.device, precision: str = "float32") -> Exampl
     return Example(model, (), {name: t.to(device) for name, t in kwargs.items()})
 
 
-def large(device: torch.device, dropout: bool = False) -> Example:
+def large(device: torch.device) -> Example:
     """Return a GPT-2 on a device: large enough for a GPU to be busy, smaller where the CPU runs it."""
     made = models.build("gpt2", **(_LARGE if device.type == "cuda" else _MIDDLE))
-    model = made.model.train(dropout).to(device)
+    model = _moved(made.model.eval(), device)
     return Example(model, (), {name: t.to(device) for name, t in made.kwargs.items()})
+
+
+def _moved(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a model on a device, with its ties, which ``to`` breaks on devices of other vendors than NVIDIA."""
+    model.to(device)
+    getattr(model, "tie_weights", lambda: None)()
+    return model
 
 
 @contextmanager
