@@ -16,6 +16,7 @@ from torch import nn
 import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
 from splitkit.cli.part_flags import with_part_flags
+from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Stages
@@ -907,7 +908,7 @@ def right_in_columns(pipe, **batch):
 def test_a_batch_as_large_as_one_microbatch():
     whole = made(split=split_of())
     with refusal(
-        "SK802", "Capture with the inputs of one microbatch{...}; or give {...} as {...}{...}; {...}."
+        "SK802", "Capture with the inputs of one microbatch{...}; or give {...} as {...}{...}{...}; {...}."
     ) as caught:
         whole.step(X[:2], target=T[:2])
     rows = int(re.search(r"float32\[(\d+), 4\]", caught.value.remedy.split(" as ")[1])[1])
@@ -920,6 +921,11 @@ def test_a_batch_in_another_dimension():
     with refusal("SK802", "If so, name it where you make the pipeline: batch_dims={{...}: {...}}; {...}.") as caught:
         in_columns().step(x=LONG, target=LONG)
     dims = eval(re.search(r"batch_dims=(\{.*?\})", caught.value.remedy)[1])
+    named = r"if another dimension than 0 holds the batch, name it: batch_dims=(\{.*?\})"
+    for columns in (LONG[:, :3], LONG[:, :2]):  # a batch of another size, and of one microbatch
+        with pytest.raises(PipelineError) as caught:
+            in_columns().infer(x=columns)
+        assert eval(re.search(named, caught.value.remedy)[1]) == dims
     assert dims == {"x": 1} and right_in_columns(in_columns(batch_dims={**dims, "target": 1}))
     with refusal("SK802", "Name the dimension where you make the pipeline: batch_dims={..., 'target': 1}."):
         in_columns(batch_dims=dims).step(x=LONG, target=LONG)

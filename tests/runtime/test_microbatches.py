@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -68,11 +69,43 @@ def test_a_batch_is_as_many_microbatches_as_captured(dynamic):
     assert torch.equal(torch.cat(found), x) and [len(t) for t in found] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_microbatches_lie_in_memory_as_captured(memory_format, given):
+    gm = sk.capture(nn.Conv2d(2, 3, 1), torch.randn(2, 2, 4, 5).to(memory_format=memory_format))
+    chain = chain_of(sk.split(gm, sk.policies.Stages(1)))
+    facts = decode_facts(JsonField("facts", "", json.loads(json.dumps(encode_facts(chain)))))
+    for known in (chain.facts, facts):
+        of = BatchSplitter(replace(chain, facts=known), 3, CPU)
+        for x in (torch.randn(6, 2, 4, 5), torch.randn(4, 5, 2, 6).permute(3, 2, 0, 1)):
+            call = {"microbatches": [{"input": part} for part in x.split(2)]} if given else {"input": x}
+            made = [own["input"] for own in cut(of, [], call)]
+            assert torch.equal(torch.cat(made), x)
+            assert all(part.is_contiguous(memory_format=memory_format) for part in made)
+
+
+class Triples(nn.Module):
+    """Export gives the three kinds of positions a symbol of their own, as if they were rows."""
+
+    def forward(self, ids, positions):
+        return ids + positions[0] * positions[1] - positions[2]
+
+
+def test_rows_of_which_there_are_too_few_to_be_the_batch_are_named_as_one_of_several_dimensions():
+    triples = {"ids": torch.ones(4, 7), "positions": torch.ones(3, 4, 7)}
+    batch = {"ids": torch.randn(11, 7), "positions": torch.randn(3, 11, 7)}
+    with pytest.raises(PipelineError, match="SK802: dimension 0 or 1 or 2 of positions") as error:
+        cut(splitter(Triples(), 4, True, **triples), [], batch)
+    assert "batch_dims={'positions': 1}" in error.value.remedy
+    made = cut(splitter(Triples(), 4, True, {"positions": 1}, **triples), [], batch)
+    assert torch.equal(torch.cat([own["positions"] for own in made], 1), batch["positions"])
+
+
 @pytest.mark.parametrize("rows", [5, 7, 9])
 def test_a_last_microbatch_of_another_size_is_refused_with_the_sizes_that_work(rows):
     with pytest.raises(PipelineError, match=rf"SK802: input is float32\[{rows}, 4\]") as error:
         cut(inputs(), [torch.randn(rows, 4)], {})
-    assert error.value.remedy.startswith("Give float32[6, 4]: 3 microbatches of [2, 4] in dimension 0;")
+    assert error.value.remedy.startswith("Give float32[6, 4]: 3 microbatches of [2, 4] in dimension 0 (if another")
     assert "dynamic=True" in error.value.remedy and "drop_last=True" in error.value.remedy
 
 

@@ -70,6 +70,11 @@ def sequences(rows: int, length: int = LENGTH) -> dict[str, Any]:
     return {"x": torch.randn(length, rows, 8)}
 
 
+def apart_in_columns(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The microbatches of a batch, each with gaps in memory."""
+    return [{"x": x} for x in batch["x"].split(ROWS, 1)]
+
+
 def tokens(rows: int, length: int = LENGTH, number: bool = False, none_in: int = 0) -> dict[str, Any]:
     """Each row keeps fewer labels than the one before it, and the first ``none_in`` rows none."""
     ids = torch.randint(11, (rows, length))
@@ -144,6 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 JOINT: dict[str, dict[str, Any]] = {
     "joint, sequence first": {"model": SequenceFirst, "batch": [sequences(8)], "batch_dims": FIRST},
+    "joint, sequence first, microbatches": {"model": SequenceFirst, "batch": [apart_in_columns(sequences(8))]},
     "joint, a sum": {"model": Tokens, "batch": [tokens(8, number=True)], "reduction": "sum"},
     "joint, a mean of kept labels": {"model": Tokens, "batch": [tokens(8), tokens(8, none_in=2)], "reduction": kept},
 }
@@ -244,7 +250,7 @@ def run_joint(name: str) -> list[float]:
     seen = []
     for batch in case["batch"]:
         model, wanted, _ = whole(case, batch)
-        found = pipe.step(**batch)
+        found = pipe.step(**({"microbatches": batch} if isinstance(batch, list) else batch))
         seen += [apart(pipe.named_parameters(), model)]
         seen += [] if found.loss is None else [relative_difference(found.loss, wanted)]
         for parameter in pipe.parameters():

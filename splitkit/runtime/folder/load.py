@@ -39,7 +39,7 @@ from splitkit.plans.record import Plan
 from splitkit.runtime.folder.checkpoint_folder import DIGESTS, require_intact, stored_digests
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
-from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, Sizes
+from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, Sizes, laid_out, memory_order
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask
 from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, stage_of_calls
 from splitkit.short_repr import brief
@@ -400,12 +400,21 @@ def decode_facts(data: JsonField) -> ChainFacts:
 
 
 def like_of(data: JsonField) -> torch.Tensor:
-    """Return a tensor on ``meta`` with the encoded shape and dtype."""
-    return torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
+    """Return a tensor on ``meta`` with the encoded shape, dtype and order of dimensions."""
+    like = torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
+    return laid_out(like, _order_of(data, like.dim()))
+
+
+def _order_of(data: JsonField, dims: int) -> tuple[int, ...]:
+    order = tuple(data["order"].sizes()) if "order" in data.value else ()
+    if order and sorted(order) != list(range(dims)):
+        raise data["order"].damaged("the dimensions of the shape, each once")
+    return order
 
 
 def _encode_like(like: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": name_of_dtype(like.dtype), "shape": list(like.shape)}
+    order = list(memory_order(like))
+    return {"dtype": name_of_dtype(like.dtype), "shape": list(like.shape), **({"order": order} if order else {})}
 
 
 def _encode_value(value: BorderValue) -> dict[str, Any]:
@@ -428,14 +437,13 @@ def _decode_value(data: JsonField, captured: Sizes) -> BorderValue:
     like, grad = like_of(data), data["requires_grad"].flag()
     if grad and not like.is_floating_point() and not like.is_complex():
         raise data["requires_grad"].damaged("false, for it is not a float")
-    order = tuple(data["order"].sizes())
-    if order and sorted(order) != list(range(like.dim())):
-        raise data["order"].damaged("the dimensions of the shape, each once")
     shape = decode_shape(data["sizes"], captured) if "sizes" in data.value else ()
     if shape and len(shape) != like.dim():
         raise data["sizes"].damaged("a size for each dimension")
     like = like.requires_grad_(grad)
-    return BorderValue(data["name"].text(), like, kind, data["written"].flag(), order=order, shape=shape)
+    return BorderValue(
+        data["name"].text(), like, kind, data["written"].flag(), order=_order_of(data, like.dim()), shape=shape
+    )
 
 
 # Encodes the parts of stages as JSON data, and decodes them: a graph, or the graphs of a stage of a training step.

@@ -173,12 +173,28 @@ def border_value(node: Node, needed: Set[Node], written: Set[Node]) -> BorderVal
         like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
         like = like.requires_grad_(node in needed)
         shape = shape_of(value) if is_symbolic(value) else ()
-        return BorderValue(node.name, like, written=node in written, order=_order(value), shape=shape)
+        return BorderValue(node.name, like, written=node in written, order=memory_order(value), shape=shape)
     value = _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
     return BorderValue(node.name, torch.empty((), dtype=SCALARS[type(value)], device="meta"), type(value))
 
 
-def _order(value: torch.Tensor) -> tuple[int, ...]:
+def meta_like(value: object) -> torch.Tensor | None:
+    """Return a tensor on ``meta`` that is laid out like a tensor at capture; ``None`` for other values."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    like = torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+    return laid_out(like, memory_order(value))
+
+
+def laid_out(value: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Return a value without gaps, with its dimensions in this order in memory: a graph may view it so."""
+    order = order or tuple(range(value.dim()))
+    if value.layout is not torch.strided or value.permute(order).is_contiguous():
+        return value
+    return value.permute(order).contiguous().permute([order.index(i) for i in range(value.dim())])
+
+
+def memory_order(value: torch.Tensor) -> tuple[int, ...]:
     """Return the dimensions by decreasing stride; empty if that is the usual order."""
     if value.layout is not torch.strided:
         return ()

@@ -17,7 +17,7 @@ from splitkit.errors import PipelineError
 from splitkit.graph.call_signature import input_binder
 from splitkit.graph.size_expressions import evaluated
 from splitkit.runtime.ranks.batch_dims import BatchDims, Division, Rivals, division, row_symbols
-from splitkit.runtime.ranks.border_values import BorderValue, Sizes
+from splitkit.runtime.ranks.border_values import BorderValue, Sizes, laid_out, memory_order
 from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.runtime.ranks.step_agreement import form_of
 from splitkit.runtime.ranks.step_losses import Reduction, shares_of
@@ -155,10 +155,13 @@ class BatchSplitter:
             targets = self.targets(target, rows, found)
             if not found.rows and self._count > 1:
                 given = {name: like if values[name] is None else values[name] for name, like in self._likes.items()}
-                error = no_batch(given, self._count, EACH)
+                error = no_batch(given, self._count)
         else:
             inputs, targets = self.given(each), self.given_targets(target)
             whole = {name: [own[name] for own in inputs] for name in self._wanted}
+        for name, like in self._likes.items():
+            for own in (each for each in inputs if each[name] is not None):
+                own[name] = laid_out(own[name], memory_order(like))
         sizes = tuple(self._sizes.bound(own) for own in inputs)
         if not rows:
             rows = self._rows(sizes) if reduction == "mean" else (1,) * self._count
@@ -271,7 +274,7 @@ class BatchSplitter:
                 found, parts = other, sized
                 if not other.dims and not other.unfit and self._count > 1:
                     self._require_clear(rivals, given)
-        require_fit(given, likes, parts, found, self._named, EACH, other=None if self._sizes.inputs else _OTHER_SIZES)
+        require_fit(given, likes, parts, found, self._named, other=None if self._sizes.inputs else _OTHER_SIZES)
         return found
 
     def _symbolic_parts(
@@ -296,8 +299,8 @@ class BatchSplitter:
         each, rows = [dict[str, int]()] * self._count, list[int]()
         if self._count > 1 and found.groups:
             symbols = tuple(symbol for group in found.groups.values() for symbol in group)
-            rows = self._rows_of(given, symbols)
             self._require_clear(found.rivals, given)
+            rows = self._rows_of(given, symbols)
             each = [dict.fromkeys(symbols, n) for n in rows]
         sized = [{**known.captured, **sizes, **own} for own in each]
         parts = {name: [[evaluated(size, own) for size in known.inputs[name]] for own in sized] for name in given}
@@ -420,7 +423,7 @@ def cut_inputs(values: Mapping[str, Any], found: Division, count: int, device: t
         dim = found.dims.get(name)
         parts = [own] * count if dim is None else own.split(found.lengths[name], dim)
         for inputs, part in zip(made, parts, strict=True):
-            inputs[name] = part.contiguous() if dim else part
+            inputs[name] = part
     return made
 
 
@@ -430,7 +433,6 @@ def require_fit(
     parts: Mapping[str, Sequence[Sequence[int]]],
     found: Division,
     named: BatchDims,
-    each: str,
     *,
     other: str | None,
 ) -> None:
@@ -442,7 +444,6 @@ def require_fit(
         parts: input -> its shape in each microbatch.
         found: how they are divided.
         named: the dimensions that the caller named.
-        each: what else works.
         other: what to do for other sizes, if the graph's are fixed; otherwise ``None``.
 
     Raises:
@@ -456,7 +457,7 @@ def require_fit(
             raise PipelineError(
                 "SK802",
                 f"{name} is {_look(value)}: {count} microbatches of {list(own[0])}, if dimension {dim} holds the batch",
-                f"If so, name it where you make the pipeline: batch_dims={{{name!r}: {dim}}}; {each}.",
+                f"If so, name it where you make the pipeline: batch_dims={{{name!r}: {dim}}}; {EACH}.",
                 [name],
             )
         dim, whole = named.get(name, 0), list(own[0])
@@ -465,17 +466,17 @@ def require_fit(
         how = "it fits the other inputs"
         if other is not None:
             how = "as captured" if dim is None else f"{count} microbatches of {list(like.shape)} in dimension {dim}"
-        remedy = f"Give {_dtype(like)}{whole}: {how}; {each}.{other or ''}"
+            how += "" if name in named else _elsewhere(name, value, like)
+        remedy = f"Give {_dtype(like)}{whole}: {how}; {EACH}.{other or ''}"
         raise _unfit(name, value, remedy)
 
 
-def no_batch(given: Mapping[str, Any], count: int, each: str) -> PipelineError | None:
+def no_batch(given: Mapping[str, Any], count: int) -> PipelineError | None:
     """Return the error of a step whose inputs are all as large as in one microbatch; ``None`` if none has dimensions.
 
     Args:
         given: the inputs by name.
         count: the number of microbatches.
-        each: what else works.
     """
     found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
     for name, value in found.items():
@@ -485,10 +486,18 @@ def no_batch(given: Mapping[str, Any], count: int, each: str) -> PipelineError |
             "SK802",
             f"no input is a batch of {count} microbatches: {name} is {_look(value)}, as large as in one of them",
             f"Capture with the inputs of one microbatch{of_this}; or give {name} as "
-            f"{_dtype(value)}{[rows * count, *rest]}; {each}.",
+            f"{_dtype(value)}{[rows * count, *rest]}{_elsewhere(name, value, value)}; {EACH}.",
             [name],
         )
     return None
+
+
+def _elsewhere(name: str, value: torch.Tensor, like: torch.Tensor) -> str:
+    """Return what to do if an input of several dimensions has its batch in another one than 0."""
+    if value.dim() < 2 or value.dim() != like.dim():
+        return ""
+    dim = next((dim for dim in range(1, value.dim()) if value.shape[dim] != like.shape[dim]), 1)
+    return f" (if another dimension than 0 holds the batch, name it: batch_dims={{{name!r}: {dim}}})"
 
 
 def _look(tensor: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.border_values import BorderValue
+from splitkit.runtime.ranks.border_values import BorderValue, meta_like
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask, border_slots
 from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageSource, chain_of, identity_of, stage_of_calls
 from splitkit.short_repr import brief
@@ -163,12 +163,7 @@ def _arguments(joint: JointSource) -> list[str]:
 def _likes(joint: JointSource) -> dict[str, torch.Tensor]:
     """Return placeholder -> a tensor on ``meta`` like its value at capture."""
     nodes = joint.graph_module.graph.find_nodes(op="placeholder")
-    values = {n.name: n.meta["val"] for n in nodes}
-    return {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
+    return {n.name: like for n in nodes if (like := meta_like(n.meta["val"])) is not None}
 
 
 def _stage(

@@ -20,7 +20,6 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.caches import given_caches
@@ -38,7 +37,7 @@ from splitkit.runtime.devices.device_map import captured_types, with_numbered_de
 from splitkit.runtime.devices.writes_across_devices import written_memory
 from splitkit.runtime.generation.prompt_pieces import costly_positions
 from splitkit.runtime.parent import calls_of, steps_of, values_of
-from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, border_value, graph_sizes
+from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, border_value, graph_sizes, meta_like
 from splitkit.short_repr import brief
 
 _CONSTANTS = (bool, int, float, str, type(None))
@@ -256,7 +255,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     }
     return ChainFacts(
         values,
-        {str(node.target): _like(value_of(original)) for node, original in given},
+        {str(node.target): meta_like(value_of(original)) for node, original in given},
         tuple(_draws(flow, sub.nodes) for sub in split.subgraphs.values()),
         tuple(sorted(str(node.target) for node in flow.written if node.op == "get_attr")),
         identity,
@@ -269,12 +268,6 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
             if isinstance(original.meta.get("val", ...), _CONSTANTS)
         },
     )
-
-
-def _like(value: object) -> torch.Tensor | None:
-    if not isinstance(value, torch.Tensor):
-        return None
-    return torch.empty([_torch.size_hint(n) for n in value.shape], dtype=value.dtype, device="meta")
 
 
 def identity_of(graph: fx.Graph, plan: Plan) -> dict[str, str]:
