@@ -41,19 +41,15 @@ def run(args: Namespace) -> Outcome:
     if args.microbatches == 1:
         raise UsageError("SK601", "--microbatches 1 makes no pipeline", "Give 2 or more.")
     if "RANK" in os.environ:
-        return _rank(args)
+        data = rank_process.in_group(lambda: _profile(args), _PATIENCE, "gloo")
+        traces, is_first = data.pop("traces"), data["rank"] == 0
+        return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
     train.require_trace_file(args)
     require_model(args, plan_file(args), "profile")
     code, data = launcher.answer(sys.argv[1:], args.ranks, _PATIENCE)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
     return Outcome(data, _text(data), code)
-
-
-def _rank(args: Namespace) -> Outcome:
-    data = rank_process.in_group(lambda: _profile(args), _PATIENCE, "gloo")
-    traces, is_first = data.pop("traces"), data["rank"] == 0
-    return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
 
 
 def _profile(args: Namespace) -> dict[str, Any]:
