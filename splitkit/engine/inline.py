@@ -195,7 +195,7 @@ class MergedAttributes:
             target_here = target
         self._taken[target_here] = value
         if _find(self.module, target_here) is not value:
-            self._put(target_here, value, _owner(module, target))
+            self._put(target_here, value, module.get_submodule(target.rpartition(".")[0]))
         return target_here
 
     def _may_hold(self, target: str, value: object) -> bool:
@@ -222,10 +222,6 @@ class MergedAttributes:
             owner.register_buffer(last, held.buffers[last], last not in held.unsaved)
         else:
             setattr(owner, last, value)
-
-
-def _owner(module: nn.Module, target: str) -> nn.Module:
-    return module.get_submodule(target.rpartition(".")[0])
 
 
 def _find(module: nn.Module, target: str) -> object:

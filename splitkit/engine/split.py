@@ -20,6 +20,7 @@ from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, default, unit
 from splitkit.costs.named import priced
 from splitkit.costs.recorded import record_of
+from splitkit.costs.roofline import decomposed_attention
 from splitkit.engine.codegen.emit import Emitted, emit
 from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.module_names import Style, unique_name
@@ -31,6 +32,7 @@ from splitkit.graph.input_overlap import refuse_objects
 from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.node_selection import no_module
 from splitkit.graph.storages import Lookup, parameters_and_buffers
+from splitkit.memory.kernels.target_kernels import CPU
 from splitkit.pipeline.purpose import request_of
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, PartKey, PlanRequest
@@ -38,6 +40,7 @@ from splitkit.plans.plan_file import policy_text
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
 from splitkit.plans.record import Plan, ShownPlan
 from splitkit.plans.rewrite import condense, refine
+from splitkit.prices import kernels_of
 from splitkit.short_repr import brief, few
 
 if TYPE_CHECKING:
@@ -292,7 +295,13 @@ def with_origin(plan: Plan, policy: object, flow: Dataflow, costs: Costs) -> Pla
         return plan
     price = getattr(policy, "price", None)
     used = priced(flow, costs, price if is_word(price, "fused") else None)
+    elsewhere = is_joint(flow.graph) and kernels_of(used) not in (None, CPU)
+    if elsewhere and any(decomposed_attention(flow.graph)):
+        plan = replace(plan, note=f"{plan.note}. {_SCORES}" if plan.note else _SCORES)
     return replace(plan, prices=record_of(used, flow))
+
+
+_SCORES = "Bytes are at most: attention is captured as a CPU computes it, and one kernel of the device keeps less"
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

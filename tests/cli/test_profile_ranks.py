@@ -14,7 +14,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import MeasuredStep
-from splitkit.runtime.ranks.measurements import one_by_one, timed_stages
+from splitkit.runtime.ranks.measurements import one_by_one, timed_stages, with_inner_bytes
 
 SPEC = f"{Path(__file__).parent / 'tinynet.py'}:net"
 RECENT = torch.__version__ >= "2.13"  # older ones run neither zero bubbles nor dropout in several stages
@@ -130,6 +130,42 @@ def test_measured_times_replace_those_of_the_prices():
     (plain,), (divided,) = timed_stages([stage], seconds, False), timed_stages([stage], seconds, True)
     assert (plain.forward, plain.backward, plain.backward_weight) == (2, 4, 0) and plain.unit == "s"
     assert (divided.backward_input, divided.backward_weight, divided.saved_bytes) == (3, 2, 5)
+
+
+def test_what_a_stage_alone_was_measured_to_hold_raises_its_temporary_bytes():
+    order = one_by_one(PipelineOrder.parse(["0F0 0B0", "1F0 1B0"]), 1)
+    stages = [StageCosts(1, 1, temporary_bytes=5), StageCosts(1, 1, temporary_bytes=50)]
+    # (the most during an action, what lasts): forward of stage 0 takes 20 inside, its backward 4; stage 1 at most 30
+    first, last = with_inner_bytes(stages, order, [[(120, 100), (104, 0)], [(90, 60), (70, 10)]])
+    assert (first.temporary_bytes, last.temporary_bytes) == (20, 50)
+
+
+NET = """
+import torch, transformers
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        config = transformers.ConvNextConfig(hidden_sizes=[8, 16, 32, 256], depths=[1, 1, 1, 3], image_size=64)
+        self.norm, self.net = nn.BatchNorm2d(3), transformers.ConvNextForImageClassification(config)
+    def forward(self, x):
+        return self.net(self.norm(x)).logits
+def net():
+    return Net(), (torch.ones(4, 3, 64, 64),)
+"""
+
+
+@pytest.mark.campaign
+def test_what_kernels_of_convolutions_take_inside_is_counted_and_statistics_are_those_of_the_start(tmp_path):
+    """Copies in the layout of oneDNN are most of the peak; each schedule starts from the buffers of the model."""
+    (tmp_path / "convs.py").write_text(NET)
+    words = ["profile", f"{tmp_path / 'convs.py'}:net", "--loss", "cross_entropy", "--stages", "2", "--ranks", "2"]
+    run = command(*words, "--microbatches", "2", "--repeat", "1", "--schedules", "gpipe,1f1b", "--json")
+    assert run.returncode == 0, run.stderr
+    data = json.loads(run.stdout)
+    peaks = [row["peak"] for schedule in data["schedules"] for row in schedule["ranks"]]
+    assert max(data["inside_kernels"]) > 0 and "measured of each stage alone" in _text(data)[-1]
+    assert all(0.99 * both["measured"] <= both["predicted"] <= 1.25 * both["measured"] for both in peaks)
 
 
 def test_one_microbatch_is_refused(call):

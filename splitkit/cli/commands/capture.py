@@ -103,11 +103,7 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         "captured in": seconds_text(data["seconds"]["capture"]),
     }
     if data["once"]:
-        rows["run only once"] = "; ".join(_once(reason, names) for reason, names in data["once"].items())
+        rows["run only once"] = "; ".join(f"{reason}: {listed(names, SHOWN)}" for reason, names in data["once"].items())
     counts = list(data["ops"].items())
     title = f"ops ({len(counts)} kinds, the first {TOP})" if len(counts) > TOP else "ops"
     return [facts(rows), "", table(("op", "nodes"), counts[:TOP], ("nodes",), title)]
-
-
-def _once(reason: str, names: list[str]) -> str:
-    return f"{reason}: {listed(names, SHOWN)}"

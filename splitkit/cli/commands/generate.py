@@ -38,7 +38,8 @@ def run(args: Namespace) -> Outcome:
     if args.how is None and not args.target.endswith(".json") and not stage_folders.is_folder(args.target):
         args.how = DECODER
     if "RANK" in os.environ:
-        return _rank(args)
+        data = rank_process.in_group(lambda: _generate(args), args.timeout)
+        return Outcome(data, _text(data), quiet=data["rank"] != 0)
     if not (args.prompt or args.prompt_ids or args.requests):
         raise UsageError("SK601", "there is nothing to continue", "Give --prompt, --prompt-ids or --requests.")
     stages = _stages(args)
@@ -102,11 +103,6 @@ def _require_no_checkpoint(spec: str, before: str) -> None:
 def _weights(args: Namespace, model: Any) -> str | None:
     """Return where the weights come from, if not from the factory of the model."""
     return args.weights or ("random, since a configuration has none" if is_config(_spec(model)) else None)
-
-
-def _rank(args: Namespace) -> Outcome:
-    data = rank_process.in_group(lambda: _generate(args), args.timeout)
-    return Outcome(data, _text(data), quiet=data["rank"] != 0)
 
 
 def _generate(args: Namespace) -> dict[str, Any]:

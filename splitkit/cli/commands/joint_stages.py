@@ -153,7 +153,7 @@ def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
         ],
         **_bytes(rows, split),
     }
-    return _table(columns)
+    return table(tuple(columns), list(zip(*columns.values(), strict=True)), tuple(columns)[1:])
 
 
 def _bytes(rows: list[dict[str, Any]], split: bool) -> dict[str, list[str]]:
@@ -163,8 +163,3 @@ def _bytes(rows: list[dict[str, Any]], split: bool) -> dict[str, list[str]]:
         "sent": [size(row["sent"]) for row in rows],
         "gradients sent": [size(row["gradients_sent"]) for row in rows],
     }
-
-
-def _table(columns: dict[str, list[str]]) -> RenderableType:
-    titles = tuple(columns)
-    return table(titles, list(zip(*columns.values(), strict=True)), titles[1:])

@@ -69,7 +69,7 @@ def plan_for_devices(args: Namespace) -> Outcome:
         "messages": _messages(ordered, args.order),
     }
     written = _files(args, work, made, run, ordered)
-    written_lines = [_wrote(path, args.trace) for path in written]
+    written_lines = [f"wrote {path}{f' {FOR_PERFETTO}' if path == args.trace else ''}" for path in written]
     if args.view:
         limits = {wanted.limit(rank) for rank in range(len(ranks))}
         memory = limits.pop() if len(limits) == 1 else None
@@ -91,10 +91,6 @@ def _next(args: Namespace, work: CapturedModel, ranks: Sequence[RankRow]) -> str
         return None
     schedule = args.order or args.schedule_text
     return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), schedule)
-
-
-def _wrote(path: str, trace: str | None) -> str:
-    return f"wrote {path}{f' {FOR_PERFETTO}' if path == trace else ''}"
 
 
 def _prices(work: CapturedModel, args: Namespace, wanted: Placement) -> Costs:

@@ -57,7 +57,7 @@ def run(args: Namespace) -> Outcome:
             parts = timing.measure_parts(split, work.example, work.source.seed) if split else []
             both = [timing.measure_training(step, work.example, work.source.seed)] if step else []
         for row, found in zip(rows, [measured, *parts, *both], strict=True):
-            row |= _measured(found, row["predicted"])
+            row |= beside(found, row["predicted"])
     data: dict[str, Any] = {
         "command": "profile",
         "model": work.source.to_dict(),
@@ -105,7 +105,8 @@ def _row(what: str, profile: MemoryProfile) -> dict[str, Any]:
     return row | {"bounds": dict(profile.bounds), "unseen": sorted(profile.unseen)}
 
 
-def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
+def beside(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
+    """Return what was measured, beside a prediction."""
     error = predicted / found.peak - 1 if found.peak else float(predicted > 0)
     return {"measured": found.peak, "error": error, "allocator": found.allocator_peak}
 

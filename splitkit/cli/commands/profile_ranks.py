@@ -21,7 +21,7 @@ from splitkit.cli.part_flags import with_recompute
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import PipelineError, ScheduleError, UsageError
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
-from splitkit.units import size
+from splitkit.units import in_words, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -41,19 +41,15 @@ def run(args: Namespace) -> Outcome:
     if args.microbatches == 1:
         raise UsageError("SK601", "--microbatches 1 makes no pipeline", "Give 2 or more.")
     if "RANK" in os.environ:
-        return _rank(args)
+        data = rank_process.in_group(lambda: _profile(args), _PATIENCE, "gloo")
+        traces, is_first = data.pop("traces"), data["rank"] == 0
+        return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
     train.require_trace_file(args)
     require_model(args, plan_file(args), "profile")
     code, data = launcher.answer(sys.argv[1:], args.ranks, _PATIENCE)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
     return Outcome(data, _text(data), code)
-
-
-def _rank(args: Namespace) -> Outcome:
-    data = rank_process.in_group(lambda: _profile(args), _PATIENCE, "gloo")
-    traces, is_first = data.pop("traces"), data["rank"] == 0
-    return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
 
 
 def _profile(args: Namespace) -> dict[str, Any]:
@@ -63,6 +59,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.ranks import measurements
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.planned_chain import chain_of_any
+    from splitkit.testing.differences import untouched
 
     work, plan = train.planned_together(args)
     count = args.microbatches or max(2, plan.request.microbatches or USUAL_MICROBATCHES)
@@ -70,7 +67,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     if max(part.replicas for part in plan.parts.values()) > 1:
         remedy = "Plan without --replicas; in Python, without replicas=."
         raise PipelineError("SK801", "parts have replicas, but each stage is profiled on one rank", remedy)
-    # only the bytes of these stages are used: times are measured
+    # only the bytes of these stages are used: times are measured, and what kernels take inside
     chain = chain_of_any(split)
     if isinstance(split, StagedStep):
         assert split.source is not None, "joint.split names the joint graph"
@@ -82,14 +79,20 @@ def _profile(args: Namespace) -> dict[str, Any]:
     batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
     runs, traces, static = [], {}, measurements.STATIC_BUFFERS
+
+    def measured(order: PipelineOrder) -> RankStep:
+        with untouched(work.example.model):  # each rank has written the buffers of its own stages only
+            return measurements.run_steps(pipeline(split, order), batch, args.repeat)
+
     with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
         in_turn = measurements.one_by_one(widest, count)
-        alone = measurements.run_steps(pipeline(split, in_turn), batch, args.repeat)
+        alone = measured(in_turn)
         times = {key: found for actions in _gathered(alone.actions) for key, found in actions.items()}
+        known, held = held, measurements.with_inner_bytes(held, in_turn, _gathered(alone.held))
         advance()
         for order in orders:
             links = measurements.measure_links(order, max(stage.activation_bytes for stage in held))
-            found = _gathered(measurements.run_steps(pipeline(split, order), batch, args.repeat))
+            found = _gathered(measured(order))
             priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
             trace = _named(args.trace, order.name, len(orders)) if args.trace else None
@@ -107,6 +110,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "cores": cores,
         "oversubscribed": dist.get_world_size() > cores,
         "stages": [{k: measurements.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(chain.stages)],
+        "inside_kernels": [a.temporary_bytes - b.temporary_bytes for a, b in zip(held, known, strict=True)],
         "schedules": runs,
         "left_out": left_out,
         "pairs": _pairs(runs),
@@ -210,10 +214,13 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
         " error",
     )
     note = "peak: bytes above the start of a step, by torch's allocator; busy: seconds in the actions of a rank"
+    inside = [f"{size(n)} in stage {stage}" for stage, n in enumerate(data["inside_kernels"]) if n]
+    if inside:
+        note += f"; peaks include what kernels take inside, measured of each stage alone: {in_words(inside)}"
     written = [train.wrote_trace(found["trace"]) for found in data["schedules"] if found.get("trace")]
     return [facts(rows), "", table(titles, cells, titles[1:]), "", note, *written]
 
 
 def _cells(both: dict[str, float], shown: Any) -> tuple[str, str, str]:
     measured = both["measured"]
-    return shown(both["predicted"]), shown(measured), f"{100 * both['error']:+.0f} %"
+    return shown(both["predicted"]), shown(measured), f"{round(100 * both['error']):+d} %"

@@ -11,6 +11,7 @@ from splitkit.cli import source
 from splitkit.cli.check_report import DIFFERENT, check_data, check_text
 from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import CapturedStep
+from splitkit.cli.commands.profile import beside
 from splitkit.cli.common import TRAINING, decoded
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.engine.pair import Pair
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.frontends.step_module import DividedStep
-    from splitkit.memory.measurement import MeasuredMemory
     from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.compare import Comparison
     from splitkit.testing.differences import Difference
@@ -60,7 +60,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
             with work.clock.step("measure", "measuring the memory of a step"):
                 both = timing.TrainingRun(step.joint, step.pair)
                 found = timing.measure_training(both, work.example, work.source.seed)
-                data["peak"] |= _measured(found, data["peak"]["predicted"])
+                data["peak"] |= beside(found, data["peak"]["predicted"])
     data["seconds"] = work.clock.seconds
     failed = args.check and not data["check"]["same"]
     return Outcome(data, _text(data), DIFFERENT if failed else 0)
@@ -90,10 +90,6 @@ def _half(step: DividedStep, profile: MemoryProfile, which: str) -> dict[str, An
     assert step.pair.plan is not None
     ops = sum(which in step.pair.plan[node] for node in step.joint.flow.nodes)
     return {"half": which, "ops": ops, "peak": profile.peak_of(which)}
-
-
-def _measured(found: MeasuredMemory, predicted: int) -> dict[str, Any]:
-    return {"measured": found.peak, "error": predicted / found.peak - 1, "allocator": found.allocator_peak}
 
 
 def _check(work: CapturedStep, step: DividedStep) -> dict[str, Any]:

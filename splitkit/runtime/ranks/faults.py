@@ -426,7 +426,8 @@ def first_cause(ranks: Sequence[int], own: int, waited_for: int | None, gone: bo
     heard = _within(2 * PATIENCE, lambda: _listened(store, ranks[own], [ranks[r] for r in others])) if store else None
     what = "is gone" if gone else "does not answer"
     if heard is None:
-        host = ranks.index(0) if 0 in ranks and not _has_agent() else own
+        at_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's, not rank 0, has the store
+        host = ranks.index(0) if 0 in ranks and not at_agent else own
         return f"rank {host}, which holds the store, {what}" if host != own else ""
     line, alive, missed = heard
     if line:
@@ -461,11 +462,6 @@ def leave(own: int, ranks: Sequence[int]) -> None:
             time.sleep(BEAT / 5)
 
     _within(2 * PATIENCE, heard_by_all)
-
-
-def _has_agent() -> bool:
-    """Whether the store belongs to torchrun's agent rather than to rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _listened(store: Any, own: int, others: Sequence[int]) -> tuple[str, list[bool], list[bool]]:

@@ -259,6 +259,27 @@ def timed_stages(
     )
 
 
+def with_inner_bytes(
+    stages: Sequence[StageCosts], order: PipelineOrder, held: Sequence[Sequence[tuple[int, int]]]
+) -> list[StageCosts]:
+    """Raise the temporary bytes of each stage to what its actions were measured to hold besides what lasts.
+
+    Kernels of convolutions copy tensors into a layout of their own, which no formula knows.
+
+    Args:
+        stages: the costs of each stage.
+        order: an order in which no two stages of a rank are at work at once (`one_by_one`).
+        held: rank -> `RankStep.held` of a step in this order.
+    """
+    found = list(stages)
+    for row, own in zip(order.ranks, held, strict=True):
+        before = 0
+        for (stage, *_), (most, after) in zip(row, own, strict=True):
+            more = max(found[stage].temporary_bytes, most - max(before, after))
+            found[stage], before = replace(found[stage], temporary_bytes=more), after
+    return found
+
+
 def with_passed_on(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCosts]:
     """Add to the saved bytes of each stage the values that it only forwards from its predecessor to its successor.
 

@@ -49,7 +49,8 @@ def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.Proce
         PipelineError: SK804 on every rank if one captured a different graph than rank 0; names the first difference.
     """
     sent = from_first(lambda: make().to_dict(), group)
-    graphs = from_every((fingerprint(gm.graph), _sizes(gm)), group)
+    sizes = zlib.crc32("\n".join(map(value_text, gm.graph.nodes)).encode())
+    graphs = from_every((fingerprint(gm.graph), sizes), group)
     if any(graph != graphs[0] for graph in graphs):
         _agree_on_order(gm, group)
     return Plan.from_dict(gm.graph, sent)
@@ -94,10 +95,6 @@ def differs(values: Mapping[int, object], text: str) -> str:
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks in words: ``"rank 1"``, ``"ranks 1, 3"``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _sizes(gm: fx.GraphModule) -> int:
-    return zlib.crc32("\n".join(map(value_text, gm.graph.nodes)).encode())
 
 
 def _agree_on_order(gm: fx.GraphModule, group: dist.ProcessGroup | None) -> None:

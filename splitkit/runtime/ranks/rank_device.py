@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,16 +77,13 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
     constants = [t for graph in graphs for t in _constants(graph) if isinstance(t, torch.Tensor)]
     held += [t for t in constants if not planned or follows(t.device, chain.facts.captured)]
     try:
-        _move(nn.ModuleList([split.module, *graphs]), held, device)
+        there = {id(t): device for t in held if isinstance(t, torch.Tensor)}
+        move_tensors(nn.ModuleList([split.module, *graphs]), nn.Module(), there)
     except PipelineError as error:
         if not planned:
             raise
         remedy = "Capture the model on the CPU or on an accelerator, with its weights."
         raise PipelineError(error.code, error.reason, remedy, error.nodes) from None
-
-
-def _move(root: nn.Module, held: Iterable[object], device: torch.device) -> None:
-    move_tensors(root, nn.Module(), {id(t): device for t in held if isinstance(t, torch.Tensor)})
 
 
 def _require_kernels(gm: fx.GraphModule, kind: str) -> None:

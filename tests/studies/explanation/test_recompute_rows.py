@@ -198,8 +198,25 @@ class Attends(nn.Module):
 def test_what_attention_of_a_cpu_keeps_is_said_to_be_at_most_for_a_device_with_a_kernel():
     joint, scores = sk.capture_joint(Attends(), torch.ones(2, 8, 8)), 2 * 8 * 8 * 4
     for device in ("h100", "cpu"):
-        told = joint.split(SaveAll(), sk.costs.roofline(joint.graph_module, device)).plan.explain(again=False)
+        plan = joint.split(SaveAll(), sk.costs.roofline(joint.graph_module, device)).plan
+        told = plan.explain(again=False)
         inside, saved = (told.to_dict()[name] for name in ("inside_attention", "saved"))
         # the softmax, and what dropout leaves of it, in float32; and its mask of bools
         assert 2 * scores + scores // 4 <= inside <= saved if device == "h100" else inside == 0
         assert (f"{size(inside)} of it lie inside attention" in str(told)) == (device == "h100")
+        assert ("Bytes are at most" in plan.note) == (device == "h100")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("policy", [SaveAll(), Budget(0.5), Pipeline(1, "gpipe", microbatches=2)], ids=repr)
+def test_every_reader_of_such_a_plan_says_at_most_by_its_note(policy, tmp_path):
+    joint = sk.capture_joint(Attends(), torch.ones(2, 8, 8))
+    for device in ("h100", "cpu"):
+        made = joint.split(policy, sk.costs.roofline(joint.graph_module, device))
+        made.plan.save(tmp_path / "plan.json")
+        again = sk.Plan.load(tmp_path / "plan.json", joint.graph_module.graph)
+        made.to_html(tmp_path / "page.html")
+        texts = [made.plan.note, again.note, (tmp_path / "page.html").read_text(), str(sk.compare_plans(again, again))]
+        said = ["Bytes are at most: attention is captured as a CPU computes it" in " ".join(t.split()) for t in texts]
+        assert said == [device == "h100"] * 3 + said[3:]
+        assert joint.split(again).plan.note == again.note  # said once, however often the plan is used
