@@ -10,7 +10,7 @@ import sys
 import pytest
 import simgpu
 
-from splitkit.cli.selftest.checks import FAILED, MEASURED, NOT_RUN, OK, SECONDS
+from splitkit.cli.selftest.check_runs import FAILED, MEASURED, NOT_RUN, OK, SECONDS
 
 
 @pytest.mark.campaign

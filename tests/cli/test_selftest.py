@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from splitkit.cli.selftest import checks, figure_checks, number_checks, rank_checks, worker
-from splitkit.cli.selftest.checks import FAILED, NOT_RUN, OK, SECONDS, Finding, run_checks
+from splitkit.cli.selftest import check_runs, figure_checks, number_checks, rank_checks, worker
+from splitkit.cli.selftest.check_runs import FAILED, NOT_RUN, OK, SECONDS, Finding, run_checks
 
 WORKER = """
 import json, os, signal, sys, time
@@ -36,7 +36,7 @@ def test_checks_go_on_after_one_that_crashes_hangs_or_raises(monkeypatch, tmp_pa
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/worker.py "$@"\n')
     (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(checks.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(check_runs.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setitem(SECONDS, "equal: t5", 0.5)
     shown: list[Finding] = []
     names = ["equal: gpt2", "equal: llama", "equal: t5", "equal: conv net", "memory: forward"]

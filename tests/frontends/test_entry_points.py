@@ -14,6 +14,7 @@ from torch._dynamo.backends import registry
 
 import splitkit as sk
 from splitkit.policies import Budget, SaveAll
+from splitkit.units import size
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,21 @@ def gradients(net, call):
 
 def assert_equal(found, expected):
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.campaign
+def test_a_backend_says_its_peaks_whatever_runs_the_halves():
+    net, said = make_net(), []
+    for inner in ("eager", "inductor"):
+        torch.compiler.reset()
+        backend = sk.backend("least", inner)
+        gradients(net, torch.compile(net, backend=backend))
+        pair = backend.pairs[0]
+        said.append(str(backend))
+        if inner == "eager":
+            peak = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
+            assert f"peak {size(peak)} instead of" in said[0]
+    assert said[0].count("\n") == said[1].count("\n") == 1 and "in eager mode" in said[1]
 
 
 def test_a_budget_stands_for_its_policy():

@@ -11,6 +11,8 @@ import pytest
 from carried import refusal
 from commandlines import printed
 
+from splitkit.cli.selftest.check_runs import SECONDS
+
 FACTORY = '''"""A model of a user."""
 import torch
 from torch import nn
@@ -281,6 +283,15 @@ def test_pages_and_profiles():
         command("profile my.py:net --stages 2 --ranks 2 --microbatches 1")
     with refusal("SK601", "splitkit view PLAN.json --schedule 1f1b -o page.html draws a step as simulated."):
         command("profile my.py:net --stages 2 --ranks 2 --view page.html")
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    for name in [name for name in SECONDS if name != "memory: forward"]:
+        monkeypatch.delitem(SECONDS, name)
+    with refusal("SK602", "Try --device cpu."):
+        printed("doctor --device cuda:99")
+    verdicts = [finding["verdict"] for finding in printed("doctor --device cpu")["findings"]]
+    assert verdicts == ["ok", "measured"]
 
 
 def test_models_and_files():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import distribution
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.selftest.checks import FAILED, SECONDS, Finding, run_checks
+from splitkit.cli.selftest.check_runs import FAILED, SECONDS, Finding, run_checks
 from splitkit.errors import UsageError
 from splitkit.units import size
 from splitkit.view.tables import table

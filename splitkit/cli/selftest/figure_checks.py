@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import splitkit as sk
-from splitkit.cli.selftest.checks import FAILED, MEASURED, NOT_RUN, OK, Finding
+from splitkit.cli.selftest.check_runs import FAILED, MEASURED, NOT_RUN, OK, Finding
 from splitkit.cli.selftest.trial_models import large
 from splitkit.engine.pair import Pair
 from splitkit.frontends.joint_capture import Joint
@@ -29,7 +29,7 @@ _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)
 """Budgets whose order by predicted and by measured time is compared."""
 _IN_ORDER = 0.7
 """The least rank correlation of eight plans: with one pair of neighbours swapped it is 0.98, at random 0 on average."""
-_REPEATS = 5
+_REPEATS = 5  # of which the median counts
 _CLASSES = 6
 """The most kinds of ops that are shown: those that take longest."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import splitkit as sk
-from splitkit.cli.selftest.checks import FAILED, NOT_RUN, OK, Finding
+from splitkit.cli.selftest.check_runs import FAILED, NOT_RUN, OK, Finding
 from splitkit.cli.selftest.trial_models import exact_products, large, small
 from splitkit.graph.losses import loss_of
 from splitkit.policies import Budget, Devices, RoundRobin, Stages

@@ -13,7 +13,7 @@ from time import monotonic
 
 import torch
 
-from splitkit.cli.selftest.checks import FAILED, NOT_RUN, OK, Finding
+from splitkit.cli.selftest.check_runs import FAILED, NOT_RUN, OK, Finding
 
 _APART = 1e-4
 """The most that losses and gradients may differ by, relative to the largest: sums run in another order on ranks."""

@@ -20,6 +20,7 @@ from splitkit.policies import Pipeline, Stages
 from splitkit.runtime import pipeline
 
 _MICROBATCHES, _STEPS = 4, 3
+"""More microbatches than ranks, and a step after the optimizer has changed the weights."""
 
 
 def trained(kind: str, device: torch.device) -> dict[str, Any]:

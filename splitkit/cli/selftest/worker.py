@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from splitkit.cli.selftest import figure_checks, number_checks, rank_checks
-from splitkit.cli.selftest.checks import FAILED, SECONDS, Finding
+from splitkit.cli.selftest.check_runs import FAILED, SECONDS, Finding
 
 Check = Callable[[Sequence[torch.device]], Iterable[Finding]]
 
