@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -395,7 +395,7 @@ def check_checkpoints(flow: Dataflow, plan: Plan) -> None:
     part read.
     """
     again = {key for key, part in plan.parts.items() if part.call == "checkpoint"}
-    for node in _fixed_in_time(flow) if again else ():
+    for node in _fixed_in_time(flow, plan) if again else ():
         for key in plan.places.get(flow.producer(node), ()):
             if key is not PARENT and key in again:
                 raise PlanError(
@@ -407,20 +407,32 @@ def check_checkpoints(flow: Dataflow, plan: Plan) -> None:
                 )
 
 
-def _fixed_in_time(flow: Dataflow) -> dict[Node, None]:
+def _fixed_in_time(flow: Dataflow, plan: Plan) -> dict[Node, None]:
     """Return the nodes that must not run again later: impure nodes, writers, and readers of written memory."""
     impure = (n for n, e in flow.effects.items() if not e.known or e.impure or e.ambient)
     seeded = (n for n, e in flow.effects.items() if e.random and _has_generator(flow, n))
-    return dict.fromkeys([*impure, *seeded, *_users_of_written(flow)])
+    return dict.fromkeys([*impure, *seeded, *_users_of_written(flow, plan)])
 
 
-def _users_of_written(flow: Dataflow) -> Iterator[Node]:
-    """Yield writers and readers of written memory; opaque code counts with its arguments only."""
+def _users_of_written(flow: Dataflow, plan: Plan) -> Iterator[Node]:
+    """Yield writers and readers of written memory; opaque code counts with its arguments only.
+
+    Memory that a part makes, and that no other part writes, does not count: each run of the part makes it anew.
+    """
     found = memory_classes(flow.effects, flow.root)
     memory = Memory(found.members, found.written)
     running = ((n, e) for n, e in flow.effects.items() if n.op not in ("placeholder", "get_attr", "output"))
     uses = {n: memory.use(n, e) for n, e in running if n not in flow.followers}
     written = {c for writes, _ in uses.values() for c in writes} - NO_MEMORY
+    makers: dict[Hashable, set[PartKey]] = {}
+    for item, c in found.members.items():
+        own = plan.places.get(flow.producer(item)) if isinstance(item, Node) and item.op.startswith("call") else None
+        makers.setdefault(c, set()).update(own or (PARENT,))
+    for node, (writes, _) in uses.items():
+        for c in writes:
+            makers.setdefault(c, set()).update(plan.places.get(flow.producer(node), (PARENT,)))
+    shared = found.reached | found.lent
+    written -= {c for c, keys in makers.items() if len(keys) == 1 and PARENT not in keys and c not in shared}
     return (n for n, (_, touched) in uses.items() if not written.isdisjoint(touched))
 
 

@@ -8,6 +8,7 @@ from zoographs import specimens
 
 from splitkit.engine.split import split
 from splitkit.errors import PlanError
+from splitkit.frontends.capture.capture import capture
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import PARENT, Part
 from splitkit.plans.record import Plan
@@ -113,6 +114,35 @@ def test_a_checkpointed_reader_of_what_is_written_later_is_refused():
     plan = Plan({labels["mul"]: ("early",), labels["add_"]: ("late",), labels["sin"]: ("late",)}, parts)
     with pytest.raises(PlanError, match="SK207.*run mul again.*another node writes the memory that it reads"):
         split(gm, plan)
+
+
+class Masked(nn.Module):
+    """Writes memory that its forward has made, as T5 writes its bias of attention."""
+
+    def forward(self, x):
+        y = x * 2
+        y.add_(x.sin())
+        mask = torch.zeros_like(x)
+        mask[0].fill_(1.0)
+        return (y * mask).tanh() + y
+
+
+def test_a_checkpointed_part_may_write_memory_that_it_makes_and_no_other_part_writes():
+    model, x = Masked(), torch.randn(3, 2, requires_grad=True)
+    gm = capture(model, x)
+    nodes = [n for n in analyze(gm).nodes if n.op == "call_function"]
+
+    def two(first, *keys):
+        places = {n: (0 if i < first else 1,) for i, n in enumerate(nodes)}
+        return split(gm, Plan(places, {k: Part(k, call="checkpoint" if k in keys else "plain") for k in range(2)}))
+
+    names = [n.name for n in nodes]
+    assert_same(model, two(len(nodes), 0), x)
+    assert_same(model, two(names.index("tanh"), 0, 1), x)
+    assert_same(model, two(names.index("add_") + 1, 0, 1), x)
+    for keys in ((0,), (1,)):  # the first part makes what the second one writes
+        with pytest.raises(PlanError, match="SK207.*would run"):
+            two(names.index("add_"), *keys)
 
 
 def test_a_checkpointed_part_that_draws_from_a_generator_of_its_own_is_refused():
