@@ -56,6 +56,25 @@ def test_checks_go_on_after_one_that_crashes_hangs_or_raises(monkeypatch, tmp_pa
     assert found[4].figure == "not done after 0 s"
 
 
+def test_checks_for_which_no_time_is_left_are_not_run(monkeypatch):
+    monkeypatch.setattr(check_runs, "WHOLE", 0.0)
+    found = run_checks(["cpu"], lambda finding: None, ["equal: gpt2", "equal: t5"])
+    assert [(one.check, one.verdict) for one in found] == [("equal: gpt2", NOT_RUN), ("equal: t5", NOT_RUN)]
+
+
+def test_a_sanitizer_watches_the_same_check(monkeypatch, tmp_path):
+    tool, cuda = tmp_path / "compute-sanitizer", torch.device("cuda:0")
+    monkeypatch.setattr(number_checks.shutil, "which", lambda name: str(tool))
+    for code, verdict in ((0, OK), (9, FAILED)):
+        tool.write_text(f'#!/bin/sh\necho "$@" "$SPLITKIT_UNDER_SANITIZER"\nexit {code}\n')
+        tool.chmod(0o755)
+        found = number_checks._races("streams: offload", cuda)
+        assert found.verdict == verdict
+    words = f"--tool racecheck --error-exitcode 9 {sys.executable} -m splitkit.cli.selftest.worker"
+    assert found.trace == f'{words} ["cuda:0"] ["streams: offload"] 1\n'
+    assert number_checks._races("streams: offload", torch.device("cpu")).verdict == NOT_RUN
+
+
 def test_a_worker_prints_what_a_check_finds_and_where_it_raised(monkeypatch, capsys):
     def check(devices):
         yield Finding("equal: gpt2", "numbers", f"on {devices[0]}")

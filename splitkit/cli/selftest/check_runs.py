@@ -45,6 +45,10 @@ SECONDS: dict[str, float] = {
 """Check -> the seconds that it may take, cheapest first. On two cores of a CPU all take about three minutes."""
 
 
+WHOLE = 480.0
+"""Seconds after which no further check starts."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the table.
@@ -79,19 +83,25 @@ def run_checks(devices: Sequence[str], show: Callable[[Finding], None], names: S
         names: the checks, of `SECONDS`.
     """
     found: list[Finding] = []
-    left = list(names)
-    while left:
-        for finding in _Worker(devices, left).findings():
-            found.append(finding)
-            show(finding)
+    left, until = list(names), monotonic() + WHOLE
+
+    def take(finding: Finding) -> None:
+        found.append(finding)
+        show(finding)
+
+    while left and monotonic() < until:
+        for finding in _Worker(devices, left, until).findings():
+            take(finding)
+    for name in left:
+        take(Finding(name, "the whole check", f"the {WHOLE:.0f} s are over", "", NOT_RUN))
     return found
 
 
 class _Worker:
-    """A process that runs checks; `findings` takes those off the list that it has run."""
+    """A process that runs checks; `findings` takes those off the list that it has run, and starts none at the end."""
 
-    def __init__(self, devices: Sequence[str], left: list[str]) -> None:
-        self.left = left
+    def __init__(self, devices: Sequence[str], left: list[str], end: float) -> None:
+        self.left, self.end = left, end
         words = [sys.executable, "-m", "splitkit.cli.selftest.worker", json.dumps([*devices]), json.dumps(left)]
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
         pipe = subprocess.PIPE
@@ -114,7 +124,7 @@ class _Worker:
     def findings(self) -> Iterator[Finding]:
         """Yield what the checks find, until one of them ends the process or none is left."""
         try:
-            while self.left:
+            while self.left and monotonic() < self.end:
                 name, failed = self.left[0], False
                 until = monotonic() + SECONDS[name]
                 while (line := self._next(until)) is not None and line.get("end") != name:
