@@ -78,7 +78,7 @@ def _doctor(commands: Commands[Parser]) -> None:
         metavar="DEVICE",
         help="compare numbers, memory and times on this device, or two (cuda:0,cuda:1), with the plans; a few minutes",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="with --device: write what was found as JSON")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write what was found as JSON")
 
 
 def _capture(commands: Commands[Parser]) -> None:

@@ -66,7 +66,7 @@ def run(args: Namespace) -> Outcome:
     checks += [*_machine(), _self_test(args.debug)]
     healthy = all(c.ok for c in checks if c.needed)
     data = {"command": "doctor", "ok": healthy, "checks": [asdict(c) for c in checks]}
-    return Outcome(data, _text(checks, healthy), 0 if healthy else 1)
+    return Outcome(data, _text(checks, healthy), 0 if healthy else 1, {args.output: data} if args.output else {})
 
 
 def _text(checks: list[Check], healthy: bool) -> list[RenderableType]:
@@ -108,7 +108,7 @@ def _device(name: str) -> str:
 
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        torch.ones(1, device=device).item()  # meta has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         said = str(error).splitlines()[0]
         raise UsageError("SK602", f"--device {name}: torch cannot use it: {said}", "Try --device cpu.") from error
