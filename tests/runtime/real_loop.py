@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.engine.split import Split
 from splitkit.errors import SplitError
-from splitkit.runtime import pipeline, save_pretrained
+from splitkit.runtime import open_checkpoints, pipeline, save_pretrained
 from splitkit.runtime.folder.whole_model import full_state_dict, save_safetensors
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.testing.pipeline_check import UnsplitModel
@@ -201,7 +202,15 @@ def without_parameters(split: Split) -> dict[str, Any]:
         apart = unsplit.deviation(result, losses)
         for each in (mine, theirs):
             each.step(), each.zero_grad()
-    return {"apart": [apart.gradient, apart.weight], "norm": float(norm / true), "own": len(pipe.named_parameters())}
+    folder = os.environ["SPLITKIT_STORE"].removeprefix("file://") + ".checkpoints"
+    open_checkpoints(folder, pipe, mine).save()
+    kept = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    for tensor in pipe.state_dict().values():
+        tensor.zero_()
+    open_checkpoints(folder, pipe, mine, resume=True)
+    resumed = all(torch.equal(tensor, kept[name]) for name, tensor in pipe.state_dict().items())
+    found = {"apart": [apart.gradient, apart.weight], "norm": float(norm / true), "resumed": resumed}
+    return {**found, "own": len(pipe.named_parameters())}
 
 
 def needed(split: Split) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def test_a_rank_without_parameters_runs_the_usual_loop_and_gradients_accumulate(
     assert sorted(line["own"] for line in lines) == [0, 2]
     for line in lines:
         assert max(line["apart"]) < 1e-5 and line["norm"] == pytest.approx(1, rel=1e-6)
+        assert line["resumed"], "a rank without parameters takes part in checkpoints"
 
 
 def test_a_rank_needs_the_inputs_that_it_reads_and_rank_0_can_send_them(ran):

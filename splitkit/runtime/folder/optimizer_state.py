@@ -33,7 +33,7 @@ def require_known(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> No
     known = {id(parameter) for parameter in named.values()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in known:
+            if parameter.numel() and id(parameter) not in known:  # a rank without parameters has an empty one
                 raise PipelineError(
                     "SK802",
                     f"the optimizer has a parameter {list(parameter.shape)} that the pipeline does not have",
@@ -57,7 +57,7 @@ def encode_optimizer(
     names = names_of(named)
     groups: list[dict[str, Any]] = []
     for number, group in enumerate(optimizer.param_groups):
-        held = [name for parameter in group["params"] for name in names[id(parameter)]]
+        held = [name for parameter in group["params"] for name in names.get(id(parameter), ())]
         groups.append({"options": _encode_options(group, number), "parameters": held})
     state = {}
     for name, parameter in named.items():
