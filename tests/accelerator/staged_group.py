@@ -1,103 +1,36 @@
-"""A process group for the simulated accelerator: each message goes through the CPU's memory and gloo.
-
-As on NCCL, a message is sent from what the current stream has computed, and received on the stream that waits for it.
-"""
+"""The group that goes through the CPU's memory, for the simulated accelerator, where a lost rank may go unnoticed."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import simgpu
-import torch
 import torch.distributed as dist
+
+from splitkit.cli.selftest.host_group import HostGroup, HostMessage
 
 NAME = "staged"
 TOLD = True
 """Whether a rank gets an error when the one for which it waits is gone. On NCCL it gets none, and its device waits."""
 
 
-class Staged(dist.Work):  # type: ignore[misc]
-    """A message under way; waiting for it copies what came to the device."""
-
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._work, self._finish, self._done = work, finish, False
+class Staged(HostMessage):
+    """A message of the group."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self._done:
-            try:
-                self._work.wait()
-            except RuntimeError:
-                while not TOLD:
-                    time.sleep(1)
-                raise
-            self._finish()
-            self._done = True
-        return True
-
-    def is_completed(self) -> bool:
-        return self._done or bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        self.wait()
-        made: torch.futures.Future[Any] = torch.futures.Future()
-        made.set_result(None)
-        return made
+        try:
+            return super().wait(timeout)
+        except RuntimeError:
+            while not TOLD:
+                time.sleep(1)
+            raise
 
 
-class StagedGroup(dist.ProcessGroup):
-    """A gloo group for tensors of the simulated accelerator, and of the CPU."""
+class StagedGroup(HostGroup):
+    """The group."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        for kind in (simgpu.TYPE, "cpu"):
-            self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-
-    def _run(self, start: Callable[[list[torch.Tensor]], Any], tensors: Sequence[torch.Tensor], read: bool) -> Staged:
-        staged = [t.detach().cpu() if read else torch.empty(t.shape, dtype=t.dtype) for t in tensors]
-        work = start(staged)
-
-        def finish() -> None:
-            with torch.no_grad():
-                for own, found in zip(tensors, staged, strict=True):
-                    own.copy_(found)
-
-        return Staged(work, finish)
-
-    def allreduce(self, tensors: Any, options: Any = None) -> Staged:
-        return self._run(lambda staged: self._gloo.allreduce(staged, options or dist.AllreduceOptions()), tensors, True)
-
-    def broadcast(self, tensors: Any, options: Any = None) -> Staged:
-        return self._run(lambda staged: self._gloo.broadcast(staged, options), tensors, True)
-
-    def allgather(self, outputs: Any, tensors: Any, options: Any = None) -> Staged:
-        given = [t.detach().cpu() for t in tensors]
-
-        def start(staged: list[torch.Tensor]) -> Any:
-            return self._gloo.allgather([staged], given, options or dist.AllgatherOptions())
-
-        return self._run(start, outputs[0], False)
-
-    def gather(self, outputs: Any, tensors: Any, options: Any = None) -> Staged:
-        given, every = [t.detach().cpu() for t in tensors], outputs[0] if outputs else []
-        return self._run(lambda staged: self._gloo.gather([staged] if outputs else [], given, options), every, False)
-
-    def barrier(self, options: Any = None) -> Any:
-        return self._gloo.barrier()
-
-    def send(self, tensors: Any, to: int, tag: int = 0) -> Staged:
-        staged = [t.detach().cpu().contiguous() for t in tensors]
-        return Staged(self._gloo.send(staged, to, tag), lambda: staged.clear())
-
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Staged:
-        return self._run(lambda staged: self._gloo.recv(staged, source, tag), tensors, False)
+    message = Staged
 
 
 def register() -> None:

@@ -106,14 +106,15 @@ def _device(name: str) -> str:
     """
     import torch
 
+    from splitkit.runtime.devices.accelerators import with_index
+
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()  # meta has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         said = str(error).splitlines()[0]
         raise UsageError("SK602", f"--device {name}: torch cannot use it: {said}", "Try --device cpu.") from error
-    index = device.index or 0
-    return "cpu" if device.type == "cpu" else f"{device.type}:{index}"
+    return "cpu" if device.type == "cpu" else str(with_index(device))
 
 
 def _versions(devices: list[str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from splitkit.memory.measurement import MeasuredMemory, measure_memory
 from splitkit.plans.policy import PolicyLike
 from splitkit.policies import Budget, MinCut, SaveAll
 from splitkit.testing.models import Example
+from splitkit.testing.timing import TrainingRun, measure_training
 from splitkit.units import duration, size
 
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.0)
@@ -52,18 +53,14 @@ def _budgets(devices: Sequence[torch.device]) -> Iterator[Finding]:
     check = "memory: budgets"
     example = large(devices[0])
     joint = sk.capture_joint(example.model, **example.kwargs)
-    most = Budget(1.0).assign(joint.flow, _prices(joint, devices[0]))
-    peak = _planned(_pair(joint, most))
+    peak = TrainingRun(joint, _pair(joint, Budget(1.0))).profile.peak
     for budget in ("least", 0.5, int(peak * 0.9)):
         asked: Any = budget
         plan = Budget(asked).assign(joint.flow, _prices(joint, devices[0]))
-        pair = _pair(joint, plan)
-        planned = _planned(pair)
-        primals, tangents = joint.primals(**example.kwargs), joint.tangents()
-        pair.run(list(primals), tangents)
-        held = list(primals)
-        measured = measure_memory(pair.run, primals, tangents, allocator=True)
-        del held
+        step = TrainingRun(joint, _pair(joint, plan))
+        planned = step.profile.peak
+        measure_training(step, example, 0)  # allocates the workspaces of libraries, which stay
+        measured = measure_training(step, example, 0)
         limit = budget if isinstance(budget, int) else planned
         what = f"gpt2, a budget of {size(limit)}" if isinstance(budget, int) else f"gpt2, Budget({budget!r})"
         yield from _bytes(check, what, limit, measured, devices[0], exact=not isinstance(budget, int))
@@ -76,10 +73,6 @@ def _pair(joint: Joint, plan: PolicyLike) -> Pair:
     pair = joint.split(plan)
     assert isinstance(pair, Pair)
     return pair
-
-
-def _planned(pair: Pair) -> int:
-    return sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).peak
 
 
 def _bytes(

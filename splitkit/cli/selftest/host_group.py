@@ -51,7 +51,13 @@ class HostMessage(dist.Work):  # type: ignore[misc]
 
 
 class HostGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """A gloo group for tensors of an accelerator, and of the CPU."""
+    """A gloo group for tensors of an accelerator, and of the CPU.
+
+    Attributes:
+        message: the class of its messages.
+    """
+
+    message = HostMessage
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -70,7 +76,7 @@ class HostGroup(dist.ProcessGroup):  # type: ignore[misc]
                 for own, found in zip(tensors, staged, strict=True):
                     own.copy_(found)
 
-        return HostMessage(work, finish)
+        return self.message(work, finish)
 
     def allreduce(self, tensors: Any, options: Any = None) -> HostMessage:
         """As in torch."""
@@ -101,7 +107,7 @@ class HostGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Any, to: int, tag: int = 0) -> HostMessage:
         """Send from what the current stream has computed."""
         staged = [t.detach().cpu().contiguous() for t in tensors]
-        return HostMessage(self._gloo.send(staged, to, tag), lambda: staged.clear())
+        return self.message(self._gloo.send(staged, to, tag), lambda: staged.clear())
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> HostMessage:
         """Receive into tensors, once they are waited for."""

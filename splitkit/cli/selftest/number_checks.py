@@ -22,8 +22,7 @@ from splitkit.graph.losses import loss_of
 from splitkit.policies import Budget, Devices, RoundRobin, Stages
 from splitkit.runtime import to_devices
 from splitkit.testing.models import Example
-
-Devices_ = Sequence[torch.device]
+from splitkit.testing.pipeline_check import relative_difference
 
 _APART = 1e-4
 """Two devices round differently: the most that float32 may differ by, relative to the largest entry of a tensor."""
@@ -42,7 +41,7 @@ def _same(name: str, what: str, good: bool, figure: str, limit: str) -> Finding:
 # Equal to the unsplit model: outputs, gradients, buffers and random numbers.
 
 
-def _equal(model: str, devices: Devices_) -> Iterator[Finding]:
+def _equal(model: str, devices: Sequence[torch.device]) -> Iterator[Finding]:
     check = f"equal: {model}"
     for precision in ("float32", "bfloat16", "float16"):
         example = small(model, devices[0], precision)
@@ -55,7 +54,7 @@ def _equal(model: str, devices: Devices_) -> Iterator[Finding]:
             yield _same(check, f"{precision}, {type(policy).__name__}", found.same, figure, "the model's numbers")
 
 
-def _two_devices(devices: Devices_) -> Iterator[Finding]:
+def _two_devices(devices: Sequence[torch.device]) -> Iterator[Finding]:
     check, other = "equal: two devices", devices[1] if len(devices) > 1 else torch.device("cpu")
     for name in ("gpt2", "llama", "t5", "conv net"):
         for policy in (
@@ -68,9 +67,9 @@ def _two_devices(devices: Devices_) -> Iterator[Finding]:
             theirs = _results(model, inputs)
             placed = to_devices(split, None if isinstance(policy, Devices) else [devices[0], other])
             mine = _results(placed, inputs)
-            worst = max(theirs, key=lambda key: _apart(mine[key], theirs[key]))
+            worst = max(theirs, key=lambda key: relative_difference(mine[key], theirs[key]))
             apart, what = (
-                _apart(mine[worst], theirs[worst]),
+                relative_difference(mine[worst], theirs[worst]),
                 f"{name} by {type(policy).__name__} on {devices[0]} and {other}",
             )
             figure = f"{worst} differs by {apart:.1e}"
@@ -89,17 +88,10 @@ def _results(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.
     return {name: tensor.detach().cpu() for name, tensor in held.items() if not tensor.is_meta}
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return how far two tensors are apart, relative to the largest entry of the second."""
-    if a.shape != b.shape:
-        return float("inf")
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-6)) if a.numel() else 0.0
-
-
 # Captured elsewhere, and played again as a CUDA graph.
 
 
-def _on_meta(devices: Devices_) -> Iterator[Finding]:
+def _on_meta(devices: Sequence[torch.device]) -> Iterator[Finding]:
     check = "capture: on meta"
     for name in ("gpt2", "llama"):
         example = small(name, devices[0])
@@ -112,12 +104,12 @@ def _on_meta(devices: Devices_) -> Iterator[Finding]:
             model.save_pretrained(folder)
             loaded = sk.load(split, folder, devices[0])
         mine, theirs = _results(loaded, example.kwargs), _results(model, example.kwargs)
-        apart = max(_apart(mine[key], theirs[key]) for key in theirs.keys() & mine.keys())
+        apart = max(relative_difference(mine[key], theirs[key]) for key in theirs.keys() & mine.keys())
         figure = f"{apart:.1e} apart"
         yield _same(check, f"{name}, weights loaded later", apart <= _APART, figure, f"at most {_APART:.0e}")
 
 
-def _cuda_graphs(devices: Devices_) -> Iterator[Finding]:
+def _cuda_graphs(devices: Sequence[torch.device]) -> Iterator[Finding]:
     check = "capture: CUDA graphs"
     if devices[0].type != "cuda":
         yield Finding(check, "a part as a CUDA graph", f"{devices[0]} has none", "", NOT_RUN)
@@ -129,14 +121,14 @@ def _cuda_graphs(devices: Devices_) -> Iterator[Finding]:
         for key, part in [*split.parts.items()]:
             split.replace(key, cast(nn.Module, torch.compile(part, mode="reduce-overhead")))
         found = [split(**example.kwargs) for _ in range(4)][-1]
-    apart = _apart(found.loss.cpu(), expected.loss.cpu())
+    apart = relative_difference(found.loss.cpu(), expected.loss.cpu())
     yield _same(check, "gpt2 in two parts, reduce-overhead", apart <= _APART, f"{apart:.1e} apart", f"at most {_APART}")
 
 
 # Values that wait on the host meanwhile, by copies beside the computation.
 
 
-def _offload(devices: Devices_) -> Iterator[Finding]:
+def _offload(devices: Sequence[torch.device]) -> Iterator[Finding]:
     check = "streams: offload"
     losses: dict[bool, list[torch.Tensor]] = {}
     moved = 0
@@ -187,7 +179,7 @@ def _trained(joint: Any, pair: Any, example: Example) -> list[torch.Tensor]:
     return losses
 
 
-CHECKS: dict[str, Callable[[Devices_], Iterable[Finding]]] = {
+CHECKS: dict[str, Callable[[Sequence[torch.device]], Iterable[Finding]]] = {
     **{f"equal: {name}": partial(_equal, name) for name in ("gpt2", "llama", "t5", "conv net")},
     "equal: two devices": _two_devices,
     "capture: on meta": _on_meta,

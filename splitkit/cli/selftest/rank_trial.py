@@ -15,19 +15,18 @@ import torch.distributed as dist
 import splitkit as sk
 from splitkit.cli.selftest import host_group
 from splitkit.cli.selftest.trial_models import exact_products, small
-from splitkit.graph.losses import loss_of
 from splitkit.policies import Pipeline, Stages
 from splitkit.runtime import pipeline
+from splitkit.testing.pipeline_check import UnsplitModel
 
 _MICROBATCHES, _STEPS = 4, 3
 """More microbatches than ranks, and a step after the optimizer has changed the weights."""
 
 
 def trained(kind: str, device: torch.device) -> dict[str, Any]:
-    """Train for some steps; return how far losses and gradients are from the unsplit model, relative to the largest."""
+    """Train for some steps; return how far losses, gradients and weights are from the unsplit model, and where most."""
     example, ranks = small("gpt2", device), dist.get_world_size()
     model = example.model.eval()  # each microbatch would draw its own dropout
-    whole = small("gpt2", device).model.eval()
     schedule = "zbv" if kind.endswith("ZBV") else "1f1b"
     stages = 2 * ranks if schedule == "zbv" else ranks
     split: Any
@@ -38,8 +37,9 @@ def trained(kind: str, device: torch.device) -> dict[str, Any]:
     else:
         split = sk.split(sk.capture(model, **example.kwargs), Stages(stages))
     pipe: Any = pipeline(split, schedule, _MICROBATCHES, device=device)
-    optimizers = [torch.optim.SGD(p, lr=1e-2) for p in (pipe.parameters(), [*whole.parameters()])]
-    worst, compared = 0.0, 0
+    unsplit = UnsplitModel(pipe, small("gpt2", device).model.eval())
+    optimizers = [torch.optim.SGD(p, lr=1e-2) for p in (pipe.parameters(), [*unsplit.model.parameters()])]
+    apart, worst = 0.0, ""
     for step in range(_STEPS):
         batch = {
             name: torch.cat([t.roll(step + i, -1) for i in range(_MICROBATCHES)]) for name, t in example.kwargs.items()
@@ -47,25 +47,13 @@ def trained(kind: str, device: torch.device) -> dict[str, Any]:
         found = pipe.step(**batch)
         if kind == "killed rank" and step == 1 and dist.get_rank() == ranks - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        for number in range(_MICROBATCHES):
-            loss = loss_of(whole(**{name: t.chunk(_MICROBATCHES)[number] for name, t in batch.items()}))
-            assert loss is not None
-            (loss / _MICROBATCHES).backward()  # type: ignore[no-untyped-call]
-            if found.losses is not None:
-                worst, compared = max(worst, _apart(found.losses[number], loss.detach())), compared + 1
-        theirs = dict(whole.named_parameters(remove_duplicate=False))
-        for name, own in pipe.named_tensors().items():
-            if own.grad is not None and name in theirs:
-                worst, compared = max(worst, _apart(own.grad, theirs[name].grad)), compared + 1
+        seen = unsplit.deviation(found, unsplit.step(**batch))
+        if (most := max(seen.loss, seen.gradient, seen.weight)) >= apart:
+            apart, worst = most, seen.worst
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {"apart": worst, "compared": compared}
-
-
-def _apart(a: torch.Tensor, b: Any) -> float:
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-6))
+    return {"apart": apart, "worst": worst}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from splitkit.runtime.devices.accelerators import move_tensors
 from splitkit.testing import models
 from splitkit.testing.models import Example
 
@@ -81,9 +82,8 @@ def large(device: torch.device) -> Example:
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a model on a device, with its ties, which ``to`` breaks on devices of other vendors than NVIDIA."""
-    model.to(device)
-    getattr(model, "tie_weights", lambda: None)()
+    """Return a model on a device; its ``to`` would break ties on devices of other vendors than NVIDIA."""
+    move_tensors(model, nn.Module(), {id(tensor): device for tensor in (*model.parameters(), *model.buffers())})
     return model
 
 
