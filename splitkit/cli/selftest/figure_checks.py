@@ -166,7 +166,11 @@ def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _compiled(devices: Sequence[torch.device]) -> Iterator[Finding]:
-    check = "speed: compiled"
+    check, kind = "speed: compiled", devices[0].type
+    if not {"cpu": shutil.which("g++"), "cuda": find_spec("triton")}.get(kind):
+        needs = "needs g++" if kind == "cpu" else "needs triton" if kind == "cuda" else f"is not tried on {kind}"
+        yield Finding(check, "a step of gpt2", f"Inductor {needs}", "", NOT_RUN)
+        return
     backends: dict[str, Any] = {
         "torch's own partitioner": "inductor",
         "MinCut": sk.backend(MinCut(), "inductor"),
@@ -175,17 +179,9 @@ def _compiled(devices: Sequence[torch.device]) -> Iterator[Finding]:
     }
     steps: dict[str, Callable[[], None]] = {}
     for name, backend in backends.items():
-        torch.compiler.reset()
         example = large(devices[0])
         steps[name] = partial(_step, torch.compile(example.model, backend=backend), example)
-        try:
-            steps[name]()
-        except Exception as error:
-            if shutil.which("g++") and find_spec("triton"):
-                raise
-            said = f"Inductor needs g++ or triton: {str(error).splitlines()[0]}"
-            yield Finding(check, f"a step of gpt2 by {name}", said, "", NOT_RUN)
-            return
+        steps[name]()
     for (name, step), took in zip(steps.items(), _seconds([*steps.values()], devices[0]), strict=True):
         peak = measure_memory(step, allocator=True)
         held = peak.peak if peak.allocator_peak is None else peak.allocator_peak
