@@ -20,6 +20,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import _lazy_graph_module
 from torch.utils import _pytree as pytree  # the public torch.utils.pytree lacks paths (2.11)
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
+from torch.utils._python_dispatch import _disable_current_modes as without_modes  # 2.11, 2.13, 2.15
 
 from splitkit._gc import paused_collector
 
@@ -31,6 +32,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "pytree",
+    "without_modes",
 ]
 
 # Dynamo and pre-dispatch graphs write these targets for `with` blocks (2.11, 2.13, 2.15).

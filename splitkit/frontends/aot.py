@@ -18,9 +18,8 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2
 from torch._guards import tracing  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2.15
-from torch.utils._python_dispatch import _disable_current_modes  # 2.11, 2.13, 2.15
 
-from splitkit._torch import pytree, without_onednn
+from splitkit._torch import pytree, without_modes, without_onednn
 from splitkit.costs import Costs, default
 from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.engine.pair import Pair, divide
@@ -340,7 +339,7 @@ def on_real_tensors(joint: fx.GraphModule) -> Iterator[None]:
     values = (n.meta.get("val") for n in joint.graph.find_nodes(op="placeholder"))
     symbol = next((s for v in values for s in (getattr(v, "shape", ()) or [v]) if isinstance(s, torch.SymInt)), None)
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(without_modes())
         if symbol is not None:
             stack.enter_context(symbol.node.shape_env.suppress_guards())  # 2.11, 2.13, 2.15
         yield

@@ -20,10 +20,6 @@ from torch._subclasses.fake_tensor import (  # 2.11, 2.13, 2.15
     DynamicOutputShapeException,
 )
 from torch.fx import Node
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,  # 2.11, 2.13, 2.15
-    _disable_current_modes,
-)
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,  # 2.11, 2.13, 2.15
     CheckpointPolicy,
@@ -35,8 +31,10 @@ from splitkit._torch import (
     FakeTensorMode,
     OpOverload,
     OpOverloadPacket,
+    TorchDispatchMode,
     fake_mode,
     pytree,
+    without_modes,
     written_arguments,
 )
 from splitkit.costs import Costs, default
@@ -562,7 +560,7 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = func(*args, **kwargs)  # fake
             if any(is_inexact(t) for t in pytree.tree_leaves(made) if isinstance(t, Tensor)):
                 return made
-        with _disable_current_modes():
+        with without_modes():
             made = func(*args, **kwargs)
         return pytree.tree_map_only(Tensor, self._fake_if_inexact, made)
 
@@ -600,7 +598,7 @@ def on_fakes(model: nn.Module, inputs: Any) -> Iterator[tuple[Any, Any]]:
 
         def fake(tensor: Tensor) -> Tensor:
             if id(tensor) not in made:
-                with _disable_current_modes():
+                with without_modes():
                     made[id(tensor)] = mode.from_tensor(tensor) if is_inexact(tensor) else tensor.clone()
             return made[id(tensor)]
 

@@ -435,11 +435,12 @@ def optimizer_memory(flow: JointFlow, optimizer: str | MakeOptimizer | None) -> 
     if optimizer is None or not trained:
         return OptimizerMemory(gradients, 0, 0)
     on_cpu = all(tensor.device.type == "cpu" for tensor in trained)
-    parameters = [_like(tensor) for tensor in trained]
     try:
-        made = _made(optimizer, parameters, foreach=not on_cpu)
-        made.step()
-        measured = measure_memory(made.step)
+        with _torch.without_modes():  # the fake tensors of a compilation refuse the steps of foreach implementations
+            parameters = [_like(tensor) for tensor in trained]
+            made = _made(optimizer, parameters, foreach=not on_cpu)
+            made.step()
+            measured = measure_memory(made.step)
     except Exception as error:
         raise PolicyError(
             "SK302",

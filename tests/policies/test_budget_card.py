@@ -95,6 +95,16 @@ def test_a_card_too_small_for_the_step_of_the_optimizer_is_refused():
     assert refused.value.nearest is not None and refused.value.excess == 1
 
 
+def test_a_card_is_planned_for_while_torch_compiles():
+    """Foreach implementations, which GPUs use, step on meta tensors only outside of the compiler's fake mode."""
+    torch._dynamo.reset()
+    model, x = Net().to("meta"), torch.randn(256, 32, device="meta")
+    taken = optimizer_memory(sk.capture_joint(model, x).flow, "adamw")
+    backend = sk.backend(Budget(card=taken.gradients * 6 + 600_000, optimizer="adamw", reserve=0), costs=prices)
+    torch.compile(model, backend=backend)(x).backward()
+    assert peak_of(backend.pairs[0]) <= 600_000 + 3 * taken.gradients
+
+
 def test_a_function_may_make_the_optimizer():
     joint = sk.capture_joint(Net(), torch.randn(4, 32))
     by_name = optimizer_memory(joint.flow, "adamw")
