@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 
@@ -115,6 +116,17 @@ def test_memory_above_the_plan_is_found():
     assert [one.verdict for one in least] == [FAILED, FAILED]
     elsewhere = figure_checks._bytes("memory: forward", "net", 0, measured, torch.device("mps"))
     assert [one.verdict for one in elsewhere] == [OK, NOT_RUN]
+
+
+def test_a_loop_runs_on_a_card_of_the_planned_size(monkeypatch):
+    """What torch may reserve is limited while it runs, and no longer."""
+    said = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=400))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: said.append(share))
+    with figure_checks._card_of(100, torch.device("cuda:0")):
+        assert said == ["emptied", 0.25]
+    assert said[2:] == [1.0]
 
 
 def test_ranks_share_one_device_and_have_two():
