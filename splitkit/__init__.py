@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from splitkit.exports.export import export as export
     from splitkit.exports.import_plan import import_plan as import_plan
     from splitkit.frontends.capability_partitioner import CapabilityBasedPartitioner as CapabilityBasedPartitioner
-    from splitkit.frontends.capture.capture import capture as capture
     from splitkit.frontends.capture_decoder import capture_decoder as capture_decoder
     from splitkit.frontends.checkpoint_context import checkpoint_context as checkpoint_context
     from splitkit.frontends.checkpoint_context import dry_run as dry_run
     from splitkit.frontends.compile.compile import apply as apply
     from splitkit.frontends.compile.compile import backend as backend
+    from splitkit.frontends.joint_capture import capture as capture
     from splitkit.frontends.joint_capture import capture_joint as capture_joint
     from splitkit.graph.dataflow import analyze as analyze
     from splitkit.memory.measurement import measure_memory as measure_memory
@@ -74,7 +74,7 @@ _HOME = {
     "analyze": "graph.dataflow",
     "apply": "frontends.compile.compile",
     "backend": "frontends.compile.compile",
-    "capture": "frontends.capture.capture",
+    "capture": "frontends.joint_capture",
     "capture_decoder": "frontends.capture_decoder",
     "capture_joint": "frontends.joint_capture",
     "checkpoint_context": "frontends.checkpoint_context",

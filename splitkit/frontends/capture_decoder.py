@@ -16,7 +16,7 @@ from torch import fx, nn
 from splitkit.checks import is_whole, shown
 from splitkit.engine.reduced_graph import reduce_to
 from splitkit.errors import CaptureError, listed
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.capture.capture import capture_forward
 from splitkit.frontends.generate_calls import (
     QUERY,
     WITHOUT_SPLIT,
@@ -120,7 +120,7 @@ def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
             without_result_cache(),
             entered,
         ):
-            gm = capture(model, dynamic=True, **step)
+            gm = capture_forward(model, (), dict(step), "export", dynamic=True)
     except CaptureError as error:
         # the remedies for training do not help here
         raise CaptureError("SK401", error.reason, WITHOUT_SPLIT) from error

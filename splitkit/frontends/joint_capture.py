@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 
 from splitkit._torch import pytree
 from splitkit.costs import Costs, default
@@ -24,6 +26,7 @@ from splitkit.frontends.capture.ambient_autocast import refuse_autocast
 from splitkit.frontends.capture.capture import (
     IN_EVAL_MODE,
     capture_by_export,
+    capture_forward,
     copy_repeated,
     dicts_restored,
     silenced,
@@ -157,6 +160,80 @@ class Joint:
         """
         made = divide_by_policy(self.flow, policy, costs or default(self.graph_module))
         return replace(made, source=self) if isinstance(made, StagedStep) else made
+
+
+@overload
+def capture(model: nn.Module, *args: Any, training: Literal[True], **kwargs: Any) -> Joint: ...
+@overload
+def capture(
+    model: nn.Module | ExportedProgram, *args: Any, how: str = "export", dynamic: bool = False, **kwargs: Any
+) -> fx.GraphModule: ...
+def capture(
+    model: nn.Module | ExportedProgram,
+    *args: Any,
+    how: str = "export",
+    dynamic: bool = False,
+    training: bool = False,
+    **kwargs: Any,
+) -> fx.GraphModule | Joint:
+    """Return the graph that ``model(*args, **kwargs)`` runs, with ``meta["val"]`` on every node that has a value.
+
+    Pass a graph that was captured elsewhere without inputs. torch.export hides the nodes of a ``no_grad`` or
+    ``autocast`` block behind a single node; ``capture`` unfolds them, so that they can be split::
+
+        gm = torch.export.export(model, inputs).module()     wrap_with_autocast(..., body, x)      1 node
+        gm = splitkit.capture(gm)                            enter; 200 nodes of body; exit        200 nodes
+
+    Call the graph module like the model. It holds the *same* parameters and buffers, not copies: an optimizer step on
+    one also changes the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
+    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. An ``autocast`` around ``capture`` becomes a
+    block around the whole model. Neither the model's buffers nor the random number generators are touched.
+
+    A ``torch.autograd.Function`` becomes one node that calls it, so that its backward is kept. An output may be of any
+    class that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree``
+    for the whole process. The inputs may include a transformers cache: the graph takes its tensors, and returns a new
+    cache instead of changing it. If capture fails because the model hooks submodules or creates buffers in its first
+    call, the model is called once and captured again.
+
+    A graph does not call the model's modules. Their forward hooks run once, during the capture: the graph keeps the ops
+    that they run, and what they store in lists, dicts, objects and variables is removed again. A warning names modules
+    with hooks; `splitkit.engine.split.Split.register_forward_hook` sets them on a split.
+
+    If all parameters are on ``meta``, inputs and buffers are captured on ``meta`` as well, on whatever device they are.
+    Non-persistent buffers keep their values for `splitkit.load` if they are real, or if it is a transformers model.
+
+    Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
+    ``RuntimeError`` when it is called with different ones. Global state that the model's Python code reads
+    (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is also fixed, without a check:
+    capture runs with grad mode on. ``inference_mode`` blocks become ``no_grad`` blocks.
+
+    Args:
+        model: a module; or, without inputs, an ``ExportedProgram`` or a ``GraphModule``, which is left as it is.
+        args: example inputs.
+        how: ``"export"``, which accepts most models, or ``"symbolic_trace"``, which keeps calls of torch's modules as
+            single nodes, loses ``no_grad`` and ``autocast`` blocks, and refuses models that write their own buffers
+            outside of those modules, or have forward hooks themselves, such as the one of ``weight_norm``.
+        dynamic: lets every size of the inputs vary where the model allows it (``how="export"`` only).
+        training: captures a training step: the result is that of `capture_joint`, which takes a ``loss``, too. A model
+            whose forward has an argument of this name gets it.
+        kwargs: example keyword inputs.
+
+    Raises:
+        CaptureError: SK401, with the line of the model that could not be captured, what to try, and the graph up to
+            that point in ``reached``, and for ``training`` with ``how`` or ``dynamic``; SK404 for a Function that no
+            node can call, SK405 for hooks on gradients, which a graph cannot have.
+    """
+    if training and isinstance(model, nn.Module) and "training" in inspect.signature(model.forward).parameters:
+        training, kwargs = False, {**kwargs, "training": training}
+    if not training:
+        return capture_forward(model, args, kwargs, how, dynamic)
+    if how != "export" or dynamic:
+        raise CaptureError(
+            "SK401",
+            "a training step has no other way of capture, and keeps its sizes",
+            "Leave out how= and dynamic=, or training=.",
+        )
+    return capture_joint(cast(nn.Module, model), *args, **kwargs)
 
 
 def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Joint:

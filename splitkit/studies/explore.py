@@ -9,7 +9,7 @@ from torch import nn
 from splitkit.costs import default, training
 from splitkit.engine.split import plan
 from splitkit.files import PathLike
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.plans.policy import PolicyLike
 from splitkit.plans.record import Plan
 from splitkit.policies.stages import Stages

@@ -12,7 +12,7 @@ import splitkit as sk
 from splitkit import costs
 from splitkit.costs.flop_formulas import FORMULAS
 from splitkit.errors import GraphError
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.testing import models
 
 TINY = {"layers": 1, "width": 64, "heads": 4, "vocab": 100, "batch": 2, "seq": 16}

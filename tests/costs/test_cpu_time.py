@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from splitkit.costs import measuring_run
 from splitkit.costs.measuring_run import MeasuredRuns, OwnTime, measured, waiting_seconds
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.graph.ops import declare, declared
 
 

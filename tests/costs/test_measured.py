@@ -17,7 +17,7 @@ from splitkit.costs import measuring_run
 from splitkit.costs.measuring_run import measured
 from splitkit.costs.run_inputs import Private
 from splitkit.errors import CostError, GraphError
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.testing.compare import assert_same
 from splitkit.testing.differences import bitwise, named_tensors
 

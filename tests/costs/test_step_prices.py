@@ -15,7 +15,7 @@ from splitkit.costs import measuring_run as door
 from splitkit.costs.measured_prices import MeasuredSteps
 from splitkit.costs.measuring_run import measured
 from splitkit.errors import CostError
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.graph.ops import declare
 from splitkit.graph.ops import declared as ops
 from splitkit.pipeline.stage_prices import stage_costs

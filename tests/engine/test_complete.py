@@ -8,7 +8,7 @@ from zoographs import specimens
 
 from splitkit.engine.split import split
 from splitkit.errors import PlanError
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import PARENT, Part
 from splitkit.plans.record import Plan

@@ -9,8 +9,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture.capture import capture
-from splitkit.frontends.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture, capture_joint
 from splitkit.graph.scope import is_state_op
 
 leaves = torch.utils._pytree.tree_leaves

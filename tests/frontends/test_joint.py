@@ -24,7 +24,7 @@ from torch import nn
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
 from splitkit.errors import CaptureError, CycleError, GraphError, PlanError, PolicyError
-from splitkit.frontends.joint_capture import capture_joint
+from splitkit.frontends.joint_capture import capture, capture_joint
 from splitkit.policies import RecomputeAll, Remat, RoundRobin, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable
 
@@ -154,10 +154,9 @@ def test_inputs_in_a_tree_and_by_keyword():
 
 
 def test_a_captured_graph_is_a_model_too(captured):
-    import splitkit as sk
 
     joint, args, kwargs, expected = captured("gpt2")
-    again = capture_joint(sk.capture(joint.model, *args, **kwargs), *args, **kwargs, loss=loss_or_sum)
+    again = capture_joint(capture(joint.model, *args, **kwargs), *args, **kwargs, loss=loss_or_sum)
     torch.manual_seed(0)
     assert_steps_alike(again.run(*args, **kwargs), expected)
     paths = {list(s.values())[-1][0] for n in again.graph_module.graph.nodes if (s := n.meta.get("nn_module_stack"))}
@@ -536,3 +535,25 @@ def test_a_capture_on_meta_has_all_gradients():
     assert real.signature.gradients == meta.signature.gradients and len(real.signature.gradients) == 3
     targets = [[n.target for n in joint.graph_module.graph.nodes if n.op == "call_function"] for joint in (real, meta)]
     assert targets[0] == targets[1]
+
+
+class Choosing(nn.Module):
+    """A model with an argument that `capture` has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x, training=False):
+        return self.body(x).sum() * (2 if training else 1)
+
+
+def test_one_door_captures_both_graphs_and_leaves_a_model_its_own_argument():
+    x = torch.randn(2, 4)
+    joint = capture(nn.Sequential(nn.Linear(4, 4)), x, training=True, loss=torch.Tensor.sum)
+    assert set(joint.run(x).gradients) == {"0.weight", "0.bias"}
+    model = Choosing()
+    graph = capture(model, x, training=True)
+    torch.testing.assert_close(graph(x, training=True), 2 * model(x))
+    with pytest.raises(CaptureError, match="SK401"):
+        capture(torch.export.export(model, (x,)), training=True)

@@ -7,8 +7,8 @@ import torch
 from torch import fx, nn
 
 from splitkit.engine.split import split
-from splitkit.frontends.capture.capture import capture
 from splitkit.frontends.capture.unfold_regions import WRAP_GRAD, inline_regions, is_wrapped
+from splitkit.frontends.joint_capture import capture
 from splitkit.graph import scope
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan

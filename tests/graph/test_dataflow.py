@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 import splitkit as sk
 from splitkit import costs
 from splitkit.errors import GraphError
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.graph.dataflow import analyze, crossing_values, module_path
 from splitkit.policies import RoundRobin
 from splitkit.testing import assert_same

@@ -9,7 +9,7 @@ from torch import nn
 from splitkit._torch import functorch_depth
 from splitkit.engine.split import split
 from splitkit.errors import GraphError
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.memory.kernels.vmap_batches import run_vmap
 from splitkit.memory.measurement import measure_memory
 from splitkit.memory.profile import simulate_memory

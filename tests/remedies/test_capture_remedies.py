@@ -306,6 +306,12 @@ SIMPLE = [
     ),
     Remedy(
         "SK401",
+        "Leave out how= and dynamic=, or training=.",
+        lambda: sk.capture(Net(), X, training=True, dynamic=True),
+        (lambda: joint(Net(), loss=torch.sum), lambda: captured(Net(), dynamic=True)),
+    ),
+    Remedy(
+        "SK401",
         "Give a torch.nn.Module; wrap a function in one.",
         lambda: sk.capture(torch.tanh, X),
         lambda: captured(Net(torch.tanh)),

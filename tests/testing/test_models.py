@@ -9,7 +9,7 @@ from campaigns import these_first
 from torch import nn
 
 from splitkit.errors import CaptureError
-from splitkit.frontends.capture.capture import capture
+from splitkit.frontends.joint_capture import capture
 from splitkit.testing import models
 
 leaves = torch.utils._pytree.tree_leaves

@@ -61,54 +61,10 @@ from splitkit.graph.unsaved_buffers import keep_values
 _EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
 
 
-def capture(
-    model: nn.Module | ExportedProgram, *args: Any, how: str = "export", dynamic: bool = False, **kwargs: Any
+def capture_forward(
+    model: nn.Module | ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any], how: str, dynamic: bool
 ) -> fx.GraphModule:
-    """Return the graph that ``model(*args, **kwargs)`` runs, with ``meta["val"]`` on every node that has a value.
-
-    Pass a graph that was captured elsewhere without inputs. torch.export hides the nodes of a ``no_grad`` or
-    ``autocast`` block behind a single node; ``capture`` unfolds them, so that they can be split::
-
-        gm = torch.export.export(model, inputs).module()     wrap_with_autocast(..., body, x)      1 node
-        gm = splitkit.capture(gm)                            enter; 200 nodes of body; exit        200 nodes
-
-    Call the graph module like the model. It holds the *same* parameters and buffers, not copies: an optimizer step on
-    one also changes the other. Training mode, dropout, tied weights and module paths (``meta["nn_module_stack"]``) are
-    kept; ``no_grad`` and ``autocast`` blocks become enter and exit nodes. An ``autocast`` around ``capture`` becomes a
-    block around the whole model. Neither the model's buffers nor the random number generators are touched.
-
-    A ``torch.autograd.Function`` becomes one node that calls it, so that its backward is kept. An output may be of any
-    class that ``copy.copy`` can copy (such as ``DynamicCache``); the class is registered with ``torch.utils._pytree``
-    for the whole process. The inputs may include a transformers cache: the graph takes its tensors, and returns a new
-    cache instead of changing it. If capture fails because the model hooks submodules or creates buffers in its first
-    call, the model is called once and captured again.
-
-    A graph does not call the model's modules. Their forward hooks run once, during the capture: the graph keeps the ops
-    that they run, and what they store in lists, dicts, objects and variables is removed again. A warning names modules
-    with hooks; `splitkit.engine.split.Split.register_forward_hook` sets them on a split.
-
-    If all parameters are on ``meta``, inputs and buffers are captured on ``meta`` as well, on whatever device they are.
-    Non-persistent buffers keep their values for `splitkit.load` if they are real, or if it is a transformers model.
-
-    Python values among the inputs, and sizes unless ``dynamic``, are fixed at capture: the graph raises
-    ``RuntimeError`` when it is called with different ones. Global state that the model's Python code reads
-    (``torch.is_grad_enabled()``, ``torch.is_autocast_enabled()``, ``self.training``) is also fixed, without a check:
-    capture runs with grad mode on. ``inference_mode`` blocks become ``no_grad`` blocks.
-
-    Args:
-        model: a module; or, without inputs, an ``ExportedProgram`` or a ``GraphModule``, which is left as it is.
-        args: example inputs.
-        how: ``"export"``, which accepts most models, or ``"symbolic_trace"``, which keeps calls of torch's modules as
-            single nodes, loses ``no_grad`` and ``autocast`` blocks, and refuses models that write their own buffers
-            outside of those modules, or have forward hooks themselves, such as the one of ``weight_norm``.
-        dynamic: lets every size of the inputs vary where the model allows it (``how="export"`` only).
-        kwargs: example keyword inputs.
-
-    Raises:
-        CaptureError: SK401, with the line of the model that could not be captured, what to try, and the graph up to
-            that point in ``reached``; SK404 for a Function that no node can call, SK405 for hooks on gradients, which a
-            graph cannot have.
-    """
+    """Return the graph of a forward; see `splitkit.capture`."""
     if isinstance(model, ExportedProgram):
         refuse_lost_functions(model)
         return _from_exported(model)
