@@ -477,3 +477,22 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def ranks_of_group(name: str) -> tuple[int, ...]:
+    """Return the ranks of the process group that collectives in graphs find by a name; empty if there is none."""
+    from torch.distributed import distributed_c10d
+
+    private: Any = distributed_c10d
+    try:
+        return tuple(distributed_c10d.get_process_group_ranks(private._resolve_process_group(name)))  # 2.11, 2.13, 2.15
+    except RuntimeError:
+        return ()
+
+
+def name_group(name: str, group: Any) -> None:
+    """Let collectives in graphs find a process group by another name, until it is destroyed (2.11, 2.13, 2.15)."""
+    from torch.distributed import distributed_c10d
+
+    private: Any = distributed_c10d
+    private._register_process_group(name, group)

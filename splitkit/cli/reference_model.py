@@ -23,7 +23,7 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.planned_chain import captured_model
-from splitkit.runtime.ranks.stage_weights import full_tensor
+from splitkit.shards import full_tensor
 from splitkit.testing.pipeline_check import (
     UnsplitModel,
     digest_difference,

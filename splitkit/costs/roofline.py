@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from splitkit._torch import HigherOrderOperator, pytree
+from splitkit.costs.collectives import collective_seconds, mesh_links
 from splitkit.costs.flop_formulas import Count, CountedCosts, Flops, counted_bodies, counter_of, only_written
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.joint_marks import backward_nodes, forward_owners
@@ -39,10 +40,17 @@ from splitkit.graph.node_values import (
 from splitkit.graph.scope import Scope, region_kind, scopes
 from splitkit.graph.storages import registered_tensors, storage_key, tensors, value_of
 from splitkit.hardware.device_specs import Device, find_device
+from splitkit.hardware.link_specs import Link
 from splitkit.short_repr import brief
 
 
-def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32: bool = False) -> Roofline:
+def roofline(
+    gm: fx.GraphModule | Dataflow,
+    device: str | Device = "a100",
+    *,
+    tf32: bool = False,
+    mesh: Mapping[str, str | Link] | None = None,
+) -> Roofline:
     """Return costs in estimated seconds on a device, by its data sheet, whatever machine this runs on.
 
     For the times of this machine, measure them with `splitkit.costs.measured`. The device ``"cpu"`` is a generic
@@ -52,14 +60,16 @@ def roofline(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf
         gm: the graph, or facts about it.
         device: a name of `splitkit.costs.devices` (in any case, with or without hyphens), or a device of your own.
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
+        mesh: for graphs with collectives, dimension of the mesh -> the link between its neighbouring ranks, such as
+            ``{"tp": "nvlink4"}``.
 
     Raises:
         GraphError: SK101 if ``gm`` is not a graph, SK102 if nodes have no ``meta["val"]``.
-        CostError: SK321 if no device has that name.
+        CostError: SK321 if no device has that name, SK322 for an unknown link, and later for a collective without one.
     """
     root = root_of(gm)
     require_values(root.graph)
-    return Roofline(root, find_device(device), tf32, counter=counter_of(gm))
+    return Roofline(root, find_device(device), tf32, mesh_links(mesh), counter=counter_of(gm))
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class Roofline(CountedCosts):
     gm: fx.GraphModule
     device: Device
     tf32: bool = False
+    mesh: Mapping[str, Link] = field(default_factory=dict, compare=False)
     counter: Flops = field(kw_only=True, repr=False, compare=False)
     _scopes: dict[Node, Scope] = field(init=False, repr=False, compare=False)
     _found: dict[Node, float] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -116,6 +127,8 @@ class Roofline(CountedCosts):
             inner = [self.of_graph(body) for body in counted_bodies(self.gm, node)]
             if inner:
                 return max(inner) if node.target is torch.ops.higher_order.cond else sum(inner) * body_calls(node)
+        if (seconds := collective_seconds(node, self.mesh)) is not None:
+            return seconds + self.device.launch
         if not count.counted and not written_bytes(self.gm, node, count):
             return 0.0
         compute = count.flops / self.device.rate(self._dtype(node, count))
@@ -129,7 +142,7 @@ class Roofline(CountedCosts):
     def of_graph(self, body: fx.GraphModule) -> float:
         """Return the seconds of all nodes of another graph on the same device."""
         if body not in self._bodies:
-            inner = Roofline(body, self.device, self.tf32, counter=self.counter.on(body))
+            inner = Roofline(body, self.device, self.tf32, self.mesh, counter=self.counter.on(body))
             self._bodies[body] = sum(inner.seconds(node) for node in body.graph.nodes)
         return self._bodies[body]
 

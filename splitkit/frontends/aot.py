@@ -16,6 +16,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export  # 2
 from torch._functorch._aot_autograd import descriptors  # 2.11, 2.13, 2.15
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # 2.11, 2.13, 2.15
 from torch._guards import tracing  # 2.11, 2.13, 2.15
+from torch.export import _trace as export_trace  # 2.11, 2.13, 2.15
 from torch.fx import Node
 from torch.fx.experimental._backward_state import BackwardState  # 2.11, 2.13, 2.15
 
@@ -82,8 +83,26 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         tracing(captured.meta["tracing_context"]),
         ExitStack() as stack,
     ):
-        described = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs))
-    gm = described.graph_module
+        gm = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs)).graph_module
+    return _with_constants(gm, args, kwargs)
+
+
+def trace_sharded(step: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+    """Return the joint graph of a step with ``DTensor``, which Dynamo would take apart; see `trace_joint`."""
+    with (
+        without_onednn(),
+        torch.fx.traceback.preserve_node_meta(),
+        with_gradients_on_meta(),
+        TargetKernels(CPU),
+        export_trace._compiling_state_context(),  # type: ignore[attr-defined]  # models ask torch whether they may look at values
+        ExitStack() as stack,
+    ):
+        gm = aot_export_joint_with_descriptors(stack, step, args, dict(kwargs)).graph_module
+    return _with_constants(gm, args, kwargs)
+
+
+def _with_constants(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+    """Return a joint graph without tokens, in which all inputs have values."""
     without_tokens(gm)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     for node in gm.graph.find_nodes(op="placeholder"):

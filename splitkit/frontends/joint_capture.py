@@ -38,10 +38,12 @@ from splitkit.frontends.capture.first_call import are_real, in_eval_mode, output
 from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.module_state import owned_dicts
+from splitkit.frontends.sharded_step import NO_LOSS, NO_TENSOR, ShardedStep, has_shards, is_managed_by_fsdp, loss_in
 from splitkit.graph.joint_marks import mark_of
 from splitkit.graph.losses import GIVE, loss_of, no_loss
 from splitkit.graph.storages import mark_repeated_inputs, storage_key
 from splitkit.plans.policy import PolicyLike
+from splitkit.shards import local_tensor, sharded_as
 from splitkit.short_repr import brief
 from splitkit.training.flow import JointFlow
 
@@ -104,9 +106,9 @@ class Joint:
         found: list[Any] = []
         for node in self.graph_module.graph.find_nodes(op="placeholder"):
             if node.name in signature.parameters:
-                found.append(self.model.get_parameter(signature.parameters[node.name]))
+                found.append(local_tensor(self.model.get_parameter(signature.parameters[node.name])))
             elif node.name in signature.buffers:
-                found.append(self.model.get_buffer(signature.buffers[node.name]))
+                found.append(local_tensor(self.model.get_buffer(signature.buffers[node.name])))
             elif node.name in signature.inputs:
                 found.append(like_example(node, leaves[signature.inputs[node.name]]))
         return found
@@ -131,7 +133,9 @@ class Joint:
         """Name the outputs of the graph, or of forward followed by backward."""
         signature = self.signature
         names = {**signature.parameters, **signature.buffers, **{n: f"input {i}" for n, i in signature.inputs.items()}}
-        gradients = {names[name]: outputs[i] for i, name in signature.gradients.items()}
+        held = dict(self.model.named_parameters(remove_duplicate=False))
+        made = {names[name]: outputs[i] for i, name in signature.gradients.items()}
+        gradients = {name: sharded_as(gradient, held.get(name)) for name, gradient in made.items()}
         updates = {names[name]: outputs[i] for i, name in signature.updates.items()}
         return StepResult(outputs[signature.loss], gradients, updates)
 
@@ -267,11 +271,11 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     require_module(model)
     refuse_autocast("the joint graph would have full precision", "Enter it in the model's forward instead.")
     check_model(model, loss)
-    step, inputs = TrainingStep(model, loss), copy_repeated((args, kwargs))
+    step, inputs = (ShardedStep if has_shards(model) else TrainingStep)(model, loss), copy_repeated((args, kwargs))
     try:
         gm, signature = retry_after_call(model, inputs[0], inputs[1], lambda: _traced(step, *inputs))
     except CaptureError as error:
-        if isinstance(model, fx.GraphModule) or not came_from_torch(error):
+        if isinstance(model, fx.GraphModule) or isinstance(step, ShardedStep) or not came_from_torch(error):
             raise
         step, gm, signature = _traced_of_export(error, model, loss, *inputs)
     # The loss is a view, and AOTAutograd differentiates its base: trace again with a copy of the loss.
@@ -291,20 +295,26 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
 
 
 def _traced(
-    step: TrainingStep, args: tuple[Any, ...], kwargs: Mapping[str, Any], original: nn.Module | None = None
+    step: TrainingStep | ShardedStep,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    original: nn.Module | None = None,
 ) -> tuple[fx.GraphModule, JointSignature]:
     """Return the joint graph of a step; errors name ``original`` if the model of the step is a capture of it."""
     model = original or step.model
     # AOTAutograd replaces parameters while it traces, and does not restore all of a module with two names
     with capture_conditions(), dicts_restored(owned_dicts(step)):
         try:
-            gm = aot.trace_joint(step, args, kwargs)
+            trace = aot.trace_sharded if isinstance(step, ShardedStep) else aot.trace_joint
+            gm = trace(step, args, kwargs)
         except Exception as error:
             if NO_TENSOR in str(error):
                 raise no_scalar_error(model, "is not a tensor") from None
             if NO_LOSS in str(error):
                 raise no_loss_error(model, args, kwargs) from None
             raise aot.with_model_line(capture_error(model, "dynamo", error), error) from error
+    if isinstance(step, ShardedStep):
+        step.clean(gm.graph)
     gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))
     return gm, read_signature(gm.graph, step, args, kwargs)
 
@@ -348,6 +358,13 @@ def check_model(model: nn.Module, loss: object) -> None:
     """Refuse models whose joint graph would differ from the model."""
     if isinstance(loss, nn.Module) and {*loss.parameters()} - {*model.parameters()}:
         raise CaptureError("SK401", "the loss has parameters of its own", "Make the loss a submodule of the model.")
+    if managed := [name or "the model" for name, module in model.named_modules() if is_managed_by_fsdp(module)]:
+        raise CaptureError(
+            "SK401",
+            f"{managed[0]} is managed by FSDP, whose hooks gather parameters outside of any graph",
+            "Capture the plain model, and shard its stages afterwards: Pipeline.shard().",
+            managed,
+        )
     # torch decomposes an RNN without the dropout between its layers (`_rnn_helper`: 2.11, 2.13, 2.15)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1:
@@ -510,7 +527,7 @@ def _other_inputs(reason: str) -> GraphError:
 
 
 def read_signature(
-    graph: fx.Graph, step: TrainingStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    graph: fx.Graph, step: TrainingStep | ShardedStep, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> JointSignature:
     """Return the signature of the joint graph of a step with these inputs."""
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
@@ -539,9 +556,6 @@ _WRAPPED = "model"
 _ROOT = "L['self']"  # Dynamo's name of the module that it captures
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 Loss = Callable[[Any], Tensor]
-NO_TENSOR = "the loss is not a tensor"
-NO_LOSS = "the model returns no loss"
-"""Texts of the errors raised during capture, by which the caller recognises them."""
 
 
 class TrainingStep(nn.Module):
@@ -567,9 +581,7 @@ class TrainingStep(nn.Module):
         # The hooks of a captured graph only check inputs, in ways that Dynamo cannot trace.
         call = self.model.forward if isinstance(self.model, fx.GraphModule) else self.model
         output = call(*args, **kwargs)
-        loss = loss_of(output) if self.loss is None else self.loss(output)
-        if not isinstance(loss, Tensor):
-            raise TypeError(NO_LOSS if self.loss is None else NO_TENSOR)
+        loss = loss_in(output, self.loss)
         return loss.clone() if self.copies else loss
 
 

@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PUBLIC = ("splitkit", *(f"splitkit.{name}" for name in ("costs", "extend", "policies", "runtime", "testing", "view")))
 
 MOST = {
-    "lines of Python": 102_459,  # 1,223 more, nearly all of `doctor --device`, which tries a GPU; the rest captures a step by `capture`
+    "lines of Python": 102_459,  # `doctor --device`, which tries a GPU; and models that are sharded over ranks
     "files of Python": 452,  # nine more: the checks of `doctor --device`, and their processes
     "lines of the page": 4_223,
     "public names": 135,

@@ -25,7 +25,8 @@ from splitkit.runtime.ranks.replicas import (
     subgroup,
 )
 from splitkit.runtime.ranks.stage_chain import chain_of
-from splitkit.runtime.ranks.stage_weights import full_tensor, local_tensor, shard, shard_like, sum_shards
+from splitkit.runtime.ranks.stage_weights import shard, shard_like, sum_shards
+from splitkit.shards import full_tensor, local_tensor
 
 
 def test_numbers_that_do_not_divide_are_refused():

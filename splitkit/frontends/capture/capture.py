@@ -56,6 +56,7 @@ from splitkit.frontends.quantized import AS_MODULES, quantized_part
 from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
 from splitkit.graph.unsaved_buffers import keep_values
+from splitkit.shards import is_sharded
 
 # Checks that export adds to the graph. They hold by construction, and would fail in a part on another device.
 _EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
@@ -77,6 +78,12 @@ def capture_forward(
     if how not in ways:
         raise CaptureError("SK401", f"there is no capture method named {how!r}", f"Choose one of {', '.join(ways)}.")
     require_module(model)
+    if any(map(is_sharded, model.parameters())):
+        raise CaptureError(
+            "SK401",
+            f"{type(model).__name__} has parameters that are sharded over ranks, whose forward alone no graph has",
+            "Capture its training step: splitkit.capture(model, ..., training=True).",
+        )
     given = args, kwargs
     register_caches_among(given)
     args, kwargs = inputs_on_meta(model, copy_repeated(given))

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from splitkit import _torch, files
+from splitkit import files
 from splitkit.checks import is_whole, shown
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError, SplitError
@@ -52,6 +52,7 @@ from splitkit.runtime.folder.optimizer_state import (
 from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.rank_agreement import from_every
+from splitkit.runtime.ranks.replicas import subgroup
 from splitkit.runtime.ranks.signs_of_life import beating
 from splitkit.short_repr import brief
 
@@ -97,7 +98,8 @@ def open_checkpoints(
         FileError: SK504 if the folder cannot be written or read; SK506 for state that cannot be saved; SK512 if the
             folder has another run's checkpoints; SK503, SK505 and SK507 if the last checkpoint has another schema, is
             damaged or has a file of another one, or does not fit model, optimizer or scheduler.
-        PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, or ``keep`` is invalid;
+        PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, ``keep`` is invalid, or
+            parameters are sharded over other ranks than the replicas of a stage;
             SK804 if the schedulers of the ranks differ, or their optimizers (`Pipeline.compare_optimizer`).
     """
     return CheckpointFolder(Path(folder), pipe, optimizer, scheduler, loader, dict(state or {}), keep, resume)
@@ -152,6 +154,13 @@ class CheckpointFolder:
         keep: int,
         resume: bool,
     ) -> None:
+        if pipe.meshes:
+            raise PipelineError(
+                "SK802",
+                f"a checkpoint is of one pipeline, and these are divided over {', '.join(map(str, pipe.meshes))}",
+                "Save what each rank has with torch: torch.distributed.checkpoint.save(pipe.named_parameters(), "
+                "checkpoint_id=folder).",
+            )
         self.path, self.state = path, state
         self._pipe, self._optimizer, self._scheduler, self._loader = pipe, optimizer, scheduler, loader
         self._keep = keep
@@ -295,9 +304,7 @@ class CheckpointFolder:
         """Write in another thread, which has a process group of its own; rank 0 completes the checkpoint there."""
         if self._background is None:
             group = self._pipe.group
-            ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-            limit = _torch.timeout_of(group)
-            self._background = dist.new_group(ranks, limit, "gloo")
+            self._background = subgroup(group, range(dist.get_world_size(group)), "gloo")
         done: Future[None] = Future()
 
         def written(found: Future[Any]) -> None:

@@ -20,7 +20,7 @@ from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.signs_of_life import beating
-from splitkit.runtime.ranks.stage_weights import full_tensor
+from splitkit.shards import full_tensor
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +36,7 @@ from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, Mes
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
 from splitkit.runtime.ranks.planned_stage import HostQueue, moves_values
-from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same
+from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same, require_same_collectives
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.replicas import (
     SharedParameters,
@@ -59,13 +60,15 @@ from splitkit.runtime.ranks.stage_chain import (
 from splitkit.runtime.ranks.stage_weights import (
     ComparedRanks,
     OtherTensors,
-    local_tensor,
+    require_same_beside,
     require_same_model,
     shard,
     sum_shards,
+    tensors_of_stages,
 )
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced
+from splitkit.shards import MeshGroup, copies_of, local_tensor, mesh_groups
 
 
 def pipeline(
@@ -146,6 +149,7 @@ class Pipeline(ComparedRanks):
         device: the device of this rank.
         microbatches: per step, of all replicas together.
         group: the ranks; ``None`` for all.
+        meshes: dimensions of meshes over which parameters were sharded before -> the group of this rank along each.
         steps: the number of training steps that have begun; seeds depend on it.
     """
 
@@ -204,6 +208,9 @@ class Pipeline(ComparedRanks):
         # a pipeline that evaluates gets the weights of the one that trains, of which each rank has its own
         shared = {} if trained is None else with_every_name(trained.every_saved(), trained._captured_model())
         require_same_model(self._chain, self.stages, group, without=shared)
+        # ranks that run the same stages on pieces of their tensors
+        self.meshes = mesh_groups(tensors_of_stages(self._chain, range(self._chain.stages)).values())
+        self._agreement.together(lambda: self._require_same_beside({"schedule": what, **same}))
         self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, trained, None
         self._others = OtherTensors.of(self._chain, self.stages)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
@@ -220,6 +227,11 @@ class Pipeline(ComparedRanks):
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.order.name}, rank {self.rank}: stages {self.stages} of {self._chain.stages}>"
+
+    def _require_same_beside(self, facts: Mapping[str, object]) -> None:
+        for group in self.meshes.values():
+            require_same_collectives(self._chain, facts, group)
+            require_same_beside(self._chain, self.stages, group)
 
     def step(
         self,
@@ -362,18 +374,22 @@ class Pipeline(ComparedRanks):
         parameters = self.parameters()
         counted = [p for p in parameters if self._shared_parameters.counts(p)]
         with naming_lost_ranks(self._progress, "for all ranks to clip gradients"):
-            return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group)
+            return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group, self.meshes)
 
-    def shard(self) -> None:
+    def shard(self, mesh: DeviceMesh | None = None) -> None:
         """Shard the parameters of each stage over its replicas with FSDP2; call it before creating the optimizer.
 
         Each rank then holds its share of the parameters, gradients and optimizer state. Parameters that are shared with
         stages on other ranks are not sharded. For other settings, call ``fully_shard`` on each of `modules`.
 
+        Args:
+            mesh: for parameters that are sharded along another dimension of a mesh, as by tensor parallelism: the
+                dimension of the same mesh along which the stages have replicas.
+
         Raises:
-            PipelineError: SK801 if there is only one pipeline.
+            PipelineError: SK801 if there is only one pipeline, or parameters that are sharded already and no ``mesh``.
         """
-        shard(self.modules, self.replicas, self._shared_parameters.tied)
+        shard(self.modules, self.replicas, self._shared_parameters.tied, mesh)
 
     def with_target(self, kwargs: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
         """Return the keyword inputs and the target of a step; a target that the model takes is among the inputs."""
@@ -715,6 +731,7 @@ def clip_gradients(
     norm_type: float,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    beside: Mapping[MeshGroup, dist.ProcessGroup],
 ) -> torch.Tensor:
     """Scale the gradients of this rank so that the norm over all ranks is at most ``max_norm``. All ranks must call it.
 
@@ -725,6 +742,7 @@ def clip_gradients(
         norm_type: the exponent of the norm, positive; ``inf`` for the largest absolute value.
         device: the device of this rank.
         group: the ranks.
+        beside: the ranks that have other pieces of the same parameters.
 
     Returns:
         The norm before clipping, float64, the same on every rank.
@@ -735,12 +753,18 @@ def clip_gradients(
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not is_number(value) or value <= 0:
             raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a positive number.")
-    norms = [_norm(p.grad, norm_type, device) for p in counted if p.grad is not None]
+    norms = [
+        _norm(p.grad, norm_type, device) * copies_of(p, beside) ** (-1 / norm_type)
+        for p in counted
+        if p.grad is not None
+    ]
     own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-    every = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(dist.get_world_size(group))]
-    # Norms are gathered, not summed as powers, which could overflow.
-    dist.all_gather(every, own.to(torch.float64), group=group)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(every), norm_type)
+    total = own.to(torch.float64)
+    for ranks in (*beside.values(), group):
+        every = [torch.zeros_like(total) for _ in range(dist.get_world_size(ranks))]
+        # Norms are gathered, not summed as powers, which could overflow.
+        dist.all_gather(every, total, group=ranks)
+        total = torch.linalg.vector_norm(torch.stack(every), norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:

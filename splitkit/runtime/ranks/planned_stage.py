@@ -26,6 +26,7 @@ from splitkit.engine.staged_step import HostValue, StageGraphs, host_values, on_
 from splitkit.pipeline.order import Action, host_windows
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, border_value
+from splitkit.shards import local_tensor, sharded_as
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class PlannedStage(nn.Module):
             return self.run_forward(given)[0]
         names = {i: name for i, name in self.task.trained.items() if self.tensor(name).requires_grad}
         anchor = torch.empty(0, device=self.device, requires_grad=True)  # so that there is always a backward
-        parameters = [self.tensor(name) for name in names.values()]
+        parameters = [local_tensor(self.tensor(name)) for name in names.values()]
         return _StageFunction.apply(self, tuple(names), anchor, *parameters, *given)  # type: ignore[no-untyped-call, no-any-return]
 
     def tensor(self, placeholder: str) -> torch.Tensor:
@@ -137,12 +138,12 @@ class PlannedStage(nn.Module):
         """
         task, count = self.task, len(self.task.inputs)
         inputs = dict(zip(task.inputs, given[:count], strict=True))
-        primals = [inputs[name] if name in inputs else self.tensor(name) for name in self.graphs.primals]
+        primals = [inputs[name] if name in inputs else local_tensor(self.tensor(name)) for name in self.graphs.primals]
         received = given[count : count + len(self.graphs.received)]  # the rest are slots for gradients
         with torch.no_grad(), current(self.device):
             own, sent, held = self.graphs.given(self._run["forward"](*primals, *received))
             outputs = dict(zip(self.graphs.outputs, own, strict=True))
-            buffers = {position: self.tensor(name) for position, name in task.updates.items()}
+            buffers = {position: local_tensor(self.tensor(name)) for position, name in task.updates.items()}
             written = {id(buffer) for buffer in buffers.values()}
             # backward needs saved buffers as they were
             held = {name: value.clone() if id(value) in written else value for name, value in held.items()}
@@ -268,6 +269,7 @@ class _StageFunction(torch.autograd.Function):
 def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if not parameter.requires_grad:
         return
+    gradient = sharded_as(gradient, parameter)
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -20,7 +20,9 @@ from splitkit.graph.storages import attribute
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
 from splitkit.runtime.ranks.planned_chain import captured_graph
+from splitkit.runtime.ranks.planned_stage import graphs_of
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.shards import collective_group
 
 _REMEDY = "Start every rank with the same files, packages and arguments; plan once: splitkit.runtime.planned_once."
 
@@ -132,6 +134,25 @@ def require_same(chain: Chain, facts: Mapping[str, object], group: dist.ProcessG
     every = from_every(own, group)
     if any(other.get("graph") != every[0].get("graph") for other in every):
         _refuse_other_order(chain, group)
+    _require_equal(every)
+
+
+def require_same_collectives(chain: Chain, facts: Mapping[str, object], group: dist.ProcessGroup) -> None:
+    """Refuse ranks along a dimension of a mesh whose stages would not meet in the same collectives.
+
+    Their graphs may differ in numbers: each looks up its own rows of an embedding that is divided by rows.
+
+    Raises:
+        PipelineError: SK804 on every rank of the group; names the first that differs, and the fact.
+    """
+    parts = [chain.split.parts[key] for key in chain.keys if key in chain.split.parts]
+    nodes = [node for part in parts for graph in graphs_of(part) for node in graph.graph.nodes]
+    calls = ((node, ranks) for node in nodes if (ranks := collective_group(node)) is not None)
+    met = [f"{node.target} {ranks} {value_text(node)}" for node, ranks in calls]
+    _require_equal(from_every({**{name: str(value) for name, value in facts.items()}, "collectives": met}, group))
+
+
+def _require_equal(every: Sequence[Mapping[str, object]]) -> None:
     for rank, other in enumerate(every):
         for name, value in every[0].items():
             if other.get(name) != value:

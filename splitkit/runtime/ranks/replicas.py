@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from splitkit import _torch
 from splitkit.checks import is_whole, shown
@@ -29,6 +28,7 @@ from splitkit.errors import PipelineError, ScheduleError
 from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.runtime.devices.accelerators import DeviceRng
 from splitkit.runtime.ranks.stage_chain import Chain
+from splitkit.shards import is_sharded_over, local_tensor, sharded_as
 from splitkit.short_repr import brief
 
 
@@ -141,9 +141,15 @@ def replicas(pipelines: int, group: dist.ProcessGroup | None, device: torch.devi
     return Replicas(ranks, place, number, line, row, mesh)
 
 
-def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Make a process group of some ranks of a group, with its timeout. All ranks must call it in the same order."""
-    made: dist.ProcessGroup = dist.new_group([_global(group, r) for r in ranks], timeout=_torch.timeout_of(group))
+def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group of some ranks of a group, with its timeout. All its ranks must call it in the same order."""
+    # the ranks outside of the group may be in another pipeline meanwhile
+    made: dist.ProcessGroup = dist.new_group(
+        [_global(group, rank) for rank in ranks],
+        _torch.timeout_of(group),
+        backend,
+        use_local_synchronization=group is not None,
+    )
     return made
 
 
@@ -217,7 +223,7 @@ class SharedParameters:
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether a sum over all parameters of the model takes this one from this rank: one copy, or every shard."""
-        if isinstance(parameter, DTensor):
+        if self._across is not None and is_sharded_over(parameter, dist.get_process_group_ranks(self._across)):
             return True
         return self._is_first and id(parameter) not in self._counted_elsewhere
 
@@ -234,8 +240,9 @@ class SharedParameters:
                 if parameter.requires_grad:
                     found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                     # Gloo sums memory element by element, and strides may differ between ranks.
-                    parameter.grad = found.contiguous()
-                    dist.all_reduce(parameter.grad, group=group)
+                    total = local_tensor(found).contiguous()
+                    dist.all_reduce(total, group=group)
+                    parameter.grad = sharded_as(total, parameter)
             _add_up([p for p in self._replicated if p.grad is not None], self._across)
         finally:
             for parameter, grad in zip(held, before, strict=True):
@@ -246,10 +253,13 @@ class SharedParameters:
 def _add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """All-reduce gradients over a group whose ranks have the same parameters in the same order."""
     for bucket in _buckets(parameters):
-        flat = torch.cat([p.grad.reshape(-1) for p in bucket if p.grad is not None])
+        pieces = [local_tensor(p.grad) for p in bucket if p.grad is not None]
+        flat = torch.cat([piece.reshape(-1) for piece in pieces])
         dist.all_reduce(flat, group=group)
-        for parameter, total in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
-            parameter.grad = total.view_as(parameter)  # the old gradient may be expanded, or alias another
+        totals = torch.split(flat, [piece.numel() for piece in pieces])
+        for parameter, piece, total in zip(bucket, pieces, totals, strict=True):
+            # the old gradient may be expanded, or alias another
+            parameter.grad = sharded_as(total.view(piece.shape), parameter)
 
 
 def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -386,8 +396,8 @@ class RngChannel:
         self._next = dict(pairwise(drawing))
         self._before = {after: stage for stage, after in self._next.items()}
         self._stages, self._rank_of, self._rank = len(draws), rank_of, rank
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-        self._group: Any = dist.new_group(ranks, _torch.timeout_of(group), "gloo") if self._next else None
+        every = range(dist.get_world_size(group))
+        self._group: Any = subgroup(group, every, "gloo") if self._next else None
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 

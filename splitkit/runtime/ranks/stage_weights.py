@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -22,19 +23,31 @@ from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_tex
 from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.stage_chain import Chain, StageSource
 from splitkit.runtime.ranks.step_agreement import digest_of_tensors, form_of
+from splitkit.shards import is_sharded, is_sharded_over
 
 
-def shard(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[nn.Parameter]) -> None:
+def shard(
+    modules: Sequence[nn.Module],
+    replicas: Replicas,
+    tied: Sequence[nn.Parameter],
+    mesh: DeviceMesh | None = None,
+) -> None:
     """Shard the parts of this rank over the replicas of their stage, except tied parameters: `Pipeline.shard`.
 
     Raises:
-        PipelineError: SK801 if there is only one pipeline.
+        PipelineError: SK801 if there is only one pipeline, or parameters that are sharded already and no ``mesh``.
     """
     if replicas.mesh is None:
         what = "there is one pipeline to shard over"
         raise PipelineError("SK801", what, "Give all parts several replicas: splitkit train --dp 2 --fsdp.")
+    if mesh is None and any(is_sharded(parameter) for part in modules for parameter in part.parameters()):
+        raise PipelineError(
+            "SK801",
+            "the parameters are sharded already, and FSDP2 needs another dimension of the same mesh",
+            'Give the dimension along which the stages have replicas: pipe.shard(mesh["dp"]).',
+        )
     for part in modules:
-        fully_shard(part, mesh=replicas.mesh["dp"], ignored_params=set(tied))
+        fully_shard(part, mesh=mesh or replicas.mesh["dp"], ignored_params=set(tied))
 
 
 def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[nn.Parameter]) -> None:
@@ -55,8 +68,9 @@ def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[
     across = (
         [dist.get_rank()] if replicas.replica_group is None else dist.get_process_group_ranks(replicas.replica_group)
     )
+    left_whole = {id(parameter) for parameter in tied}
     for name, parameter in (pair for part in modules for pair in part.named_parameters()):
-        if isinstance(parameter, DTensor) and sorted(parameter.device_mesh.mesh.flatten().tolist()) != sorted(across):
+        if isinstance(parameter, DTensor) and not (id(parameter) in left_whole or is_sharded_over(parameter, across)):
             raise PipelineError(
                 "SK801",
                 f"{name} is sharded over {parameter.device_mesh}, and its stage has replicas on the ranks {across}",
@@ -73,16 +87,6 @@ def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[
     for each in sharded:
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # Gloo has only sum
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that may be sharded. All replicas must call it, in the same order."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -145,6 +149,16 @@ def require_same_model(
     own = range(chain.stages) if dist.get_rank(group) == 0 else stages
     held = _by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)})
     _require_same({name: tensor for name, tensor in held.items() if name not in without}, group, _BUILT)
+
+
+def require_same_beside(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup) -> None:
+    """Refuse different copies of what the ranks along a dimension of a mesh do not share out among them.
+
+    Raises:
+        PipelineError: SK804 on every rank of the group; names the first tensor that differs, and the ranks.
+    """
+    held = _by_one_name(chain, tensors_of_stages(chain, stages))
+    _require_same({name: tensor for name, tensor in held.items() if not is_sharded(tensor)}, group, _BUILT)
 
 
 class OtherTensors:

@@ -1,0 +1,237 @@
+"""A rank of `test_sharded_stages`: stages of a model whose parameters are sharded along another dimension of a mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.distributed.checkpoint
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import splitkit as sk
+from splitkit.errors import SplitError
+from splitkit.policies import Budget, Pipeline
+from splitkit.runtime import open_checkpoints, pipeline
+from splitkit.shards import full_tensor
+
+COUNT = 4
+
+
+class Block(nn.Module):
+    """Causal attention with heads of four features, and two products."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        h = self.norm(x)
+        q, k, v = (t.unflatten(2, (-1, 4)).transpose(1, 2) for t in (self.q(h), self.k(h), self.v(h)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Lm(nn.Module):
+    """A small language model; tied, its first and its last stage share a weight."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.emb, self.norm, self.head = nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())}
+
+
+class Experts(nn.Module):
+    """Two experts in each of three layers, each of which gets every other token; sharded, each rank has one of them."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group, self.inp = group, nn.Linear(8, 8)
+        self.experts = nn.ParameterList(nn.Parameter(torch.randn(2, 8, 8) * 0.3) for _ in range(3))
+
+    def forward(self, x):
+        x = self.inp(x)
+        for weight in self.experts:
+            y = x.unflatten(0, (-1, 2)).transpose(0, 1)
+            y = torch.bmm(y, weight).tanh() if self.group is None else self._exchanged(y, weight)
+            x = x + y.transpose(0, 1).flatten(0, 1)
+        return {"loss": x.square().mean()}
+
+    def _exchanged(self, y, weight):
+        sent = collectives.all_to_all_single_autograd(y.flatten(0, 1), None, None, self.group)
+        made = (sent @ weight.to_local()[0]).tanh()
+        return collectives.all_to_all_single_autograd(made, None, None, self.group).unflatten(0, (2, -1))
+
+
+def build(kind, group=None):
+    """The model, and one microbatch."""
+    torch.manual_seed(0)
+    if kind == "experts":
+        return Experts(group), {"x": torch.randn(8, 8)}
+    return Lm(kind == "tied"), {"ids": torch.randint(0, 32, (2, 8))}
+
+
+def parallel(kind, model, mesh):
+    """Shard the parameters of a model over a mesh."""
+    col, row, rows = ColwiseParallel, RowwiseParallel, Shard(1)
+    if kind == "experts":
+        for i, weight in enumerate(model.experts):
+            model.experts[i] = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+        return model
+    plan = {"q": col(), "k": col(), "v": col(), "o": row(), "up": col(), "down": row()}
+    if kind == "tied":
+        whole = {"emb": row(input_layouts=Replicate()), "head": col(output_layouts=Replicate())}
+    else:
+        own = {"input_layouts": rows}
+        plan = {name: col(**own) if isinstance(one, col) else row(output_layouts=rows) for name, one in plan.items()}
+        plan |= {"norm": SequenceParallel(), "norm2": SequenceParallel()}
+        whole = {
+            "emb": row(input_layouts=Replicate(), output_layouts=rows), "norm": SequenceParallel(),
+            "head": col(input_layouts=rows, output_layouts=Replicate()),
+        }  # fmt: skip
+    parallelize_module(model, mesh, whole)
+    if kind == "tied":
+        model.head.weight = model.emb.weight
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def apart(kind, own, other):
+    """The largest difference of gradients from the whole model, relative to the largest entry of each."""
+    whole = dict(other.named_parameters())
+    most = 0.0
+    for name, gradient in own.items():
+        # each rank of experts has a batch of its own, and here they have the same
+        want = whole[name].grad * (2 if name.startswith("experts") else 1)
+        most = max(most, float((full_tensor(gradient) - want).abs().max() / want.abs().max()))
+    return most
+
+
+def in_one_stage(kind, model, batch, other):
+    """Plans of the whole training step on two ranks: gradients, and bytes as they were predicted."""
+    joint = sk.capture(model, **batch, training=True)
+    assert sorted(joint.run(**batch).gradients) == sorted(dict(other.named_parameters()))
+    most = 0.0
+    for budget in ("least", 1.0):
+        pair = joint.split(Budget(budget))
+        primals, tangents = joint.primals(**batch), joint.tangents()
+        planned = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        # gloo's thread may hold what a collective has read for a moment longer
+        measured = min(sk.measure_memory(pair.run, list(primals), list(tangents)).peak for _ in range(8))
+        assert measured == planned.peak, (measured, planned.peak)
+        outputs, gradients = pair.run(joint.primals(**batch), joint.tangents())
+        most = max(most, apart(kind, joint.read([*outputs, *gradients]).gradients, other))
+    return {"apart": most}
+
+
+def in_stages(kind, model, batch, other, mesh, schedule, how):
+    """One step of a pipeline, and the norm of its gradients."""
+    stages, across = mesh.size(0), mesh.size(1)
+    planned = sk.capture_joint(model, **batch)
+    step = planned.split(Pipeline(stages * (2 if schedule == "zbv" else 1), schedule=schedule, microbatches=COUNT))
+    group = mesh.get_group("pp")
+    if across > 1:
+        parts = {key: replace(part, replicas=across) for key, part in step.plan.parts.items()}
+        step = planned.split(replace(step.plan, parts=parts))
+        group = mesh["pp", "dp"]._flatten("pp_dp").get_group()
+    pipe = pipeline(step, schedule, COUNT, group=group)
+    if how == "fsdp":
+        pipe.shard(mesh["dp"])
+    pipe.step(**{name: torch.cat([one] * COUNT) for name, one in batch.items()})
+    own = {name: p.grad for name, p in pipe.named_parameters().items() if p.grad is not None}
+    assert own and any(isinstance(gradient, DTensor) for gradient in own.values())
+    want = [p.grad * (2 if name.startswith("experts") else 1) for name, p in other.named_parameters()]
+    norm = nn.utils.get_total_norm(want)
+    return {"apart": apart(kind, own, other), "norm": abs(float(pipe.clip_grad_norm(1.0) / norm) - 1)}
+
+
+def refused(kind, model, batch, other, mesh):
+    """What each wrong call says on this rank."""
+    rank, said = dist.get_rank(), {}
+
+    def tried(name, call):
+        try:
+            call()
+            said[name] = ""
+        except SplitError as error:
+            said[name] = str(error)
+        dist.barrier()
+
+    step = sk.capture_joint(model, **batch).split(Pipeline(2, schedule="1f1b", microbatches=COUNT))
+    group = mesh.get_group("pp")
+    tried("microbatches", lambda: pipeline(step, "1f1b", COUNT + mesh.get_local_rank("tp"), group=group))
+    with torch.no_grad():
+        if rank == 1:
+            model.norm.weight.add_(1)
+        if rank == 3:
+            model.norm.weight.add_(1)
+    tried("weights", lambda: pipeline(step, "1f1b", COUNT, group=group))
+    return said
+
+
+def checkpoints(kind, model, batch, other, mesh, folder):
+    """What splitkit says, and what torch's own checkpoints keep of each rank's parameters."""
+    step = sk.capture_joint(model, **batch).split(Pipeline(2, schedule="1f1b", microbatches=COUNT))
+    pipe = pipeline(step, "1f1b", COUNT, group=mesh.get_group("pp"))
+    try:
+        open_checkpoints(folder, pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
+    except SplitError as error:
+        said = {"code": error.code, "reason": error.reason, "remedy": error.remedy}
+    torch.distributed.checkpoint.save(pipe.named_parameters(), checkpoint_id=folder)
+    with torch.no_grad():
+        for parameter in pipe.parameters():
+            parameter.zero_()
+    torch.distributed.checkpoint.load(pipe.named_parameters(), checkpoint_id=folder)
+    whole = dict(other.named_parameters())
+    same = all(torch.equal(full_tensor(p.detach()), whole[name]) for name, p in pipe.named_parameters().items())
+    return {**said, "same": same}
+
+
+def main():
+    """Say by how much this rank differs from the whole model."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    for word in sys.argv[1:]:
+        kind, schedule, how = word.split(",")
+        across = 2 if how in ("replicas", "fsdp") else 1
+        mesh = init_device_mesh("cpu", (ranks // across // 2, across, 2), mesh_dim_names=("pp", "dp", "tp"))
+        model, batch = build(kind, mesh.get_group("tp"))
+        parallel(kind, model, mesh["tp"])
+        other, _ = build(kind)
+        other(**batch)["loss"].backward()
+        if how.startswith("/"):
+            found = checkpoints(kind, model, batch, other, mesh, how)
+        elif how == "refused":
+            found = refused(kind, model, batch, other, mesh)
+        elif schedule == "none":
+            found = in_one_stage(kind, model, batch, other)
+        else:
+            found = in_stages(kind, model, batch, other, mesh, schedule, how)
+        print(json.dumps({"rank": rank, "case": word, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

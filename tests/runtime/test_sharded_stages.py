@@ -1,0 +1,43 @@
+"""Stages of models that are sharded over ranks as well, against the same model on one device."""
+
+from __future__ import annotations
+
+import pytest
+from campaigns import these_first
+from launch import launch
+
+CLOSE = 2e-6
+"""Sums over ranks are made in another order: float32 has 1e-7, and a gradient adds some tens of terms."""
+
+
+def found(ranks, *cases):
+    lines = launch("runtime/sharded_stages.py", ranks, *cases, seconds=100)
+    assert sorted((line["case"], line["rank"]) for line in lines) == sorted((c, r) for c in cases for r in range(ranks))
+    return lines
+
+
+@pytest.mark.parametrize("kind", these_first(["sequence"], ["tied", "experts"]))
+def test_plans_of_a_sharded_step_have_its_gradients_and_bytes(kind):
+    lines = found(2, f"{kind},none,")
+    assert all(line["apart"] < CLOSE for line in lines), lines
+
+
+@pytest.mark.parametrize("case", these_first(["tied,zbv,"], ["tied,1f1b,", "sequence,1f1b,", "sequence,zbv,"]))
+def test_four_ranks_train_like_one_device(case):
+    """Experts exchange tokens; with a tied weight or rows of the sequence, stages also send pieces of them."""
+    lines = found(4, case, "experts,1f1b,")
+    assert all(line["apart"] < CLOSE and line["norm"] < CLOSE for line in lines), lines
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("how", ["replicas", "fsdp"])
+def test_eight_ranks_train_like_one_device(how):
+    cases = [f"{kind},{schedule},{how}" for kind in ("tied", "sequence") for schedule in ("1f1b", "zbv")]
+    lines = found(8, *cases)
+    assert all(line["apart"] < CLOSE and line["norm"] < CLOSE for line in lines), lines
+
+
+def test_ranks_along_a_mesh_must_run_the_same():
+    for line in found(4, "tied,1f1b,refused"):
+        assert "SK804" in line["microbatches"] and "number of microbatches" in line["microbatches"]
+        assert "SK804" in line["weights"] and "norm.weight has other values" in line["weights"]
