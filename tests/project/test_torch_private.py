@@ -521,3 +521,42 @@ def test_torchs_budget_and_checkpoints_have_the_names_that_entry_points_use():
     assert torch.ops.aten.detach.default in SAC_IGNORED_OPS and callable(estimate_runtime)
     assert {"__call__", "uuid"} == set(CustomKnapsackSolver.__abstractmethods__)
     assert torch.Tag.nondeterministic_seeded in torch.ops.aten.bernoulli_.float.tags
+
+
+def test_a_process_group_is_found_by_another_name(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert _torch.ranks_of_group("tp=1") == ()
+        _torch.name_group("tp=1", dist.group.WORLD)
+        assert _torch.ranks_of_group("tp=1") == (0,)
+        made = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "tp=1")
+        assert torch.ops._c10d_functional.wait_tensor(made).tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group()
+    assert _torch.ranks_of_group("tp=1") == ()
+
+
+def test_models_are_told_that_they_are_compiled():
+    from torch.export import _trace
+
+    with _trace._compiling_state_context():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+def test_nodes_get_the_current_path_of_a_module():
+    from torch.fx import traceback
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(x):
+        traceback.current_meta["nn_module_stack"] = {"a": ("a", nn.Linear)}
+        return x + 1
+
+    try:
+        with traceback.preserve_node_meta():
+            graph = make_fx(function)(torch.ones(2)).graph
+    finally:
+        traceback.current_meta.pop("nn_module_stack", None)
+    assert [n.meta.get("nn_module_stack") for n in graph.nodes if n.op == "call_function"] == [{"a": ("a", nn.Linear)}]

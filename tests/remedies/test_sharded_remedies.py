@@ -61,6 +61,7 @@ def test_sharding_along_another_dimension(mesh):
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())
 
 
+@pytest.mark.campaign
 def test_checkpoints_of_torch(tmp_path):
     lines = launch("runtime/sharded_stages.py", 4, f"tied,1f1b,{tmp_path}/kept", seconds=100)
     for line in lines:
