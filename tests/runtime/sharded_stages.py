@@ -145,7 +145,7 @@ def in_one_stage(kind, model, batch, other):
     return {"apart": most}
 
 
-def in_stages(kind, model, batch, other, mesh, schedule, how):
+def in_stages(kind, model, batch, other, loss, mesh, schedule, how):
     """One step of a pipeline, and the norm of its gradients."""
     stages, across = mesh.size(0), mesh.size(1)
     planned = sk.capture_joint(model, **batch)
@@ -163,7 +163,9 @@ def in_stages(kind, model, batch, other, mesh, schedule, how):
     assert own and any(isinstance(gradient, DTensor) for gradient in own.values())
     want = [p.grad * (2 if name.startswith("experts") else 1) for name, p in other.named_parameters()]
     norm = nn.utils.get_total_norm(want)
-    return {"apart": apart(kind, own, other), "norm": abs(float(pipe.clip_grad_norm(1.0) / norm) - 1)}
+    lost = abs(float(pipe.evaluate(**{name: torch.cat([one] * COUNT) for name, one in batch.items()}) / loss) - 1)
+    most = max(apart(kind, own, other), lost)
+    return {"apart": most, "norm": abs(float(pipe.clip_grad_norm(1.0) / norm) - 1)}
 
 
 def refused(kind, model, batch, other, mesh):
@@ -221,7 +223,8 @@ def main():
         model, batch = build(kind, mesh.get_group("tp"))
         parallel(kind, model, mesh["tp"])
         other, _ = build(kind)
-        other(**batch)["loss"].backward()
+        loss = other(**batch)["loss"]
+        loss.backward()
         if how.startswith("/"):
             found = checkpoints(kind, model, batch, other, mesh, how)
         elif how == "refused":
@@ -229,7 +232,7 @@ def main():
         elif schedule == "none":
             found = in_one_stage(kind, model, batch, other)
         else:
-            found = in_stages(kind, model, batch, other, mesh, schedule, how)
+            found = in_stages(kind, model, batch, other, float(loss), mesh, schedule, how)
         print(json.dumps({"rank": rank, "case": word, **found}), flush=True)
 
 

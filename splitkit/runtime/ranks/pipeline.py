@@ -62,6 +62,7 @@ from splitkit.runtime.ranks.stage_weights import (
     OtherTensors,
     require_same_beside,
     require_same_model,
+    reshard,
     shard,
     sum_shards,
     tensors_of_stages,
@@ -505,6 +506,8 @@ class Pipeline(ComparedRanks):
                 self._set_losses(batch, losses)
             if loss_everywhere:
                 batch.loss, batch.found = self._from_last(batch)
+        if not train:
+            reshard(self.modules)
         return batch
 
     def _prepared(

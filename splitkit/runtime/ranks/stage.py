@@ -486,11 +486,26 @@ class RankStages:
         self.stages = tuple(PartStage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
         self._schedule = torch_schedule(order, self.stages, handed)
         self._last = any(m.last for m in modules)
+        self._parts, self._has_run = [chain.split.parts[chain.keys[s]] for s in stages], False
 
     def step(self) -> None:
         """Run one step on the inputs in ``batch``."""
         number = torch.tensor(self.batch.share)
-        self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
+        with nullcontext() if self._has_run else _gradients_kept(self._parts):
+            self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
+        self._has_run = True
+
+
+@contextmanager
+def _gradients_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Keep gradients of earlier steps: torch drops those of FSDP2's parameters when stages run for the first time."""
+    modules = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
+    held = {p: p.grad for module in modules for p in cast(nn.Module, module).parameters() if p.grad is not None}
+    for parameter in held:
+        parameter.grad = None
+    yield
+    for parameter, gradient in held.items():
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def handed_loss(loss: torch.Tensor, target: object) -> torch.Tensor:

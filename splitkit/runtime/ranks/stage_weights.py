@@ -89,6 +89,13 @@ def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[
         each.set_force_sum_reduction_for_comms(True)  # Gloo has only sum
 
 
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Free the whole parameters that FSDP2 keeps after a forward without backward: gradients belong to the shards."""
+    for each in (each for part in modules for each in part.modules()):
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def shard_like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Return the part of the whole tensor ``source`` that belongs in ``tensor``: its shard, if it is sharded."""
     if not isinstance(tensor, DTensor) or isinstance(source, DTensor):
