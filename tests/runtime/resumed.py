@@ -22,7 +22,7 @@ import splitkit as sk
 from splitkit.engine.split import Split
 from splitkit.errors import SplitError
 from splitkit.runtime import open_checkpoints, pipeline
-from splitkit.runtime.ranks.stage_weights import full_tensor
+from splitkit.shards import full_tensor
 
 COUNT = 4
 """Microbatches."""
