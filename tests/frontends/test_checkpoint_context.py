@@ -129,6 +129,38 @@ def test_what_is_written_to_later_is_not_saved_but_computed_again():
     assert all(torch.equal(a, b) for a, b in zip(step(net), expected, strict=True))
 
 
+class WritesAView(Block):
+    """Writes a view, of which autograd makes a view again on fake tensors, and on those only."""
+
+    def forward(self, x, scale=1.0):
+        hidden = self.wide(self.norm(x)).unsqueeze(1).squeeze(1)
+        hidden.add_(self.wide.bias)
+        left, right = hidden.squeeze(0).chunk(2, -1)
+        return x + self.narrow(torch.cat([left.sin(), right], -1))
+
+
+@pytest.mark.parametrize("policy", ["least", 0.5], ids=str)
+def test_a_layer_may_write_a_view(policy):
+    net = Net(make=WritesAView)
+    expected = step(net)
+    net.context = sk.checkpoint_context(net, policy, X, layers="blocks.*")
+    assert net.context.replays and all(torch.equal(a, b) for a, b in zip(step(net), expected, strict=True))
+    net.zero_grad()
+    assert sk.dry_run(net, X).peak == measured(net)
+
+
+class Deep(Block):
+    def forward(self, x, scale=1.0):
+        for _ in range(40):
+            x = x + x.sin()
+        return x
+
+
+def test_a_layer_may_have_many_residual_branches():
+    context = sk.checkpoint_context(Deep(), 0.5, X.clone().requires_grad_())
+    assert len(context.ops) == 80
+
+
 class Counting(Block):
     def __init__(self, dropout):
         super().__init__(dropout)
