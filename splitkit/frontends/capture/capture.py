@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -314,7 +315,11 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
 
 @contextmanager
 def capture_conditions() -> Iterator[None]:
-    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state and levels of vmap."""
+    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state and levels of vmap.
+
+    On ``meta``, integers are counted as floats: transformers does so for its experts only where it sees a CPU, and a CPU
+    counts no integers.
+    """
     state = torch.get_rng_state()
     try:
         with (
@@ -325,6 +330,7 @@ def capture_conditions() -> Iterator[None]:
             torch.autocast("cuda", enabled=False),
             warnings.catch_warnings(),
             without_meta_errors(),
+            patch.object(torch, "histc", _countable(torch.histc)),
         ):
             # silence torch's own deprecations only; warnings about the model still come through
             warnings.simplefilter("ignore", FutureWarning)
@@ -332,6 +338,15 @@ def capture_conditions() -> Iterator[None]:
             yield
     finally:
         torch.set_rng_state(state)
+
+
+def _countable(histc: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def counted(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if values.device.type != "meta" or values.is_floating_point():
+            return histc(values, *args, **kwargs)
+        return histc(values.float(), *args, **kwargs).to(values.dtype)
+
+    return counted
 
 
 @contextmanager
