@@ -158,7 +158,9 @@ def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         try:
             call_once(copied, args, kwargs)
         except Exception as error:
-            return f"{RAISES} {describe_failure(copied, error, args, kwargs)}."
+            raised = f"{RAISES} {describe_failure(copied, error, args, kwargs)}."
+            plain = succeeds(lambda: _exported(copied.requires_grad_(False), args, kwargs, dynamic))
+            return f"{raised} It runs without gradients: call model.requires_grad_(False) first." if plain else raised
         if how != "export":
             return 'Use how="export".' if succeeds(lambda: _exported(model, args, kwargs, False)) else ""
         if dynamic and succeeds(lambda: _exported(model, args, kwargs, False)):
@@ -167,6 +169,11 @@ def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             return IN_EVAL_MODE
         if succeeds(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
             return "Use splitkit.capture(torch.export.export(model, args, kwargs))."
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and kwargs.get("attention_mask") is None:
+            masked = {**kwargs, "attention_mask": torch.ones_like(ids)}
+            if succeeds(lambda: _exported(model, args, masked, dynamic)):
+                return "Pass attention_mask, too: torch.ones_like(input_ids) if nothing is padding."
         if quantized_part(model) is not None and succeeds(lambda: trace(model, args, kwargs)):
             return AS_MODULES
     return ""
