@@ -324,8 +324,7 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
 def capture_conditions() -> Iterator[None]:
     """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state and levels of vmap.
 
-    On ``meta``, integers are counted as floats: transformers does so for its experts only where it sees a CPU, and a CPU
-    counts no integers.
+    On ``meta``, integers are counted as floats, as CPUs need: transformers does so for its experts where it sees a CPU.
     """
     state = torch.get_rng_state()
     try:
