@@ -394,12 +394,14 @@ def record_layers(
     """Run a copy of the model on fake tensors, and return what its layers with these names do, in order."""
     found: list[RecordedLayer] = []
     with on_fakes(model, (args, dict(kwargs))) as (copied, (inputs, named)):
-        for name in names:
-            _watch(copied.get_submodule(name), name, found)
         if any(is_transformers_layer(copied.get_submodule(name)) for name in names):
             for module in copied.modules():  # with checkpoints, transformers' models use no cache
                 if hasattr(module, "gradient_checkpointing"):
                     module.gradient_checkpointing = True
+                if is_transformers_layer(module):
+                    module._gradient_checkpointing_func = operator.call
+        for name in names:
+            _watch(copied.get_submodule(name), name, found)
         copied(*inputs, **named)
     return found
 
