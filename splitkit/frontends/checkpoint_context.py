@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -50,7 +51,7 @@ from splitkit.graph.storages import storages_shown
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 from splitkit.plans.policy import PolicyLike
 from splitkit.short_repr import brief
-from splitkit.training.flow import JointFlow
+from splitkit.training.flow import BACKWARD, JointFlow
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,21 @@ class CheckpointContext:
         ops: the ops of a layer in eager mode, in order, without ops that read integers alone: these run again.
         saved: the positions of those whose results are saved; all others run again in backward.
         note: the note of the plan of a layer.
+        replays: the positions of views that autograd makes again, of fake tensors only, after a write to a view.
     """
 
     layers: tuple[str, ...]
     ops: tuple[Any, ...]
     saved: frozenset[int]
     note: str
+    replays: frozenset[int] = frozenset()
 
     __repr__ = brief
 
     def __str__(self) -> str:
         kept = ", ".join(str(self.ops[i]) for i in sorted(self.saved)) or "nothing but its inputs"
         note = f"; {self.note}" if self.note else ""
-        return f"{len(self.layers)} layers of {len(self.ops)} ops, each saves {kept}{note}"
+        return f"{len(self.layers)} layers of {len(self.ops) - len(self.replays)} ops, each saves {kept}{note}"
 
     def __deepcopy__(self, memo: object) -> CheckpointContext:
         """Return itself: it is constant, and a copy of a model carries it."""
@@ -100,7 +103,10 @@ class _Decisions:
         if not reads_floats(args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         ops, position = self.context.ops, self.positions[state.is_recompute]
-        self.positions[state.is_recompute] += 1
+        if not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            while position in self.context.replays:
+                position += 1
+        self.positions[state.is_recompute] = position + 1
         if position >= len(ops) or ops[position] is not op:
             planned = ops[position] if position < len(ops) else "no further op"
             raise PlanError(
@@ -168,19 +174,24 @@ def checkpoint_context(
     joint = _joint(model.get_submodule(first.name), first)
     keys, drawn = _keys(joint)
     positions = _positions(first.ops)
-    _tag_unsavable(joint, {n for n in keys if n in drawn or keys[n] not in positions})
+    unsavable = {n for n in keys if n in drawn or keys[n] not in positions}
+    _tag_unsavable(joint, unsavable)
     prices = (costs or default)(joint.graph_module)
-    pair = divide(_repeatable(joint.flow), chosen, prices)
+    pair = divide(_as_checkpointed(joint.flow, unsavable), chosen, prices)
     saved = _saved_ops(joint, pair, keys, positions)
     note = pair.plan.note if pair.plan is not None else ""
     targets = tuple(op.target for op in first.decided)
-    return CheckpointContext(tuple(layer.name for layer in recorded), targets, saved, note)
+    return CheckpointContext(tuple(layer.name for layer in recorded), targets, saved, note, first.replays)
 
 
-def _repeatable(flow: JointFlow) -> JointFlow:
-    """Return the facts of a layer whose random ops may run again: checkpoints restore the state of the generator."""
+def _as_checkpointed(flow: JointFlow, unsavable: Collection[Node]) -> JointFlow:
+    """Return the facts of a layer whose random ops may run again: checkpoints restore the state of the generator.
+
+    What eager mode does not save, and backward computes, stays in backward.
+    """
     drawing = {n for n, effects in flow.effects.items() if effects.random and not effects.writes}
-    once = {n: why for n, why in flow.once.items() if n not in drawing}
+    late = {n: "forward does not run it in eager mode" for n in unsavable if flow.save_all.home(n) == BACKWARD}
+    once = {n: why for n, why in {**flow.once, **late}.items() if n not in drawing}
     kept = {n: tuple(b for b in before if b not in drawing or n not in drawing) for n, before in flow.after.items()}
     return replace(flow, once=MappingProxyType(once), after=defaultdict(tuple, kept))
 
@@ -336,6 +347,9 @@ class RecordedOp:
         made: the storages of its results, by number.
         writes: the storages that it writes to; those of inputs, parameters and buffers have negative numbers.
         decided: whether a context decides about it; otherwise it runs again.
+        reads: the tensors that it reads, by id.
+        gives: the tensors that it returns, by id.
+        is_view: whether these lie in memory that was there.
     """
 
     target: Any
@@ -343,6 +357,9 @@ class RecordedOp:
     made: frozenset[int]
     writes: frozenset[int]
     decided: bool
+    reads: frozenset[int]
+    gives: frozenset[int]
+    is_view: bool
 
 
 @dataclass(frozen=True)
@@ -354,12 +371,14 @@ class RecordedLayer:
         args: its arguments, as fake tensors.
         kwargs: its keyword arguments.
         ops: what it ran, as `torch.utils.checkpoint` sees it.
+        replays: the positions, of the ops about which a context decides, at which autograd made a view again.
     """
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     ops: tuple[RecordedOp, ...]
+    replays: frozenset[int]
 
     @property
     def decided(self) -> tuple[RecordedOp, ...]:
@@ -373,12 +392,14 @@ def record_layers(
     """Run a copy of the model on fake tensors, and return what its layers with these names do, in order."""
     found: list[RecordedLayer] = []
     with on_fakes(model, (args, dict(kwargs))) as (copied, (inputs, named)):
-        for name in names:
-            _watch(copied.get_submodule(name), name, found)
         if any(is_transformers_layer(copied.get_submodule(name)) for name in names):
             for module in copied.modules():  # with checkpoints, transformers' models use no cache
                 if hasattr(module, "gradient_checkpointing"):
                     module.gradient_checkpointing = True
+                if is_transformers_layer(module):
+                    module._gradient_checkpointing_func = operator.call
+        for name in names:
+            _watch(copied.get_submodule(name), name, found)
         copied(*inputs, **named)
     return found
 
@@ -390,13 +411,31 @@ def _watch(layer: nn.Module, name: str, found: list[RecordedLayer]) -> None:
         recorder = Recorder(layer, args, given)
         with recorder:
             output = run(*args, **kwargs)
-        found.append(RecordedLayer(name, args, given, tuple(recorder.ops)))
+        decided = [op for op in recorder.ops if op.decided]
+        found.append(RecordedLayer(name, args, given, tuple(recorder.ops), _replays(decided, output)))
         return output
 
     if is_transformers_layer(layer):
         layer._gradient_checkpointing_func = recorded  # type: ignore[assignment]
     else:
         layer.forward = partial(recorded, layer.forward)
+
+
+def _replays(ops: Sequence[RecordedOp], output: Any) -> frozenset[int]:
+    """Return the positions of the views that autograd made again, after a write to a view of the same memory.
+
+    It needs their ``grad_fn`` alone, so nothing reads them.
+    """
+    first: dict[Hashable, int] = {}
+    found, read = set[int](), {id(leaf) for leaf in pytree.tree_leaves(output)}
+    for i, op in enumerate(ops):
+        first.setdefault(op.key, i)
+    for i, op in reversed(list(enumerate(ops))):
+        if op.is_view and i > first[op.key] and read.isdisjoint(op.gives):
+            found.add(i)
+        else:
+            read |= op.reads
+    return frozenset(found)
 
 
 def is_transformers_layer(module: nn.Module) -> bool:
@@ -426,7 +465,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and record it."""
-        kwargs = kwargs or {}
+        kwargs, before = kwargs or {}, len(self._storages)
         output = func(*args, **kwargs)
         own, passed = keys_of(func, args, kwargs, self._key, draws(func, args, kwargs))
         leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
@@ -439,7 +478,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keys[id(tensor)] = passed
         made = frozenset(self._storage(t) for t in leaves)
         writes = frozenset(self._storage(t) for t in written)
-        self.ops.append(RecordedOp(func, own, made, writes, reads_floats(args, kwargs)))
+        read = frozenset({id(leaf) for leaf in pytree.tree_leaves((args, kwargs))} & self._keys.keys())
+        given, is_view = frozenset(map(id, leaves)), not written and len(self._storages) == before
+        self.ops.append(RecordedOp(func, own, made, writes, reads_floats(args, kwargs), read, given, is_view))
         return output
 
     def _name(self, tensor: Tensor, key: Hashable, outside: bool = False) -> None:
@@ -494,7 +535,8 @@ def keys_of(
     """
     leaves = pytree.tree_leaves(list(args), is_leaf=_is_leaf)
     given = [key(value) for value in leaves]
-    own = (_out_of_place(func), len(args), *given, *((n, _deep(v, key)) for n, v in sorted(kwargs.items())))
+    terms = (_out_of_place(func), len(args), *given, *((n, _deep(v, key)) for n, v in sorted(kwargs.items())))
+    own = sha256(repr(terms).encode()).hexdigest()  # of fixed size: terms of terms double with each residual branch
     if func is torch.ops.aten.native_dropout.default:
         return own, (DROPOUT, given[0])
     read = [k for k, value in zip(given, leaves, strict=True) if isinstance(value, Tensor | Node)]

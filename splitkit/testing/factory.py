@@ -82,7 +82,12 @@ def saved_program(path: str, sizes: Mapping[str, int]) -> Example:
             program = torch.export.load(path)
     except Exception as error:  # whatever is wrong with the file
         reason = f"{path} cannot be loaded as an exported program: {message_line(error)}"
-        raise CaptureError("SK403", reason, "Write the file with torch.export.save(program, path).") from error
+        raise CaptureError(
+            "SK403",
+            reason,
+            "Write the file with torch.export.save(program, path). Where its outputs are of a class of transformers, "
+            "load it in a factory that imports that class.",
+        ) from error
     if program.example_inputs is None:
         raise CaptureError("SK403", f"{path} has no example inputs", RETURN)
     args, kwargs = program.example_inputs

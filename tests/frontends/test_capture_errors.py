@@ -8,7 +8,7 @@ from jointmodels import Checked
 from torch import nn
 
 import splitkit as sk
-from splitkit.errors import GraphError
+from splitkit.errors import CaptureError, GraphError
 from splitkit.policies import Budget
 
 
@@ -87,3 +87,37 @@ def test_the_remedy_for_a_size_of_constant_counts_lets_a_budget_plan():
         sk.capture_joint(model, x).split(Budget(1.0))
     model.bounded = True
     assert sk.capture_joint(model, x).split(Budget(1.0)).saved
+
+
+class OnlyWithoutGradients(nn.Linear):
+    """As FlexAttention on a CPU."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        if out.requires_grad:
+            raise NotImplementedError("there is no backward")
+        return out
+
+
+def test_a_model_without_a_backward_is_captured_for_inference():
+    net, x = OnlyWithoutGradients(4, 4), torch.randn(2, 4)
+    with pytest.raises(CaptureError, match=r"without gradients: call model\.requires_grad_\(False\) first\.$"):
+        sk.capture(net, x)
+    assert torch.equal(sk.capture(net.requires_grad_(False), x)(x), net(x))
+
+
+class MasksItself(nn.Linear):
+    """As LongT5, which torch.export does not let make a mask."""
+
+    def forward(self, input_ids, attention_mask=None):
+        if attention_mask is None and not torch.compiler.is_compiling():
+            attention_mask = torch.ones_like(input_ids)
+        return super().forward(input_ids * attention_mask)
+
+
+def test_a_mask_that_export_does_not_make_is_asked_for():
+    net, x = MasksItself(4, 4), torch.randn(2, 4)
+    with pytest.raises(CaptureError, match=r"Pass attention_mask, too: torch\.ones_like\(input_ids\) if nothing is"):
+        sk.capture(net, input_ids=x)
+    given = {"input_ids": x, "attention_mask": torch.ones_like(x)}
+    assert torch.equal(sk.capture(net, **given)(**given), net(input_ids=x))

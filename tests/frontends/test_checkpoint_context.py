@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
-from splitkit.errors import CaptureError
+from splitkit.errors import CaptureError, PlanError
 from splitkit.policies import Budget, Remat, SaveAll
 
 
@@ -127,6 +127,38 @@ def test_what_is_written_to_later_is_not_saved_but_computed_again():
     targets = [str(net.context.ops[i]) for i in sorted(net.context.saved)]
     assert "aten.mul_.Tensor" in map(str, net.context.ops) and "aten.mul_.Tensor" not in targets
     assert all(torch.equal(a, b) for a, b in zip(step(net), expected, strict=True))
+
+
+class WritesAView(Block):
+    """Writes a view, of which autograd makes a view again on fake tensors, and on those only."""
+
+    def forward(self, x, scale=1.0):
+        hidden = self.wide(self.norm(x)).unsqueeze(1).squeeze(1)
+        hidden.add_(self.wide.bias)
+        left, right = hidden.squeeze(0).chunk(2, -1)
+        return x + self.narrow(torch.cat([left.sin(), right], -1))
+
+
+@pytest.mark.parametrize("policy", these_first(["least"], [0.5]), ids=str)
+def test_a_layer_may_write_a_view(policy):
+    net = Net(make=WritesAView)
+    expected = step(net)
+    net.context = sk.checkpoint_context(net, policy, X, layers="blocks.*")
+    assert net.context.replays and all(torch.equal(a, b) for a, b in zip(step(net), expected, strict=True))
+    net.zero_grad()
+    assert sk.dry_run(net, X).peak == measured(net)
+
+
+class Deep(Block):
+    def forward(self, x, scale=1.0):
+        for _ in range(40):
+            x = x + x.sin()
+        return x
+
+
+def test_a_layer_may_have_many_residual_branches():
+    context = sk.checkpoint_context(Deep(), 0.5, X.clone().requires_grad_())
+    assert len(context.ops) == 80
 
 
 class Counting(Block):
@@ -281,6 +313,25 @@ def test_a_remedy_for_experts_that_look_at_values_works():
         sk.checkpoint_context(model, "least", **batch)
     with pytest.warns(UserWarning, match="graph breaks"):
         sk.apply(model, "least", **batch)(**batch).sum().backward()
+
+
+@pytest.mark.campaign
+def test_layers_of_transformers_that_differ_are_planned_one_by_one():
+    model, batch = mixtral("batched_mm")
+    model.model.layers[1].mlp = torch.nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    with pytest.raises(PlanError, match=r"SK307(.|\n)*layers='model\.layers\.1', \*\*batch\)"):
+        sk.checkpoint_context(model, "least", **batch)
+    found = [sk.checkpoint_context(model, "least", layers=f"model.layers.{i}", **batch) for i in range(2)]
+    assert [context.layers for context in found] == [("model.layers.0",), ("model.layers.1",)]
+    model(**batch).loss.backward()
+    expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for layer, context in zip(model.model.layers, found, strict=True):
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=context)
+    model(**batch).loss.backward()
+    made = [p.grad for p in model.parameters()]
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
 class Branching(Block):

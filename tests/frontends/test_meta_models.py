@@ -68,6 +68,29 @@ def test_a_graph_on_meta_takes_real_inputs_no_more_than_the_model(tmp_path):
         to_devices(open_stages(tmp_path), "cpu")
 
 
+class Counts(nn.Module):
+    """Counts what experts get, as transformers does for products of groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+
+    def forward(self, x):
+        chosen = self.router(x).argmax(-1)
+        counted = torch.histc(chosen.float() if x.device.type == "cpu" else chosen.int(), bins=3, min=0, max=2)
+        return x * counted.cumsum(0, dtype=torch.int32)[chosen, None]
+
+
+def test_experts_that_were_captured_on_meta_are_counted_on_a_cpu(tmp_path):
+    torch.manual_seed(0)
+    whole, x = Counts(), torch.randn(9, 4)
+    write_tensors(tmp_path / "model.safetensors", whole.state_dict())
+    with torch.device("meta"):
+        model = Counts()
+    split = sk.load(sk.split(sk.capture(model, x), sk.policies.Stages(2)), tmp_path, ["cpu:0", "cpu:1"])
+    assert torch.equal(split(x), whole(x))
+
+
 @pytest.mark.parametrize("family", ["Llama", "Gemma3Text"])
 def test_rotary_buffers_of_transformers_are_computed_again(family):
     transformers = pytest.importorskip("transformers")

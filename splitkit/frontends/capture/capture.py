@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -120,7 +121,9 @@ def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         try:
             call_once(copied, args, kwargs)
         except Exception as error:
-            return f"{RAISES} {describe_failure(copied, error, args, kwargs)}."
+            raised = f"{RAISES} {describe_failure(copied, error, args, kwargs)}."
+            plain = succeeds(lambda: _exported(copied.requires_grad_(False), args, kwargs, dynamic))
+            return f"{raised} It runs without gradients: call model.requires_grad_(False) first." if plain else raised
         if how != "export":
             return 'Use how="export".' if succeeds(lambda: _exported(model, args, kwargs, False)) else ""
         if dynamic and succeeds(lambda: _exported(model, args, kwargs, False)):
@@ -129,6 +132,11 @@ def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             return IN_EVAL_MODE
         if succeeds(lambda: _from_exported(torch.export.export(model, args, kwargs, strict=False))):
             return "Use splitkit.capture(torch.export.export(model, args, kwargs))."
+        ids = kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and kwargs.get("attention_mask") is None:
+            masked = {**kwargs, "attention_mask": torch.ones_like(ids)}
+            if succeeds(lambda: _exported(model, args, masked, dynamic)):
+                return "Pass attention_mask, too: torch.ones_like(input_ids) if nothing is padding."
         if quantized_part(model) is not None and succeeds(lambda: trace(model, args, kwargs)):
             return AS_MODULES
     return ""
@@ -277,7 +285,10 @@ def _keep_input_check(gm: fx.GraphModule) -> None:
 
 @contextmanager
 def capture_conditions() -> Iterator[None]:
-    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state and levels of vmap."""
+    """Turn grad mode on and autocast off, as every capture has them, and restore the RNG state and levels of vmap.
+
+    On ``meta``, integers are counted as floats, as CPUs need: transformers does so for its experts where it sees a CPU.
+    """
     state = torch.get_rng_state()
     try:
         with (
@@ -288,6 +299,7 @@ def capture_conditions() -> Iterator[None]:
             torch.autocast("cuda", enabled=False),
             warnings.catch_warnings(),
             without_meta_errors(),
+            patch.object(torch, "histc", _countable(torch.histc)),
         ):
             # silence torch's own deprecations only; warnings about the model still come through
             warnings.simplefilter("ignore", FutureWarning)
@@ -295,6 +307,15 @@ def capture_conditions() -> Iterator[None]:
             yield
     finally:
         torch.set_rng_state(state)
+
+
+def _countable(histc: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def counted(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if values.device.type != "meta" or values.is_floating_point():
+            return histc(values, *args, **kwargs)
+        return histc(values.float(), *args, **kwargs).to(values.dtype)
+
+    return counted
 
 
 @contextmanager

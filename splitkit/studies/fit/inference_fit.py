@@ -296,13 +296,15 @@ class LikeOnGpu(TorchFunctionMode):
     """Lets a run on ``meta`` take what it takes on a GPU, with plain inputs.
 
     Attention runs the kernel of a GPU. Products of groups (of experts) are computed in any floating dtype. Questions
-    that only values could answer, such as whether a mask is full or a value is infinite, have the usual answer: what
-    is asked of all values holds, and what is asked of any does not.
+    that only values could answer, such as whether a mask is full, a value is infinite or a layer is left out, have the
+    usual answer: what is asked of all values holds (also when they are counted), and what is asked of any, or of one,
+    does not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._answers: dict[int, tuple[Tensor, bool]] = {}
+        self._counts: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -314,11 +316,16 @@ class LikeOnGpu(TorchFunctionMode):
             return self._answers[id(args[0])][1]
         result = func(*args, **kwargs)
         if func in _QUESTIONS and isinstance(result, Tensor) and result.ndim == 0:
-            self._answers[id(result)] = result, _QUESTIONS[func]
+            counted = func is Tensor.__eq__ and args[1] == self._counts.get(id(args[0]), (None, None))[1]
+            self._answers[id(result)] = result, counted or _QUESTIONS[func]
+        if func is Tensor.sum and isinstance(result, Tensor) and result.ndim == 0:
+            self._counts[id(result)] = result, args[0].numel()
         return result
 
 
-_QUESTIONS: dict[Any, bool] = {Tensor.all: True, torch.all: True, Tensor.any: False, torch.any: False}
+_QUESTIONS: dict[Any, bool] = {Tensor.all: True, torch.all: True} | dict.fromkeys(
+    (Tensor.any, torch.any, Tensor.__eq__, Tensor.lt, Tensor.gt, Tensor.le, Tensor.ge), False
+)
 
 
 class _GroupedProduct(torch.autograd.Function):

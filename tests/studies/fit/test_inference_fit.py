@@ -237,6 +237,34 @@ def timed(): return Timed(nn.Conv1d), torch.randn(2, 8, 8)
 """
 
 
+ASKS_FOR_VALUES = """
+import torch, transformers as tf
+def llama():
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=90)
+    ids = torch.ones(2, 12, dtype=torch.long)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), (), dict(input_ids=ids, attention_mask=ids, labels=ids)
+class Skips(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x if self.training and torch.rand([]) < 0.1 else layer(x)
+        return {"loss": x.sum()}
+def skips():
+    return Skips(), (torch.randn(4, 16),)
+"""
+
+
+@pytest.mark.parametrize("train", [None, "adamw"])
+@pytest.mark.parametrize("name", ["llama", "skips"])
+def test_masks_and_layers_that_are_left_out_need_no_values(tmp_path, monkeypatch, name, train):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "asks.py").write_text(ASKS_FOR_VALUES)
+    assert not sk.fit(f"asks.py:{name}", "1x1KiB", train=train).fits
+    assert sk.fit(f"asks.py:{name}", "1x1GiB", train=train).fits
+
+
 @pytest.mark.parametrize("train", [None, "sgd"])
 def test_float32_inputs_of_a_factory_are_cast_with_its_model(tmp_path, train):
     file = tmp_path / "own.py"
