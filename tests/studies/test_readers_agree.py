@@ -47,6 +47,7 @@ PLANS = {
     "inference": Stages(3, memory="20GiB", links="pcie4"),
     "a cache": Stages(2, objective="tokens", memory="2GiB"),
     "training": Stages(3, "1f1b", 6, links="nvlink4"),
+    "an optimizer": Stages(3, optimizer="sgd", memory="20GiB", links="pcie4"),
     "two stages a rank": Stages(4, "interleaved-1f1b", 4, links="nvlink4"),
     "replicas": Stages(4, "1f1b", 8, replicas=(1, 2), links="nvlink4"),
     "a policy without a purpose": RoundRobin(3),
@@ -217,7 +218,8 @@ def test_notes_profile_and_a_step_by_hand_say_the_same(name):
     stages = sk.stage_costs(gm, plan)
     if asked.schedule:
         run = sk.simulate_schedule(stages, asked.schedule, asked.microbatches, links=asked.links)
-        assert (run.seconds, run.peaks) == (figures.step, figures.peaks)
+        drawn = pictured(plan).ladder().run
+        assert (run.seconds, run.peaks) == (figures.step, figures.peaks) == (drawn.seconds, drawn.peaks)
         assert f"step {duration(run.seconds)}, " in plan.note
     if plan.claim is not None:
         value = plan.claim.value if plan.claim.objective == "tokens" else figures.value
