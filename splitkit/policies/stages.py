@@ -164,8 +164,8 @@ class Stages:
         memory = None if is_word(self.memory, "least") else self.memory
         links = as_links(self.links)
         optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
-        trains = optimizer is not None
-        demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, memory, links, optimizer, trains)
+        asked = self.schedule, self.microbatches, memory, links, optimizer
+        demand = StageRequest(self, flow, costs, *asked, backward=optimizer is not None)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()
         counted = _ALONE if self.schedule is None and links is None else _ONCE if self.memory is None else _COUNTED

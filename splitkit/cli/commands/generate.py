@@ -170,11 +170,8 @@ def _tokenizer(args: Namespace) -> tuple[Callable[[str], list[int]] | None, Call
     try:
         made: Any = AutoTokenizer.from_pretrained(args.tokenizer)
     except (OSError, ValueError) as error:
-        raise FileError(
-            "SK504",
-            f"{args.tokenizer} has no tokenizer that transformers reads",
-            "Give the folder of a checkpoint with its tokenizer.",
-        ) from error
+        reason = f"{args.tokenizer} has no tokenizer that transformers reads"
+        raise FileError("SK504", reason, "Give a folder with a tokenizer.") from error
     return lambda text: list(made(text)["input_ids"]), lambda tokens: made.decode(tokens, skip_special_tokens=True)
 
 
