@@ -145,6 +145,19 @@ def test_what_backward_runs_again_counts_in_loads_too(name):
     assert sum(shares.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", ["unequal devices", "unequal devices, training"])
+def test_a_copy_costs_what_it_takes_on_the_device_of_its_part(name):
+    plan = planned(name)
+    node = next(n for n in plan if n.name == "cos")
+    home, other = plan.home(node), 1 - plan.home(node)
+    more = plan.place({node: (home, other)})
+    alone, figures = truth(plan).figures(plan), truth(more).figures(more)
+    assert figures.work[other] > alone.work[other] and figures.work[home] == alone.work[home]
+    keys, stages = truth(more).parts_of(more), sk.stage_costs(graph(), more)
+    work = {key: stage.forward + stage.backward for key, stage in zip(keys, stages, strict=True)}
+    assert work == pytest.approx(dict(figures.work), rel=1e-12)
+
+
 def test_a_report_counts_one_replica_of_each_part():
     plan = planned("replicas")
     parts = {key: replace(part, replicas=1 + key % 2) for key, part in plan.parts.items()}
