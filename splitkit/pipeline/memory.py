@@ -288,9 +288,9 @@ def message_changes(run: StepTrace) -> Iterator[Changes]:
     made = data[read]
     own = -(-back[stage[made]] // replicas[read])
     yield from _held(rank[read], own, run.ends[made], run.ends[read], end[made], end[read])
-    kept = keeps_sent(run)
-    sent = data[(data >= 0) & remote & ~forward] if kept else number[~forward & (run.arrivals > run.ends)]
-    stop = np.full(len(sent), run.ends.max()) if kept else run.arrivals[sent]
+    kept, kept_back = keeps_sent(run)
+    sent = data[(data >= 0) & remote & ~forward] if kept_back else number[~forward & (run.arrivals > run.ends)]
+    stop = np.full(len(sent), run.ends.max()) if kept_back else run.arrivals[sent]
     own = -(-back[stage[sent]] // replicas[sent])
     yield from _held(rank[sent], own, run.ends[sent], stop, end[sent], np.full(len(sent), _LATEST))
     if kept:
@@ -309,10 +309,15 @@ def _kept(run: StepTrace, sent: Ints) -> Iterator[Changes]:
     yield from _held(rank[sent], on[stage[sent]], run.ends[last], over, 2 * last + 1, np.full(len(sent), _LATEST))
 
 
-def keeps_sent(run: StepTrace) -> bool:
-    """Whether sent messages are held to the end of the step (`splitkit.pipeline.schedule.Schedule.waits_for_sends`)."""
-    schedule = schedule_of(run.order) if run.static_buffers else None
-    return run.static_buffers and (schedule is None or not schedule.waits_for_sends)
+def keeps_sent(run: StepTrace) -> tuple[bool, bool]:
+    """Whether activations, and gradients, that were sent are held to the end of the step.
+
+    Torch's classes for one stage on each rank free them as soon as they have arrived, but for the gradients of GPipe.
+    Its interpreter, which runs all else, did not before 2.15.
+    """
+    schedule = schedule_of(run.order)
+    own = schedule.torch_class if schedule is not None and schedule.is_single else ""
+    return run.static_buffers and not own, run.static_buffers and own in ("", "ScheduleGPipe")
 
 
 def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[Changes]:

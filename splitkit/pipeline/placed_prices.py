@@ -110,7 +110,7 @@ class PlacedStepCosts(PlacedCosts):
 def in_part(costs: Costs, key: PartKey) -> Costs:
     """Return the prices of nodes in one part of the plan of `PlacedCosts`; other costs as they are."""
     given = as_given(costs)
-    inner = given.costs if isinstance(given, FromOps) else given
+    inner = as_given(given.costs) if isinstance(given, FromOps) else given
     if not isinstance(inner, PlacedCosts):
         return costs
     own = inner.of_part.get(key, inner.costs)

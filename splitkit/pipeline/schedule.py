@@ -83,14 +83,6 @@ class Schedule:
         """The number of stages per rank if the number of ranks is not given."""
         return 2 if self.stages_per_rank is None else self.stages_per_rank
 
-    @property
-    def waits_for_sends(self) -> bool:
-        """Whether its runtime frees sent messages as soon as they have arrived, before the end of the step.
-
-        Torch's classes for one stage on each rank do; its interpreter, which runs all else, did not before 2.15.
-        """
-        return self.is_single and bool(self.torch_class)
-
     def rank_of(self, stage: int, ranks: int) -> int:
         """Return the rank of a stage."""
         return 2 * ranks - 1 - stage if self.placement == "V" and stage >= ranks else stage % ranks

@@ -36,7 +36,8 @@ class StageCosts:
             those (`splitkit.pipeline.stage_prices`).
         activation_bytes: bytes of the message to the next stage.
         input_gradient_bytes: bytes of the message to the previous stage; ``None``: as many as the received activation.
-        temporary_bytes: upper bound on additional bytes while the stage computes.
+        temporary_bytes: upper bound on additional bytes while the stage computes, but for what kernels take besides
+            their results. The gradient that comes counts here, and in a simulated step among the messages, too.
         parameter_bytes: bytes of the parameters and buffers.
         gradient_bytes: bytes of the gradients of the parameters.
         optimizer_bytes: bytes of the optimizer's state.

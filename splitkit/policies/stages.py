@@ -46,13 +46,13 @@ class Stages:
         the plan that is chosen           8 / 12 / 12 / 10 / 12 /  8 / 10 / 31 %    it still is, the others are even
 
     Without links, memory and schedule a stage's load is the work of its nodes. With ``links`` a stage also pays for
-    each value that it sends or receives, once (twice with a schedule, since gradients come back). Values that need no
+    each value that it sends or receives, once (twice in training, since gradients come back). Values that need no
     gradient and depend on the inputs alone are recomputed if that is cheaper than sending them.
 
-    With a ``schedule`` the load is forward and backward, and ``memory`` must hold the microbatches that are in flight
-    in each stage. The shortest simulated step is preferred before evenness; among equally even plans, the lowest peak.
-    If ranks have several stages, the step comes first, unless the tolerance is 0, and it is no longer than with cuts
-    between blocks.
+    In training the load is forward and backward. With a ``schedule``, ``memory`` must hold the microbatches that are in
+    flight in each stage. The shortest simulated step is preferred before evenness; among equally even plans, the lowest
+    peak. If ranks have several stages, the step comes first, unless the tolerance is 0, and it is no longer than with
+    cuts between blocks.
 
     Nodes that share written memory, or a value that cannot be sent, are in the same stage, since no runtime could
     separate them. What only counts or records, such as the counter of a batch norm, is in the stage of its module
@@ -164,7 +164,8 @@ class Stages:
         memory = None if is_word(self.memory, "least") else self.memory
         links = as_links(self.links)
         optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
-        demand = StageRequest(self, flow, costs, self.schedule, self.microbatches, memory, links, optimizer)
+        asked = self.schedule, self.microbatches, memory, links, optimizer
+        demand = StageRequest(self, flow, costs, *asked, backward=optimizer is not None)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()
         counted = _ALONE if self.schedule is None and links is None else _ONCE if self.memory is None else _COUNTED

@@ -115,13 +115,12 @@ class StagePricing:
             "optimizer": asked.counted,
             "cache": _cache(flow, asked),
             "tokens": asked.tokens,
+            "backward": asked.purpose == "training",
         }
         if asked.devices:
             devices = asked.devices
-            trains = asked.purpose == "training"
             on = {key: part.planned_on for key, part in plan.parts.items() if part.planned_on in devices}
-            apart: dict[str, Any] = {"together": asked.together, "only": asked.only}
-            options: dict[str, Any] = {"backward": trains, "devices": devices, **apart}
+            options: dict[str, Any] = {"devices": devices, "together": asked.together, "only": asked.only}
             return cls(DeviceRequest(policy, flow, costs, **common, **options), on=on)
         steps = DecoderSteps.of(flow, costs, asked.chunk) if asked.chunk and asked.cache is None else None
         staged = StageRequest(policy, flow, costs, asked.schedule, asked.microbatches, steps=steps, **common)

@@ -269,9 +269,9 @@ def with_loss(example: Example, loss: str) -> Example:
     if isinstance(model, fx.GraphModule):
         reason = "a graph, such as an exported program, cannot be given a loss"
         raise CaptureError("SK403", reason, "Export the model with its loss, or name the function that makes it.")
-    own = _own_loss(loss) if loss not in LOSSES else None
     kind = vars(type(model)).get(_WITHOUT, type(model))  # a factory may return the same module again
     taken = TARGET in inspect.signature(kind.forward).parameters
+    own = _own_loss(loss, not taken and example.kwargs.get(TARGET) is not None) if loss not in LOSSES else None
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,11 +288,20 @@ def with_loss(example: Example, loss: str) -> Example:
     return example
 
 
-def _own_loss(spec: str) -> Callable[..., Any]:
+def _own_loss(spec: str, targeted: bool) -> Callable[..., Any]:
     place, _, name = spec.rpartition(":")
     found = getattr(module_at(place), name, None)
     if not callable(found):
         raise CaptureError("SK403", f"{place} has no function {name!r}", "Define it there: def loss(output): ...")
+    try:
+        inspect.signature(found).bind(*("output", "target")[: 1 + targeted])
+    except TypeError as error:
+        reason = f"--loss {spec} is called with {'an output and a target' if targeted else 'the output alone'}: {error}"
+        given = 'Return the target from the factory: module, args, {"target": target}; or take the output alone.'
+        remedy = "Take both: def loss(output, target): ..." if targeted else given
+        raise CaptureError("SK403", reason, remedy) from error
+    except ValueError:  # a function of C may not tell what it takes
+        pass
     return found  # type: ignore[no-any-return]  # a module's attribute may be anything
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from splitkit.checks import is_word, items_of, nbytes
-from splitkit.costs import Costs
+from splitkit.costs import Costs, unit_of
 from splitkit.engine.pair import Pair, divide
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import StagedStep
@@ -25,6 +25,7 @@ from splitkit.memory.profile import MemoryProfile
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.purpose import purpose
 from splitkit.pipeline.run import ScheduleRun
+from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.pipeline.trace import MeasuredStep
 from splitkit.plans.parts import UNSAID, PlannedOptimizer
 from splitkit.plans.record import Plan, module_of_plan, plan_of
@@ -242,20 +243,27 @@ def _ladder(
     held = plan.request.counting(optimizer)
     if is_word(optimizer, "planned") and not plan.request.purpose:
         title = f"{title or plan.note or 'plan'}; {purpose(held)} ({UNSAID})"
-    ladder = LadderView(flow, plan, prices, title, held, limit, run, ran, others)
 
-    def svg() -> str:
-        return ladder_svg(ladder)
+    @cache
+    def step() -> ScheduleRun | None:
+        """Return the step that is given, or that of the schedule that the plan was made for."""
+        if run is not None or plan.request.schedule is None or unit_of(prices) != "s":
+            return run
+        return planned_run(plan, stage_costs(flow, plan, prices, optimizer=held))
+
+    @cache
+    def ladder() -> LadderView:
+        return LadderView(flow, plan, prices, title, held, limit, step(), ran, others)
 
     def tables() -> list[Table]:
-        ranks = [] if run is None else [rank_table(run, memory=limit)]
+        ranks = [] if (made := step()) is None else [rank_table(made, memory=limit)]
         return [report(flow.root, plan, prices).table(), *ranks]
 
     def fallback() -> str:
         return _bars(report(flow.root, plan, prices))
 
     name = title or plan.note or "plan"
-    return Picture(name, svg, tables, lambda: ladder, len(flow.nodes), len(plan.parts), fallback)
+    return Picture(name, lambda: ladder_svg(ladder()), tables, ladder, len(flow.nodes), len(plan.parts), fallback)
 
 
 def limit_of(memory: float | str | None) -> int | None:

@@ -456,6 +456,8 @@ APART = [
     (["--devices", "2x100GB"], "Give --memory 100GB with --stages 2 in place of --devices."),
     (["--stages", "2", "--memory", "80"], "Write --memory 80GB, or 80B if you mean bytes."),
     (["--stages", "2", "--memory", "24,16"], "Write --memory 24GB,16GB, or 24B if you mean bytes."),
+    (["--stages", "2", "--memory", "80,24GiB"], "Write --memory 80GB,24GiB, or 80B if you mean bytes."),
+    (["--stages", "2", "--memory", "8e1"], "Write --memory 8e1GB, or 8e1B if you mean bytes."),
     (["--what", "fwd-bwd", "--memory", "512"], "Write --memory 512GB, or 512B if you mean bytes."),
     (["--stages", "2", "--view", "page.svg"], "splitkit view PLAN.json -o page.svg"),
     (["--stages", "2", "--memory", "80%"], "is a share, but no device is named"),

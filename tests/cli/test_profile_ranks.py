@@ -168,6 +168,37 @@ def test_what_kernels_of_convolutions_take_inside_is_counted_and_statistics_are_
     assert all(0.99 * both["measured"] <= both["predicted"] <= 1.25 * both["measured"] for both in peaks)
 
 
+SOUND = """
+import torch, transformers
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        config = transformers.WhisperConfig(
+            d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=256, max_source_positions=100
+        )
+        self.encoder = transformers.models.whisper.modeling_whisper.WhisperEncoder(config)
+        self.head = nn.Linear(64, 10)
+    def forward(self, x):
+        return self.head(self.encoder(x).last_hidden_state.mean(1))
+def net():
+    return Net(), (torch.ones(4, 80, 200),)
+"""
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("more", [[], ["--recompute"]])
+def test_inputs_as_large_as_what_is_saved_and_gradients_that_gpipe_keeps_are_counted_once(tmp_path, more):
+    """Spectrograms are a fifth of the first rank's peak; sent gradients, half of the last one's if it recomputes."""
+    (tmp_path / "sound.py").write_text(SOUND)
+    words = ["profile", f"{tmp_path / 'sound.py'}:net", "--loss", "cross_entropy", "--stages", "2", "--ranks", "2"]
+    run = command(*words, "--microbatches", "4", "--repeat", "1", "--schedules", "gpipe,1f1b", *more, "--json")
+    assert run.returncode == 0, run.stderr
+    ranks = [(row["rank"], row["peak"]) for made in json.loads(run.stdout)["schedules"] for row in made["ranks"]]
+    for rank, both in ranks:  # the gradient that comes is counted as a message and as a temporary
+        assert both["measured"] <= 1.01 * both["predicted"] <= (1.06 if rank else 1.2) * both["measured"]
+
+
 def test_one_microbatch_is_refused(call):
     code, _, err = call("profile", SPEC, *TINY, "--stages", "2", "--ranks", "2", "--microbatches", "1")
     assert code == 2 and "SK601" in err

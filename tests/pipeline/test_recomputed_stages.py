@@ -46,7 +46,14 @@ def measured(part, args):
     came, made = sum(storages(tensors_of(args)).values()), []
     up = _torch.allocations(lambda: made.extend(tensors_of(run())))
     down = _torch.allocations(lambda: backward(made))
-    peaks = max(accumulate(up, initial=0)), sum(up) + max(accumulate(down, initial=0))
+    peaks = [max(accumulate(up, initial=0)), sum(up) + max(accumulate(down, initial=0))]
+    if "convolution" in sk.simulate_memory(part).unseen:
+        # its kernels copy tensors into layouts of their own, which stage costs leave out: tensors alone count
+        made.clear()
+        forward = sk.measure_memory(lambda: made.extend(tensors_of(run())))
+        down = sk.measure_memory(lambda: backward(made))
+        inside, peaks = peaks, [forward.peak - forward.baseline, sum(up) + down.peak - down.baseline]
+        assert all(least <= most for least, most in zip(peaks, inside, strict=True))
     for parameter in part.parameters():
         parameter.grad = None
     # a message between ranks holds every element of an expanded value
@@ -79,7 +86,7 @@ def test_a_stage_holds_its_inputs_and_its_peak_has_one_recomputed_microbatch(nam
     gm, plan, found, _ = check(LossOnly(example.model), *example.args, stages=2, slack=1.15, **example.kwargs)
     plain = stage_costs(sk.analyze(gm), plan, sk.costs.flops(gm), optimizer="sgd")
     for again, once in zip(found, plain, strict=True):
-        assert again.saved_bytes < 0.7 * once.saved_bytes
+        assert again.saved_bytes - RNG_STATE_BYTES < 0.7 * once.saved_bytes
         assert again.temporary_bytes > once.temporary_bytes
         assert again.forward == once.forward and again.backward == pytest.approx(once.forward + once.backward)
         assert again.fixed_bytes == once.fixed_bytes

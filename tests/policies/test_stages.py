@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from campaigns import few_of_many, these_first
+from capturedmodels import captured_example
 from hypothesis import strategies as st
 from placedgraphs import Deep, Prices, dags, every_chain, load_of
 from torch import fx, nn
@@ -328,3 +329,15 @@ def test_a_claim_of_before_evenness_is_read(headed, tmp_path):
     data = plan.to_dict()
     del data["claim"]["evenness"]
     assert sk.Plan.from_dict(gm.graph, data).claim.evenness is None
+
+
+@pytest.mark.parametrize("more", [{}, {"memory": "least"}, {"links": "pcie4"}, {"memory": "1GiB"}])
+def test_an_optimizer_asks_for_stages_that_are_even_in_training(more):
+    """As prices with backward do: a load is forward and backward, and gradients come back over links."""
+    gm = captured_example("gpt2", layers=2, width=32, heads=2, vocab=100, seq=16).graph
+    costs = sk.costs.roofline(gm, "l4")
+    named = sk.plan(gm, Stages(2, optimizer="adam", **more), costs)
+    priced = sk.plan(gm, Stages(2, **more), sk.costs.training(costs))
+    assert named.claim.value == pytest.approx(priced.claim.value) and dict(named.items()) == dict(priced.items())
+    slowest = next(one for one in sk.compare_plans(named, named).figures if one.name == "slowest stage")
+    assert slowest.first == pytest.approx(named.claim.value)

@@ -115,7 +115,8 @@ def with_replicas(parts, replicas):
 def every_worth(gm, costs, devices, degrees, schedule, microbatches, links=None):
     """Yield (peak, load, step) of every plan, by definition; without links the load is the work."""
     flow = sk.analyze(gm)
-    prices = StagePrices(flow, sk.costs.training(costs, gm))
+    both = sk.costs.training(costs, gm)
+    prices = StagePrices(flow, both)
     for count in range(1, devices // min(degrees) + 1):
         for stage in every_plan(flow, count):
             parts = [[n for n, s in zip(flow.nodes, stage, strict=True) if s == part] for part in range(count)]
@@ -125,7 +126,7 @@ def every_worth(gm, costs, devices, degrees, schedule, microbatches, links=None)
                     run = sk.simulate_schedule(
                         stages, schedule or "gpipe", microbatches if schedule else 1, links=links
                     )
-                    load = max((sum(map(costs.seconds, p)) / d for p, d in zip(parts, replicas, strict=True)))
+                    load = max((sum(map(both.seconds, p)) / d for p, d in zip(parts, replicas, strict=True)))
                     yield max(run.peaks) if schedule else max(map(held, stages)), load, run.seconds
 
 

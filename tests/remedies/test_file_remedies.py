@@ -583,7 +583,7 @@ def tokenizer(folder):
 
 def test_tokenizers():
     Path("empty").mkdir()
-    with refusal("SK504", "Give the folder of a checkpoint."):
+    with refusal("SK504", "Give a folder with a tokenizer."):
         generate._tokenizer(Namespace(tokenizer="empty"))
     encode, decode = tokenizer("checkpoint")
     assert encode("b") == [1] and decode([1]) == "b"

@@ -56,6 +56,28 @@ def test_losses_of_outputs():
     step("nets.py:net", "losses.py:loss")
 
 
+OWN = """
+def one(output): return output.sum()
+def both(output, target): return (output * target).sum()
+"""
+
+
+def test_what_an_own_loss_is_called_with():
+    Path("losses.py").write_text(OWN)
+    made = "net()[0], (torch.ones(2, 4),), {'target': torch.ones(2, 4)}"
+    Path("more.py").write_text(f"{NETS}\ndef aims(): return {made}\n")
+    with refusal(
+        "SK403",
+        'Return the target from the factory: module, args, {"target": target}; or take the output alone.',
+    ) as error:
+        step("nets.py:net", "losses.py:both")
+    assert "called with the output alone: missing a required argument: 'target'" in error.value.reason
+    step("more.py:aims", "losses.py:both")
+    step("nets.py:net", "losses.py:one")
+    with refusal("SK403", "Take both: def loss(output, target): ..."):
+        step("more.py:aims", "losses.py:one")
+
+
 def test_the_loss_of_a_graph():
     torch.export.save(torch.export.export(torch.nn.Linear(4, 4), (torch.ones(2, 4),)), "net.pt2")
     with refusal("SK403", "Export the model with its loss, or name the function that makes it."):

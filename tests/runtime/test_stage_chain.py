@@ -16,7 +16,7 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.runtime import to_devices
 from splitkit.runtime.devices.device_map import with_numbered_devices
 from splitkit.runtime.parent import calls_of
-from splitkit.runtime.ranks.measurements import with_passed_on
+from splitkit.runtime.ranks.measurements import with_passed_on, without_batch
 from splitkit.runtime.ranks.stage_chain import chain_of, last_stage_of
 
 
@@ -171,6 +171,20 @@ def test_what_a_stage_only_passes_on_is_held_there():
     assert [n.name for n in found.passed_on(1, ())] == ["sin"]
     stages = [StageCosts(1, 1, saved_bytes=s) for s in (10, 20, 30)]
     assert [s.saved_bytes for s in with_passed_on(found, stages)] == [10, 20 + 2 * 4 * 4, 30]
+
+
+def test_the_batch_is_there_before_a_step():
+    x = 2 * 4 * 4
+    gm = sk.capture(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
+    found = chain_of(sk.split(gm, {"linear": 0, "linear_1": 1}))
+
+    def held(saved, later):
+        stages = without_batch(found, [StageCosts(1, 1, saved_bytes=saved, deferred_bytes=later)] * 2)
+        return [(stage.saved_bytes, stage.deferred_bytes) for stage in stages]
+
+    assert held(50, None) == [(50 - x, None), (50, None)], "stage 1 reads nothing of the batch"
+    # what the input part captures, or leaves, of other values stays as it is
+    assert held(50, 60)[0] == (50 - x, 60 - x) and held(50, 40)[0] == (50 - x, 50 - x) and held(50, 10)[0] == (18, 10)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ PLANS = {
     "inference": Stages(3, memory="20GiB", links="pcie4"),
     "a cache": Stages(2, objective="tokens", memory="2GiB"),
     "training": Stages(3, "1f1b", 6, links="nvlink4"),
+    "an optimizer": Stages(3, optimizer="sgd", memory="20GiB", links="pcie4"),
     "two stages a rank": Stages(4, "interleaved-1f1b", 4, links="nvlink4"),
     "replicas": Stages(4, "1f1b", 8, replicas=(1, 2), links="nvlink4"),
     "a policy without a purpose": RoundRobin(3),
@@ -144,6 +145,19 @@ def test_what_backward_runs_again_counts_in_loads_too(name):
     assert sum(shares.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", ["unequal devices", "unequal devices, training"])
+def test_a_copy_costs_what_it_takes_on_the_device_of_its_part(name):
+    plan = planned(name)
+    node = next(n for n in plan if n.name == "cos")
+    home, other = plan.home(node), 1 - plan.home(node)
+    more = plan.place({node: (home, other)})
+    alone, figures = truth(plan).figures(plan), truth(more).figures(more)
+    assert figures.work[other] > alone.work[other] and figures.work[home] == alone.work[home]
+    keys, stages = truth(more).parts_of(more), sk.stage_costs(graph(), more)
+    work = {key: stage.forward + stage.backward for key, stage in zip(keys, stages, strict=True)}
+    assert work == pytest.approx(dict(figures.work), rel=1e-12)
+
+
 def test_a_report_counts_one_replica_of_each_part():
     plan = planned("replicas")
     parts = {key: replace(part, replicas=1 + key % 2) for key, part in plan.parts.items()}
@@ -217,7 +231,8 @@ def test_notes_profile_and_a_step_by_hand_say_the_same(name):
     stages = sk.stage_costs(gm, plan)
     if asked.schedule:
         run = sk.simulate_schedule(stages, asked.schedule, asked.microbatches, links=asked.links)
-        assert (run.seconds, run.peaks) == (figures.step, figures.peaks)
+        drawn = pictured(plan).ladder().run
+        assert (run.seconds, run.peaks) == (figures.step, figures.peaks) == (drawn.seconds, drawn.peaks)
         assert f"step {duration(run.seconds)}, " in plan.note
     if plan.claim is not None:
         value = plan.claim.value if plan.claim.objective == "tokens" else figures.value

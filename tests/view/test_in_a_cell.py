@@ -100,6 +100,34 @@ def test_a_widget_shows_the_whole_width_in_a_cell_that_is_narrower_than_the_wind
     assert browser.faults() == []
 
 
+WRITTEN = """(() => { const own = CanvasRenderingContext2D.prototype, write = own.fillText, found = [];
+  own.fillText = function (text, x, y) {
+    if (text.includes("bubble")) found.push([text, x + this.measureText(text).width, this.canvas.clientWidth]);
+    write.call(this, text, x, y); };
+  drawn.chart.paint(); own.fillText = write; return found; })()"""
+"""The line above the timeline: its text, where it ends, and where the picture ends."""
+
+
+def test_the_line_above_the_timeline_says_as_much_as_has_room(browser, ladder, tmp_path):
+    widget(browser, tmp_path, ladder)
+    said = []
+    for width in (966, 330):
+        browser.value(f"document.body.style.width = '{width}px'")
+        for _ in range(3):
+            browser.settle()
+        [(text, end, room)] = browser.value(WRITTEN)
+        assert end <= room, text
+        said.append(text)
+    assert "of 4 microbatches: step" in said[0] and "= warm-up" in said[0]
+    assert said[1].startswith("1F1B: step ") and said[0].replace(" of 4 microbatches", "").startswith(said[1])
+
+
+def test_a_long_note_does_not_stand_in_a_narrow_column(browser, ladder, tmp_path):
+    page = shown(browser, tmp_path, replace(ladder, title="A sentence about stages. " * 12))
+    wide, high = page.value("(e => [e.clientWidth, e.clientHeight])(document.querySelector('header .mut'))")
+    assert wide > 900 and high < 60
+
+
 def test_the_part_that_is_seen_first_scrolls_to_both_ends_beside_the_map(browser, ladder, tmp_path):
     page = shown(browser, tmp_path, ladder)
     try:

@@ -60,6 +60,21 @@ def pair():
 X = torch.ones(4, 16)
 
 
+def test_a_plan_shows_the_step_of_the_schedule_that_it_was_made_for(gpt2):
+    gm, costs, _ = gpt2
+    policy = sk.policies.Stages(3, schedule="1f1b", microbatches=5, links="nvlink4", seconds=1)
+    plan = sk.plan(gm, policy, costs)
+    run = pictured(plan).ladder().run
+    same = sk.simulate_schedule(sk.stage_costs(sk.analyze(gm), plan, costs), "1f1b", 5, links="nvlink4")
+    assert (run.seconds, run.memory) == (same.seconds, same.memory)
+    assert len(pictured(plan).tables()) == 2, "the second is of the ranks"
+    other = sk.simulate_schedule(run.stages, "gpipe", 2)
+    assert pictured(plan, run=other).ladder().run is other
+    # FLOPs make no step, and neither does a plan without a schedule
+    assert pictured(plan, costs=sk.costs.flops(gm)).ladder().run is None
+    assert pictured(gpt2[2]).ladder().run is None
+
+
 def every(gpt2, run, pair):
     gm, costs, plan = gpt2
     split = sk.split(gm, plan)

@@ -15,7 +15,7 @@ from splitkit.cli import launcher, rank_process, source, stage_folders
 from splitkit.cli.commands.train import planned_together, words_for_ranks
 from splitkit.cli.common import CapturedModel, example_of, plan_file, policy_of, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.errors import FileError, PipelineError, UsageError, message_line
+from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.units import size
 from splitkit.view.tables import facts, table
@@ -170,11 +170,8 @@ def _tokenizer(args: Namespace) -> tuple[Callable[[str], list[int]] | None, Call
     try:
         made: Any = AutoTokenizer.from_pretrained(args.tokenizer)
     except (OSError, ValueError) as error:
-        raise FileError(
-            "SK504",
-            f"{args.tokenizer} cannot be read as a tokenizer: {message_line(error)}",
-            "Give the folder of a checkpoint.",
-        ) from error
+        reason = f"{args.tokenizer} has no tokenizer that transformers reads"
+        raise FileError("SK504", reason, "Give a folder with a tokenizer.") from error
     return lambda text: list(made(text)["input_ids"]), lambda tokens: made.decode(tokens, skip_special_tokens=True)
 
 

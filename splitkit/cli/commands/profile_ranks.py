@@ -74,7 +74,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
         held = list(split.stage_costs(sk.costs.flops(split.source.graph_module), optimizer="sgd"))
     else:
         stages = sk.stage_costs(split.flow, split.plan, sk.costs.flops(split.flow.root), optimizer="sgd")
-        held = measurements.with_passed_on(chain, list(stages))
+        held = measurements.without_batch(chain, measurements.with_passed_on(chain, list(stages)))
     orders, left_out = _orders(args, chain.stages, count, dist.get_world_size())
     batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])

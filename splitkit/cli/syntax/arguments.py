@@ -134,12 +134,16 @@ def positive(text: str) -> int:
 
 
 def sizes_of_memory(text: str) -> str:
-    """Return a text of sizes; refuse ``80`` or ``24,16``, which are so few bytes that a unit must be missing."""
-    for word in text.split(","):
-        if _is_natural(word) and 1 < int(word) < _FEW_BYTES:
-            instead = text.replace(",", "GB,") + "GB"
-            raise argparse.ArgumentTypeError(f"{word} is {word} bytes{INSTEAD}{instead}, or {word}B if you mean bytes")
+    """Return a text of sizes; refuse ``80``, ``8e1`` or ``24,16``: so few bytes that a unit must be missing."""
+    words = text.split(",")
+    for word in filter(_lacks_unit, words):
+        instead = ",".join(f"{one}GB" if _lacks_unit(one) else one for one in words)
+        raise argparse.ArgumentTypeError(f"{word} is {word} bytes{INSTEAD}{instead}, or {word}B if you mean bytes")
     return text
+
+
+def _lacks_unit(word: str) -> bool:
+    return bool(word) and word[-1] in "0123456789" and 1 < (read_size(word) or 0) < _FEW_BYTES
 
 
 def above_zero(text: str) -> float:

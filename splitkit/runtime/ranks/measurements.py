@@ -22,6 +22,7 @@ from torch.profiler import record_function
 from splitkit import _torch
 from splitkit.costs.links import Links
 from splitkit.errors import PipelineError
+from splitkit.graph.node_values import storage_bytes
 from splitkit.hardware.link_specs import Link
 from splitkit.pipeline.memory import memory_over_time, static_bytes
 from splitkit.pipeline.order import BACKWARD, BACKWARD_WEIGHT, Action, PipelineOrder
@@ -291,6 +292,18 @@ def with_passed_on(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCost
     for stage in range(1, len(stages) - 1):
         passed = (chain.value(node).like for node in chain.passed_on(stage, wanted))
         found[stage] = replace(found[stage], saved_bytes=found[stage].saved_bytes + sum(v.nbytes for v in passed))
+    return found
+
+
+def without_batch(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCosts]:
+    """Take off what each stage holds of the batch, whose microbatches are there before a step begins."""
+    found = []
+    for number, stage in enumerate(stages):
+        likes = (chain.facts.inputs[str(node.target)] for node in chain.inputs(number))
+        given = sum(storage_bytes(like) for like in likes if like is not None)
+        saved, later = max(0, stage.saved_bytes - given), stage.deferred_bytes
+        late = None if later is None else min(later, max(saved, later - given))
+        found.append(replace(stage, saved_bytes=saved, deferred_bytes=late))
     return found
 
 

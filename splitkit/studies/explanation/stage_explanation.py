@@ -307,7 +307,8 @@ def _others(pricing: StagePricing, plan: Plan, policy: object) -> Iterator[tuple
     if plan.claim is None:
         count, asked = len(pricing.devices_of(plan)), pricing.request
         if 1 < count <= _MOST_STAGES and not pricing.replicated:
-            yield f"Stages({count})", lambda: Stages(count, links=asked.links, optimizer=asked.optimizer)
+            trained = None if pricing.assumed else asked.optimizer
+            yield f"Stages({count})", lambda: Stages(count, links=asked.links, optimizer=trained)
     if isinstance(policy, Stages):
         each = _stages_of_rank(policy)
         number = pricing.microbatches(parts)

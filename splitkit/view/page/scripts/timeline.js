@@ -165,7 +165,10 @@ export class Timeline {
     this.told = this.instant ? this.instant.rank : 0;
     Object.assign(this, {w, h, high: (h - LENS - 24 - (run.measured ? 34 : 20)) / run.ranks});
     const idle = idleOf(run), share = (/** @type {"warmup" | "waiting" | "tail"} */ kind) => (100 * sum(idle.map(of => of[kind])) / (run.ranks * run.seconds || 1)).toFixed(1);
-    put(c, `${run.name} of ${run.microbatches} microbatches: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} % = warm-up ${share("warmup")} + waiting ${share("waiting")} + tail ${share("tail")}${ladder.isShipped ? "" : ladder.how}`, 70, 15, "600 11px system-ui", ink.fg);
+    const brief = `${run.name}: step ${duration(run.seconds, run.unit)}, bubble ${(100 * run.bubble).toFixed(1)} %`;
+    const whole = `${brief.replace(":", ` of ${run.microbatches} microbatches:`)} = warm-up ${share("warmup")} + waiting ${share("waiting")} + tail ${share("tail")}${ladder.isShipped ? "" : ladder.how}`;
+    c.font = "600 11px system-ui";
+    put(c, c.measureText(whole).width < w - 70 ? whole : brief, Math.max(4, Math.min(70, w - c.measureText(brief).width)), 15, c.font, ink.fg);
     for (const event of run.events) this.box(c, event);
     if (run.measured) this.paintMeasured(c, run, run.measured);
     for (let rank = 0; rank < run.ranks; rank++) this.held(c, run, rank, w);
