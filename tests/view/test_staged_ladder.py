@@ -17,7 +17,7 @@ from splitkit.units import duration, size
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.renderers import pictured
 from splitkit.view.svg.drawing import stacked
-from splitkit.view.svg.ladder_svg import staged_svg
+from splitkit.view.svg.ladder_svg import StagedDrawing, staged_svg
 
 
 def texts(picture):
@@ -121,6 +121,14 @@ def test_texts_and_tables_of_the_still_picture_are_the_figures():
     table = next(iter(pictured(step).tables()))
     cells = [str(cell) for column in table.columns for cell in column.cells]
     assert size(costs.saved_bytes) in cells and size(costs.fixed_bytes) in cells
+
+
+def test_a_box_is_empty_only_where_none_of_its_rows_has_an_op():
+    drawing = StagedDrawing(view_of(divided()).still(), lambda start, end: 0)
+    row = drawing.items[0]
+    assert drawing.data["counts"]["weight"][:3] == [0, 6, 0]
+    assert [drawing._is_empty(replace(row, end=end), "weight") for end in (1, 2, 3)] == [True, False, False]
+    assert not drawing._is_empty(row, "forward")
 
 
 @pytest.mark.parametrize("make", [divided, recomputed])
