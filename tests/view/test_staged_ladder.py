@@ -46,6 +46,17 @@ def test_ribbons_and_held_values_add_up_to_the_bytes_of_each_stage(make):
         assert [sum(nbytes for _, nbytes in of) for of in data[makers]] == [nbytes for *_, nbytes in data[ribbons]]
 
 
+def test_a_ribbon_goes_from_the_row_of_the_maker_to_the_row_of_the_reader():
+    """Each block is three rows: what its norm makes is read by the backward of its linear layer, and so on."""
+    view = view_of(divided())
+    held, waiting = ({v.maker.name: v.rows for v in of} for of in (view.held_values, view.waiting_values))
+    for block, end in enumerate(("", "_1", "_2")):  # the last one is in two stages
+        row, late = 3 * block, f"_{3 - block}"
+        assert held[f"native_layer_norm{end}"] == waiting[f"native_layer_norm{end}"] == (row, row + 1)
+        assert held[f"addmm{end}"] == (row + 1, row + 2)
+        assert waiting[f"gelu_backward{late}"] == (row + 2, row + 1)
+
+
 @pytest.mark.parametrize("make", [divided, recomputed])
 def test_times_are_those_of_the_plan_and_ops_are_where_it_puts_them(make):
     step = make()
