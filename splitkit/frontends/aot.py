@@ -149,7 +149,7 @@ def line_of_model(error: BaseException) -> str:
 def with_model_line(error: SplitError, cause: Exception) -> SplitError:
     """Return the error with the line of the model that Dynamo was tracing, which no traceback shows."""
     line = line_of_model(cause)
-    if not line or line in error.reason:
+    if line in error.reason:
         return error
     return type(error)(error.code, f"{error.reason}\n  at {line}", error.remedy, error.nodes)
 

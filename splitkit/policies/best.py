@@ -137,7 +137,9 @@ class Best:
             return None
         if policy.schedule not in (None, self.schedule):
             return None
-        if policy.links is not None and _ranks(policy.n, policy.schedule) != _ranks(policy.n, self.schedule):
+        if policy.links is not None and (
+            ranks_of(policy.schedule, None, policy.n) != ranks_of(self.schedule, None, policy.n)
+        ):
             return None  # messages between stages of one rank are free
         if policy.memory is not None:
             optimizer = counted_optimizer(policy.optimizer, policy.schedule, scoring.demand.prices)
@@ -150,10 +152,6 @@ class Best:
         reasons = "; ".join(map(str, entries))
         remedy = next((entry.remedy for entry in entries if entry.remedy), "")
         return NoPlanError("SK303", f"Best: none of {len(entries)} policies has a plan: {reasons}", remedy)
-
-
-def _ranks(stages: int, schedule: str | None) -> tuple[int, ...]:
-    return ranks_of(schedule, None, stages)
 
 
 @dataclass(frozen=True, eq=False)

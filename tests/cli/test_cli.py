@@ -6,13 +6,16 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
 import splitkit
 from splitkit import cli
+from splitkit.cli.common import _example
 from splitkit.cli.outcome import jsonable
 from splitkit.cli.parser import make_parser
 from splitkit.cli.syntax import policy_list, policy_spec
@@ -567,3 +570,10 @@ def test_only_finite_numbers_in_json():
 def test_parser_knows_the_examples():
     args = make_parser().parse_args(["run", "p.json", "--size", "a=1,b=2", "--size", "c=3"])
     assert args.size == [{"a": 1, "b": 2}, {"c": 3}] and args.how is None and args.eval is None
+
+
+def test_a_built_in_model_has_the_weights_of_its_seed():
+    sizes = {"layers": 1, "width": 8, "heads": 2, "vocab": 16, "seq": 4}
+    made = [_example(Namespace(spec="gpt2", seed=seed, sizes=sizes)).model.state_dict() for seed in (0, 3, 3)]
+    same = [all(torch.equal(made[i][name], made[j][name]) for name in made[0]) for i, j in ((0, 1), (1, 2))]
+    assert same == [False, True]

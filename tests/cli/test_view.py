@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from splitkit.cli import main
-from splitkit.units import duration
+from splitkit.units import duration, size
 
 SMALL = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
 
@@ -27,7 +27,8 @@ def test_a_plan_is_written_as_a_page(tmp_path, capsys):
         "1GiB",
     ]
     assert main(["view", "gpt2", *given, "-o", str(page)]) == 0
-    assert "wrote" in capsys.readouterr().out and '"schema":"splitkit.ladder/2"' in page.read_text("utf-8")
+    said = f"wrote {page} ({size(page.stat().st_size)}); open it in a browser\n"
+    assert capsys.readouterr().out.endswith(said) and '"schema":"splitkit.ladder/2"' in page.read_text("utf-8")
     assert main(["view", "gpt2", *SMALL, "--stages", "2", "-o", str(page), "--memory", "much"]) == 2
     assert "SK302" in capsys.readouterr().err
 

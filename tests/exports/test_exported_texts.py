@@ -91,6 +91,24 @@ def test_what_each_format_says(decoder):
     assert {*json.loads(text("onnx"))["pipeline_stage"].values()} == {0, 1, 2}
 
 
+def test_the_configuration_of_torchtitan(decoder):
+    """All of it: with a schedule, the file of its order; with recompute, another policy of the memory."""
+    stages = """    module_fqns_per_model_part=[
+        ["tok_embeddings", "layers.0", "rotary"],
+        ["layers.1", "layers.2", "rotary"],
+        ["layers.3", "norm", "lm_head", "rotary"],
+    ],
+)
+"""
+    head = "from torchtitan.config import ParallelismConfig\n\nparallelism = ParallelismConfig(\n"
+    head += '    pipeline_parallel_degree=3,\n    pipeline_parallel_schedule="1F1B",\n'
+    order = '    pipeline_parallel_schedule_csv="order.csv",  # the file of --order\n'
+    tail = "# command line: --compile.memory_policy "
+    found = sk.export(decoder, to="torchtitan", schedule="1f1b", microbatches=4)
+    assert found.text == f"{head}{order}{stages}{tail}default\n"
+    assert sk.export(recomputed(decoder), to="torchtitan").text == f"{head}{stages}{tail}full\n"
+
+
 def test_a_long_layout_repeats_letters():
     blocks = [Layer((f"layers.{i}",), (), ("layers", i)) for i in range(7)]
     sequence = LayerSequence(None, (Layer(("embed",), ()), *blocks, Layer(("head",), ())), (), "ends")

@@ -95,6 +95,7 @@ def test_the_form_can_be_named(gm):
         ("pipeline_pivots: ''", "nnscaler", "SK524", "no pipeline_pivots"),
         ('{"pipeline_pivots": "layers.1,layers.2", "pipeline_nstages": 2}', "nnscaler", "SK524", "leave the choice"),
         ("{}", "onnx", "SK524", "pipeline_stage for each node"),
+        ("stage 0", "onnx", "SK524", "not JSON with a pipeline_stage"),
         ('{"pipeline_stage": {"nobody": 0}}', "onnx", "SK525", "no node 'nobody'"),
         ('{"pipeline_stage": {"embedding": 0}}', "onnx", "SK525", "has no stage"),
         (3, None, "SK524", "int"),

@@ -112,3 +112,15 @@ def test_a_model_without_blocks_is_refused():
 
     with pytest.raises(PlanError, match="SK522.*no module paths"):
         layer_sequence(analyze(gm), unit(gm), "modules")
+
+
+def test_cuts_of_a_plan(decoder):
+    """Only of parts that run in this order, one after another, each with layers of its own."""
+    _, flow = decoder
+    sequence = layer_sequence(flow, unit(flow), "layers")
+    plan = sequence.plan((2, 4), "")
+    assert sequence.cuts_of(plan, [0, 1, 2]) == (2, 4)
+    for keys in ([0, 2, 1], [2, 1, 0], [0, 1], [0, 1, 2, 3]):
+        assert sequence.cuts_of(plan, keys) is None
+    inside = plan.place(dict.fromkeys(sequence.layers[1].nodes[1:], (1,)))
+    assert sequence.cuts_of(inside, [0, 1, 2]) is None

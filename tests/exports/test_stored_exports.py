@@ -51,7 +51,7 @@ ROUNDED = {
 """Format -> plans that are rounded for it, which takes a third of a second each, and how they are to run."""
 
 
-SOME = ["accelerate"]
+SOME = ["accelerate", "onnx"]
 
 
 @pytest.mark.parametrize("to", these_first(SOME, [to for to in FORMATS if to not in SOME]))

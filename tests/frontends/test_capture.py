@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.errors import CaptureError
 from splitkit.frontends.joint_capture import capture, capture_joint
+from splitkit.frontends.trace_settings import without_meta_errors
 from splitkit.graph.scope import is_state_op
 
 leaves = torch.utils._pytree.tree_leaves
@@ -346,3 +348,18 @@ def test_a_failed_capture_leaves_no_fake_tensors_in_the_model():
     with pytest.raises(sk.errors.CaptureError, match="SK401"):
         capture(model, torch.randn(2, 4))
     assert not any("Fake" in type(t).__name__ for t in model.kept)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_the_mode_of_a_capture_is_fixed(mode):
+    gm = capture(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), torch.ones(1, 2))
+    with pytest.raises(NotImplementedError, match="fixed at capture: call model.train"):
+        getattr(gm, mode)()
+
+
+def test_torch_logs_no_error_of_meta_values_that_it_raises_and_later_all_again():
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, told = list(log.filters), logging.makeLogRecord({"msg": "failed while attempting to run meta for %s"})
+    with without_meta_errors():
+        assert not log.filter(told) and log.filter(logging.makeLogRecord({"msg": "something else"}))
+    assert log.filters == before and log.filter(told)

@@ -11,6 +11,7 @@ from campaigns import these_first
 from torch import nn
 
 import splitkit as sk
+from splitkit.frontends.compile.changing_sizes import CompileHistory
 from splitkit.policies import Budget
 
 LIMIT = 700_000
@@ -116,3 +117,12 @@ def test_the_last_graph_that_dynamo_compiles_has_the_least_peak(model):
 def test_the_first_plan_is_refused_where_nothing_fits(model):
     with pytest.raises(sk.SplitError, match="SK303"):
         sk.apply(model, Budget(LIMIT), torch.randn(4, 200, 24), costs=prices)
+
+
+def test_an_exceeded_budget_is_warned_of_once():
+    history = CompileHistory()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        history.warn("the budget is exceeded")
+        history.warn("and again")
+    assert [str(one.message) for one in told] == ["the budget is exceeded"]

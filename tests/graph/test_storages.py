@@ -10,7 +10,14 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.errors import GraphError
-from splitkit.graph.storages import hides_memory, owned_tensors, shared_keys, storage_key, storages_shown
+from splitkit.graph.storages import (
+    hides_memory,
+    owned_tensors,
+    shared_keys,
+    shares_memory,
+    storage_key,
+    storages_shown,
+)
 
 
 def test_values_that_share_memory_show_one_storage():
@@ -20,6 +27,24 @@ def test_values_that_share_memory_show_one_storage():
     base.meta["val"], view.meta["val"], other.meta["val"], both.meta["val"] = memory, memory[1:], apart, [memory, apart]
     assert storages_shown([base, view]) == {storage_key(memory)} and storages_shown([unknown]) == set()
     assert storages_shown([both]) == storages_shown([base, other]) == {storage_key(memory), storage_key(apart)}
+
+
+def test_values_show_who_shares_memory_unless_a_view_has_a_storage_of_its_own():
+    def of(target, apart, kind="placeholder"):
+        def write(g):
+            first = g.get_attr("held") if kind == "get_attr" else g.placeholder("x")
+            node = g.call_function(target, (first, 1))
+            first.meta["val"], node.meta["val"] = base, torch.ones(4) if apart else base.view(2, 2)
+            g.output(node)
+
+        base, root = torch.ones(4), nn.Module()
+        root.register_buffer("held", base)
+        return shares_memory(graph_of(write, root))
+
+    view, written, sum_ = torch.ops.aten.view.default, torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor
+    assert [of(target, apart=False) for target in (view, written, sum_)] == [True, True, True]
+    assert [of(target, apart=True) for target in (view, written, sum_)] == [False, False, True]
+    assert of(view, apart=True, kind="get_attr")
 
 
 def test_keys_of_any_two_kinds_can_be_compared():

@@ -89,6 +89,7 @@ def test_a_step_as_data_as_a_table_and_as_a_trace():
         ["0F0 0B0 1F0", "1F0 1B0"],
         ["0F0 0I0", "1F0 1B0"],
         ["0F0 0B0", "1F0 1W0 1I0"],
+        ["1I0 1F0 1W0", "0F0 0B0"],
         ["0F0 0B0", ""],
         ["0F0 0B0", "2F0 2B0"],
         ["0X0", "1F0"],

@@ -203,6 +203,14 @@ def test_with_fewer_demands_a_bound_still_holds():
     assert shared([Given((0, 0, 0, 1)), Stages(2, links=WIRE)]).bound == pytest.approx(5), "with links it says nothing"
 
 
+def test_a_bound_with_messages_says_nothing_where_a_rank_has_several_stages():
+    """Those of one rank send each other nothing."""
+    gm = sk.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.ones(1, 4))
+    policies, costs = [Given((0, 1, 2, 3)), Stages(4, links=WIRE)], sk.costs.unit(gm)
+    proofs = [best(policies, costs, gm, links=WIRE, schedule=name).claim.solver for name in (None, "1f1b", "zbv")]
+    assert ["; Stages(4, links=...) by" in solver for solver in proofs] == [True, True, False]
+
+
 def test_stages_prove_nothing_for_visits():
     heavy = Table({"sin": 3.0, "cos": 3.0, "exp": 3.0, "abs_1": 4.0, "neg": 6.0})
     gm = graph(torch.sin, torch.cos, torch.neg, torch.exp, torch.abs)

@@ -207,7 +207,7 @@ def test_the_note_says_what_is_claimed():
     joint, costs, _, _ = small(Chain, 16)
     plan = Budget(0.5, of="saved").assign(joint.flow, costs)
     saves = r"The peak is .*iB\. Forward saves .*iB \(within .*iB\), and backward recomputes for .*s\. "
-    assert re.match(saves + "No plan recomputes less", plan.note)
+    assert re.fullmatch(saves + "No plan recomputes less", plan.note)
     assert Budget(1.0).assign(joint.flow, costs).note.endswith("and backward recomputes nothing")
 
 

@@ -98,6 +98,12 @@ def test_given_beginnings_as_torchs_pipelining_splits():
     assert of_blocks(planned(gm, Expert(["head"]))[1]) == [0] * 4
 
 
+def test_a_module_begins_with_its_first_node_at_any_depth():
+    stages = planned(sk.capture(Net(3), X), Expert(["h", "h.0.inner.1", "h.1.inner", "h.2.inner.0"]))[1]
+    assert [stages[f"h.{i}.inner.{j}"] for i in range(3) for j in range(2)] == [{1}, {2}, {3}, {3}, {4}, {4}]
+    assert [stages[f"h.{i}"] for i in range(3)] == [{1, 2}, {3}, {4}]
+
+
 class Between(nn.Module):
     """Tables that are made early and read late."""
 

@@ -304,6 +304,25 @@ def test_devices_that_cannot_hold_the_parts_in_any_order_are_counted(gpt2):
     assert count >= 3 and len(sk.plan(gm, trained([memory] * count), costs).parts) == count
 
 
+LAYERS = sk.capture(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), torch.ones(1, 4))
+"""Six ops, each with 80 bytes of weights and 16 of result."""
+EACH_TAKES = "SK303: linear_1 in 1 takes 432 B at least, and a device has 200 B, for training with adam"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"memory": [300, 200], "parts": 2}, "SK303: no plan of 2 parts was found that fits 2 devices, for inference"),
+        ({"memory": "287B", "parts": 2}, "SK303: no plan of 2 parts was found that fits 287 B, for inference"),
+        ({"memory": 200, "schedule": "1f1b"}, EACH_TAKES),
+    ],
+)
+def test_what_does_not_fit_is_said_with_the_devices_and_the_purpose(asked, said):
+    with pytest.raises(sk.SplitError) as refused:
+        sk.plan(LAYERS, MemoryBudget(**asked), sk.costs.unit(LAYERS))
+    assert str(refused.value).splitlines()[0] == said
+
+
 def test_more_parts_do_not_help_where_each_holds_more(gpt2):
     gm, flow, costs = gpt2
     memory = int(0.3 * whole_of(flow, costs))

@@ -91,9 +91,9 @@ def test_the_same_seed_draws_the_same_bugs(tmp_path):
     (tmp_path / "package" / "shop.py").write_text(SOURCE)
 
     def drawn(seed):
-        campaign = Campaign("package", 12, seed, 1.0, 1.0)
+        campaign = Campaign(["package"], 12, seed, 1.0, {})
         campaign.root = tmp_path
-        return [mutant.change for _, mutant in campaign.drawn()]
+        return [mutant.change for _, mutant in campaign.drawn("package")]
 
     first, again, other = ([(c.function, c.kind, c.node.lineno, c.new) for c in drawn(seed)] for seed in (0, 0, 1))
     assert first == again != other and len(first) == len(set(first)) == 12
@@ -101,9 +101,10 @@ def test_the_same_seed_draws_the_same_bugs(tmp_path):
 
 
 @pytest.mark.campaign  # only people run such campaigns
-def test_a_campaign_plants_bugs_in_a_copy_and_says_which_the_tests_catch():
+def test_a_campaign_plants_bugs_in_a_copy_and_says_which_the_tests_catch(tmp_path):
     here = Path(__file__).parents[2]
-    words = ["tests/tools/mutation.py", "--package", "solvers", "--count", "2", "--only", "balanced_blocks", "--tests"]
+    words = ["tests/tools/mutation.py", "--package", "solvers", "--count", "2", "--only", "balanced_blocks"]
+    words += ["--called", str(tmp_path / "called.json"), "--tests"]
     kept = (here / "splitkit/solvers/line/balanced_blocks.py").read_text()
     done = subprocess.run(
         [sys.executable, *words, "tests/solvers/test_balanced_blocks.py"],

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from capturedmodels import stored
 from torch import fx, nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
@@ -53,8 +54,13 @@ def prepare() -> None:
     """Capture once for all ranks."""
     torch.set_num_threads(1)
     whole, example = model(), {k: torch.stack([v] * (ROWS // MICROBATCHES)) for k, v in data()[0].items()}
-    for more in ({}, {"num_items_in_batch": torch.tensor(5)}):
-        CAPTURED.extend(sk.capture(whole.train(mode), **example, **more) for mode in (True, False))
+    counts: tuple[dict[str, torch.Tensor], ...] = ({}, {"num_items_in_batch": torch.tensor(5)})
+    CAPTURED.extend(
+        stored(
+            Path(__file__).read_text(),
+            lambda: [sk.capture(whole.train(mode), **example, **more) for more in counts for mode in (True, False)],
+        )
+    )
 
 
 def piped(*, counts: bool = False) -> PipelineModule:

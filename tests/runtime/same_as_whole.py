@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from capturedmodels import stored
 from smallnets import UNet
 from torch import fx, nn
 from train_both import train_both
@@ -131,8 +132,12 @@ PREPARED: list[tuple[dict[str, Any], dict[str, torch.Tensor], Split]] = []
 @cache
 def captured(name: str) -> tuple[fx.GraphModule, dict[str, torch.Tensor], Costs]:
     """The graph of a model, its inputs and prices; nobody may change them."""
-    model, inputs = example(name)
-    gm = sk.capture(model, **inputs)
+
+    def make() -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+        model, inputs = example(name)
+        return sk.capture(model, **inputs), inputs
+
+    gm, inputs = stored(f"{name} of {Path(__file__).read_text()}", make)
     return gm, inputs, sk.costs.flops(gm)
 
 

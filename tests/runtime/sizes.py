@@ -9,10 +9,12 @@ import sys
 import tempfile
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from capturedmodels import stored
 from same_as_whole import TINY, start
 from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -60,7 +62,10 @@ def model_of(name: str, drops: bool) -> nn.Module:
 
 @cache
 def captured(name: str, drops: bool) -> fx.GraphModule:
-    return sk.capture(copy.deepcopy(model_of(name, drops)), dynamic=True, **batch_of(name, 2, 8, 0))
+    def make() -> fx.GraphModule:
+        return sk.capture(copy.deepcopy(model_of(name, drops)), dynamic=True, **batch_of(name, 2, 8, 0))
+
+    return stored(f"{name} {drops} of {Path(__file__).read_text()}", make)
 
 
 PREPARED: list[tuple[dict[str, Any], Split | StageFolder]] = []

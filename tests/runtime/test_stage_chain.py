@@ -17,7 +17,7 @@ from splitkit.runtime import to_devices
 from splitkit.runtime.devices.device_map import with_numbered_devices
 from splitkit.runtime.parent import calls_of
 from splitkit.runtime.ranks.measurements import with_passed_on, without_batch
-from splitkit.runtime.ranks.stage_chain import chain_of, last_stage_of
+from splitkit.runtime.ranks.stage_chain import chain_of, last_stage_of, loss_without_grad
 
 
 class Net(nn.Module):
@@ -213,3 +213,12 @@ def test_a_check_that_reads_buffers_of_a_part_is_no_call_of_it():
     assert chain_of(split).stages == 2
     placed, x = to_devices(split, ["cpu:0", "cpu:1"]), torch.randn(2, 4)
     assert placed(x).shape == x.shape
+
+
+def test_the_loss_of_an_evaluation_is_the_output_of_that_name_or_the_only_number():
+    two, three, row = torch.tensor(2.0), torch.tensor(3.0), torch.ones(2)
+    assert loss_without_grad({"loss": two, "other": three}) is two
+    assert loss_without_grad((row, three, torch.tensor(4))) is three
+    for result in (row, (two, three), torch.tensor(4), ()):
+        with pytest.raises(PipelineError, match="SK802"):
+            loss_without_grad(result)

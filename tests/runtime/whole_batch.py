@@ -7,10 +7,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from capturedmodels import stored
 from same_as_whole import start
 from torch import fx, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -177,7 +179,8 @@ def prepare() -> None:
     @cache
     def captured(kind: type[nn.Module], dynamic: bool, names: tuple[str, ...]) -> fx.GraphModule:
         example = sequences(ROWS) if kind is not Tokens else tokens(ROWS, number="num_items_in_batch" in names)
-        return sk.capture(model_of(kind), dynamic=dynamic, **example)
+        what = f"{kind.__name__} {dynamic} {names} of {Path(__file__).read_text()}"
+        return stored(what, lambda: sk.capture(model_of(kind), dynamic=dynamic, **example))
 
     for name, case in CASES.items():
         both = [tuple(example_of(case)), tuple(example_of(case, number=False))]

@@ -15,7 +15,7 @@ from splitkit.solvers import clock
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import contract
 from splitkit.solvers.placement.contract import contracted_core
-from splitkit.solvers.placement.core import BIG, ORDERS, acyclic_groups, core_of, orders
+from splitkit.solvers.placement.core import BIG, ORDERS, acyclic_groups, core_of, order_within_stages, orders
 from splitkit.solvers.placement.packing import infeasible
 from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.solution import InfeasibleError, faults, memory
@@ -394,3 +394,20 @@ def test_a_stage_that_holds_more_the_fewer_follow_it_is_not_emptied():
     search = StageSearch(core, steps, 60, joinable=True)
     search.over_ideals()
     assert search.best.value / core.scale == cases.best_stages(problem) == 7
+
+
+def test_random_orders_take_stage_after_stage_and_no_unit_before_what_it_needs():
+    random, seen = np.random.default_rng(0), set()
+    for _ in range(60):
+        units, stages = int(random.integers(1, 9)), int(random.integers(1, 4))
+        edges = [(a, b) for b in range(units) for a in range(b) if random.random() < 0.3]
+        core = core_of(
+            problem := Problem.of(np.ones((1, units)), [], edges, [Slot()] * stages), acyclic_groups(problem)
+        )
+        rank = np.arange(units) * stages // units
+        order = order_within_stages(core, rank, random)
+        assert sorted(order.tolist()) == list(range(units)) and (np.diff(rank[order]) >= 0).all()
+        place = np.argsort(order)
+        assert all(place[a] < place[b] for a, b in edges)
+        seen.add(tuple(order.tolist()))
+    assert len(seen) > 40

@@ -34,7 +34,7 @@ def test_a_device_that_is_slower_at_everything_pays_the_same_for_nets(slower):
 
 def test_the_most_that_a_device_holds_is_never_less_than_it_can():
     random = np.random.default_rng(0)
-    for _ in range(500):
+    for _ in range(100):
         size, limit = int(random.integers(1, 7)), int(random.integers(0, 12))
         work, held = random.integers(0, 5, size) * random.integers(0, 2, size), random.integers(0, 30, size)
         sets = (list(units) for count in range(size + 1) for units in combinations(range(size), count))

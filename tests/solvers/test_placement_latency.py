@@ -209,3 +209,14 @@ def test_what_latency_does_not_know_is_refused(change, field):
     with pytest.raises(BadProblemError) as caught:
         latency(replace(problem, **change))
     assert caught.value.field == field
+
+
+def test_a_first_placement_puts_each_unit_where_it_ends_first():
+    """The longest first: 3 | 2, then 2 behind 2, and 1 behind 3; behind a chain, where that is."""
+    problem = Problem.of(np.array([[3.0, 2.0, 2.0, 1.0]]), [], [], [Slot(), Slot()])
+    timing = Timing.of(problem, 1)
+    found = tree._quickest(problem, timing, 1, tree._by_rank(timing), np.arange(4))
+    assert found.tolist() == [0, 1, 1, 0]
+    chained = replace(problem, edges=np.array([(0, 3)]))
+    timing = Timing.of(chained, 1)
+    assert tree._quickest(chained, timing, 1, tree._by_rank(timing), np.arange(4)).tolist() == [0, 1, 1, 0]

@@ -12,7 +12,7 @@ from splitkit.solvers.placement.problem import Problem, Slot
 from splitkit.solvers.placement.set_solver import noncontiguous
 from splitkit.solvers.placement.solution import InfeasibleError, cycles
 from splitkit.solvers.placement.stages.contiguous import contiguous
-from splitkit.solvers.placement.unequal_solver import Enumeration, best_on_order, on_unequal_links
+from splitkit.solvers.placement.unequal_solver import Enumeration, _key, best_on_order, on_unequal_links
 
 
 @st.composite
@@ -135,3 +135,10 @@ def test_steps_that_are_used_up_prove_nothing():
     exact = Enumeration(linked_of(problem, prices), np.arange(12), steps=20)
     exact.run(np.inf)
     assert not exact.proven
+
+
+def test_of_two_placements_the_one_whose_largest_loads_are_less_is_better():
+    by_key = sorted(
+        [(4.0, 1.0, 4.0), (1.0, 4.0, 2.0), (5.0, 0.0, 0.0), (4.0, 2.0, 2.0)], key=lambda x: _key(np.array(x))
+    )
+    assert by_key == [(1.0, 4.0, 2.0), (4.0, 2.0, 2.0), (4.0, 1.0, 4.0), (5.0, 0.0, 0.0)]

@@ -1,9 +1,10 @@
-"""Do the tests of a package notice small bugs? ``python tests/tools/mutation.py --package graph --count 30`` tries.
+"""Do the tests notice small bugs in a package? ``python tests/tools/mutation.py --package graph --count 30`` tries.
 
-It plants one bug at a time (`mutants.py`) in functions drawn by seed, and runs the package's tests that
-call the function. All this happens in a copy of the tree: whatever ends the run, no bug stays behind. A process that
-has imported everything and collected the tests forks for each bug and swaps the code of the changed functions, so that
-no bug waits for an import; processes that tests start read the changed file instead.
+It plants one bug at a time (`mutants.py`) in functions drawn by seed, and runs the tests that call the function, which
+one run of all tests told (`called.py`), the short ones of the package first. All this happens in a copy of the tree:
+whatever ends the run, no bug stays behind. A process that has imported everything and collected the tests forks for
+each bug and swaps the code of the changed functions, so that no bug waits for an import; processes that tests start
+read the changed file instead.
 
 Not planted: bugs at module level (tables, defaults, fields), which need a fresh import.
 """
@@ -15,9 +16,7 @@ import contextlib
 import functools
 import gc
 import importlib
-import inspect
 import os
-import pickle
 import pkgutil
 import random
 import shutil
@@ -25,45 +24,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
-HERE = Path(__file__).resolve().parents[2]
-ALSO = {
-    "search": ["policies"],
-    "solvers": ["policies/test_stored_plans.py"],
-    "training": ["policies/test_stored_plans.py"],
-    "testing": ["laws/test_fuzz.py"],
-    "policies": ["laws/test_inputs.py"],
-}
-"""Package -> other tests of it, below ``tests/``: policies ask searches, `test_inputs.py` gives policies bad values."""
+from called import Called, recorded
 
+HERE = Path(__file__).resolve().parents[2]
+CALLED = Path(tempfile.gettempdir()) / f"splitkit-called-{os.getuid()}.json"
 EXAMPLES = ["graph_zoo", "models", "specimens", "visible_state"]
 """Files of `splitkit.testing` that make examples: a bug there makes another example, and no wrong result."""
 
 CAUGHT, SURVIVED, ENDLESS, LATE = "caught", "SURVIVED", "endless", "campaign"
 """What came of a bug: a test of the default tier failed, none failed, one did not end, only a campaign failed."""
-
-
-@dataclass
-class Clean:
-    """What a test does without a bug.
-
-    Attributes:
-        seconds: how long it takes.
-        calls: the functions of splitkit that it calls, (file, qualified name).
-        campaign: whether it belongs to the campaigns, which are asked about what the default tier lets through.
-    """
-
-    seconds: float = 0.0
-    calls: set[tuple[str, str]] = field(default_factory=set)
-    campaign: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,20 +66,20 @@ class Campaign:
     """A pytest plugin that runs collected tests against bugs instead of once.
 
     Args:
-        package: a folder of ``splitkit/``, or "top" for the files beside them.
-        count: how many bugs.
+        packages: folders of ``splitkit/``, or "top" for the files beside them.
+        count: how many bugs in each.
         seed: which.
-        budget: seconds of processor time that the tests of the package may take without a bug, those that mirror it
-            first; what comes after is left out. Campaigns have the same again.
-        each: seconds of processor time that the tests of one bug may take without it: those that call the function, and
-            again the others of their files.
+        each: seconds of processor time that the tests of one bug may take without it.
+        calls: ``{test: (its seconds, functions that it calls)}``, without a bug.
         only: where given, the files (or ``file:function``) that get bugs, by a piece of their path.
     """
 
-    def __init__(self, package: str, count: int, seed: int, budget: float, each: float, only: str = "") -> None:
-        self.package, self.count, self.seed = package, count, seed
-        self.budget, self.each, self.only = budget, each, only
-        self.verdicts: list[Verdict] = []
+    def __init__(
+        self, packages: list[str], count: int, seed: int, each: float, calls: dict[str, Called], only: str = ""
+    ) -> None:
+        self.packages, self.count, self.seed = packages, count, seed
+        self.each, self.calls, self.only = each, calls, only
+        self.verdicts: dict[str, list[Verdict]] = {package: [] for package in packages}
         self.failed = False
 
     def pytest_configure(self, config: Any) -> None:
@@ -118,70 +96,27 @@ class Campaign:
 
         self.root = Path(splitkit.__file__).parent
         assert self.root.parent == HERE, "this is not the splitkit of the copy"
-        for module in pkgutil.walk_packages([str(self.root / self.package)], f"splitkit.{self.package}."):
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
+        for package in self.packages:
+            for module in pkgutil.walk_packages([str(self.root / package)], f"splitkit.{package}."):
+                if not module.name.endswith("__main__"):
+                    importlib.import_module(module.name)
         gc.unfreeze()  # `gc.get_objects` lists no frozen ones
-        clean = self._measured(session.items)
-        print(
-            f"{self.package}: {len(clean)} tests, {sum(c.seconds for c in clean.values()):.0f} s without a bug",
-            flush=True,
-        )
-        for file, mutant in self.drawn():
-            verdict = self._verdict(file, mutant, clean)
-            self.verdicts.append(verdict)
-            print(verdict, flush=True)
-            if verdict.outcome == SURVIVED:
-                print("    " + verdict.diff.replace("\n", "\n    "), flush=True)
+        items = [item for item in session.items if item.nodeid in self.calls]
+        for package in self.packages:
+            for file, mutant in self.drawn(package):
+                verdict = self._verdict(package, file, mutant, items)
+                self.verdicts[package].append(verdict)
+                print(verdict, flush=True)
+                if verdict.outcome == SURVIVED:
+                    print("    " + verdict.diff.replace("\n", "\n    "), flush=True)
         return True
 
-    def _measured(self, items: list[Any]) -> dict[Any, Clean]:
-        """What each test does without a bug, mirrors first, as long as the budget lasts, one test of each file in turn;
-        tests that launch ranks are left out, which would start them anew for every bug.
-        """
-        items = [item for item in items if "launch" not in vars(item.module)]
-        mirrors = {f"test_{file.stem}" for file in self.root.glob("*.py")}  # of the files at the top
-        own = [item for item in items if f"tests/{self.package}/" in str(item.path) or item.path.stem in mirrors]
-        ordered = [*_in_turn(own), *_in_turn([item for item in items if item not in own])]
-        late = {i for i, item in enumerate(ordered) if item.get_closest_marker("campaign")}
-        read, write = os.pipe()
-
-        def measure() -> int:
-            found: list[tuple[int, Clean]] = []
-            left = {False: self.budget, True: self.budget}
-            for i, item in enumerate(ordered):
-                if left[i in late] <= 0:
-                    continue
-                with _calls(str(self.root)) as clean:
-                    passes = self._passes(item)
-                clean.campaign = i in late
-                left[clean.campaign] -= clean.seconds
-                if passes:
-                    found.append((i, clean))
-                else:
-                    print(f"left out, as it fails without a bug: {item.nodeid}", flush=True)
-            with os.fdopen(write, "wb") as out:
-                pickle.dump(found, out)
-            return 0
-
-        child = self._fork(measure, quiet=False)
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            data = pipe.read()
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-            raise SystemExit("the tests ended their process")
-        return {ordered[i]: clean for i, clean in pickle.loads(data)}
-
-    def drawn(self) -> Iterator[tuple[Path, Any]]:
+    def drawn(self, package: str) -> Iterator[tuple[Path, Any]]:
         """Bugs in functions drawn by seed, each function once before any is drawn again."""
         from mutants import changes, planted
 
-        dice = random.Random(f"{self.seed}/{self.package}")
-        files = (
-            sorted((self.root / self.package).rglob("*.py"))
-            if self.package != "top"
-            else sorted(self.root.glob("*.py"))
-        )
+        dice = random.Random(f"{self.seed}/{package}")
+        files = sorted(self.root.glob("*.py") if package == "top" else (self.root / package).rglob("*.py"))
         sources = {file: file.read_text() for file in files if file.stem not in {"__init__", "__main__", *EXAMPLES}}
         every = [
             (file, function, found)
@@ -202,10 +137,11 @@ class Campaign:
                     yield file, mutant
             every = [one for one in every if one[2]]
 
-    def _verdict(self, file: Path, mutant: Any, clean: dict[Any, Clean]) -> Verdict:
+    def _verdict(self, package: str, file: Path, mutant: Any, items: list[Any]) -> Verdict:
         name = str(file.relative_to(self.root))
+        calling = [item for item in items if f"{name}:{mutant.change.function}" in self.calls[item.nodeid][1]]
         tiers = [
-            self._chosen(name, mutant.change.function, {i: c for i, c in clean.items() if c.campaign is campaign})
+            self._chosen(package, [item for item in calling if bool(item.get_closest_marker("campaign")) is campaign])
             for campaign in (False, True)
         ]
         original = file.read_text()
@@ -217,7 +153,8 @@ class Campaign:
                 if outcome == SURVIVED and chosen:
                     asked += len(chosen)
                     tried = functools.partial(self._tried, file, (original, mutant.source), chosen)
-                    outcome = _outcome(self._fork(tried), 30 + 10 * sum(clean[item].seconds for item in chosen), caught)
+                    seconds = sum(self.calls[item.nodeid][0] for item in chosen)
+                    outcome = _outcome(self._fork(tried), 30 + 10 * seconds, caught)
         finally:
             self._write(file, original)
         change = mutant.change
@@ -225,33 +162,26 @@ class Campaign:
             name, mutant.line, change.function, change.kind, mutant.diff, outcome, asked, time.monotonic() - began
         )
 
-    def _chosen(self, name: str, function: str, clean: dict[Any, Clean]) -> list[Any]:
-        """Tests that call the function, the short ones first; then others of the same files, which may start processes
-        or have read what another test left in a cache.
-        """
-        module = f"splitkit.{name.removesuffix('.py').replace('/', '.')}"
-        calling = [item for item in clean if (name, function) in clean[item].calls]
-        near = {item.path for item in calling} | {item.path for item in clean if module in _imported(item.module)}
-        others = [item for item in clean if item.path in near and item not in calling]
-        chosen = []
-        for items in (calling, others):
-            seconds = 0.0
-            for item in sorted(items, key=lambda item: clean[item].seconds):
-                if not seconds or seconds + clean[item].seconds <= self.each:
-                    chosen.append(item)
-                    seconds += clean[item].seconds
-        return chosen
+    def _chosen(self, package: str, items: list[Any]) -> list[Any]:
+        """The short ones first, by file; a test of another package has its turn as if it took three times as long."""
+        foreign = {item: f"tests/{package}/" not in item.nodeid for item in items}
+        seconds, chosen = 0.0, []
+        for item in sorted(items, key=lambda item: self.calls[item.nodeid][0] * (3 if foreign[item] else 1)):
+            seconds += self.calls[item.nodeid][0]
+            if not chosen or seconds <= self.each:
+                chosen.append(item)
+        files = list(dict.fromkeys(item.path for item in chosen))
+        return sorted(chosen, key=lambda item: files.index(item.path))  # whose tests share what they set up
 
-    def _tried(self, file: Path, sources: tuple[str, str], items: Iterable[Any]) -> int:
+    def _tried(self, file: Path, sources: tuple[str, str], items: list[Any]) -> int:
         _swap(file, *sources)
-        return 0 if all(map(self._passes, items)) else 1
+        for item, then in zip_longest(items, items[1:]):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=then)
+            if self.failed:
+                return 1
+        return 0
 
-    def _passes(self, item: Any) -> bool:
-        self.failed = False
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-        return not self.failed
-
-    def _fork(self, work: Callable[[], int], quiet: bool = True) -> int:
+    def _fork(self, work: Callable[[], int]) -> int:
         """A process of a group of its own that does the work and ends with its number; 1 when a test fails."""
         sys.stdout.flush()
         child = os.fork()
@@ -260,9 +190,8 @@ class Campaign:
         code = 2
         try:
             os.setpgid(0, 0)
-            if quiet:
-                for number in (1, 2):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            for number in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             code = work()
         finally:
             sys.stdout.flush()
@@ -276,50 +205,6 @@ class Campaign:
         self._written += 1
         then = time.time() - 10**6 + 2 * self._written
         os.utime(file, (then, then))
-
-
-def _in_turn(items: list[Any]) -> list[Any]:
-    """The first test of each file, then the second of each ..."""
-    seen: Counter[Path] = Counter()
-    turns = []
-    for item in items:
-        turns.append(seen[item.path])
-        seen[item.path] += 1
-    return [item for _, item in sorted(zip(turns, items, strict=True), key=lambda pair: pair[0])]
-
-
-@contextlib.contextmanager
-def _calls(package: str) -> Iterator[Clean]:
-    seen: dict[int, CodeType] = {}
-
-    def trace(frame: FrameType, event: str, arg: Any) -> None:
-        seen[id(frame.f_code)] = frame.f_code
-
-    clean = Clean()
-    began = _cpu_seconds()
-    threading.settrace(trace)
-    sys.settrace(trace)
-    try:
-        yield clean
-    finally:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
-    clean.seconds = _cpu_seconds() - began
-    for code in seen.values():
-        if code.co_filename.startswith(package):
-            name = code.co_qualname.split(".<locals>")[0]
-            clean.calls.add((os.path.relpath(code.co_filename, package), name))
-
-
-def _cpu_seconds() -> float:
-    """Of this process and those that it waited for: what else the machine does counts less than in time that passes."""
-    return sum(os.times()[:4])
-
-
-def _imported(module: Any) -> set[str]:
-    """Names of the modules that a test module imports, or that its names come from."""
-    found = {getattr(value, "__module__", None) for value in vars(module).values()}
-    return {name for name in found if name} | {v.__name__ for v in vars(module).values() if inspect.ismodule(v)}
 
 
 def _swap(file: Path, before: str, after: str) -> None:
@@ -349,9 +234,19 @@ def _outcome(child: int, seconds: float, caught: str) -> str:
                 os.killpg(child, signal.SIGKILL)  # what its tests started
             return SURVIVED if status == 0 else caught
         time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
+    for process in [*_below(child), child]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
     os.waitpid(child, 0)
     return ENDLESS
+
+
+def _below(process: int) -> list[int]:
+    """What a process started, and what they started; some have groups of their own."""
+    started = [
+        int(word) for file in Path(f"/proc/{process}/task").glob("*/children") for word in file.read_text().split()
+    ]
+    return [*started, *(one for child in started for one in _below(child))]
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
@@ -365,30 +260,37 @@ def table(verdicts: Iterable[Verdict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--package", required=True)
-    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--package", required=True, nargs="+", help='folders of splitkit, "top" for the files beside')
+    parser.add_argument("--count", type=int, default=30, help="bugs in each package")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--budget", type=float, default=200, help="CPU seconds for all tests of the package without a bug"
-    )
-    parser.add_argument("--each", type=float, default=10, help="CPU seconds for the tests of one bug, without it")
+    parser.add_argument("--each", type=float, default=40, help="CPU seconds for the tests of one bug, without it")
     parser.add_argument("--only", default="", help="a piece of path:function that gets bugs")
+    parser.add_argument("--tests", nargs="*", help="test files, instead of all")
     parser.add_argument(
         "--campaigns", action="store_true", help="also campaigns, for what the default tier lets through"
     )
-    parser.add_argument("--tests", nargs="*", help="test files, instead of those that belong to the package")
+    parser.add_argument(
+        "--called", type=Path, default=CALLED, help="what tests call: kept, and made anew for test files that changed"
+    )
     told = parser.parse_args()
     if os.environ.get("SPLITKIT_MUTATION_COPY") != str(HERE):
         sys.exit(_in_a_copy(sys.argv[1:]))
     import pytest
 
-    campaign = Campaign(told.package, told.count, told.seed, told.budget, told.each, told.only)
-    files = told.tests or _tests_of(told.package)
+    files = [Path(file).resolve() for file in told.tests or sorted((HERE / "tests").rglob("test_*.py"))]
+    calls = recorded(told.called, told.campaigns, files)
+    of_packages = {
+        test: called
+        for test, called in calls.items()
+        if any(name.startswith(tuple(f"{p}/" for p in told.package)) or "/" not in name for name in called[1])
+    }
+    campaign = Campaign(told.package, told.count, told.seed, told.each, of_packages, told.only)
     tier = ["-m", ""] if told.campaigns else []
-    code = pytest.main(["-q", "-s", *tier, *files], plugins=[campaign])
+    code = pytest.main(["-q", "-s", *tier, *sorted({test.split("::")[0] for test in of_packages})], plugins=[campaign])
     if code:
         raise SystemExit(f"pytest ended with {code}")
-    print(f"{told.package}: {table(campaign.verdicts)}")
+    for package, verdicts in campaign.verdicts.items():
+        print(f"{package}: {table(verdicts)}")
 
 
 def _in_a_copy(words: list[str]) -> int:
@@ -403,18 +305,6 @@ def _in_a_copy(words: list[str]) -> int:
         copy = str(Path(folder).resolve())
         environment = os.environ | {"PYTHONPATH": copy, "SPLITKIT_MUTATION_COPY": copy, "OMP_NUM_THREADS": "1"}
         return subprocess.run([sys.executable, "tests/tools/mutation.py", *words], cwd=copy, env=environment).returncode
-
-
-def _tests_of(package: str) -> list[str]:
-    """The test files that mirror a package; for the files at the top, also laws and tests of the project."""
-    tests = HERE / "tests"
-    if package != "top":
-        also = [tests / other for other in ALSO.get(package, [])]
-        return [str(f) for folder in (tests / package, *also) for f in (sorted(folder.rglob("test_*.py")) or [folder])]
-    words = [f"splitkit.{path.stem} import" for path in (HERE / "splitkit").glob("[a-z_]*.py") if path.stem[:2] != "__"]
-    also = [path for folder in ("laws", "project") for path in sorted((tests / folder).glob("test_*.py"))]
-    asked = [path for path in also if any(word in path.read_text() for word in words)]
-    return [str(path) for path in (*sorted((tests / "top").glob("test_*.py")), *asked)]
 
 
 if __name__ == "__main__":

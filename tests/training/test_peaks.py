@@ -9,6 +9,7 @@ from campaigns import these_first
 from jointgraphs import Hand
 from jointmodels import wide
 from smallnets import NETS, loss_or_sum
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ from splitkit.memory.profile import simulate_memory
 from splitkit.policies import RecomputeAll, Remat, SaveAll
 from splitkit.testing import models
 from splitkit.training.choices import savings
-from splitkit.training.peaks import Peaks
+from splitkit.training.peaks import Peaks, checkpoint_policies, eager_plan
 
 PRODUCTS = ["aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"]
 
@@ -84,3 +85,25 @@ def test_what_the_caller_holds_counts_once():
     peaks = Peaks(joint.flow)
     assert_alike(joint, peaks, joint.flow.save_all)
     assert peaks.trace(joint.flow.save_all).baseline in (8 * 8 * 4 + 4 * 8 * 4 + 4, 8 * 8 * 4 + 2 * 4 * 8 * 4 + 4)
+
+
+def test_what_ends_a_checkpoint_and_begins_the_next_one_is_saved():
+    """As in eager mode, where each of the two keeps its inputs; the others are computed again."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer in (self.first, self.second):
+                x = checkpoint(lambda x, layer=layer: layer(x).sin().cos(), x, use_reentrant=False)
+            return self.last(x).sum()
+
+    flow = capture_joint(Net(), torch.randn(2, 4)).flow
+    told = {node.name: policy.name for node, policy in checkpoint_policies(flow).items()}
+    assert told == {"cos": "MUST_SAVE"} | dict.fromkeys(
+        ("t", "addmm", "sin", "t_1", "addmm_1", "sin_1", "cos_1"), "PREFER_RECOMPUTE"
+    )
+    again = {node.name for node, keys in eager_plan(flow).items() if len(keys) == 2}
+    assert {"sin", "sin_1", "cos_1"} <= again and "cos" not in again

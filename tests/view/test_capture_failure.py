@@ -79,7 +79,13 @@ def test_symbolic_trace_tells_it_too(net):
     error = refused(net, torch.randn(2, 4), how="symbolic_trace")
     assert [n.name for n in error.reached.graph.nodes][-3:] == ["sum_1", "gt", "output"]
     text = capture_failure_html(error, "<b>")
-    assert "layers_2_down" in text and "SK401" in text and "<b>" not in text and "<script" not in text
+    assert (
+        "reached, in order" in text
+        and "layers_2_down" in text
+        and "SK401" in text
+        and "<b>" not in text
+        and "<script" not in text
+    )
 
 
 def test_what_fails_before_any_node_has_nothing_to_show():

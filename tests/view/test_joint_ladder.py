@@ -107,6 +107,16 @@ def test_time_is_that_of_the_prices(view, data):
     assert sum(choice["forward"]) + sum(choice["backward"]) == pytest.approx(whole, rel=1e-5)
 
 
+def test_recompute_and_waiting_for_the_host_are_those_of_the_claim():
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    joint = sk.capture_joint(net, torch.randn(512, 64), loss=loss_or_sum)
+    costs = sk.costs.roofline(joint.graph_module, "h100")
+    pairs = [joint.split(Budget(0.0, offload=1e10), costs), joint.split(Budget(0.0), costs)]
+    moved, again = HalvesView(joint.flow, pairs, costs).to_dict()["choices"]
+    assert moved["waits"] > 0 == again["waits"]
+    assert moved["waits"] + moved["seconds"] == pytest.approx(pairs[0].plan.claim.value, rel=1e-5)
+
+
 def test_the_still_picture_is_the_ladder_of_the_page():
     """What is saved, what is computed again and what each row takes are those of the page's chosen plan."""
     joint, costs = gpt2()

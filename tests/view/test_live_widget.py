@@ -44,6 +44,7 @@ def ask(widget, **content):
 def test_the_plan_comes_back_as_it_was_dragged(gm, widget):
     shipped = widget.plan
     assert shipped is widget.ladder.plan and len(widget.borders) == 4
+    assert repr(widget) == "<3 stages to steer: .plan is the plan as it is now>"
     moved = [0, 1, widget.borders[2], widget.borders[3]]
     assert moved != widget.borders
     front(widget, borders=moved)

@@ -17,7 +17,7 @@ from splitkit.units import duration, size
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.renderers import pictured
 from splitkit.view.svg.drawing import stacked
-from splitkit.view.svg.ladder_svg import staged_svg
+from splitkit.view.svg.ladder_svg import StagedDrawing, staged_svg
 
 
 def texts(picture):
@@ -44,6 +44,17 @@ def test_ribbons_and_held_values_add_up_to_the_bytes_of_each_stage(make):
         assert sum(data["alone"]["fixed"][row] for row in rows) == costs[number].fixed_bytes
     for ribbons, makers in (("saved", "kept"), ("waits", "left")):
         assert [sum(nbytes for _, nbytes in of) for of in data[makers]] == [nbytes for *_, nbytes in data[ribbons]]
+
+
+def test_a_ribbon_goes_from_the_row_of_the_maker_to_the_row_of_the_reader():
+    """Each block is three rows: what its norm makes is read by the backward of its linear layer, and so on."""
+    view = view_of(divided())
+    held, waiting = ({v.maker.name: v.rows for v in of} for of in (view.held_values, view.waiting_values))
+    for block, end in enumerate(("", "_1", "_2")):  # the last one is in two stages
+        row, late = 3 * block, f"_{3 - block}"
+        assert held[f"native_layer_norm{end}"] == waiting[f"native_layer_norm{end}"] == (row, row + 1)
+        assert held[f"addmm{end}"] == (row + 1, row + 2)
+        assert waiting[f"gelu_backward{late}"] == (row + 2, row + 1)
 
 
 @pytest.mark.parametrize("make", [divided, recomputed])
@@ -121,6 +132,14 @@ def test_texts_and_tables_of_the_still_picture_are_the_figures():
     table = next(iter(pictured(step).tables()))
     cells = [str(cell) for column in table.columns for cell in column.cells]
     assert size(costs.saved_bytes) in cells and size(costs.fixed_bytes) in cells
+
+
+def test_a_box_is_empty_only_where_none_of_its_rows_has_an_op():
+    drawing = StagedDrawing(view_of(divided()).still(), lambda start, end: 0)
+    row = drawing.items[0]
+    assert drawing.data["counts"]["weight"][:3] == [0, 6, 0]
+    assert [drawing._is_empty(replace(row, end=end), "weight") for end in (1, 2, 3)] == [True, False, False]
+    assert not drawing._is_empty(row, "forward")
 
 
 @pytest.mark.parametrize("make", [divided, recomputed])

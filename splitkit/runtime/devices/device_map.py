@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from splitkit import _torch
 from splitkit._torch import pytree
@@ -331,7 +332,8 @@ def _rewritten(node: Node, device: torch.device, captured: frozenset[str]) -> tu
         return device if follows(d, captured) else d
 
     target = node.target
-    args, kwargs = (pytree.tree_map_only(torch.device, on, given) for given in (node.args, node.kwargs))
+    given: tuple[Any, Any] = node.args, node.kwargs
+    args, kwargs = map_aggregate(given, lambda a: on(a) if isinstance(a, torch.device) else a)
     if isinstance(kwargs.get("device"), (str, int)):
         kwargs = {**kwargs, "device": _named_device(kwargs["device"], on)}
     if target is _torch.ENTER_AUTOCAST and args and args[0] in captured:

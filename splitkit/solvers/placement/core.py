@@ -398,7 +398,7 @@ def _height(after: list[list[int]], before: list[list[int]]) -> Floats:
 
 
 def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> Ints:
-    """Take the unit that leaves the cheapest nets open; of equal ones, the one that became ready last."""
+    """Take the unit that left the cheapest nets open when it became ready; of equal ones, the one that did so last."""
     cost = core.costs.max(axis=0, initial=0).tolist()
     open_pins = np.diff(core.starts).tolist()
     full = list(open_pins)
@@ -415,11 +415,7 @@ def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> In
     heapq.heapify(heap)
     order: list[int] = []
     while heap:
-        known, turn, unit = heapq.heappop(heap)
-        now = price(unit)
-        if now != known and heap and (now, turn, unit) > heap[0]:
-            heapq.heappush(heap, (now, turn, unit))
-            continue
+        _, _, unit = heapq.heappop(heap)
         order.append(unit)
         for net in nets[unit]:
             open_pins[net] -= 1

@@ -162,8 +162,7 @@ def _cast(model: nn.Module, dtype: str | None) -> nn.Module:
 
 def _in(dtype: str | None, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in a dtype of `DTYPES` if it has floats; for other names, as it is."""
-    wanted = DTYPES.get(dtype or "")
-    return tensor if wanted is None or not tensor.is_floating_point() else tensor.to(wanted)
+    return tensor.to(DTYPES.get(dtype or "", tensor.dtype)) if tensor.is_floating_point() else tensor
 
 
 def _moved(model: nn.Module) -> nn.Module:

@@ -36,7 +36,7 @@ def is_decoder(given: object, model: Any) -> bool:
 
 def has_attention_alone(model: Any) -> bool:
     """Whether a model is a decoder of tokens with nothing in front of it, whose layers keep keys and values alone."""
-    generates = getattr(model, "can_generate", lambda: False)() and not model.config.is_encoder_decoder
+    generates = getattr(model, "can_generate", lambda: False)()
     return generates and model.config.get_text_config(decoder=True) is model.config and _keeps_tokens_alone(model)
 
 

@@ -19,10 +19,14 @@ CASES = [(seed, schedule) for seed in range(12) for schedule in ("1f1b", "gpipe"
 FIRST = [(0, "1f1b"), (2, "gpipe"), (4, "zbv")]
 
 
-def search(flow, costs, stages, schedule, microbatches, memory, links=None):
+def prepared(flow, costs, stages, schedule, microbatches, memory, links=None):
     order = pipeline_order(schedule, stages, microbatches)
     problems = StageProblems(JointPositions.of(flow), costs, "adam", schedule == "zbv")
-    return CutSearch(StageFrontiers(problems), order, links, [memory] * len(order.ranks)).run()
+    return CutSearch(StageFrontiers(problems), order, links, [memory] * len(order.ranks))
+
+
+def search(*asked):
+    return prepared(*asked).run()
 
 
 @pytest.mark.parametrize(("seed", "schedule"), these_first(FIRST, [case for case in CASES if case not in FIRST]))
@@ -78,3 +82,15 @@ def test_of_too_many_cuts_those_that_send_the_fewest_bytes_are_looked_at(seed):
             twin = any(time[other] == time[cut] and sent[other] <= sent[cut] for other in chosen)
             assert twin or (len(chosen) == most and max(sent[other] for other in chosen) <= sent[cut])
     assert candidate_cuts(problems, len(legal))[1:-1].tolist() == legal.tolist()
+
+
+@pytest.mark.parametrize(("seed", "schedule", "stages"), [(0, "1f1b", 3), (3, "zbv", 4), (5, "gpipe", 2)])
+def test_what_a_rank_computes_in_a_step_is_what_the_simulation_says(seed, schedule, stages):
+    made = prepared(*random_joint(seed), stages, schedule, 5, None)
+    made.run()
+    scored = [one for one in made.scoring.tried.values() if one is not None]
+    for one in scored:
+        spans, loads = made.scoring._spans(one.ends), made.choices.loads
+        points = [[one.points[stage] for stage in load.stages] for load in loads]
+        assert one.run.busy == pytest.approx([*map(made.scoring._busy, spans, points)])
+    assert scored and any(max(one.run.busy) > 0 for one in scored)

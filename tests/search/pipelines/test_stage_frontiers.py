@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import permutations, product
+
 import numpy as np
+import pytest
 from jointgraphs import Hand
 from pipelinegraphs import Prices
 
@@ -48,3 +51,33 @@ def test_what_passes_through_a_stage_is_held_and_makes_another_stage():
     frontiers = StageFrontiers(StageProblems(JointPositions.of(layers(skip=True)), Prices({}), "adam", False))
     one, three = frontiers.of(2, 3), frontiers.of(4, 5)  # layers 1 and 3
     assert [p.saved - 1024 for p in one.corners()] == [p.saved for p in three.corners()] and one is not three
+
+
+def chain(ops, read):
+    """Layers that send one value each; backward reads those of the numbers given."""
+    h = Hand().inputs(x=1, w=1)
+    for i in range(ops):
+        h.op(f"f{i}", 1 + i % 3, f"f{i - 1}" if i else "x", "w")
+    h.gradients(t=1)
+    for i in reversed(range(ops)):
+        h.back(f"g{i}", 1, f"g{i + 1}" if i + 1 < ops else "t", *([f"f{i}"] if i in read else []))
+        h[f"f{i}"].meta["seq_nr"] = h[f"g{i}"].meta["seq_nr"] = i
+    h.back("k", 1, "g0")["k"].meta["seq_nr"] = 0
+    return h.flow(f"f{ops - 1}", "k")
+
+
+@pytest.mark.parametrize(("start", "end", "small"), [(1, 10, True), (1, 7, True), (0, 11, False)])
+def test_a_stage_with_few_values_has_all_choices_that_no_other_one_beats(start, end, small):
+    seconds = {f"f{i}": i + 1.0 for i in range(11)}
+    frontier = StageFrontiers(
+        StageProblems(JointPositions.of(chain(11, {2, 5, 6, 8})), Prices(seconds), "adam", False)
+    ).of(start, end)
+    savings, held = frontier.problem.savings, frontier.problem.held
+    choices = [savings.choose(np.array(runs)) for runs in product((False, True), repeat=len(savings.ops))]
+    every = {(choice.seconds, choice.nbytes) for choice in choices}
+    best = {a for a in every if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in every)}
+    ladder = [(point.seconds, point.saved - held) for point in frontier.ladder]
+    assert frontier.small is small and ladder == sorted(ladder) and len(best) > 5
+    assert best <= {*ladder} <= every if small else {*ladder} < best
+    numbers = [np.array(point.numbers) for point in frontier.ladder]  # with what is alive besides
+    assert not any((a <= b).all() for a, b in permutations(numbers, 2))

@@ -89,6 +89,14 @@ def test_devices_that_differ_are_told_in_seconds(gm):
     assert "a sample takes" in str(told)
 
 
+def test_devices_that_are_alike_after_a_change_have_the_prices_of_their_kind(gm):
+    plan = sk.plan(gm, Devices(["a100", "h200"], objective="throughput", links="nvlink4"))
+    fewer = next(one for one in plan.explain().to_dict()["changes"] if one["change"] == "one device fewer")
+    alone = sk.plan(gm, Devices(["a100"], objective="throughput"), sk.costs.roofline(gm, "a100"))
+    assert fewer["figures"][0]["name"] == "slowest stage"
+    assert fewer["figures"][0]["second"] == pytest.approx(alone.claim.value, rel=1e-9)
+
+
 def test_a_graph_without_sizes_is_explained_without_memory():
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     told = sk.plan(traced, StagesPolicy(2)).explain()

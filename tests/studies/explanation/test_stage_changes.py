@@ -10,6 +10,7 @@ from splitkit.policies import Devices, MemoryBudget, Stages
 from splitkit.search.plan_figures import Scoring, StagePricing
 from splitkit.studies.explanation.explain import explain, recorded_policy
 from splitkit.studies.explanation.stage_explanation import StageMoves, _others
+from splitkit.units import size
 
 
 class Case:
@@ -154,6 +155,13 @@ def test_changes_for_ranks_with_two_stages_have_a_rank_more_or_less_and_as_many_
         "one more device": Stages(6, schedule="zbv", microbatches=8),
         "one device fewer": Stages(2, schedule="zbv", microbatches=8),
     }
+
+
+def test_the_bytes_that_cross_are_told_as_bytes():
+    gm = towers()
+    plan = sk.plan(gm, MemoryBudget("2KiB", parts=3), Costs(gm))
+    proof = f"the bytes that cross are {size(plan.claim.value)}, and that is proven. The bound comes from all cuts"
+    assert proof in str(explain(plan, costs=Costs(gm), again=False)) and plan.claim.value == 64
 
 
 def test_a_refused_change_says_why():

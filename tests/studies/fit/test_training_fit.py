@@ -107,11 +107,13 @@ def test_training_says_what_would_fit():
     found = sk.fit(config, "2x1900KiB", train="adamw", tokens=128)
     assert not found.fits and found.purpose == "training with adamw"
     changes = {one.change: one for one in found.alternatives}
-    assert {"tokens", "devices", "recompute"} <= {*changes}
+    assert [*changes] == ["tokens", "recompute", "devices", "dtype", "optimizer"]
+    assert (changes["dtype"].value, changes["optimizer"].value) == ("bfloat16", "momentum")
     assert found.tokens == changes["tokens"].value < 128
     assert sk.fit(config, "2x1900KiB", train="adamw", tokens=found.tokens).fits
     assert not sk.fit(config, "2x1900KiB", train="adamw", tokens=found.tokens + 1).fits
     assert sk.fit(config, "2x1900KiB", train="adamw", tokens=128, recompute=True).fits
+    assert sk.fit(config, "2x1900KiB", train="momentum", tokens=128).fits
     more = changes["devices"].value
     assert sk.fit(config, f"{more}x1900KiB", train="adamw", tokens=128).fits
 
