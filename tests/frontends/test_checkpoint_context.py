@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
 from splitkit.errors import CaptureError, PlanError
-from splitkit.policies import Budget, Remat, SaveAll
+from splitkit.policies import Budget, MinCut, Remat, SaveAll
 
 
 class Block(nn.Module):
@@ -338,3 +338,22 @@ class Branching(Block):
     def forward(self, x):
         x = self.wide(x)
         return x.sin() if x.sum() > 0 else x.cos()
+
+
+class Overwriting(nn.Module):
+    """A layer that overwrites what its gradient is computed from; eager mode has no cosine, which backward reads."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.a, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(self.a(x).exp_()).sin()
+
+
+def test_what_eager_mode_does_not_save_is_computed_in_backward():
+    """If all values weigh the same, the cosine alone would be the least to save."""
+    net = Net(1, make=Overwriting)
+    want = step(net)
+    net.context = sk.checkpoint_context(net.blocks[0], MinCut(size=lambda node: 1.0), X)
+    torch.testing.assert_close(step(net), want)

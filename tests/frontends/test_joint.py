@@ -53,9 +53,7 @@ def test_halves_of_torchs_partitioners_run_like_eager_and_leave_the_joint_graph(
     assert [(n.name, n.meta.get("recompute")) for n in joint.graph_module.graph.nodes] == before
 
 
-@pytest.mark.parametrize(
-    "name", these_first(["gpt2", "t5", "conv"], [n for n in MODELS if n not in ("gpt2", "t5", "conv")])
-)
+@pytest.mark.parametrize("name", these_first(["gpt2", "conv"], [n for n in MODELS if n not in ("gpt2", "conv")]))
 def test_every_node_has_a_value_and_a_module(captured, name):
     joint, *_ = captured(name)
     modules = dict(joint.model.named_modules())

@@ -22,6 +22,13 @@ LISTED |= {
     ("SK302", "See the policy's documentation."): "reads a page, for a policy of another package",
 }
 
+# checkpoints of layers
+LISTED |= {
+    ("SK307", "Use splitkit.apply, which carries out any plan, or a policy that does not save it."): (
+        "no policy was found that still asks for it: what eager mode does not save stays in backward"
+    ),
+}
+
 # models from configurations
 LISTED |= {
     ("SK402", "pip install 'transformers>=5'"): "installs a package",

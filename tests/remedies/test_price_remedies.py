@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from functools import cache
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch
 from carried import Remedy, refusal
 from test_command_remedies import FACTORY, command
 from torch import fx, nn
-from torch.utils.checkpoint import checkpoint
 
 import splitkit as sk
 from splitkit import costs
@@ -22,7 +20,7 @@ from splitkit.costs.recorded import costs_of
 from splitkit.graph.ops import declared as declarations
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.synthesize import load_order
-from splitkit.policies import MinCut, Remat, Stages
+from splitkit.policies import Remat, Stages
 
 X = torch.linspace(-1, 1, 64).reshape(4, 16)
 STEP = [StageCosts(1.0, 2.0)] * 2
@@ -232,17 +230,7 @@ def test_a_profile_of_stages_that_no_schedule_puts_on_the_ranks():
                 assert found and all(len(order.ranks) == ranks for order in found)
 
 
-# ------------------------------------------------------------ SK307: what saves a value
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.norm(self.a(x).exp_()).sin()
+# ------------------------------------------------------------ what Inductor does with saved values
 
 
 def gradients(model, run, x=X):
@@ -252,21 +240,6 @@ def gradients(model, run, x=X):
     loss = run(x).sum()
     loss.backward()
     return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
-
-
-def test_a_value_that_eager_mode_cannot_save():
-    saves = MinCut(size=lambda node: 1.0)  # all values weigh the same, so it saves the cosine that backward needs
-    model = Layer()
-    with refusal("SK307", "Use splitkit.apply, which carries out any plan, or a policy that does not save it."):
-        sk.checkpoint_context(model, saves, X)
-    want = gradients(model, model)
-    context = sk.checkpoint_context(model, MinCut(), X)
-    trained = sk.apply(copy.deepcopy(model), saves, X)
-    for found in (
-        gradients(trained, trained),
-        gradients(model, lambda x: checkpoint(model, x, use_reentrant=False, context_fn=context)),
-    ):
-        torch.testing.assert_close(found, want)
 
 
 class TwoViews(nn.Module):
