@@ -75,6 +75,7 @@ def _doctor(commands: Commands[Parser]) -> None:
     parser = command(commands, "doctor", what, example)
     parser.add_argument(
         "--device",
+        "--devices",
         metavar="DEVICE",
         help="compare numbers, memory and times on this device, or two (cuda:0,cuda:1), with the plans; a few minutes",
     )

@@ -137,6 +137,11 @@ def test_ranks_share_one_device_and_have_two():
 
 
 def test_a_device_that_is_not_there_is_refused(call):
-    for name in ("cuda:99", "meta", "banana", "cpu,"):
-        code, _, err = call("doctor", "--device", name)
+    for option, name in (
+        ("--device", "cuda:99"),
+        ("--devices", "cuda:0,cuda:99"),
+        ("--device", "meta"),
+        ("--device", "cpu,"),
+    ):
+        code, _, err = call("doctor", option, name)
         assert code == 2 and "SK602" in err and "Try --device cpu" in err
