@@ -19,11 +19,11 @@ from torch import fx, nn
 from splitkit.cli.commands.plan_training import CapturedStep
 from splitkit.cli.common import CapturedModel, example_of
 from splitkit.errors import PipelineError
+from splitkit.graph.shards import full_tensor
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.planned_chain import captured_model
-from splitkit.shards import full_tensor
 from splitkit.testing.pipeline_check import (
     UnsplitModel,
     digest_difference,

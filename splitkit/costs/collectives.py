@@ -19,9 +19,9 @@ from torch.fx import Node
 
 from splitkit.errors import CostError
 from splitkit.graph.node_values import op_name, tensor_bytes
+from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import tensors, value_of
 from splitkit.hardware.link_specs import Link, find_link
-from splitkit.shards import collective_group
 
 _ROUNDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
 """Collective -> how often each rank sends its share of the whole: an all-reduce scatters, then gathers."""

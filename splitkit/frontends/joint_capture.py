@@ -41,9 +41,9 @@ from splitkit.frontends.module_state import owned_dicts
 from splitkit.frontends.sharded_step import NO_LOSS, NO_TENSOR, ShardedStep, has_shards, is_managed_by_fsdp, loss_in
 from splitkit.graph.joint_marks import mark_of
 from splitkit.graph.losses import GIVE, loss_of, no_loss
+from splitkit.graph.shards import local_tensor, sharded_as
 from splitkit.graph.storages import mark_repeated_inputs, storage_key
 from splitkit.plans.policy import PolicyLike
-from splitkit.shards import local_tensor, sharded_as
 from splitkit.short_repr import brief
 from splitkit.training.flow import JointFlow
 
@@ -218,7 +218,7 @@ def capture(
             single nodes, loses ``no_grad`` and ``autocast`` blocks, and refuses models that write their own buffers
             outside of those modules, or have forward hooks themselves, such as the one of ``weight_norm``.
         dynamic: lets every size of the inputs vary where the model allows it (``how="export"`` only).
-        training: captures a training step: the result is that of `capture_joint`, which takes a ``loss``, too. A model
+        training: captures a training step: returns what `capture_joint` does, which takes a ``loss``, too. A model
             whose forward has an argument of this name gets it.
         kwargs: example keyword inputs.
 

@@ -24,7 +24,8 @@ from torch.fx import traceback
 from splitkit._torch import name_group, ranks_of_group
 from splitkit.errors import CaptureError
 from splitkit.graph.losses import loss_of
-from splitkit.shards import collective_group, full_tensor, is_sharded, local_tensor, mesh_groups, sharded_as
+from splitkit.graph.shards import collective_group, full_tensor, is_sharded, local_tensor, mesh_groups, sharded_as
+from splitkit.graph.storages import parameters_and_buffers
 
 NO_TENSOR = "the loss is not a tensor"
 NO_LOSS = "the model returns no loss"
@@ -41,7 +42,7 @@ def loss_in(output: Any, loss: Any) -> Tensor:
 
 def has_shards(model: nn.Module) -> bool:
     """Whether a parameter or buffer of a model is sharded."""
-    return any(map(is_sharded, (*model.parameters(), *model.buffers())))
+    return any(map(is_sharded, parameters_and_buffers(model).values()))
 
 
 def is_managed_by_fsdp(module: nn.Module) -> bool:
@@ -84,8 +85,8 @@ class ShardedStep(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of the model on these inputs."""
-        held = {name: (getattr(self, own), self._get(name)) for own, name in self._names.items()}
-        tensors = {name: sharded_as(piece, whole) for name, (piece, whole) in held.items()}
+        whole = parameters_and_buffers(self.model)
+        tensors = {name: sharded_as(getattr(self, own), whole[name]) for own, name in self._names.items()}
         with _paths_noted(self.model):
             output = torch.func.functional_call(self.model, tensors, args, kwargs)
         loss = full_tensor(loss_in(output, self.loss))
@@ -113,7 +114,7 @@ class ShardedStep(nn.Module):
     def _named_groups(self) -> dict[tuple[int, ...], str]:
         """Return the ranks along each dimension of the meshes -> the name by which graphs call them from now on."""
         found = dict[tuple[int, ...], str]()
-        for dimension, group in mesh_groups(self._get(name) for name in self._names.values()).items():
+        for dimension, group in mesh_groups(parameters_and_buffers(self.model).values()).items():
             ranks, name = tuple(dist.get_process_group_ranks(group)), str(dimension)
             if not (known := ranks_of_group(name)):
                 name_group(name, group)
@@ -126,16 +127,10 @@ class ShardedStep(nn.Module):
             found[ranks] = name
         return found
 
-    def _get(self, name: str) -> Tensor:
-        path, _, last = name.rpartition(".")
-        found: Tensor = getattr(self.model.get_submodule(path), last)
-        return found
-
 
 def _at_once(node: fx.Node) -> None:
     """Move a collective, and what waits for it, right behind the last node that it reads."""
-    number = {other: i for i, other in enumerate(node.graph.nodes)}
-    last = max(node.all_input_nodes, key=number.__getitem__)
+    last = max(node.all_input_nodes)
     if last.op != "placeholder":
         last.append(node)
         for waiting in [n for n in node.users if n.target is torch.ops._c10d_functional.wait_tensor.default]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from splitkit import shards
 from splitkit._torch import pytree
 from splitkit.errors import CheckError, PipelineError
 from splitkit.graph.call_signature import bind_inputs
+from splitkit.graph.shards import full_tensor
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.accelerators import current, move_tensors
 from splitkit.runtime.devices.device_map import captured_types, follow_device
@@ -128,7 +128,7 @@ class UnsplitModel:
         """Compare the tensors of this rank after a step of the pipeline and of this model."""
         own = self.pipe.named_tensors()
         trained = {name: t for name, t in own.items() if isinstance(t, nn.Parameter)}
-        known = {name: shards.full_tensor(t.detach()) for name, t in own.items() if name in self.held}
+        known = {name: full_tensor(t.detach()) for name, t in own.items() if name in self.held}
         weights = {name: self.relative_deviation("weight", name, t) for name, t in known.items()}
         grads = {name: self.relative_deviation("gradient", name, gradient_of(t)) for name, t in trained.items()}
         lost = relative_difference(found.losses, losses) if found.losses is not None else 0.0
@@ -214,7 +214,7 @@ def digest_difference(
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the gradient of a parameter, or zeros if it has none."""
-    return shards.full_tensor(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach()
+    return full_tensor(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad).detach()
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

@@ -246,7 +246,7 @@ def _ladder(
 
     @cache
     def step() -> ScheduleRun | None:
-        """Return the step that is given, or that of the schedule that the plan was made for."""
+        """Return the step that is given, or a step of the schedule that the plan was made for."""
         if run is not None or plan.request.schedule is None or unit_of(prices) != "s":
             return run
         return planned_run(plan, stage_costs(flow, plan, prices, optimizer=held))

@@ -14,8 +14,8 @@ from splitkit.costs import Link
 from splitkit.costs.collectives import collective_seconds
 from splitkit.errors import CaptureError, CostError
 from splitkit.graph.dataflow import module_path
+from splitkit.graph.shards import MeshGroup, collective_group, copies_of, local_tensor, sharded_as
 from splitkit.policies import Pipeline
-from splitkit.shards import MeshGroup, collective_group, copies_of, local_tensor, sharded_as
 
 
 @pytest.fixture

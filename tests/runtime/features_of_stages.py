@@ -18,6 +18,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.graph.dataflow import module_path
+from splitkit.graph.shards import full_tensor
 from splitkit.runtime import (
     PipelineModule,
     StepRecorder,
@@ -29,7 +30,6 @@ from splitkit.runtime import (
     save_stages,
     stage,
 )
-from splitkit.shards import full_tensor
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 

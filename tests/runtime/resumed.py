@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Mult
 import splitkit as sk
 from splitkit.engine.split import Split
 from splitkit.errors import SplitError
+from splitkit.graph.shards import full_tensor
 from splitkit.runtime import open_checkpoints, pipeline
-from splitkit.shards import full_tensor
 
 COUNT = 4
 """Microbatches."""

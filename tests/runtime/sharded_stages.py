@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import splitkit as sk
 from splitkit.errors import SplitError
+from splitkit.graph.shards import full_tensor
 from splitkit.policies import Budget, Pipeline
 from splitkit.runtime import open_checkpoints, pipeline
-from splitkit.shards import full_tensor
 
 COUNT = 4
 

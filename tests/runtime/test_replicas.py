@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import splitkit as sk
 from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
+from splitkit.graph.shards import full_tensor, local_tensor
 from splitkit.runtime.ranks.order_runner import placed_order
 from splitkit.runtime.ranks.replicas import (
     BUCKET,
@@ -26,7 +27,6 @@ from splitkit.runtime.ranks.replicas import (
 )
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.stage_weights import shard, shard_like, sum_shards
-from splitkit.shards import full_tensor, local_tensor
 
 
 def test_numbers_that_do_not_divide_are_refused():

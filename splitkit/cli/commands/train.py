@@ -176,8 +176,8 @@ def _rank(args: Namespace) -> Outcome:
 
 def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.cli.reference_model import ReferenceModel
+    from splitkit.graph.shards import local_tensor
     from splitkit.runtime.ranks.pipeline import pipeline
-    from splitkit.shards import local_tensor
 
     work, split = _split(args)
     pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed)

@@ -54,10 +54,10 @@ from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, r
 from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
 from splitkit.frontends.quantized import AS_MODULES, quantized_part
+from splitkit.frontends.sharded_step import has_shards
 from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
 from splitkit.graph.unsaved_buffers import keep_values
-from splitkit.shards import is_sharded
 
 # Checks that export adds to the graph. They hold by construction, and would fail in a part on another device.
 _EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
@@ -79,7 +79,7 @@ def capture_forward(
     if how not in ways:
         raise CaptureError("SK401", f"there is no capture method named {how!r}", f"Choose one of {', '.join(ways)}.")
     require_module(model)
-    if any(map(is_sharded, model.parameters())):
+    if has_shards(model):
         raise CaptureError(
             "SK401",
             f"{type(model).__name__} has parameters that are sharded over ranks, whose forward alone no graph has",

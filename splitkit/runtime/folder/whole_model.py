@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from splitkit import files
 from splitkit.errors import PipelineError, SplitError
+from splitkit.graph.shards import full_tensor
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.tensorfiles import dtype_name, write_described
@@ -20,7 +21,6 @@ from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.signs_of_life import beating
-from splitkit.shards import full_tensor
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import JointSource, StagedStep
 from splitkit.errors import PipelineError
+from splitkit.graph.shards import MeshGroup, copies_of, local_tensor, mesh_groups
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
@@ -69,7 +70,6 @@ from splitkit.runtime.ranks.stage_weights import (
 )
 from splitkit.runtime.ranks.step_agreement import Kind, PipelineCall, StepAgreement
 from splitkit.runtime.ranks.step_losses import PipelineStep, Reduction, checked_reduction, reduced
-from splitkit.shards import MeshGroup, copies_of, local_tensor, mesh_groups
 
 
 def pipeline(

@@ -23,10 +23,10 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.engine.staged_step import HostValue, StageGraphs, host_values, on_device
+from splitkit.graph.shards import local_tensor, sharded_as
 from splitkit.pipeline.order import Action, host_windows
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, border_value
-from splitkit.shards import local_tensor, sharded_as
 
 
 @dataclass(frozen=True)

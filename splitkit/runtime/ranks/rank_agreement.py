@@ -16,13 +16,13 @@ from splitkit._torch import rename, target_name
 from splitkit.errors import PipelineError, SplitError
 from splitkit.graph.canonical import canonical_form, settings_text, value_text
 from splitkit.graph.scope import is_state_op
+from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import attribute
 from splitkit.plans.plan_file import fingerprint
 from splitkit.plans.record import Plan
 from splitkit.runtime.ranks.planned_chain import captured_graph
 from splitkit.runtime.ranks.planned_stage import graphs_of
 from splitkit.runtime.ranks.stage_chain import Chain
-from splitkit.shards import collective_group
 
 _REMEDY = "Start every rank with the same files, packages and arguments; plan once: splitkit.runtime.planned_once."
 

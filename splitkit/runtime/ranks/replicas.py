@@ -11,7 +11,7 @@ All stages have the same number of replicas, so that as many pipelines run side 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from splitkit import _torch
 from splitkit.checks import is_whole, shown
 from splitkit.errors import PipelineError, ScheduleError
+from splitkit.graph.shards import is_sharded_over, local_tensor, sharded_as
 from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.runtime.devices.accelerators import DeviceRng
 from splitkit.runtime.ranks.stage_chain import Chain
-from splitkit.shards import is_sharded_over, local_tensor, sharded_as
 from splitkit.short_repr import brief
 
 
@@ -230,11 +230,7 @@ class SharedParameters:
     @contextmanager
     def added_up(self) -> Iterator[None]:
         """Wrap a step: what it adds to the gradient of one copy is added to the gradients of all copies."""
-        held = [*(parameter for parameter, _ in self._shared), *self._replicated]
-        before = [parameter.grad for parameter in held]
-        for parameter in held:
-            parameter.grad = None
-        try:
+        with gradients_aside([*(parameter for parameter, _ in self._shared), *self._replicated]):
             yield
             for parameter, group in self._shared:
                 if parameter.requires_grad:
@@ -244,10 +240,20 @@ class SharedParameters:
                     dist.all_reduce(total, group=group)
                     parameter.grad = sharded_as(total, parameter)
             _add_up([p for p in self._replicated if p.grad is not None], self._across)
-        finally:
-            for parameter, grad in zip(held, before, strict=True):
-                if grad is not None:
-                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+@contextmanager
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let parameters have no gradients when the block begins; add the earlier ones to what it makes."""
+    before = {parameter: parameter.grad for parameter in parameters}
+    for parameter in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in before.items():
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
 def _add_up(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -27,7 +27,7 @@ from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
 from splitkit.runtime.ranks.order_runner import torch_schedule
 from splitkit.runtime.ranks.planned_stage import HostQueue, PlannedStage
-from splitkit.runtime.ranks.replicas import Replicas, RngChannel, RngHandover
+from splitkit.runtime.ranks.replicas import Replicas, RngChannel, RngHandover, gradients_aside
 from splitkit.runtime.ranks.stage_chain import Chain, LastStage, require_loss
 from splitkit.runtime.ranks.step_losses import scaled
 
@@ -491,21 +491,11 @@ class RankStages:
     def step(self) -> None:
         """Run one step on the inputs in ``batch``."""
         number = torch.tensor(self.batch.share)
-        with nullcontext() if self._has_run else _gradients_kept(self._parts):
+        # torch clears the gradients of FSDP2's parameters when stages run for the first time
+        modules = [] if self._has_run else [m for part in self._parts for m in part.modules()]
+        with gradients_aside(p for m in modules if isinstance(m, FSDPModule) for p in cast(nn.Module, m).parameters()):
             self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
         self._has_run = True
-
-
-@contextmanager
-def _gradients_kept(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep gradients of earlier steps: torch drops those of FSDP2's parameters when stages run for the first time."""
-    modules = [module for part in parts for module in part.modules() if isinstance(module, FSDPModule)]
-    held = {p: p.grad for module in modules for p in cast(nn.Module, module).parameters() if p.grad is not None}
-    for parameter in held:
-        parameter.grad = None
-    yield
-    for parameter, gradient in held.items():
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def handed_loss(loss: torch.Tensor, target: object) -> torch.Tensor:

@@ -17,13 +17,13 @@ from torch.optim import Optimizer
 
 from splitkit import _torch
 from splitkit.errors import PipelineError
+from splitkit.graph.shards import is_sharded, is_sharded_over
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_text
 from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.stage_chain import Chain, StageSource
 from splitkit.runtime.ranks.step_agreement import digest_of_tensors, form_of
-from splitkit.shards import is_sharded, is_sharded_over
 
 
 def shard(

@@ -19,7 +19,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's piece of a tensor that may be sharded; the gradient of a piece is that of the whole."""
+    """Return this rank's piece of a tensor that may be sharded, through which gradients reach the whole."""
     piece: Any = tensor
     return piece.to_local() if is_sharded(tensor) else tensor
 
