@@ -479,6 +479,11 @@ def without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+def group_of_dimensions(mesh: Any, *names: str) -> Any:
+    """Return the process group of the ranks along several dimensions of a mesh together, the last running fastest."""
+    return mesh[names]._flatten("_".join(names)).get_group()  # 2.11, 2.13, 2.15
+
+
 def ranks_of_group(name: str) -> tuple[int, ...]:
     """Return the ranks of the process group that collectives in graphs find by a name; empty if there is none."""
     from torch.distributed import distributed_c10d

@@ -10,6 +10,7 @@ from typing import Any
 from splitkit.cli import source, stage_folders
 from splitkit.cli.common import TRAINING, plan_file, policy_of, require_policy_option
 from splitkit.cli.factories import require_factory
+from splitkit.cli.mesh import ranks_of_mesh
 from splitkit.cli.staged_plan_files import require_own_recompute, stages_of_file
 from splitkit.errors import FileError, UsageError
 
@@ -33,9 +34,12 @@ def require_target(args: Namespace) -> None:
         raise UsageError("SK601", reason, f"Run it with: splitkit run {args.target}; or plan with --stages N.")
     if stages:
         require_own_recompute(args)
-    require_model(args, file, "train")
+    made = require_model(args, file, "train")
+    if args.nproc % ranks_of_mesh(made.mesh):
+        reason = f"{args.nproc} ranks cannot have stages of {ranks_of_mesh(made.mesh)} ranks each ({made.mesh})"
+        raise UsageError("SK601", reason, f"Give --nproc a multiple of {ranks_of_mesh(made.mesh)}.")
     if stages := stages or (args.stages if file is None else 0):
-        _require_order(args, [1] * stages)
+        _require_order(args, [1] * stages, made.mesh)
     if file is None or stages:
         return
     if isinstance(parts := file.get("parts"), list):
@@ -43,8 +47,8 @@ def require_target(args: Namespace) -> None:
         _require_order(args, [n for n in counts if isinstance(n, int)])
 
 
-def require_model(args: Namespace, file: dict[str, Any] | None, command: str) -> None:
-    """Refuse a model, a loss or a policy that no rank could make.
+def require_model(args: Namespace, file: dict[str, Any] | None, command: str) -> source.Source:
+    """Refuse a model, a loss or a policy that no rank could make; return what the model is made of.
 
     Args:
         args: the options of the command.
@@ -61,6 +65,7 @@ def require_model(args: Namespace, file: dict[str, Any] | None, command: str) ->
     made = source.from_args(args.target, args) if file is None else source.from_plan(args.target, file, args)
     source.require_inputs(made, command)
     require_factory(made.spec)
+    return made
 
 
 def _require_folder(args: Namespace) -> None:
@@ -76,7 +81,7 @@ def _require_folder(args: Namespace) -> None:
     _require_order(args, [held.plan.parts[key].replicas for key in held.names])
 
 
-def _require_order(args: Namespace, counts: Sequence[int]) -> None:
+def _require_order(args: Namespace, counts: Sequence[int], mesh: str | None = None) -> None:
     """Refuse a schedule that does not allow these numbers of replicas of each stage, processes and microbatches."""
     from splitkit.pipeline.synthesize import load_order
     from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
@@ -85,7 +90,8 @@ def _require_order(args: Namespace, counts: Sequence[int]) -> None:
     counts = counts if args.dp is None else [args.dp] * len(counts)
     if not counts or min(counts) < 1:
         return
+    ranks = args.nproc // ranks_of_mesh(mesh)
     schedule: Any = load_order(args.schedule) if args.schedule.endswith(".csv") else args.schedule
     microbatches = microbatches_or_usual(schedule, args.microbatches)
-    require_replicable((), counts, args.nproc, microbatches)
-    placed_order(schedule, counts[0], len(counts), microbatches, args.nproc)
+    require_replicable((), counts, ranks, microbatches)
+    placed_order(schedule, counts[0], len(counts), microbatches, ranks)

@@ -73,6 +73,9 @@ class CapturedModel:
 
 def prepare(wanted: Source) -> CapturedModel:
     """Make the model and capture it."""
+    if wanted.mesh is not None:
+        reason = f"a model on a mesh ({wanted.mesh}) is captured with its backward"
+        raise UsageError("SK601", reason, "Leave out --mesh; or plan a training step: --what fwd-bwd.")
     clock = Stopwatch()
     with clock.step("load", f"making {wanted.spec}"):
         example = example_of(wanted)
@@ -95,9 +98,15 @@ def links_asked(args: Namespace, plan: Plan) -> Links | None:
     )
 
 
-def example_of(wanted: Source) -> Example:
-    """Make the model, in training or evaluation mode, and its inputs."""
-    example = _example(wanted)
+def example_of(wanted: Source, mesh: Any = None) -> Example:
+    """Make the model, in training or evaluation mode, and its inputs; sharded over a mesh if there is one."""
+    example = _example(wanted, mesh)
+    if mesh is not None:
+        from splitkit.frontends.sharded_step import has_shards
+        from splitkit.testing.tensor_parallel import shard_model
+
+        if not has_shards(example.model):
+            shard_model(example.model, mesh)
     if wanted.loss is not None:
         find_own_code(wanted.loss)
         example = with_loss(example, wanted.loss)
@@ -114,7 +123,7 @@ def _evaluated(example: Example, spec: str) -> Example:
     return example
 
 
-def _example(wanted: Source) -> Example:
+def _example(wanted: Source, mesh: Any) -> Example:
     import torch
 
     from splitkit.testing.config_models import config_example
@@ -127,7 +136,7 @@ def _example(wanted: Source) -> Example:
     with torch.random.fork_rng():
         torch.manual_seed(wanted.seed)
         try:
-            return models.load(wanted.spec, **wanted.sizes)
+            return models.load(wanted.spec, mesh, **wanted.sizes)
         except SystemExit as error:
             remedy = "Call sys.exit only under `if __name__ == '__main__'`, and return the model and its inputs."
             raise CaptureError("SK403", f"{wanted.spec} called sys.exit({error.code})", remedy) from error
@@ -162,7 +171,7 @@ def prices(work: CapturedModel, kind: str | None, training: bool | None, device:
     return costs.training(made, work.gm) if training and not includes_backward(made) else made
 
 
-def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = False) -> Costs:
+def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = False, mesh: str | None = None) -> Costs:
     """Return the prices that a word of the command line names.
 
     Args:
@@ -170,15 +179,18 @@ def kind_of_costs(gm: fx.GraphModule, inputs: Any, kind: str, backward: bool = F
         inputs: the inputs to measure with.
         kind: the word, such as ``roofline:h100``.
         backward: whether to measure backward too, where that is possible.
+        mesh: the ranks that share the model, and the links between them, as ``--mesh`` has them.
     """
     from splitkit import costs
+    from splitkit.cli.mesh import links_of_mesh
 
     name, _, device = kind.partition(":")
     if name in ("flops", "unit"):
         return costs.flops(gm) if name == "flops" else costs.unit(gm)
     if name == "measured":
         return costs.measured(gm, inputs, device or "cpu", backward=backward and (device or "cpu") == "cpu")
-    return (costs.roofline if name == "roofline" else costs.fused)(gm, _device(device or "cpu"))
+    found = _device(device or "cpu")
+    return (costs.roofline if name == "roofline" else costs.fused)(gm, found, mesh=links_of_mesh(mesh, found))
 
 
 def check_costs(kind: str | None) -> None:

@@ -97,13 +97,21 @@ def _plan(commands: Commands[Parser]) -> None:
         "splitkit plan gpt2 --devices 4xh200 --schedule 1f1b --microbatches 8 --trace timeline.json -o plan.json\n"
         "splitkit plan gpt2 --devices 8xh200 --schedule 1f1b --replicas 1,2,4\n"
         "splitkit plan llama --devices h200,h200,a100 --objective latency\n"
+        "splitkit plan gpt2 --stages 2 --mesh tp=2 -o plan.json && splitkit train plan.json --nproc 4 --check\n"
         "splitkit plan gpt2 --what fwd-bwd --memory 2GiB -o step.json && splitkit run step.json --check"
     )
     parser = command(commands, "plan", "decide which part computes which node", example)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     _add_parts(parser.add_argument_group("parts"))
     _add_limits(parser.add_argument_group("devices (with --devices or --stages)"))
-    _add_step(parser.add_argument_group("training step (with --devices or --stages)"))
+    step = parser.add_argument_group("training step (with --devices or --stages)")
+    _add_step(step)
+    step.add_argument(
+        "--mesh",
+        metavar="tp=N",
+        help="shard each stage over N ranks as well (tensor parallelism), or tp=N:LINK with the link between them; the "
+        "plan is of a training step, one rank's share (fwd-bwd). A factory may take the mesh: def make(mesh)",
+    )
     add_import(parser)
     prices = parser.add_argument_group("prices")
     add_costs(prices, "flops; with --devices their roofline; with fwd-bwd roofline:a100")

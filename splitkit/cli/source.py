@@ -15,7 +15,7 @@ from typing import Any
 
 from splitkit.checks import is_whole
 from splitkit.cli import factories
-from splitkit.errors import FileError, UsageError, nearest
+from splitkit.errors import FileError, SplitError, UsageError, nearest
 from splitkit.testing.config_files import checkpoint_beside, is_config
 from splitkit.testing.factory import LOSSES
 from splitkit.testing.models import NAMES, SIZES
@@ -36,6 +36,7 @@ class Source:
         seed: the seed of the weights and inputs.
         mode: ``"eval"``, or ``"train"`` to leave the model as the factory made it.
         loss: the loss of a model that returns none, as `splitkit.testing.factory.with_loss` takes it.
+        mesh: the ranks that share each stage, as `splitkit.cli.mesh.read_mesh` takes them.
     """
 
     spec: str
@@ -45,10 +46,11 @@ class Source:
     seed: int = 0
     mode: str = "train"
     loss: str | None = None
+    mesh: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data, without a loss that nobody has given."""
-        return {name: value for name, value in asdict(self).items() if name != "loss" or value is not None}
+        """Return JSON-ready data, without a loss or mesh that nobody has given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def source_record(source: Source, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -88,7 +90,11 @@ def with_options(source: Source, args: Namespace) -> Source:
     Raises:
         UsageError: SK402 and SK602 for a bad model name, SK601 for sizes and options that do not fit.
     """
-    given = {name: value for name in ("how", "dynamic", "seed", "loss") if (value := getattr(args, name)) is not None}
+    given = {
+        name: value
+        for name in ("how", "dynamic", "seed", "loss", "mesh")
+        if (value := getattr(args, name, None)) is not None
+    }
     if args.eval:
         given["mode"] = "eval"
     sizes = dict(source.sizes)
@@ -136,7 +142,7 @@ def next_command(
         microbatches: the microbatches of its step; by default not said.
         tokens: whether the model reads tokens, and not speech.
     """
-    if plan is None or plan.startswith("/dev/"):
+    if plan is None or plan.startswith("/dev/") or (source.mesh is not None and not ranks):
         return None
     asks = ["--prompt-ids", "1,2,3"] if tokens else ["--requests", "requests.jsonl"]
     words = ["splitkit", "generate" if source.how == "decoder" else "train" if ranks else "run", plan]
@@ -147,7 +153,9 @@ def next_command(
     if source.how == "decoder":
         return shlex.join([*words, *asks])
     if ranks:
-        words += ["--nproc", str(ranks), "--schedule", schedule]
+        from splitkit.cli.mesh import ranks_of_mesh
+
+        words += ["--nproc", str(ranks * ranks_of_mesh(source.mesh)), "--schedule", schedule]
         words += [] if microbatches is None else ["--microbatches", str(microbatches)]
     return shlex.join([*words, "--check"])
 
@@ -239,11 +247,21 @@ def recorded(path: str, record: Any) -> Source:
         "seed": _natural(source.seed),
         "mode": source.mode in ("train", "eval"),
         "loss": source.loss is None or (isinstance(source.loss, str) and source.loss.isprintable()),
+        "mesh": source.mesh is None or (isinstance(source.mesh, str) and _is_mesh(source.mesh)),
     }
     for field, fine in sound.items():
         if not fine:
             raise _damaged(path, f"model.{field}")
     return source
+
+
+def _is_mesh(text: str) -> bool:
+    from splitkit.cli.mesh import read_mesh
+
+    try:
+        return bool(read_mesh(text))
+    except SplitError:
+        return False
 
 
 def _natural(value: object) -> bool:

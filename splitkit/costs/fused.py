@@ -13,7 +13,7 @@ that runs alone costs what the roofline says.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -23,6 +23,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
+from splitkit.costs.collectives import mesh_links
 from splitkit.costs.flop_formulas import CountedCosts, Flops, counter_of
 from splitkit.costs.roofline import Roofline
 from splitkit.graph.dataflow import Dataflow, root_of
@@ -30,10 +31,17 @@ from splitkit.graph.joint_marks import backward_nodes, is_joint
 from splitkit.graph.node_values import elements, hints, op_name, require_values
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.hardware.device_specs import Device, find_device
+from splitkit.hardware.link_specs import Link
 from splitkit.short_repr import brief
 
 
-def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32: bool = False) -> Fused:
+def fused(
+    gm: fx.GraphModule | Dataflow,
+    device: str | Device = "a100",
+    *,
+    tf32: bool = False,
+    mesh: Mapping[str, str | Link] | None = None,
+) -> Fused:
     """Return costs in estimated seconds on a device, of a graph that Inductor or another fusing compiler runs.
 
     In a joint graph, the price of a forward node is what recomputing it adds to the kernels of backward. It is 0 if a
@@ -49,14 +57,15 @@ def fused(gm: fx.GraphModule | Dataflow, device: str | Device = "a100", *, tf32:
         gm: the graph, or facts about it.
         device: a name of `splitkit.costs.devices`, or a device of your own.
         tf32: whether products of float32 may be rounded, as by ``torch.set_float32_matmul_precision("high")``.
+        mesh: as for `splitkit.costs.roofline`.
 
     Raises:
         GraphError: SK101 if ``gm`` is not a graph, SK102 if nodes have no ``meta["val"]``.
-        CostError: SK321 if no device has that name.
+        CostError: SK321 if no device has that name, SK322 as for `splitkit.costs.roofline`.
     """
     root = root_of(gm)
     require_values(root.graph)
-    return Fused(root, find_device(device), tf32, counter=counter_of(gm))
+    return Fused(root, find_device(device), tf32, mesh_links(mesh), counter=counter_of(gm))
 
 
 @dataclass(frozen=True)
@@ -67,12 +76,14 @@ class Fused(CountedCosts):
         gm: the graph.
         device: the device that runs it.
         tf32: whether products of float32 may be rounded.
+        mesh: dimension of a mesh -> the link between its neighbouring ranks.
         counter: the counter of its FLOPs.
     """
 
     gm: fx.GraphModule
     device: Device
     tf32: bool = False
+    mesh: Mapping[str, Link] = field(default_factory=dict, compare=False)
     counter: Flops = field(kw_only=True, repr=False, compare=False)
 
     __repr__ = brief
@@ -84,7 +95,7 @@ class Fused(CountedCosts):
 
     @cached_property
     def _alone(self) -> Roofline:
-        return Roofline(self.gm, self.device, self.tf32, counter=self.counter)
+        return Roofline(self.gm, self.device, self.tf32, self.mesh, counter=self.counter)
 
     @cached_property
     def _charged(self) -> dict[Node, tuple[int, float]]:

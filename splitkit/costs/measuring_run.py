@@ -34,6 +34,7 @@ from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.losses import loss_of
 from splitkit.graph.node_values import Gradients
 from splitkit.graph.scope import is_state_op
+from splitkit.graph.shards import collective_group
 from splitkit.graph.shared_memory import memory_classes
 from splitkit.graph.storages import storage_key, tensors
 
@@ -98,6 +99,7 @@ def measured(
         raise CostError("SK324", f"min_run_time is {shown(min_run_time)} seconds", "Give a number above 0.")
     if backward:
         require_steps(flow, where)
+    _require_no_collectives(flow)
     on_gpu = where.type == "cuda"
     chosen: AbstractContextManager[Any] = torch.cuda.device(where) if on_gpu else nullcontext()
     with progress(1 + MOST_ROUNDS) as advance, torch.random.fork_rng([where] if on_gpu else []), chosen:
@@ -109,6 +111,15 @@ def measured(
     note = f"measured on {where}{_BUSY if busy else ''}"
     found = Measured(flow.root, where, note, busy, counter, seconds, workspace)
     return MeasuredSteps.of(found, flow) if backward else found
+
+
+def _require_no_collectives(flow: Dataflow) -> None:
+    """Raise SK324 for a graph of ranks that exchange tensors: one process stands for all, and nothing is sent."""
+    for node in flow.nodes:
+        if (group := collective_group(node)) is not None:
+            reason = f"{node.name} is a collective over {group}, which one process cannot measure"
+            remedy = f"Estimate it: splitkit.costs.roofline(graph, device, mesh={{{group.dimension!r}: 'nvlink4'}})."
+            raise CostError("SK324", reason, remedy, [node])
 
 
 def require_steps(flow: Dataflow, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from splitkit.costs.flop_formulas import CountedCosts, Flops, counter_of
 from splitkit.costs.training import FromJoint, FromOps
 from splitkit.errors import CostError, FileError, SplitError
 from splitkit.graph.dataflow import Dataflow, root_of
+from splitkit.hardware.link_specs import Link
 from splitkit.price_record import Kind, LazyPrices, PriceRecord, printable
 from splitkit.prices import Checked, as_given, checked, includes_backward, price_name, unit_of
 from splitkit.short_repr import brief
@@ -42,6 +43,7 @@ def record_of(costs: Costs, graph: fx.GraphModule | Dataflow) -> PriceRecord:
         unit=printable(unit_of(base), 40),
         device=asdict(base.device) if kind in ("roofline", "fused") else None,
         tf32=kind in ("roofline", "fused") and bool(base.tf32),
+        mesh={k: asdict(v) for k, v in base.mesh.items()} or None if kind in ("roofline", "fused") else None,
         training=adds_backward,
         table=LazyPrices(lambda: _prices(root, asked.seconds)) if has_table else None,
         backward=LazyPrices(lambda: _prices(root, Checked(base).backward_ratio)) if has_ratios else None,
@@ -68,7 +70,7 @@ def costs_of(record: PriceRecord | None, graph: fx.GraphModule | Dataflow) -> Co
     They price every node as the recorded ones did. Bytes and FLOPs are those of the graph.
 
     Raises:
-        FileError: SK501 if the record of a file describes no device.
+        FileError: SK501 if the record of a file describes no device or link.
     """
     if record is None:
         return default(graph)
@@ -88,9 +90,10 @@ def _base(record: PriceRecord, graph: fx.GraphModule | Dataflow) -> Costs:
     if record.kind != "table":
         try:
             device = Device(**(record.device or {}))
+            mesh = {name: Link(**link) for name, link in (record.mesh or {}).items()}
         except (CostError, TypeError) as error:
-            raise FileError("SK501", f"the plan is damaged: prices.device: {error}", "Plan again.") from error
-        return (roofline if record.kind == "roofline" else fused)(graph, device, tf32=record.tf32)
+            raise FileError("SK501", f"the plan is damaged: prices: {error}", "Plan again.") from error
+        return (roofline if record.kind == "roofline" else fused)(graph, device, tf32=record.tf32, mesh=mesh)
     table = PriceTable if record.backward is None else PriceTableWithBackward
     return table(root_of(graph), record, counter=counter_of(graph))
 

@@ -19,11 +19,12 @@ from splitkit.display import Shown
 from splitkit.engine.pair import back_on_device
 from splitkit.errors import PlanError
 from splitkit.graph.node_values import storage_bytes, value_bytes
+from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST, host_value
 from splitkit.memory.simulation import BEFORE, MemorySimulation
 from splitkit.pipeline.order import StageCopies, suffix_sums
-from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_costs import Exchange, StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
 from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.parts import PlannedOptimizer
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 Origin = tuple[str, Hashable]
 """The value that first has a storage in a stage, and the storage."""
+
+
+_ACTIONS = {"forward": "F", "backward": "I", "input": "I", "weight": "W"}
+"""Half of a stage -> the part of a microbatch in which a schedule runs it."""
 
 
 @dataclass(frozen=True)
@@ -341,10 +346,17 @@ class StagedStep(Shown):
         prices = checked(costs)
         seconds: dict[tuple[str, int], float] = {}
         of_node = {n.name: prices.seconds(n) for n in self.plan if n.op not in ("placeholder", "get_attr")}
+        exchanges: dict[int, list[Exchange]] = {}
         for node, keys in self.plan.items():
             for key in map(known_part, keys) if node.name in of_node else ():
-                seconds[key] = seconds.get(key, 0.0) + of_node[node.name]
-        found = tuple(self._costs_of(number, seconds, unit, held) for number in range(len(self.stages)))
+                start, own = seconds.get(key, 0.0), of_node[node.name]
+                if collective_group(node) is not None:
+                    exchanges.setdefault(key.stage, []).append(Exchange(_ACTIONS[key.half], start, own))
+                seconds[key] = start + own
+        found = tuple(
+            replace(self._costs_of(number, seconds, unit, held), collectives=tuple(exchanges.get(number, ())))
+            for number in range(len(self.stages))
+        )
         if asked.offload is None or unit != "s":
             return found
         link = HostLink.of_data(asked.offload)

@@ -11,7 +11,9 @@ whose ranks take part, and not the process group, whose name differs between ran
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.fx import traceback
 
-from splitkit._torch import name_group, ranks_of_group
+from splitkit._torch import name_group, ranks_of_group, rename
 from splitkit.errors import CaptureError
 from splitkit.graph.losses import loss_of
 from splitkit.graph.shards import collective_group, full_tensor, is_sharded, local_tensor, mesh_groups, sharded_as
@@ -110,6 +112,7 @@ class ShardedStep(nn.Module):
         for node in list(graph.nodes):
             if collective_group(node) is not None:
                 _at_once(node)
+        rename(_names_on_any_rank(graph))
 
     def _named_groups(self) -> dict[tuple[int, ...], str]:
         """Return the ranks along each dimension of the meshes -> the name by which graphs call them from now on."""
@@ -126,6 +129,20 @@ class ShardedStep(nn.Module):
                 )
             found[ranks] = name
         return found
+
+
+def _names_on_any_rank(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return node -> its name numbered anew: each rank takes another piece of a split, and torch drops the rest."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    own = set(nodes)
+    taken, count, found = {n.name for n in graph.nodes if n not in own}, Counter[str](), dict[fx.Node, str]()
+    for node in nodes:
+        stem = re.sub(r"_\d+$", "", node.name)
+        while (name := f"{stem}_{count[stem]}" if count[stem] else stem) in taken:
+            count[stem] += 1
+        taken.add(name)
+        found[node] = name
+    return found
 
 
 def _at_once(node: fx.Node) -> None:

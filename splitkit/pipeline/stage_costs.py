@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import field as dataclass_field
+from typing import TYPE_CHECKING, NamedTuple
 
 from splitkit.checks import MOST, is_number, is_whole, shown
 from splitkit.errors import ScheduleError
@@ -14,6 +15,20 @@ if TYPE_CHECKING:
 
 MOST_SECONDS, MOST_BYTES = 1e100, 2**60
 """The largest figures of one stage: sums of many are still finite, and fit into 64-bit integers."""
+
+
+class Exchange(NamedTuple):
+    """A collective of a stage.
+
+    Attributes:
+        part: ``"F"`` for forward, ``"I"`` for the part of backward that gives the gradient of the input, else ``"W"``.
+        start: seconds after the start of the part.
+        seconds: how long it takes.
+    """
+
+    part: str
+    start: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -46,6 +61,7 @@ class StageCosts:
             are those of one replica (`splitkit.pipeline.memory`), except messages, which are of all
             together.
         copies: what of ``saved_bytes`` waits on the host, and how long its copies take; ``None`` for nothing.
+        collectives: when the ranks that share the stage exchange tensors, to be drawn; its times include them.
 
     Raises:
         ScheduleError: SK332 if one is negative or not a number; names the field.
@@ -65,6 +81,7 @@ class StageCosts:
     unit: str = "s"
     replicas: int = 1
     copies: StageCopies | None = None
+    collectives: tuple[Exchange, ...] = dataclass_field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -73,6 +90,8 @@ class StageCosts:
                 continue
             if field.name == "copies":
                 _require_copies(value, self.saved_bytes)
+                continue
+            if field.name == "collectives":
                 continue
             if field.name == "unit":
                 if not isinstance(value, str):
@@ -98,6 +117,18 @@ class StageCosts:
     def backward(self) -> float:
         """Seconds of both parts of backward."""
         return self.backward_input + self.backward_weight
+
+    def exchanges(self, kind: str) -> list[tuple[float, float]]:
+        """Return the seconds from the start of an action at which each collective of it starts and ends.
+
+        Args:
+            kind: the action: ``"F"``, ``"B"`` for both parts of backward, ``"I"`` or ``"W"``.
+        """
+        after = {"F": 0.0, "I": 0.0, "W": 0.0} if kind != "B" else {"I": 0.0, "W": self.backward_input}
+        own = {kind} if kind != "B" else {"I", "W"}
+        return [
+            (after[e.part] + e.start, after[e.part] + e.start + e.seconds) for e in self.collectives if e.part in own
+        ]
 
 
 def _require_copies(value: object, saved: int) -> None:

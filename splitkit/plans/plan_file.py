@@ -291,7 +291,7 @@ def _prices_to_json(prices: PriceRecord) -> dict[str, Any]:
     return found | {name: value for name, value in tables.items() if value not in (None, False)}
 
 
-_OPTIONAL_OF_PRICES = ("device", "tf32", "training", "table", "backward")
+_OPTIONAL_OF_PRICES = ("device", "tf32", "mesh", "training", "table", "backward")
 
 
 def _prices(data: object) -> PriceRecord | None:
@@ -315,10 +315,18 @@ def _prices(data: object) -> PriceRecord | None:
         raise damaged("prices.backward", data["backward"], "absent: the prices are not a table that includes it")
     if "device" in data:
         check_device("prices.device", data["device"])
+    mesh = data.get("mesh", {})
+    if not (isinstance(mesh, Mapping) and ("device" in data or not mesh) and all(map(_is_link, mesh.values()))):
+        raise damaged("prices.mesh", mesh, "the links of a roofline by the names of dimensions")
     for name in ("table", "backward"):
         if name in data:
             check_numbers(f"prices.{name}", data[name])
     return PriceRecord(**data)
+
+
+def _is_link(data: object) -> bool:
+    """Whether data are the fields of a `splitkit.costs.Link`; its figures are checked when it is made."""
+    return isinstance(data, Mapping) and data.keys() <= {"bandwidth", "latency", "source"} and "bandwidth" in data
 
 
 def _renamed(prices: PriceRecord | None, nodes: Mapping[str, Node]) -> PriceRecord | None:

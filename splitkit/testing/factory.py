@@ -44,8 +44,8 @@ class Example:
     __repr__ = brief
 
 
-def made_by(spec: str, sizes: Mapping[str, int]) -> Example:
-    """Return what the factory ``place:name`` makes when it is called with ``sizes``.
+def made_by(spec: str, sizes: Mapping[str, int], mesh: Any = None) -> Example:
+    """Return what the factory ``place:name`` makes when it is called with ``sizes``, and with ``mesh`` if it takes one.
 
     Raises:
         CaptureError: SK402 for a package that is not installed; SK403 for a factory that is missing, cannot be called
@@ -54,10 +54,11 @@ def made_by(spec: str, sizes: Mapping[str, int]) -> Example:
     place, _, name = spec.rpartition(":")
     module = module_at(place)
     factory = _factory(module, place, name)
-    _require_fit(spec, factory, sizes)
+    given = dict(sizes) | ({"mesh": mesh} if mesh is not None and _takes_mesh(factory) else {})
+    _require_fit(spec, factory, given)
     called = f"{name}({', '.join(f'{k}={v}' for k, v in sizes.items())})"
     with _location_noted(getattr(module, "__file__", None) or place, f"in {called}"):
-        made = factory(**sizes)
+        made = factory(**given)
     return _example(spec, made)
 
 
@@ -176,7 +177,14 @@ def _capital(text: str, after_a_sentence: object) -> str:
     return text[0].upper() + text[1:] if after_a_sentence else text
 
 
-def _require_fit(spec: str, factory: Callable[..., Any], sizes: Mapping[str, int]) -> None:
+def _takes_mesh(factory: Callable[..., Any]) -> bool:
+    try:
+        return "mesh" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+
+
+def _require_fit(spec: str, factory: Callable[..., Any], sizes: Mapping[str, Any]) -> None:
     """Refuse sizes that the factory does not accept, and missing ones."""
     try:
         signature = inspect.signature(factory)
@@ -186,7 +194,7 @@ def _require_fit(spec: str, factory: Callable[..., Any], sizes: Mapping[str, int
         signature.bind(**sizes)
     except TypeError as error:
         needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.name not in sizes]
-        example = f"--size {needed[0]}=8" if needed else "--size NAME=N"
+        example = "--mesh tp=2" if "mesh" in needed else f"--size {needed[0]}=8" if needed else "--size NAME=N"
         raise CaptureError(
             "SK403",
             f"{spec} cannot be called: {error}",

@@ -66,14 +66,15 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
     return Example(model.train(), (), kwargs)
 
 
-def load(spec: str, **sizes: int) -> Example:
+def load(spec: str, mesh: Any = None, /, **sizes: int) -> Example:
     """Return the example named ``"gpt2"`` ..., ``"package.module:factory"`` or ``"path/to/file.py:factory"``.
 
     It may also be a ``config.json`` of transformers or its folder, with the sizes ``batch`` and ``seq``, or a ``.pt2``
     file of ``torch.export.save``, with the inputs that the program was exported with.
     A factory takes ``sizes`` as keywords and returns ``(module, args)``, ``(module, args, kwargs)``,
     ``(module, kwargs)`` or an `Example`, where ``args`` is a tuple (or one tensor) and ``kwargs`` a dict. Errors
-    that it raises have a note with the line of its file.
+    that it raises have a note with the line of its file. ``mesh``, a mesh of torch's,
+    goes to its parameter of that name.
 
     Raises:
         CaptureError: SK402 for a name that is not an example, or a package that is not installed; SK403 for a factory
@@ -85,7 +86,7 @@ def load(spec: str, **sizes: int) -> Example:
         return config_example(spec, **sizes)
     if is_program(spec):
         return saved_program(spec, sizes)
-    return made_by(spec, sizes) if ":" in spec else build(spec, **sizes)
+    return made_by(spec, sizes, mesh) if ":" in spec else build(spec, **sizes)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from shardednets import Net, X, first_of, sharded
@@ -12,10 +14,13 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import splitkit as sk
 from splitkit.costs import Link
 from splitkit.costs.collectives import collective_seconds
+from splitkit.costs.recorded import costs_of
 from splitkit.errors import CaptureError, CostError
 from splitkit.graph.dataflow import module_path
 from splitkit.graph.shards import MeshGroup, collective_group, copies_of, local_tensor, sharded_as
 from splitkit.policies import Pipeline
+from splitkit.view.data.staged_ladder import run_data
+from splitkit.view.svg.timeline import TimelineDrawing
 
 
 @pytest.fixture
@@ -102,3 +107,40 @@ def test_pieces(mesh):
     groups = [MeshGroup("tp", 2)]
     assert copies_of(whole, groups) == 2 == copies_of(X, groups)
     assert copies_of(sharded(mesh["tp"]).ups[0].weight, groups) == 1
+
+
+def test_prices_of_collectives_survive_a_file(mesh):
+    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+    for make in (sk.costs.roofline, sk.costs.fused):
+        costs = make(joint.graph_module, "h100", mesh={"tp": Link(1e9, 1e-6)})
+        plan = joint.split(Pipeline(2, schedule="1f1b", microbatches=4), costs).plan
+        held = sk.Plan.from_dict(joint.graph_module.graph, plan.to_dict())
+        found = costs_of(held.prices, joint.graph_module)
+        assert found is not costs and [found.seconds(n) for n in plan] == [costs.seconds(n) for n in plan]
+
+
+def test_collectives_are_not_measured_in_one_process(mesh):
+    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+    with pytest.raises(CostError, match=r"SK324: all_reduce is a collective over tp=2, which one process") as refused:
+        sk.costs.measured(joint.graph_module, (*joint.primals(X), *joint.tangents()))
+    assert "mesh={'tp': 'nvlink4'}" in refused.value.remedy
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_step_shows_when_ranks_exchange(mesh, schedule):
+    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+    costs = sk.costs.roofline(joint.graph_module, "h100", mesh={"tp": "pcie4"})
+    step = joint.split(Pipeline(4 if schedule == "zbv" else 2, schedule=schedule, microbatches=4), costs)
+    run = sk.simulate_schedule(step.stage_costs(costs), schedule, 4)
+    price = sum(costs.seconds(n) for n in joint.graph_module.graph.nodes if collective_group(n) is not None)
+    whole = "FB" if schedule == "1f1b" else "FIW"
+    met = [(stage, kind, times) for stage in run.stages for kind in whole for times in stage.exchanges(kind)]
+    assert sum(end - start for *_, (start, end) in met) == pytest.approx(price)
+    room = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
+    assert all(0 <= start < end <= getattr(stage, room[kind]) + 1e-12 for stage, kind, (start, end) in met)
+    marks = TimelineDrawing(run).to_svg()
+    assert "collectives</" in marks and marks.count("<title>collective</title>") > 8
+    told = run_data(run, run.stages)["exchanges"]
+    assert [one["F"] for one in told] == [[pytest.approx(t, rel=1e-6) for t in s.exchanges("F")] for s in run.stages]
+    plain = sk.simulate_schedule([replace(stage, collectives=()) for stage in run.stages], schedule, 4)
+    assert "collective" not in TimelineDrawing(plain).to_svg() and run_data(plain, plain.stages)["exchanges"] == []

@@ -531,6 +531,8 @@ def test_a_process_group_is_found_by_another_name(tmp_path):
         assert _torch.ranks_of_group("tp=1") == ()
         _torch.name_group("tp=1", dist.group.WORLD)
         assert _torch.ranks_of_group("tp=1") == (0,)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+        assert dist.get_process_group_ranks(_torch.group_of_dimensions(mesh, "a", "b")) == [0]
         made = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "tp=1")
         assert torch.ops._c10d_functional.wait_tensor(made).tolist() == [1, 1]
     finally:

@@ -6,13 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 from carried import refusal
-from launch import launch
 from shardednets import Net, X, first_of, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import splitkit as sk
-from splitkit.errors import PipelineError
 from splitkit.runtime.ranks.stage_weights import shard
 
 
@@ -59,16 +57,3 @@ def test_sharding_along_another_dimension(mesh):
         shard([model], SimpleNamespace(mesh=mesh), ())
     shard([model], SimpleNamespace(mesh=mesh), (), mesh["dp"])
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())
-
-
-@pytest.mark.campaign
-def test_checkpoints_of_torch(tmp_path):
-    lines = launch("runtime/sharded_stages.py", 4, f"tied,1f1b,{tmp_path}/kept", seconds=100)
-    for line in lines:
-        with refusal(
-            "SK802",
-            "Save what each rank has with torch: torch.distributed.checkpoint.save(pipe.named_parameters(), "
-            "checkpoint_id=folder).",
-        ):
-            raise PipelineError(line["code"], line["reason"], line["remedy"])
-    assert len(lines) == 4 and all(line["same"] for line in lines)

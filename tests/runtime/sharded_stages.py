@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import sys
 from dataclasses import replace
@@ -11,7 +12,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-import torch.distributed.checkpoint
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,7 +142,9 @@ def in_one_stage(kind, model, batch, other):
         assert measured == planned.peak, (measured, planned.peak)
         outputs, gradients = pair.run(joint.primals(**batch), joint.tangents())
         most = max(most, apart(kind, joint.read([*outputs, *gradients]).gradients, other))
-    return {"apart": most}
+    nodes = joint.graph_module.graph.nodes
+    names = [(n.name, [a.name for a in n.all_input_nodes]) for n in nodes]
+    return {"apart": most, "names": names, "taken": [n.args[1] for n in nodes if n.target is operator.getitem]}
 
 
 def in_stages(kind, model, batch, other, loss, mesh, schedule, how):
@@ -192,22 +194,30 @@ def refused(kind, model, batch, other, mesh):
     return said
 
 
-def checkpoints(kind, model, batch, other, mesh, folder):
-    """What splitkit says, and what torch's own checkpoints keep of each rank's parameters."""
-    step = sk.capture_joint(model, **batch).split(Pipeline(2, schedule="1f1b", microbatches=COUNT))
-    pipe = pipeline(step, "1f1b", COUNT, group=mesh.get_group("pp"))
-    try:
-        open_checkpoints(folder, pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
-    except SplitError as error:
-        said = {"code": error.code, "reason": error.reason, "remedy": error.remedy}
-    torch.distributed.checkpoint.save(pipe.named_parameters(), checkpoint_id=folder)
-    with torch.no_grad():
-        for parameter in pipe.parameters():
-            parameter.zero_()
-    torch.distributed.checkpoint.load(pipe.named_parameters(), checkpoint_id=folder)
-    whole = dict(other.named_parameters())
-    same = all(torch.equal(full_tensor(p.detach()), whole[name]) for name, p in pipe.named_parameters().items())
-    return {**said, "same": same}
+def checkpoints(kind, batch, other, mesh, folder):
+    """A run that is saved after its first step and goes on, and one that is resumed from there."""
+    whole_batch, group = {name: torch.cat([one] * COUNT) for name, one in batch.items()}, mesh.get_group("pp")
+    ended = []
+    for resume in (False, True):
+        fresh = parallel(kind, build(kind)[0], mesh["tp"])
+        step = sk.capture_joint(fresh, **batch).split(Pipeline(2, schedule="1f1b", microbatches=COUNT))
+        pipe = pipeline(step, "1f1b", COUNT, group=group)
+        if resume:
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    parameter.zero_()
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        kept = open_checkpoints(folder, pipe, optimizer, resume=resume)
+        while pipe.steps < 2:
+            pipe.step(**whole_batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if pipe.steps == 1:
+                kept.save(wait=kind == "tied")
+        kept.wait()
+        ended.append({name: full_tensor(p.detach()).clone() for name, p in pipe.named_parameters().items()})
+    moved = max(float((ended[0][name] - p).abs().max()) for name, p in other.named_parameters() if name in ended[0])
+    return {"same": all(torch.equal(one, ended[1][name]) for name, one in ended[0].items()), "moved": moved}
 
 
 def main():
@@ -226,7 +236,7 @@ def main():
         loss = other(**batch)["loss"]
         loss.backward()
         if how.startswith("/"):
-            found = checkpoints(kind, model, batch, other, mesh, how)
+            found = checkpoints(kind, batch, other, mesh, how)
         elif how == "refused":
             found = refused(kind, model, batch, other, mesh)
         elif schedule == "none":

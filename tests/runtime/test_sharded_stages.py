@@ -20,6 +20,9 @@ def found(ranks, *cases):
 def test_plans_of_a_sharded_step_have_its_gradients_and_bytes(kind):
     lines = found(2, f"{kind},none,")
     assert all(line["apart"] < CLOSE for line in lines), lines
+    one, other = lines
+    assert one["names"] == other["names"], "a plan of one rank must fit the graph of the other"
+    assert kind != "sequence" or one["taken"] != other["taken"]  # each rank takes other pieces of what is divided
 
 
 @pytest.mark.parametrize("case", these_first(["tied,zbv,"], ["tied,1f1b,", "sequence,1f1b,", "sequence,zbv,"]))
@@ -41,3 +44,10 @@ def test_ranks_along_a_mesh_must_run_the_same():
     for line in found(4, "tied,1f1b,refused"):
         assert "SK804" in line["microbatches"] and "number of microbatches" in line["microbatches"]
         assert "SK804" in line["weights"] and "norm.weight has other values" in line["weights"]
+
+
+@pytest.mark.campaign
+def test_a_run_goes_on_from_a_checkpoint_of_all_ranks(tmp_path):
+    """Bit by bit: the same processes, threads and shapes. The second model is saved while training goes on."""
+    for line in found(4, *(f"{kind},1f1b,{tmp_path}/{kind}" for kind in ("tied", "sequence"))):
+        assert line["same"] and line["moved"] > 0.1

@@ -49,6 +49,7 @@ def stages_outcome(
         facts(
             {
                 "plan": data["note"].replace("; ", ";\n"),
+                **({} if made.mesh is None else {"mesh": f"a rank's share; {made.mesh} ranks for each stage"}),
                 "prices": data["prices"],
                 "took": seconds_text(data["seconds"]["plan"]),
             }

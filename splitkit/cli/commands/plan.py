@@ -28,7 +28,7 @@ def run(args: Namespace) -> Outcome:
         from splitkit.cli.commands.import_stages import plan_from_text
 
         return plan_from_text(args)
-    if args.what == TRAINING:
+    if args.what == TRAINING or args.mesh is not None:
         from splitkit.cli.commands import plan_training as trainplan
 
         taken = () if args.stages is None else trainplan.IN_STAGES

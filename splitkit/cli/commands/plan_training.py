@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import placement, source
 from splitkit.cli.common import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
+from splitkit.cli.mesh import joined_mesh, read_mesh
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import wrote
 from splitkit.cli.placement import MOST_BYTES
@@ -49,26 +50,35 @@ class CapturedStep:
         example: the model and its inputs.
         joint: forward and backward as one graph.
         clock: the seconds that each step took.
+        mesh: the mesh over which the model is sharded, if it is.
     """
 
     source: Source
     example: Example
     joint: Joint
     clock: Stopwatch
+    mesh: Any = None
 
 
-def prepare_step(wanted: Source) -> CapturedStep:
-    """Make the model, and capture its forward and backward as one graph."""
+def prepare_step(wanted: Source, replicas: int = 1) -> CapturedStep:
+    """Make the model, and capture its forward and backward as one graph.
+
+    Args:
+        wanted: how to make the model.
+        replicas: how many ranks run each stage, for a model that is sharded over others.
+    """
     if wanted.how != "export" or wanted.dynamic:
         raise UsageError(
             "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
         )
     clock = Stopwatch()
-    with clock.step("load", f"making {wanted.spec}"):
-        example = example_of(wanted)
-    with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
-        joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
-    return CapturedStep(wanted, example, joint, clock)
+    with joined_mesh(wanted.mesh, replicas) as mesh:
+        own = mesh and mesh[tuple(one.name for one in read_mesh(wanted.mesh or ""))]
+        with clock.step("load", f"making {wanted.spec}"):
+            example = example_of(wanted, own)
+        with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
+            joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+        return CapturedStep(wanted, example, joint, clock, mesh)
 
 
 def priced_step(args: Namespace, wanted: Source) -> tuple[CapturedStep, Costs]:
@@ -77,7 +87,8 @@ def priced_step(args: Namespace, wanted: Source) -> tuple[CapturedStep, Costs]:
     work = prepare_step(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())
-        return work, kind_of_costs(work.joint.graph_module, inputs, args.costs or "roofline:a100")
+        kind = args.costs or "roofline:a100"
+        return work, kind_of_costs(work.joint.graph_module, inputs, kind, mesh=work.source.mesh)
 
 
 def plan_step(args: Namespace) -> Outcome:

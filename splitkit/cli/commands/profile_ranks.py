@@ -16,6 +16,7 @@ from splitkit.cli import launcher, rank_process
 from splitkit.cli.before_ranks import require_model
 from splitkit.cli.commands import train
 from splitkit.cli.common import plan_file
+from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
 from splitkit.engine.staged_step import StagedStep
@@ -45,7 +46,7 @@ def run(args: Namespace) -> Outcome:
         traces, is_first = data.pop("traces"), data["rank"] == 0
         return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
     train.require_trace_file(args)
-    require_model(args, plan_file(args), "profile")
+    require_one_rank(require_model(args, plan_file(args), "profile").mesh, "profile")
     code, data = launcher.answer(sys.argv[1:], args.ranks, _PATIENCE)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)

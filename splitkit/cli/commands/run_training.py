@@ -13,6 +13,7 @@ from splitkit.cli.commands import plan_training as trainplan
 from splitkit.cli.commands.plan_training import CapturedStep
 from splitkit.cli.commands.profile import beside
 from splitkit.cli.common import TRAINING, decoded
+from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.engine.pair import Pair
 from splitkit.units import bounded, size
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     """Run the plan in the data of a plan file."""
-    work = trainplan.prepare_step(source.from_plan(args.target, file, args))
+    wanted = source.from_plan(args.target, file, args)
+    require_one_rank(wanted.mesh, "run")
+    work = trainplan.prepare_step(wanted)
     from splitkit.frontends.step_module import DividedStep
     from splitkit.testing import timing
 

@@ -15,6 +15,7 @@ from splitkit.cli import source, stage_folders
 from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
 from splitkit.cli.commands.train import split_as_planned
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planned, versions
+from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.engine.staged_step import StagedStep
@@ -55,7 +56,9 @@ def _split_step(args: Namespace, file: dict[str, Any]) -> Outcome:
     """Divide a training step into the stages of a plan file."""
     from splitkit.runtime.ranks.planned_chain import chain_of_step
 
-    work = prepare_step(source.from_plan(args.target, file, args))
+    wanted = source.from_plan(args.target, file, args)
+    require_one_rank(wanted.mesh, "split")
+    work = prepare_step(wanted)
     with work.clock.step("split", "dividing the step"):
         step = split_as_planned(work, decoded(work.joint.graph_module.graph, args.target, file))
         assert isinstance(step, StagedStep), "the file has stages"

@@ -19,6 +19,7 @@ from splitkit.cli.before_ranks import require_target
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
 from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
 from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
+from splitkit.cli.mesh import REPLICAS, STAGES
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.outputs import FOR_PERFETTO, STDOUT
 from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
@@ -175,14 +176,18 @@ def _rank(args: Namespace) -> Outcome:
 
 
 def _train(args: Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+
     from splitkit.cli.reference_model import ReferenceModel
     from splitkit.graph.shards import local_tensor
     from splitkit.runtime.ranks.pipeline import pipeline
+    from splitkit.runtime.ranks.rank_agreement import from_every
 
     work, split = _split(args)
-    pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed)
+    group = _group(work)
+    pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed, group=group)
     if args.fsdp:
-        pipe.shard()
+        pipe.shard(work.mesh[REPLICAS] if isinstance(work, CapturedStep) and work.mesh is not None else None)
     optimizer = _optimizer(args, pipe.parameters())
     beside = None
     if args.check:
@@ -198,7 +203,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         raise UsageError("SK601", reason, f"Give --steps {first + 2} or more.")
     found = _steps(args, work, pipe, optimizer, beside, saved)
     own = {
-        "rank": pipe.rank,
+        "rank": dist.get_rank(),
         "replica": pipe.replicas.own,
         "stages": list(pipe.stages),
         "parameters": sum(local_tensor(p).nbytes for p in pipe.parameters()),
@@ -206,7 +211,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
     return {
         "command": "train",
-        "rank": pipe.rank,
+        "rank": dist.get_rank(),
         "model": work.source.to_dict(),
         "note": split.plan.note,
         "schedule": pipe.order.name,
@@ -214,7 +219,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         "replicas": [pipe.replicas.pipelines] * len(pipe.order.rank_of),
         "first_step": first,
         **found,
-        "ranks": _gathered(pipe, own),
+        "ranks": from_every(own, None),
     }
 
 
@@ -248,9 +253,17 @@ def planned_together(args: Namespace) -> tuple[CapturedModel | CapturedStep, Pla
     from splitkit.cli import source
 
     wanted = source.from_plan(args.target, file, args)
-    captured = prepare_step(wanted) if stages_of_file(file) else prepare(wanted)
+    captured = prepare_step(wanted, args.dp or 1) if stages_of_file(file) else prepare(wanted)
     gm = captured.gm if isinstance(captured, CapturedModel) else captured.joint.graph_module
-    return captured, planned_once(gm, lambda: decoded(gm.graph, args.target, file))
+    return captured, planned_once(gm, lambda: decoded(gm.graph, args.target, file), _group(captured))
+
+
+def _group(work: CapturedModel | CapturedStep) -> Any:
+    """Return the ranks with the stages of this rank's share of the model; ``None`` for all ranks."""
+    from splitkit._torch import group_of_dimensions
+
+    mesh = work.mesh if isinstance(work, CapturedStep) else None
+    return None if mesh is None else group_of_dimensions(mesh, STAGES, REPLICAS)
 
 
 def schedule_or_order(word: str) -> str | PipelineOrder:
@@ -277,10 +290,12 @@ def _steps(
     beside: ReferenceModel | None,
     saved: CheckpointFolder | None,
 ) -> dict[str, Any]:
+    import torch.distributed as dist
+
     from splitkit.runtime.ranks.measurements import StepRecorder
 
     losses, times, skipped, recorder, first = list[float](), list[float](), list[str](), None, pipe.steps
-    with _bar(pipe.rank, args.steps - first) as advance:
+    with _bar(dist.get_rank(), args.steps - first) as advance:
         for step in range(first, args.steps):
             batch = batch_of(work, pipe.microbatches, step)
             start = time.perf_counter()
@@ -330,14 +345,6 @@ def _require_numbers(losses: torch.Tensor | None, step: int) -> torch.Tensor:
             "Lower --lr." if step else "Correct the model or its inputs: no optimizer step has been made yet.",
         )
     return losses
-
-
-def _gathered(pipe: Pipeline, own: dict[str, Any]) -> list[Any]:
-    import torch.distributed as dist
-
-    every: list[Any] = [None] * dist.get_world_size(pipe.group)
-    dist.all_gather_object(every, own, group=pipe.group)
-    return every
 
 
 @contextmanager

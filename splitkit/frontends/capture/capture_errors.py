@@ -21,12 +21,11 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from splitkit import _torch
 from splitkit.errors import CaptureError, SplitError
 from splitkit.frontends.quantized import diagnose_packed
-from splitkit.graph import fake_runs
 from splitkit.graph.storages import attribute
 
 _TORCH = Path(torch.__file__).parent
 # splitkit.testing is left out: it has models, whose lines are shown.
-_OURS = (Path(__file__).parents[1], Path(fake_runs.__file__).parent)
+_OURS = tuple(path for path in Path(__file__).parents[2].iterdir() if path.name != "testing")
 _PYTHON, _SITE = Path(traceback.__file__).parent, Path(sysconfig.get_path("purelib"))  # lines of Python itself
 
 # Pieces of torch's messages in lower case (2.11, 2.13, 2.15), the construct that causes them, and the remedy.

@@ -52,7 +52,7 @@ from splitkit.runtime.folder.optimizer_state import (
 from splitkit.runtime.ranks.faults import global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.rank_agreement import from_every
-from splitkit.runtime.ranks.replicas import subgroup
+from splitkit.runtime.ranks.replicas import subgroup, with_ranks_across
 from splitkit.runtime.ranks.signs_of_life import beating
 from splitkit.short_repr import brief
 
@@ -79,7 +79,7 @@ def open_checkpoints(
 
     A checkpoint has parameters and buffers, the optimizer's state and options, the number of steps, the random number
     generators of each rank, and the objects given here. Everything is saved by name, so the run may continue with a
-    different number of stages and replicas, sharded or not.
+    different number of stages and replicas, sharded or not, and over other ranks.
 
     Args:
         folder: the folder, created if necessary; all ranks must see the same.
@@ -98,8 +98,7 @@ def open_checkpoints(
         FileError: SK504 if the folder cannot be written or read; SK506 for state that cannot be saved; SK512 if the
             folder has another run's checkpoints; SK503, SK505 and SK507 if the last checkpoint has another schema, is
             damaged or has a file of another one, or does not fit model, optimizer or scheduler.
-        PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, ``keep`` is invalid, or
-            parameters are sharded over other ranks than the replicas of a stage;
+        PipelineError: SK802 if the optimizer has parameters that the pipeline does not have, or ``keep`` is invalid;
             SK804 if the schedulers of the ranks differ, or their optimizers (`Pipeline.compare_optimizer`).
     """
     return CheckpointFolder(Path(folder), pipe, optimizer, scheduler, loader, dict(state or {}), keep, resume)
@@ -154,15 +153,10 @@ class CheckpointFolder:
         keep: int,
         resume: bool,
     ) -> None:
-        if pipe.meshes:
-            raise PipelineError(
-                "SK802",
-                f"a checkpoint is of one pipeline, and these are divided over {', '.join(map(str, pipe.meshes))}",
-                "Save what each rank has with torch: torch.distributed.checkpoint.save(pipe.named_parameters(), "
-                "checkpoint_id=folder).",
-            )
         self.path, self.state = path, state
         self._pipe, self._optimizer, self._scheduler, self._loader = pipe, optimizer, scheduler, loader
+        self._group = with_ranks_across(pipe.group, pipe.meshes.values())
+        self._rank = dist.get_rank(self._group)
         self._keep = keep
         self._background: dist.ProcessGroup | None = None
         self._writing: _Writing | None = None
@@ -260,7 +254,7 @@ class CheckpointFolder:
 
     def _encoded(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return this rank's share of the record; add its tensors, which alias those of the run."""
-        pipe, rank = self._pipe, self._pipe.rank
+        pipe, rank = self._pipe, self._rank
         for name, tensor in pipe.named_tensors().items():
             require_storable(name, tensor)
             tensors[MODEL + name] = tensor.detach()
@@ -292,25 +286,24 @@ class CheckpointFolder:
     def _write(self, tensors: dict[str, torch.Tensor], draft: Path) -> dict[str, str]:
         """Write the tensors of this rank, and return the digests of its files."""
         with self._refusing(), without_planner_log():
-            write(tensors, storage_writer=_Writer(draft), process_group=self._pipe.group)
+            write(tensors, storage_writer=_Writer(draft), process_group=self._group)
             return self._digests(draft)
 
     def _digests(self, draft: Path) -> dict[str, str]:
-        return on_disk.digests_of_rank(draft, self._pipe.rank, dist.get_world_size(self._pipe.group))
+        return on_disk.digests_of_rank(draft, self._rank, dist.get_world_size(self._group))
 
     def _write_beside(
         self, tensors: dict[str, torch.Tensor], record: dict[str, Any], place: Path, draft: Path
     ) -> Future[None]:
         """Write in another thread, which has a process group of its own; rank 0 completes the checkpoint there."""
         if self._background is None:
-            group = self._pipe.group
-            self._background = subgroup(group, range(dist.get_world_size(group)), "gloo")
+            self._background = subgroup(self._group, range(dist.get_world_size(self._group)), "gloo")
         done: Future[None] = Future()
 
         def written(found: Future[Any]) -> None:
             try:
                 digests = self._on_all(lambda: self._written(found, draft), group=self._background)
-                if self._pipe.rank == 0:
+                if self._rank == 0:
                     self._complete(record, digests, place, draft)
             except BaseException as error:
                 done.set_exception(error)
@@ -338,7 +331,7 @@ class CheckpointFolder:
     def _load(self, place: Path) -> None:
         record = JsonField(str(place), "", self._on_first(lambda: on_disk.read_record(place).value))
         self._on_all(lambda: self._require_model(record["parameters"]))
-        self._on_all(lambda: on_disk.require_undamaged(place, self._pipe.rank, dist.get_world_size(self._pipe.group)))
+        self._on_all(lambda: on_disk.require_undamaged(place, self._rank, dist.get_world_size(self._group)))
         self._on_all(lambda: self._restore(place, record))
         self._pipe.steps = record["step"].whole()
 
@@ -358,7 +351,7 @@ class CheckpointFolder:
         pipe, optimizer, named = self._pipe, self._optimizer, self._pipe.named_parameters()
         self._require_given(record)
         every = list(record["random"].items())
-        random = every[pipe.rank if len(every) == dist.get_world_size(pipe.group) else 0]
+        random = every[self._rank if len(every) == dist.get_world_size(self._group) else 0]
         rest = [record["scheduler"], record["loader"], record["state"], random]
         tensors = prepare_optimizer(record["optimizer"], optimizer, named)
         for data in rest:
@@ -384,7 +377,7 @@ class CheckpointFolder:
 
     def _on_first(self, work: Callable[[], T], draft: Path | None = None) -> T:
         """Return on all ranks what rank 0 finds; see `_on_all`."""
-        first = self._pipe.rank == 0
+        first = self._rank == 0
         found: T | None = self._on_all(lambda: work() if first else None, draft)[0]
         return found  # type: ignore[return-value]
 
@@ -396,17 +389,17 @@ class CheckpointFolder:
         Args:
             work: what to run.
             draft: what rank 0 removes after a refusal.
-            group: the ranks, as a group for messages; by default the pipeline's.
+            group: the ranks, as a group for messages; by default all that have a share of the run.
         """
         own: tuple[T | None, SplitError | None]
         try:
             own = work(), None
         except SplitError as error:
             own = None, error
-        every = from_every(own, group or self._pipe.group)
+        every = from_every(own, group or self._group)
         refused = [(rank, error) for rank, (_, error) in enumerate(every) if error is not None]
         if refused:
-            if draft is not None and self._pipe.rank == 0:
+            if draft is not None and self._rank == 0:
                 on_disk.discard(draft)
             rank, first = refused[0]
             alone = len(refused) < len(every) and rank and "(rank" not in first.reason
@@ -428,7 +421,7 @@ class CheckpointFolder:
     def _naming_loss(self, doing: str) -> Iterator[None]:
         """Raise SK805 if another rank ends while the ranks do something together."""
         try:
-            with beating(dist.get_rank(), global_ranks(self._pipe.group), f"for all ranks while it {doing}"):
+            with beating(dist.get_rank(), global_ranks(self._group), f"for all ranks while it {doing}"):
                 yield
         except SplitError:
             raise

@@ -153,6 +153,25 @@ def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int], backend: str
     return made
 
 
+def with_ranks_across(group: dist.ProcessGroup | None, across: Iterable[dist.ProcessGroup]) -> Any:
+    """Return a group of the ranks of a group, and of those that share its stages along dimensions of a mesh.
+
+    All of them must call it.
+
+    Args:
+        group: the ranks of one pipeline; ``None`` for all.
+        across: the groups of this rank along each dimension.
+    """
+    ranks = set(dist.get_process_group_ranks(group))
+    for beside in (along := list(across)):
+        every: list[Any] = [None] * dist.get_world_size(beside)
+        dist.all_gather_object(every, ranks, group=beside)
+        ranks = set().union(*every)
+    if not along:
+        return group
+    return dist.group.WORLD if len(ranks) == dist.get_world_size() else subgroup(dist.group.WORLD, sorted(ranks))
+
+
 def _global(group: dist.ProcessGroup | None, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 

@@ -28,6 +28,7 @@ from splitkit.costs import unit_of
 from splitkit.engine.pair import Pair, back_on_device, on_host
 from splitkit.graph.dataflow import Dataflow, module_path, readers_of, waits_for
 from splitkit.graph.joint_marks import backward_nodes, forward_outputs, forward_owners
+from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.profile import MemoryProfile, simulate_memory
 from splitkit.memory.simulation import SimulatedStorage
@@ -482,7 +483,7 @@ def ops_data(flow: Dataflow, nodes: Sequence[Node], row: Callable[[Node], int], 
     place = {node: i for i, node in enumerate(nodes)}
     modules, module = _numbered(module_path(node) for node in nodes)
     sorts, sort = _numbered(
-        (_torch.target_name(node), type_text(node), costs.nbytes(node), rounded(costs.seconds(node))) for node in nodes
+        (_op_text(node), type_text(node), costs.nbytes(node), rounded(costs.seconds(node))) for node in nodes
     )
     sources, source = _numbered(source_line(node) for node in nodes)
     return {
@@ -496,6 +497,12 @@ def ops_data(flow: Dataflow, nodes: Sequence[Node], row: Callable[[Node], int], 
         "source": source,
         "reads": [[place[node] - place[n] for n in flow.inputs(node) if n in place] for node in nodes],
     }
+
+
+def _op_text(node: Node) -> str:
+    """Return the name of an op, and of a collective between which ranks it is: ``... over tp=2``."""
+    group, name = collective_group(node), _torch.target_name(node)
+    return name if group is None else f"{name} over {group}"
 
 
 def source_line(node: Node) -> str:

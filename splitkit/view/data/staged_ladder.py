@@ -463,6 +463,10 @@ def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
         "replicas": list(run.replicas),
         "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
         "by": memory_data(run, stages),
+        "exchanges": [
+            {kind: [[rounded(t) for t in times] for times in stage.exchanges(kind)] for kind in "FBIW"}
+            for stage in (run.stages if any(stage.collectives for stage in run.stages) else ())
+        ],
     }
 
 

@@ -21,6 +21,8 @@ _SHADES = {"F": 0.5, "B": 1.0, "I": 1.0, "W": 0.72}
 """The strength of a stage's colour for each kind of action."""
 _LEAST = 0.5
 """Pixels; a narrower action is drawn as one with the next, as thousands of them would only make the file large."""
+MARK = 4
+"""Pixels: the height of the marks of collectives at the foot of an action."""
 _MANY = 16
 """With more ranks the picture has no memory curves, only peaks: it would be too tall."""
 
@@ -62,7 +64,8 @@ class TimelineDrawing:
         stages = [(colour(stage), f"stage {stage}") for stage in range(len(run.stages))]
         held = [(mixed(RIBBON, 0.45), "memory")] if self._high[1] else []
         limit = [(BAD, f"capacity {size(self._limit)}")] if self._limit else []
-        draw.legend(LEFT, 36, [*shades, *held, *limit], WIDTH - LEFT)
+        marks = [(INK, "collectives")] if any(stage.collectives for stage in run.stages) else []
+        draw.legend(LEFT, 36, [*shades, *marks, *held, *limit], WIDTH - LEFT)
         draw.legend(LEFT, 54, stages, WIDTH - LEFT - RIGHT)
         draw.text(WIDTH - RIGHT + 6, TOP - 6, "peak bytes", MUTED, size=10, bold=True)
         for rank, events in groupby(run.timeline, key=lambda event: event.rank):
@@ -105,8 +108,15 @@ class TimelineDrawing:
         if right - left >= 4:  # wide enough to hover over
             times = f"{duration(event.start, self.run.unit)} to {duration(event.end, self.run.unit)}"
             tooltip = f"{KINDS[event.kind]} of microbatch {event.microbatch}, stage {event.stage}: {times}"
+        exchanges = self.run.stages[event.stage].exchanges(event.kind)
+        if tooltip and exchanges:
+            spent = sum(end - start for start, end in exchanges)
+            tooltip += f", {duration(spent, self.run.unit)} of it in {len(exchanges)} collectives"
         gap = min(1.0, (right - left) / 8)
         draw.rect(left, y, right - left - gap, high, fill, tooltip)
+        for start, end in exchanges if tooltip else ():
+            x, stop = self._frame.x(event.start + start), self._frame.x(event.start + end)
+            draw.rect(x, y + high - MARK, max(_LEAST, stop - x), MARK, INK, "collective")
         number = str(event.microbatch)
         if right - left >= width(number, 9) + 4:
             draw.text((left + right) / 2, y + high - 6 + (high < 16), number, ink_on(fill), "middle", size=9)

@@ -88,8 +88,15 @@ export class Timeline {
     const onAction = hit && !this.isMemory(e), time = (/** @type {number} */ seconds) => duration(seconds, run.unit), held = `rank ${rank} holds ${size(heldAt(run, rank, onAction ? hit[4] : at))} ${onAction ? "when it starts" : `at ${time(at)}`}; its peak is ${size(run.peaks[rank])}, at ${time(peakTime(run, rank))}`;
     if (!onAction) return `${held}${this.bandText(e, run, rank, at)}`;
     const [, kind, stage, microbatch, start, end] = hit;
-    return `${COMPUTATIONS[kind]} of microbatch ${microbatch}, stage ${this.ladder.partName(stage)}\nstarts at ${time(start)}, takes ${time(end - start)}\n${held}`;
+    const exchanges = this.exchangesOf(stage, kind), spent = exchanges.length ? `, ${time(sum(exchanges.map(([from, to]) => to - from)))} of it in ${exchanges.length} collectives` : "";
+    return `${COMPUTATIONS[kind]} of microbatch ${microbatch}, stage ${this.ladder.partName(stage)}\nstarts at ${time(start)}, takes ${time(end - start)}${spent}\n${held}`;
   }
+  /**
+   * When an action's collectives start and end, in seconds from its start.
+   * @param {number} stage
+   * @param {string} kind
+   */
+  exchangesOf(stage, kind) { return (this.run && this.run.exchanges[stage] || {})[kind] || []; }
   /**
    * Whether the mouse is where measured actions of a rank are, or would be.
    * @param {MouseEvent} e
@@ -189,7 +196,11 @@ export class Timeline {
   box(c, [rank, kind, stage, microbatch, start, end]) {
     const colour = colourOf(stage), ink = kind !== "F" ? legible(colour) : this.ladder.root.classList.contains("dark") ? "#fff" : "#10151c";
     c.globalAlpha = kind === "F" ? 0.55 : kind === "W" ? 0.75 : 1;
+    const foot = this.y(rank) + this.high * this.share;
     this.block(c, this.nameOf(stage, microbatch), microbatch, start, end, this.y(rank), this.high * this.share, colour, ink);
+    c.fillStyle = this.ladder.ink.fg;
+    // only where they can be told apart from the action
+    if (this.x(end) - this.x(start) >= 4) for (const [from, to] of this.exchangesOf(stage, kind)) c.fillRect(this.x(start + from), foot - 4, Math.max(0.5, this.x(start + to) - this.x(start + from)), 4);
   }
   /**
    * Draw a block with its name, paler where the mouse is on another microbatch; at the opacity of the canvas, which is 1 then.

@@ -72,6 +72,8 @@ interface Run {
   replicas: number[];
   events: TimedAction[];
   by: MemoryByStage;
+  /** for each stage and kind of action, when its collectives start and end, in seconds from its start; nothing where there are none */
+  exchanges: Record<string, [number, number][]>[];
   /** null where there are none */
   whatIf: WhatIf | null;
   /** null where there is none */
