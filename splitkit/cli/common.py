@@ -73,9 +73,6 @@ class CapturedModel:
 
 def prepare(wanted: Source) -> CapturedModel:
     """Make the model and capture it."""
-    if wanted.mesh is not None:
-        reason = f"a model on a mesh ({wanted.mesh}) is captured with its backward"
-        raise UsageError("SK601", reason, "Leave out --mesh; or plan a training step: --what fwd-bwd.")
     clock = Stopwatch()
     with clock.step("load", f"making {wanted.spec}"):
         example = example_of(wanted)

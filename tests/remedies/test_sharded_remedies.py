@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from carried import refusal
+from commandlines import printed
+from launch import command
 from shardednets import Net, X, first_of, sharded
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import splitkit as sk
+from splitkit.cli.mesh import joined_mesh, read_mesh
+from splitkit.graph.shards import is_sharded
 from splitkit.runtime.ranks.stage_weights import shard
+from splitkit.testing import models
+from splitkit.testing.tensor_parallel import shard_model
+
+NET = str(Path(__file__).parents[1] / "cli" / "shardednet.py")
 
 
 @pytest.fixture
@@ -57,3 +68,57 @@ def test_sharding_along_another_dimension(mesh):
         shard([model], SimpleNamespace(mesh=mesh), ())
     shard([model], SimpleNamespace(mesh=mesh), (), mesh["dp"])
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())
+
+
+def test_prices_of_collectives_in_one_process(mesh):
+    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+    graph = joint.graph_module
+    with refusal("SK324", "Estimate it: splitkit.costs.roofline(graph, device, mesh={{...}: 'nvlink4'})."):
+        sk.costs.measured(graph, (*joint.primals(X), *joint.tangents()))
+    assert sk.costs.roofline(graph, "h100", mesh={"tp": "nvlink4"}).of_graph(graph) > 0
+
+
+def test_ranks_that_share_heads(mesh):
+    def made(heads):
+        model = models.build("llama", layers=1, width=24, heads=heads, vocab=8, seq=4).model
+        shard_model(model, mesh["tp"])
+        return model
+
+    with refusal("SK401", "Choose a number of ranks that divides {...}."):
+        made(3)
+    assert any(map(is_sharded, made(4).parameters()))
+
+
+def test_a_factory_that_shards(mesh):
+    with refusal(
+        "SK401", "Give a factory that takes the mesh and returns a sharded model: def make(mesh), FILE.py:make."
+    ):
+        shard_model(nn.Linear(2, 2), mesh["tp"])
+    assert any(map(is_sharded, models.load(f"{NET}:net", mesh["tp"]).model.parameters()))
+
+
+def test_meshes_of_the_command_line():
+    with refusal("SK601", "Choose another name, such as tp."):
+        read_mesh("pp=2")
+    with refusal("SK601", "Write --mesh tp=2, or --mesh tp=8:nvlink4 with the link between the ranks."):
+        read_mesh("2")
+    assert [one.ranks for text in ("tp=2", "tp=8:nvlink4") for one in read_mesh(text)] == [2, 8]
+
+
+def test_ranks_for_each_stage():
+    with first_of(2), refusal("SK801", "Start {...} for each stage."), joined_mesh("tp=2", 2):
+        pass
+    with first_of(4), joined_mesh("tp=2", 2) as mesh:
+        assert mesh.mesh_dim_names == ("pp", "dp", "tp") and mesh.size(0) == 1
+
+
+@pytest.mark.campaign
+def test_a_plan_for_ranks_that_share_stages(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed(f"plan {NET}:net --stages 2 --mesh tp=2 -o PLAN.json")
+    train = f"train PLAN.json --model {NET}:net --microbatches 2 --steps 1 --check"
+    with refusal("SK601", "Give --nproc a multiple of {...}."):
+        printed(f"{train} --nproc 3")
+    with refusal("SK601", "Train with it on its ranks: splitkit train PLAN.json --nproc N, {...} a stage."):
+        printed(f"run PLAN.json --model {NET}:net")
+    assert json.loads(command(*train.split(), "--nproc", "4", "--json").stdout)["check"]["same"]
