@@ -62,6 +62,12 @@ def test_a_refusal_names_memory_that_fits():
     assert "Rank" in plan.note and "optimizer" in plan.note and stage_part(plan.claim.limiting)
 
 
+def test_one_stage_sends_nothing_over_links():
+    flow, costs = random_joint(3, ops=4)
+    plans = [Pipeline(1, microbatches=3, links=links).assign(flow, costs) for links in ("nvlink4", None)]
+    assert plans[0].places == plans[1].places and plans[0].claim == plans[1].claim
+
+
 def test_without_recompute_nothing_that_can_be_saved_runs_again():
     flow, costs = random_joint(3, ops=4)
     plan = Pipeline(2, microbatches=3, recompute=False).assign(flow, costs)

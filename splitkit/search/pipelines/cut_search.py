@@ -457,7 +457,7 @@ class CutSearch:
             return found
         of = self.order.rank_of
         pairs = set(pairwise(of))
-        if any(a == b for a, b in pairs):
+        if not pairs or any(a == b for a, b in pairs):
             return found
         for i in range(1, len(cuts) - 1):
             on, back = float(problems.sent_on[cuts[i]]), float(problems.sent_back[cuts[i]])
