@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted(
+    (Path(__file__).parents[2] / "notebooks").glob("*.ipynb"), key=lambda path: int(path.stem.partition("-")[0])
+)
 PACKAGES = ("torch", "transformers")
 """On whose versions the outputs depend: nodes have other names under another one."""
 
