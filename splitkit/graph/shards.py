@@ -18,6 +18,11 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def sharded_over(tensor: Any) -> str:
+    """Return the type of device of the mesh over which a tensor is sharded."""
+    return str(tensor.device_mesh.device_type)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of a tensor that may be sharded, through which gradients reach the whole."""
     piece: Any = tensor

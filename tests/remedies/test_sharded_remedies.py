@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from carried import refusal
 from commandlines import printed
 from launch import command
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import splitkit as sk
 from splitkit.cli.mesh import joined_mesh, read_mesh
 from splitkit.graph.shards import is_sharded
+from splitkit.runtime.ranks.rank_device import require_meshes_of
 from splitkit.runtime.ranks.stage_weights import shard
 from splitkit.testing import models
 from splitkit.testing.tensor_parallel import shard_model
@@ -103,6 +105,16 @@ def test_meshes_of_the_command_line():
     with refusal("SK601", "Write --mesh tp=2, or --mesh tp=8:nvlink4 with the link between the ranks."):
         read_mesh("2")
     assert [one.ranks for text in ("tp=2", "tp=8:nvlink4") for one in read_mesh(text)] == [2, 8]
+
+
+def test_a_mesh_of_the_ranks_devices(mesh):
+    held = list(sharded(mesh["tp"], 1).parameters())
+    with refusal(
+        "SK801", "Give pipeline(..., device={...}); or capture on a mesh of the ranks' devices: init_device_mesh."
+    ):
+        require_meshes_of(torch.device("cuda", 1), held)
+    require_meshes_of(torch.device("cpu"), held)
+    require_meshes_of(torch.device("cuda", 1), Net(1).parameters())
 
 
 def test_ranks_for_each_stage():

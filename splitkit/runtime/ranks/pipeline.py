@@ -38,7 +38,7 @@ from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_or
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
 from splitkit.runtime.ranks.planned_stage import HostQueue, moves_values
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same, require_same_collectives
-from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
+from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages, require_meshes_of
 from splitkit.runtime.ranks.replicas import (
     SharedParameters,
     microbatch_seed,
@@ -205,12 +205,14 @@ class Pipeline(ComparedRanks):
         self._agreement = StepAgreement(group, self.device, progress)
         if isinstance(split, StageFolder):
             self._agreement.together(lambda: split.load(self.stages, self.device))
+        held = tensors_of_stages(self._chain, range(self._chain.stages)).values()
+        require_meshes_of(self.device, held)
         place_stages(self._chain, self.stages, self.device)
         # a pipeline that evaluates gets the weights of the one that trains, of which each rank has its own
         shared = {} if trained is None else with_every_name(trained.every_saved(), trained._captured_model())
         require_same_model(self._chain, self.stages, group, without=shared)
         # ranks that run the same stages on pieces of their tensors
-        self.meshes = mesh_groups(tensors_of_stages(self._chain, range(self._chain.stages)).values())
+        self.meshes = mesh_groups(held)
         self._agreement.together(lambda: self._require_same_beside({"schedule": what, **same}))
         self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, trained, None
         self._others = OtherTensors.of(self._chain, self.stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from splitkit import _torch
 from splitkit.errors import PipelineError
+from splitkit.graph.shards import is_sharded, sharded_over
 from splitkit.graph.storages import attribute
 from splitkit.runtime.devices.accelerators import accelerator_type, move_tensors, with_index
 from splitkit.runtime.devices.device_map import follow_device, follows
@@ -48,6 +49,17 @@ def backend_of_rank(local_rank: int) -> str:
     if kind:
         torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())
     return backend
+
+
+def require_meshes_of(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise SK801 for tensors that are sharded over a mesh of another type of device, on which their gradients are."""
+    for tensor in tensors:
+        if is_sharded(tensor) and (kind := sharded_over(tensor)) != device.type:
+            raise PipelineError(
+                "SK801",
+                f"the model is sharded over a mesh of {kind}, and this rank's device is {device}",
+                f"Give pipeline(..., device={kind!r}); or capture on a mesh of the ranks' devices: init_device_mesh.",
+            )
 
 
 def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> None:
