@@ -51,3 +51,13 @@ def test_a_run_goes_on_from_a_checkpoint_of_all_ranks(tmp_path):
     """Bit by bit: the same processes, threads and shapes. The second model is saved while training goes on."""
     for line in found(4, *(f"{kind},1f1b,{tmp_path}/{kind}" for kind in ("tied", "sequence"))):
         assert line["same"] and line["moved"] > 0.1
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("first", [0, 12])
+def test_random_nets_with_random_shards(first):
+    """Budgets on two ranks, with their bytes; stages on four."""
+    kinds = [f"random{seed}" for seed in range(first, first + 12)]
+    lines = found(2, *(f"{kind},none," for kind in kinds))
+    lines += found(4, *(f"{kind},{schedule}," for kind in kinds for schedule in ("1f1b", "zbv")))
+    assert all(line["apart"] < 5 * CLOSE and line.get("norm", 0) < CLOSE for line in lines), lines
