@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
+from campaigns import these_first
+from lawtables import JOINT_LAWS, STAGED_LAWS
 from shardednets import Net, X, first_of, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +18,7 @@ import splitkit as sk
 from splitkit.costs import Link
 from splitkit.costs.collectives import collective_seconds
 from splitkit.costs.recorded import costs_of
+from splitkit.engine.pair import Pair
 from splitkit.errors import CaptureError, CostError
 from splitkit.graph.dataflow import module_path
 from splitkit.graph.shards import MeshGroup, collective_group, copies_of, local_tensor, sharded_as
@@ -23,10 +27,16 @@ from splitkit.view.data.staged_ladder import run_data
 from splitkit.view.svg.timeline import TimelineDrawing
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def mesh():
     with first_of(4) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def joint(mesh):
+    """Not to be changed."""
+    return sk.capture_joint(sharded(mesh["tp"]), X)
 
 
 def test_the_graph_is_one_ranks_program(mesh):
@@ -51,14 +61,13 @@ def test_gradients_are_sharded_as_their_parameters(mesh):
         assert gradients[name].placements == parameter.placements and gradients[name].shape == parameter.shape
 
 
-def test_stages_are_balanced_whatever_their_collectives(mesh):
-    step = sk.capture_joint(sharded(mesh["tp"]), X).split(Pipeline(2, schedule="1f1b", microbatches=4))
+def test_stages_are_balanced_whatever_their_collectives(joint):
+    step = joint.split(Pipeline(2, schedule="1f1b", microbatches=4))
     loads = [sum(collective_group(n) is not None for n in stage.forward.graph.nodes) for stage in step.stages]
     assert loads == [2, 2]
 
 
-def test_a_collective_comes_where_what_it_reads_is_made(mesh):
-    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+def test_a_collective_comes_where_what_it_reads_is_made(joint):
     order = {node: i for i, node in enumerate(joint.graph_module.graph.nodes)}
     for node in order:
         if collective_group(node) is not None:
@@ -109,8 +118,7 @@ def test_pieces(mesh):
     assert copies_of(sharded(mesh["tp"]).ups[0].weight, groups) == 1
 
 
-def test_prices_of_collectives_survive_a_file(mesh):
-    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+def test_prices_of_collectives_survive_a_file(joint):
     for make in (sk.costs.roofline, sk.costs.fused):
         costs = make(joint.graph_module, "h100", mesh={"tp": Link(1e9, 1e-6)})
         plan = joint.split(Pipeline(2, schedule="1f1b", microbatches=4), costs).plan
@@ -119,16 +127,14 @@ def test_prices_of_collectives_survive_a_file(mesh):
         assert found is not costs and [found.seconds(n) for n in plan] == [costs.seconds(n) for n in plan]
 
 
-def test_collectives_are_not_measured_in_one_process(mesh):
-    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+def test_collectives_are_not_measured_in_one_process(joint):
     with pytest.raises(CostError, match=r"SK324: all_reduce is a collective over tp=2, which one process") as refused:
         sk.costs.measured(joint.graph_module, (*joint.primals(X), *joint.tangents()))
     assert "mesh={'tp': 'nvlink4'}" in refused.value.remedy
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_step_shows_when_ranks_exchange(mesh, schedule):
-    joint = sk.capture_joint(sharded(mesh["tp"]), X)
+def test_a_step_shows_when_ranks_exchange(joint, schedule):
     costs = sk.costs.roofline(joint.graph_module, "h100", mesh={"tp": "pcie4"})
     step = joint.split(Pipeline(4 if schedule == "zbv" else 2, schedule=schedule, microbatches=4), costs)
     run = sk.simulate_schedule(step.stage_costs(costs), schedule, 4)
@@ -144,3 +150,24 @@ def test_a_step_shows_when_ranks_exchange(mesh, schedule):
     assert [one["F"] for one in told] == [[pytest.approx(t, rel=1e-6) for t in s.exchanges("F")] for s in run.stages]
     plain = sk.simulate_schedule([replace(stage, collectives=()) for stage in run.stages], schedule, 4)
     assert "collective" not in TimelineDrawing(plain).to_svg() and run_data(plain, plain.stages)["exchanges"] == []
+
+
+@pytest.mark.parametrize("name", these_first([*JOINT_LAWS], [*STAGED_LAWS]))
+def test_each_policy_runs_each_collective_once_and_in_order(joint, name):
+    """The ranks of a dimension exchange what they have in the same order, whatever is computed again."""
+    policy = {**JOINT_LAWS, **STAGED_LAWS}[name]
+    costs = sk.costs.roofline(joint.graph_module, "h100", mesh={"tp": "nvlink4"})
+    made = joint.split(policy, costs)
+    graphs = [made.forward, made.backward] if isinstance(made, Pair) else [g for s in made.stages for g in halves(s)]
+    order = {n.name: i for i, n in enumerate(joint.graph_module.graph.nodes) if collective_group(n) is not None}
+    met = [[order[n.name] for n in graph.graph.nodes if collective_group(n) is not None] for graph in graphs]
+    assert sorted(chain(*met)) == sorted(order.values()) and all(one == sorted(one) for one in met)
+    outputs, gradients = made.run(joint.primals(X), joint.tangents())
+    whole, found = joint.run(X), joint.read([*outputs, *gradients])
+    assert found.loss == whole.loss
+    for key, gradient in whole.gradients.items():
+        assert torch.allclose(local_tensor(found.gradients[key]), local_tensor(gradient), rtol=1e-5, atol=1e-7)
+
+
+def halves(stage):
+    return [graph for graph in (stage.forward, stage.backward, stage.weight) if graph is not None]
