@@ -35,16 +35,27 @@ def require_target(args: Namespace) -> None:
     if stages:
         require_own_recompute(args)
     made = require_model(args, file, "train")
-    if args.nproc % ranks_of_mesh(made.mesh):
-        reason = f"{args.nproc} ranks cannot have stages of {ranks_of_mesh(made.mesh)} ranks each ({made.mesh})"
-        raise UsageError("SK601", reason, f"Give --nproc a multiple of {ranks_of_mesh(made.mesh)}.")
+    ranks = ranks_of_stages(made, args.nproc)
     if stages := stages or (args.stages if file is None else 0):
-        _require_order(args, [1] * stages, made.mesh)
+        _require_order(args, [1] * stages, ranks)
     if file is None or stages:
         return
     if isinstance(parts := file.get("parts"), list):
         counts = [p.get("replicas", 1) for p in parts if isinstance(p, dict)]
         _require_order(args, [n for n in counts if isinstance(n, int)])
+
+
+def ranks_of_stages(made: source.Source, started: int) -> int:
+    """Return how many of the ranks have different stages, or replicas of them.
+
+    Raises:
+        UsageError: SK601 if the ranks that share each stage of a mesh do not divide them.
+    """
+    share = ranks_of_mesh(made.mesh)
+    if started % share:
+        reason = f"{started} ranks cannot have stages of {share} ranks each ({made.mesh})"
+        raise UsageError("SK601", reason, f"Start a multiple of {share} ranks.")
+    return started // share
 
 
 def require_model(args: Namespace, file: dict[str, Any] | None, command: str) -> source.Source:
@@ -81,7 +92,7 @@ def _require_folder(args: Namespace) -> None:
     _require_order(args, [held.plan.parts[key].replicas for key in held.names])
 
 
-def _require_order(args: Namespace, counts: Sequence[int], mesh: str | None = None) -> None:
+def _require_order(args: Namespace, counts: Sequence[int], ranks: int | None = None) -> None:
     """Refuse a schedule that does not allow these numbers of replicas of each stage, processes and microbatches."""
     from splitkit.pipeline.synthesize import load_order
     from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
@@ -90,7 +101,7 @@ def _require_order(args: Namespace, counts: Sequence[int], mesh: str | None = No
     counts = counts if args.dp is None else [args.dp] * len(counts)
     if not counts or min(counts) < 1:
         return
-    ranks = args.nproc // ranks_of_mesh(mesh)
+    ranks = args.nproc if ranks is None else ranks
     schedule: Any = load_order(args.schedule) if args.schedule.endswith(".csv") else args.schedule
     microbatches = microbatches_or_usual(schedule, args.microbatches)
     require_replicable((), counts, ranks, microbatches)

@@ -122,6 +122,17 @@ def test_it_trains_like_the_whole_model(tmp_path, model):
 
 
 @pytest.mark.campaign
+def test_its_ranks_are_profiled(planned):
+    """Measured bytes are no fewer: threads of gloo let go of what collectives have read, which is not seen."""
+    words = ["--model", f"{NET}:net", "--ranks", "4", "--microbatches", "4", "--schedules", "gpipe,1f1b", "--json"]
+    data = json.loads(command("profile", planned[0], *words).stdout)
+    assert [found["schedule"] for found in data["schedules"]] == ["GPipe", "1F1B"]
+    for found in data["schedules"]:
+        assert [row["rank"] for row in found["ranks"]] == [0, 1]
+        assert all(row["peak"]["predicted"] <= row["peak"]["measured"] * 1.05 for row in found["ranks"])
+
+
+@pytest.mark.campaign
 def test_its_checkpoint_goes_on_with_other_ranks(tmp_path):
     """From four ranks to two that have whole stages, and back."""
     plans = {"tp": ["--mesh", "tp=2"], "whole": ["--what", "fwd-bwd"]}

@@ -129,7 +129,7 @@ def test_a_plan_for_ranks_that_share_stages(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed(f"plan {NET}:net --stages 2 --mesh tp=2 -o PLAN.json")
     train = f"train PLAN.json --model {NET}:net --microbatches 2 --steps 1 --check"
-    with refusal("SK601", "Give --nproc a multiple of {...}."):
+    with refusal("SK601", "Start a multiple of {...} ranks."):
         printed(f"{train} --nproc 3")
     with refusal("SK601", "Train with it on its ranks: splitkit train PLAN.json --nproc N, {...} a stage."):
         printed(f"run PLAN.json --model {NET}:net")

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import launcher, rank_process
-from splitkit.cli.before_ranks import require_model
+from splitkit.cli.before_ranks import ranks_of_stages, require_model
 from splitkit.cli.commands import train
 from splitkit.cli.common import plan_file
-from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.part_flags import with_recompute
 from splitkit.engine.staged_step import StagedStep
@@ -46,7 +45,7 @@ def run(args: Namespace) -> Outcome:
         traces, is_first = data.pop("traces"), data["rank"] == 0
         return Outcome(data, _text(data), files=traces if is_first else {}, quiet=not is_first)
     train.require_trace_file(args)
-    require_one_rank(require_model(args, plan_file(args), "profile").mesh, "profile")
+    ranks_of_stages(require_model(args, plan_file(args), "profile"), args.ranks)
     code, data = launcher.answer(sys.argv[1:], args.ranks, _PATIENCE)
     if data is None:
         return Outcome({}, [], code or 1, quiet=True)
@@ -60,9 +59,11 @@ def _profile(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.ranks import measurements
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.planned_chain import chain_of_any
+    from splitkit.runtime.ranks.rank_agreement import from_every
     from splitkit.testing.differences import untouched
 
     work, plan = train.planned_together(args)
+    group = train.group_of(work)
     count = args.microbatches or max(2, plan.request.microbatches or USUAL_MICROBATCHES)
     split = train.split_as_planned(work, with_recompute(plan, args))
     if max(part.replicas for part in plan.parts.values()) > 1:
@@ -76,24 +77,24 @@ def _profile(args: Namespace) -> dict[str, Any]:
     else:
         stages = sk.stage_costs(split.flow, split.plan, sk.costs.flops(split.flow.root), optimizer="sgd")
         held = measurements.without_batch(chain, measurements.with_passed_on(chain, list(stages)))
-    orders, left_out = _orders(args, chain.stages, count, dist.get_world_size())
+    orders, left_out = _orders(args, chain.stages, count, dist.get_world_size(group))
     batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
     runs, traces, static = [], {}, measurements.STATIC_BUFFERS
 
     def measured(order: PipelineOrder) -> RankStep:
         with untouched(work.example.model):  # each rank has written the buffers of its own stages only
-            return measurements.run_steps(pipeline(split, order), batch, args.repeat)
+            return measurements.run_steps(pipeline(split, order, group=group), batch, args.repeat)
 
     with progress(1 + len(orders)) if dist.get_rank() == 0 else nullcontext(lambda: None) as advance:
         in_turn = measurements.one_by_one(widest, count)
         alone = measured(in_turn)
-        times = {key: found for actions in _gathered(alone.actions) for key, found in actions.items()}
-        known, held = held, measurements.with_inner_bytes(held, in_turn, _gathered(alone.held))
+        times = {key: found for actions in from_every(alone.actions, group) for key, found in actions.items()}
+        known, held = held, measurements.with_inner_bytes(held, in_turn, from_every(alone.held, group))
         advance()
         for order in orders:
-            links = measurements.measure_links(order, max(stage.activation_bytes for stage in held))
-            found = _gathered(measured(order))
+            links = measurements.measure_links(order, max(stage.activation_bytes for stage in held), group=group)
+            found = from_every(measured(order), group)
             priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
             trace = _named(args.trace, order.name, len(orders)) if args.trace else None
@@ -142,14 +143,6 @@ def _orders(args: Namespace, stages: int, microbatches: int, ranks: int) -> tupl
         reason = "; ".join(left_out.values())
         raise ScheduleError("SK330", f"no schedule fits: {reason}", f"Split into {ranks} or {2 * ranks} stages.")
     return found, left_out
-
-
-def _gathered(own: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return every
 
 
 def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any, chain: Chain) -> dict[str, Any]:
@@ -218,6 +211,8 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     inside = [f"{size(n)} in stage {stage}" for stage, n in enumerate(data["inside_kernels"]) if n]
     if inside:
         note += f"; peaks include what kernels take inside, measured of each stage alone: {in_words(inside)}"
+    if data["model"].get("mesh"):
+        note += "; what a collective has read counts from then on if its thread, and not the rank's, lets go of it last"
     written = [train.wrote_trace(found["trace"]) for found in data["schedules"] if found.get("trace")]
     return [facts(rows), "", table(titles, cells, titles[1:]), "", note, *written]
 

@@ -184,7 +184,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     from splitkit.runtime.ranks.rank_agreement import from_every
 
     work, split = _split(args)
-    group = _group(work)
+    group = group_of(work)
     pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed, group=group)
     if args.fsdp:
         pipe.shard(work.mesh[REPLICAS] if isinstance(work, CapturedStep) and work.mesh is not None else None)
@@ -253,12 +253,12 @@ def planned_together(args: Namespace) -> tuple[CapturedModel | CapturedStep, Pla
     from splitkit.cli import source
 
     wanted = source.from_plan(args.target, file, args)
-    captured = prepare_step(wanted, args.dp or 1) if stages_of_file(file) else prepare(wanted)
+    captured = prepare_step(wanted, getattr(args, "dp", None) or 1) if stages_of_file(file) else prepare(wanted)
     gm = captured.gm if isinstance(captured, CapturedModel) else captured.joint.graph_module
-    return captured, planned_once(gm, lambda: decoded(gm.graph, args.target, file), _group(captured))
+    return captured, planned_once(gm, lambda: decoded(gm.graph, args.target, file), group_of(captured))
 
 
-def _group(work: CapturedModel | CapturedStep) -> Any:
+def group_of(work: CapturedModel | CapturedStep) -> Any:
     """Return the ranks with the stages of this rank's share of the model; ``None`` for all ranks."""
     from splitkit._torch import group_of_dimensions
 

@@ -357,22 +357,23 @@ def is_divided(order: PipelineOrder) -> bool:
     return any(action.kind == "I" for row in order.ranks for action in row)
 
 
-def measure_links(order: PipelineOrder, nbytes: int, rounds: int = 7) -> Links:
+def measure_links(order: PipelineOrder, nbytes: int, rounds: int = 7, group: dist.ProcessGroup | None = None) -> Links:
     """Measure the links between ranks with neighbouring stages, by half the time of a round trip.
 
     Args:
         order: the order, for the rank of each stage.
         nbytes: bytes of the larger message, about as many as the stages send.
         rounds: round trips of each size; the first is dropped, and the median of the others counts.
+        group: the ranks; by default all.
     """
     of = order.rank_of
     pairs = sorted({(min(a, b), max(a, b)) for a, b in pairwise(of) if a != b})
     large = max(nbytes, 4 * SMALL)
     measured: dict[tuple[Any, Any], Link] = {}
     for here, there in pairs:
-        dist.barrier()
-        times = [_message_seconds(here, there, size, rounds) for size in (SMALL, large)]
-        dist.broadcast(sent := torch.tensor(times, dtype=torch.float64), src=here)
+        dist.barrier(group=group)
+        times = [_message_seconds(here, there, size, rounds, group) for size in (SMALL, large)]
+        dist.broadcast(sent := torch.tensor(times, dtype=torch.float64), group=group, group_src=here)
         small, big = sent.tolist()
         rate = (large - SMALL) / max(big - small, 1e-9)
         link = Link(rate, max(0.0, small - SMALL / rate), "measured")
@@ -380,19 +381,19 @@ def measure_links(order: PipelineOrder, nbytes: int, rounds: int = 7) -> Links:
     return Links(pairs=measured)
 
 
-def _message_seconds(here: int, there: int, nbytes: int, rounds: int) -> float:
+def _message_seconds(here: int, there: int, nbytes: int, rounds: int, group: dist.ProcessGroup | None) -> float:
     """Return the seconds of one message from ``here`` to ``there``; 0 on other ranks."""
-    rank, found = dist.get_rank(), list[float]()
+    rank, found = dist.get_rank(group), list[float]()
     if rank not in (here, there):
         return 0.0
     message = torch.zeros(nbytes, dtype=torch.uint8)
     for _ in range(rounds):
         begin = time.perf_counter()
         if rank == here:
-            dist.send(message, there)
-            dist.recv(message, there)
+            dist.send(message, group=group, group_dst=there)
+            dist.recv(message, group=group, group_src=there)
         else:
-            dist.recv(message, here)
-            dist.send(message, here)
+            dist.recv(message, group=group, group_src=here)
+            dist.send(message, group=group, group_dst=here)
         found.append((time.perf_counter() - begin) / 2)
     return median(found[1:])
