@@ -312,7 +312,8 @@ def _traced(
                 raise no_scalar_error(model, "is not a tensor") from None
             if NO_LOSS in str(error):
                 raise no_loss_error(model, args, kwargs) from None
-            raise aot.with_model_line(capture_error(model, "dynamo", error), error) from error
+            how = "AOTAutograd" if isinstance(step, ShardedStep) else "dynamo"
+            raise aot.with_model_line(capture_error(model, how, error), error) from error
     if isinstance(step, ShardedStep):
         step.clean(gm.graph)
     gm = aot.without_duplicates(gm, aot.count_forward_outputs(gm.graph))

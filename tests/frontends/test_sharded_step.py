@@ -13,6 +13,7 @@ from shardednets import Net, X, first_of, sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import splitkit as sk
 from splitkit.costs import Link
@@ -107,6 +108,26 @@ def test_two_meshes_with_one_name_are_refused(mesh):
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     with pytest.raises(CaptureError, match="SK401.*called tp=2, too"):
         sk.capture_joint(sharded(other["tp"]), X)
+
+
+def test_what_torch_cannot_trace_is_named_with_the_line_of_the_model(mesh):
+    class Branching(Net):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    class Mixing(Net):
+        def forward(self, x):
+            return super().forward(x) + (x[:, :4] @ self.ups[0].weight).sum()
+
+    for make, line, told in ((Branching, "x.sum() > 0", "branches on a value"), (Mixing, "x[:, :4] @ ", "DTensor")):
+        model = make(1)
+        parallelize_module(model, mesh["tp"], {"ups.0": ColwiseParallel(), "downs.0": RowwiseParallel()})
+        with pytest.raises(
+            CaptureError, match=f"SK401: {make.__name__} could not be captured by AOTAutograd"
+        ) as refused:
+            sk.capture(model, X, training=True)
+        (at, *_) = [text for text in str(refused.value).splitlines() if text.strip().startswith("at ")]
+        assert "test_sharded_step.py" in at and line in at and told in str(refused.value)
 
 
 def test_pieces(mesh):

@@ -87,7 +87,7 @@ def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "",
 
     Args:
         model: the model.
-        how: the way of capture: ``"export"``, ``"symbolic_trace"`` or ``"dynamo"``.
+        how: the way of capture: ``"export"``, ``"symbolic_trace"``, ``"dynamo"`` or ``"AOTAutograd"``.
         error: what the capture raised.
         helps: a remedy that was tried and works.
         runs: whether the model runs without capture, as far as is known.
