@@ -99,9 +99,8 @@ def test_what_a_rank_computes_in_a_step_is_what_the_simulation_says(seed, schedu
     assert scored and any(max(one.run.busy) > 0 for one in scored)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_few_cuts_near_the_leanest_ones_are_looked_at(seed, monkeypatch):
-    """Three rounds of neighbours would be looked at in these graphs."""
+def test_few_cuts_near_the_leanest_ones_are_looked_at(monkeypatch):
+    """Three rounds of neighbours would be looked at in this graph: 7, 6 and 3."""
     asked, leaner = [], CutSearch._leaner
 
     def counted(made, candidates, best):
@@ -109,10 +108,10 @@ def test_few_cuts_near_the_leanest_ones_are_looked_at(seed, monkeypatch):
         return leaner(made, asked[-1], best)
 
     monkeypatch.setattr(cut_search, "_TINY", 0)
-    monkeypatch.setattr(cut_search, "_LEAN", 18)
+    monkeypatch.setattr(cut_search, "_LEAN", 12)
     monkeypatch.setattr(CutSearch, "_leaner", counted)
-    made = prepared(*random_joint(seed, ops=9), 4, "zbv", 3, None)
+    made = prepared(*random_joint(8, ops=9), 3, "1f1b", 3, None)
     least = max(made.smallest().run.peaks)
     first, *near = [[tuple(int(made.cuts[e]) for e in ends) for ends in each] for each in asked]
-    assert len(near) > 1 and sum(map(len, near)) == 18
+    assert [len(each) for each in near] == [7, 5]
     assert least == min(max(made.scoring.leanest(ends).run.peaks) for ends in [*first, *chain.from_iterable(near)])
