@@ -418,7 +418,8 @@ def _set_recurrent_state(layer: Any, state: torch.Tensor, i: int) -> torch.Tenso
     same = before is None or before.dtype == state.dtype
     layer.recurrent_states[i] = state if same else state.to(before.dtype)
     layer.is_recurrent_states_initialized[i] = True
-    return state
+    kept: torch.Tensor = layer.recurrent_states[i]
+    return kept
 
 
 def _update_conv_state(

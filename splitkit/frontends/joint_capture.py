@@ -616,4 +616,4 @@ def name_modules(graph: fx.Graph) -> None:
 def _inside_model(stack: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, tuple[str, Any]]]:
     for key, (path, kind) in stack.items():
         if path != _ROOT:
-            yield key, (path.replace(f"{_ROOT}.{_WRAPPED}", _ROOT, 1), kind)
+            yield key, (path.replace(f"{_ROOT}.{_WRAPPED}", _ROOT), kind)

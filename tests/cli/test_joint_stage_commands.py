@@ -116,3 +116,21 @@ def test_a_policy_may_be_a_parameter_of_another():
         policy_spec.parse("SplitBackward(policy=open.x('a'))")
     with pytest.raises(sk.errors.PolicyError, match="SK302"):
         policy_spec.parse("SplitBackward(policy=MinCut(nothing=1))").build()
+
+
+def test_a_stage_without_weights_has_no_work_that_waits(capsys):
+    """Its backward is not divided, as the backward of the others is."""
+    from rich.console import Console
+
+    from splitkit.cli.commands.joint_stages import stage_table
+
+    given = {"forward": 0.001, "backward": 0.002, "recomputed": 0, "recompute": 0.0}
+    given |= {"saved": 2048, "sent": 1024, "gradients_sent": 0}
+    rows = [
+        {"stage": 0, "weight": 0.003, "waiting": 4096, **given},
+        {"stage": 1, "weight": None, "waiting": None, **given, "recomputed": 2, "recompute": 0.004},
+    ]
+    Console(width=160).print(stage_table(rows, "s"))
+    shown = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert "0 1 ms 2 ms 3 ms - 2.00 KiB 4.00 KiB 1.00 KiB 0 B" in shown
+    assert "1 1 ms 2 ms 0 us 2 ops, 4 ms 2.00 KiB 0 B 1.00 KiB 0 B" in shown

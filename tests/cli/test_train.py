@@ -296,3 +296,18 @@ def test_a_loss_that_is_no_number_is_said_with_its_microbatch():
     assert _require_numbers(torch.tensor([1.0, 2.0, 6.0]), 4).tolist() == [1.0, 2.0, 6.0]
     with pytest.raises(PipelineError, match="SK805: the loss of microbatch 1 in step 4 is nan"):
         _require_numbers(torch.tensor([1.0, float("nan"), 6.0]), 4)
+
+
+def test_progress_is_shown_on_the_terminal_of_rank_0_alone(monkeypatch, capsys):
+    from splitkit.cli.commands.train import _bar
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for rank, shows in ((0, True), (1, False)):
+        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+        with _bar(rank, 2) as advance:
+            advance(0.125)
+        assert ("loss 0.1250" in terminal.getvalue()) is shows
+    assert capsys.readouterr().out == "", "what the command prints can be read by a program"

@@ -7,8 +7,6 @@ import torch
 from campaigns import these_first
 from jointmodels import step_of, wide
 from torch import nn
-from torch._inductor import scheduler  # 2.11, 2.13, 2.15, as all of it here
-from torch._inductor.compile_fx import compile_fx
 
 from splitkit import capture, costs
 from splitkit.costs import Device
@@ -208,6 +206,9 @@ class _Scheduled(Exception):
 
 def inductor_kernels(gm, monkeypatch):
     """How many kernels Inductor generates as it would for a GPU: what Triton's scheduler fuses, on the CPU."""
+    from torch._inductor import scheduler  # 2.11, 2.13, 2.15, as all of it here; a second that few tests need
+    from torch._inductor.compile_fx import compile_fx
+
     found = []
 
     def codegen(self, *args):

@@ -9,9 +9,11 @@ import pytest
 import torch
 from campaigns import these_first
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import splitkit as sk
-from splitkit.frontends.compile.changing_sizes import CompileHistory
+from splitkit.frontends.compile.changing_sizes import CompileHistory, _guard_above
 from splitkit.policies import Budget
 
 LIMIT = 700_000
@@ -126,3 +128,28 @@ def test_an_exceeded_budget_is_warned_of_once():
         history.warn("the budget is exceeded")
         history.warn("and again")
     assert [str(one.message) for one in told] == ["the budget is exceeded"]
+
+
+@pytest.mark.parametrize(
+    ("most", "served", "left"),
+    [
+        ({"s0": 5, "s1": 7}, [(6, 7), (5, 8), (6, 8)], [(5, 7), (4, 6)]),  # (8, 6) is above it in one size
+        ({"s0": 5}, [(5, 7), (9, 9)], []),  # of other symbols
+        ({"s0": 8, "s1": 6}, [(8, 6), (9, 9)], []),  # the earlier graph serves these sizes
+    ],
+)
+def test_sizes_that_an_earlier_graph_serves_are_left_to_it(most, served, left):
+    """The guards of a graph for sizes (8, 6), after one that serves sizes up to ``most``."""
+    shapes = ShapeEnv()
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
+    sizes = FakeTensorMode(shape_env=shapes).from_tensor(torch.empty(8, 6), symbolic_context=dynamic).shape
+    symbols = dict(zip(("s0", "s1"), sizes, strict=True))
+    before = len(shapes.guards)
+    _guard_above(symbols, {"s0": 8, "s1": 6}, most)
+    guards = [guard.expr for guard in shapes.guards[before:]]
+    names = [size.node.expr for size in sizes]
+
+    def hold(values):
+        return all(guard.subs(dict(zip(names, values, strict=True))) == True for guard in guards)  # noqa: E712
+
+    assert all(map(hold, served)) and not any(map(hold, left))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from splitkit.frontends.input_copies import _overlapping, copies_with_leaves
+from splitkit.frontends.input_copies import _overlapping, copies_with_leaves, has_plain_memory
 
 
 def test_tensors_of_one_storage_come_in_groups_that_overlap():
@@ -23,3 +25,12 @@ def test_copies_share_what_the_tensors_share():
     one[3] = 9.0
     assert other[1] == 9.0 and first[3] == 3.0 and other[0] == 2.0
     assert single.untyped_storage().data_ptr() not in {t.untyped_storage().data_ptr() for t in (one, alone)}
+
+
+def test_only_a_storage_with_sizes_and_strides_is_plain_memory():
+    """Other tensors have no memory, another layout of it, or more than that."""
+    x = torch.ones(4, 4)
+    plain = [x, x.t(), nn.Parameter(x), x[1:]]
+    others = [x.to("meta"), x.to_mkldnn(), x.to_sparse(), FakeTensorMode().from_tensor(x)]
+    others.append(torch.nested.nested_tensor([x, x[:2]], layout=torch.strided))
+    assert all(map(has_plain_memory, plain)) and not any(map(has_plain_memory, others))

@@ -12,6 +12,7 @@ from decoders import STATES, captured, decoder
 
 import splitkit as sk
 from splitkit.errors import CaptureError
+from splitkit.frontends.generate_calls import _set_recurrent_state
 from splitkit.graph.caches import caches_of
 from splitkit.graph.storages import symbols_of
 from splitkit.runtime.generation.local_generator import DecoderOnDevices, put_into, taken_from
@@ -56,6 +57,22 @@ def test_states_have_a_constant_size_and_the_models_dtypes(family):
             value = node.meta["val"]
             assert not any(map(symbols_of, value.shape[1:])) and value.shape[1:] == like.shape[1:]
             assert value.dtype == like.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_is_kept_and_returned_as_by_transformers(dtype):
+    """A cache keeps the dtype that its first state had."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    first, second = torch.randn(2, 3).to(dtype), torch.randn(2, 3)
+    theirs, ours = LinearAttentionLayer(), LinearAttentionLayer()
+    for state in (first, second):
+        given, returned = state.clone(), theirs.update_recurrent_state(state)
+        assert torch.equal(_set_recurrent_state(ours, given, 0), returned) and returned.dtype == dtype
+        assert torch.equal(ours.recurrent_states[0], theirs.recurrent_states[0])
+        assert torch.equal(given, state), "what is given is not written"
+    assert (ours.dtype, ours.device) == (dtype, torch.device("cpu"))
+    assert ours.is_recurrent_states_initialized == theirs.is_recurrent_states_initialized
 
 
 def test_transformers_is_as_it_was_after_a_capture():

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from campaigns import some_of_all
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import splitkit as sk
+from splitkit.memory.kernels.kernel_results import _broadcast
 
 
 class Beside(nn.Module):
@@ -144,3 +146,8 @@ def test_strides_of_real_kernels_decide_what_is_copied(kernel, order):
     with torch.no_grad():
         measured = sk.measure_memory(gm, x)
     assert (profile.peak, profile.end) == (measured.peak, measured.end)
+
+
+def test_sizes_that_only_the_data_decides_are_broadcast_without_being_known():
+    size = ShapeEnv().create_unbacked_symint()
+    assert [str(one) for one in _broadcast([(size, 1, 3), (1, 5, 3), (3,)])] == ["3", "5", str(size)]

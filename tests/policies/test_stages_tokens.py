@@ -18,12 +18,13 @@ from capturedmodels import captured_example
 from torch import nn
 
 import splitkit as sk
-from splitkit.errors import SplitError
+from splitkit.errors import NoPlanError, SplitError
 from splitkit.extend import cache_bytes
 from splitkit.pipeline.memory import ByteBreakdown, cache_room
 from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.policies import Devices, Stages
 from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.stages.stage_search import StagePlanner
 
 
 class Decoder(nn.Module):
@@ -254,3 +255,18 @@ def test_a_file_keeps_the_plan_with_its_claim():
     made = sk.plan(gm, Stages(2, objective="tokens", memory="60kB"), costs)
     assert made.claim.value <= made.claim.bound
     assert sk.Plan.from_dict(gm.graph, made.to_dict()).claim == made.claim
+
+
+def test_the_fastest_cut_with_room_stands_in_where_no_other_stages_are_found(monkeypatch):
+    widths, limits = (128, 8, 8, 64, 8), (40_000, 80_000, 30_000)
+    gm, flow, costs = decoder(*widths)
+    tokens = max(room for _, room in rooms(widths, limits)) // 2
+
+    def finds_none(planner):
+        raise NoPlanError("SK303", "none was found", "Give more seconds.")
+
+    monkeypatch.setattr(StagePlanner, "plan", finds_none)
+    plan = sk.plan(gm, Stages(3, objective="throughput", tokens=tokens, memory=list(limits), tolerance=0.0), costs)
+    best = min(bottleneck(flow, costs, cut, 3) for cut, room in rooms(widths, limits) if room >= tokens)
+    assert plan.claim.value == pytest.approx(bottleneck(flow, costs, plan, 3)) == pytest.approx(best)
+    assert 0 < plan.claim.bound <= best * (1 + 1e-9) and plan.claim.objective == "bottleneck"

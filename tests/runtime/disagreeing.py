@@ -92,7 +92,8 @@ def calls(rank: int) -> None:
     told("stages", lambda: pipe.step(**batch()))
     pipelines.RankStages = whole
     seen = train_both(pipe, [batch(0), batch(1)], lambda p: torch.optim.SGD(p, lr=0.1))
-    told("right", lambda: pipe.step(batch()["x"], target=batch()["target"] if second else None), len(seen), pipe.steps)
+    target = batch()["target"] if second else None
+    told("right", lambda: pipe.step(batch()["x"], target=target), len(seen), pipe.steps, *sorted(pipe.needs))
 
 
 def fails(*args: object, **kwargs: object) -> list[object]:

@@ -57,7 +57,7 @@ SPLIT: list[Split] = []
 def prepare() -> None:
     """Capture and split once for all ranks."""
     resumed.prepare()
-    SPLIT.append(resumed.split_of(resumed.captured(), 2))
+    SPLIT.append(resumed.split_of(resumed.captured(8), 2))
 
 
 def stepped(pipe: Any, optimizer: Any, scheduler: Any) -> None:

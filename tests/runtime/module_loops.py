@@ -65,7 +65,7 @@ def prepare() -> None:
 
 def piped(*, counts: bool = False) -> PipelineModule:
     training, evaluating = copy.deepcopy(CAPTURED[2 * counts : 2 * counts + 2])
-    split = sk.split(training, sk.policies.Stages(dist.get_world_size()))
+    split = sk.split(training, sk.policies.Stages(dist.get_world_size()), costs=sk.costs.unit(training))
     pipe = pipeline(split, "1f1b", MICROBATCHES, reduction="sum" if counts else "mean")
     return PipelineModule(pipe, pipe.evaluation(evaluating))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -34,10 +35,19 @@ class Net(nn.Module):
         return {"loss": (h.float() - x).square().mean()}
 
 
+CAPTURED: dict[torch.dtype | None, fx.GraphModule] = {}
+
+
+def prepare() -> None:
+    """Capture once for all ranks."""
+    for dtype in (None, torch.float16, torch.bfloat16):
+        torch.manual_seed(0)
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
+            CAPTURED[dtype] = sk.capture(Net(), x=torch.zeros(4, 8))
+
+
 def captured(dtype: torch.dtype | None) -> fx.GraphModule:
-    torch.manual_seed(0)
-    with nullcontext() if dtype is None else torch.autocast("cpu", dtype):
-        return sk.capture(Net(), x=torch.zeros(4, 8))
+    return copy.deepcopy(CAPTURED[dtype])
 
 
 def batches() -> Iterator[torch.Tensor]:

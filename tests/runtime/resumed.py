@@ -84,19 +84,25 @@ class Loader:
 
 
 @cache
-def captured(width: int = 8) -> fx.GraphModule:
+def captured(width: int) -> fx.GraphModule:
     torch.manual_seed(0)
     return sk.capture(Net(width), torch.randint(16, (2, 3)).flatten())
 
 
 def prepare() -> None:
-    """Capture once for all ranks."""
+    """Capture and plan once for all ranks."""
     torch.set_num_threads(1)
-    captured()
+    for stages in (2, 4):
+        planned(captured(8), stages)
+
+
+@cache
+def planned(gm: fx.GraphModule, stages: int) -> sk.Plan:
+    return sk.plan(gm, sk.policies.Stages(stages), sk.costs.flops(gm))
 
 
 def split_of(gm: fx.GraphModule, stages: int, replicas: int = 1) -> Split:
-    plan = sk.plan(gm, sk.policies.Stages(stages), sk.costs.flops(gm))
+    plan = planned(gm, stages)
     parts = {key: replace(part, replicas=replicas) for key, part in plan.parts.items()}
     return sk.split(gm, replace(plan, parts=parts))
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
+from shardednets import X, first_of, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -51,7 +52,7 @@ class Lm(nn.Module):
     def __init__(self, tied):
         super().__init__()
         self.emb, self.norm, self.head = nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         if tied:
             self.head.weight = self.emb.weight
 
@@ -214,7 +215,7 @@ def in_stages(kind, model, batch, other, loss, mesh, schedule, how):
     """One step of a pipeline, and the norm of its gradients."""
     stages, across = mesh.size(0), mesh.size(1)
     planned = sk.capture_joint(model, **batch)
-    step = planned.split(Pipeline(stages * (2 if schedule == "zbv" else 1), schedule=schedule, microbatches=COUNT))
+    step = planned.split(Pipeline(stages * (2 if schedule == "zbv" else 1), schedule, COUNT, recompute=False))
     group = mesh.get_group("pp")
     if across > 1:
         parts = {key: replace(part, replicas=across) for key, part in step.plan.parts.items()}
@@ -282,6 +283,13 @@ def checkpoints(kind, batch, other, mesh, folder):
         ended.append({name: full_tensor(p.detach()).clone() for name, p in pipe.named_parameters().items()})
     moved = max(float((ended[0][name] - p).abs().max()) for name, p in other.named_parameters() if name in ended[0])
     return {"same": all(torch.equal(one, ended[1][name]) for name, one in ended[0].items()), "moved": moved}
+
+
+def prepare():
+    """What is slow only once is done before there are ranks."""
+    with first_of(2) as mesh:
+        joint = sk.capture_joint(sharded(mesh["tp"], 1), X)
+    joint.split(Pipeline(2, recompute=False))
 
 
 def main():

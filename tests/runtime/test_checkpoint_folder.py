@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 
 from splitkit.errors import FileError, PipelineError
 from splitkit.runtime.devices.accelerators import RequireDevice
-from splitkit.runtime.folder.checkpoint_folder import digest_of_file, require_intact, stored_digests
+from splitkit.runtime.folder import checkpoint_folder
+from splitkit.runtime.folder.checkpoint_folder import _write_durably, digest_of_file, require_intact, stored_digests
 
 
 @pytest.mark.parametrize("count", [0, 1, 2**20 - 1, 2**20, 2**20 + 7])
@@ -62,3 +66,18 @@ def test_an_input_that_the_graph_writes_must_be_on_the_device_that_writes_it():
     assert guard(3) is not None and not [*guard.parameters()]
     with pytest.raises(PipelineError, match=r"^SK808: the input x is on meta, and cpu writes it\n  Give it on cpu\.$"):
         guard(torch.ones(1, device="meta"))
+
+
+def test_a_full_disk_is_said_as_such_and_leaves_no_draft(tmp_path, monkeypatch):
+    """Also where there is no draft yet."""
+    _write_durably(tmp_path / "run.json", {"step": 1})
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for where, name in ((Path, "write_text"), (checkpoint_folder, "_sync")):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
+            patch.setattr(where, name, full)
+            _write_durably(tmp_path / "run.json", {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert json.loads((tmp_path / "run.json").read_text()) == {"step": 1}

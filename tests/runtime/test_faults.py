@@ -13,6 +13,7 @@ from launch import launch
 
 from splitkit import _torch
 from splitkit.pipeline.order import PipelineOrder
+from splitkit.runtime.ranks import faults
 from splitkit.runtime.ranks.faults import Progress, is_of_network, leave
 from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.signs_of_life import heard_key, note_heard
@@ -179,3 +180,29 @@ def test_what_a_rank_waits_for_goes_by_its_order():
     assert at.waits() == "waited for the others to end the step"
     behind = Progress(order.ranks[1], order.rank_of, Replicas(((0,), (1,)), 1, 0, None), (("x", "mask"),))
     assert behind.waits() == "waited for x, mask from stage 0 (rank 0), for forward of microbatch 0 in stage 1"
+
+
+@pytest.mark.parametrize(
+    ("heard", "waited_for", "gone", "says"),
+    [
+        (("rank 3 failed", [False, False], [1, 1]), 1, False, "rank 3 failed"),
+        (("", [False, False], [0, 0]), 2, False, "rank 2 does not answer"),
+        (("", [False, False], [0, 0]), 2, True, "rank 2 is gone"),
+        (("", [True, False], [0, 0]), 1, True, "rank 2 is gone"),
+        (("", [False, False], [0, 0]), None, False, "one of the ranks 1, 2 does not answer"),
+        (("", [False, True], [1, 0]), 1, False, "rank 2 runs, but does not answer"),
+        (("", [False, True], [1, 0]), 1, True, ""),
+        (("", [True, True], [0, 0]), 1, False, ""),
+        (None, 1, True, "rank 0, which holds the store, is gone"),
+    ],
+)
+def test_the_first_cause_is_what_was_reported_or_who_has_fallen_silent(monkeypatch, heard, waited_for, gone, says):
+    """Ranks 1 and 2 of a pipeline are heard, or miss another one, as rank 0 finds it; ranks of the job are others."""
+    own, ranks = (0, [4, 5, 6]) if heard else (1, [0, 4, 5])
+    store = dist.HashStore()
+    monkeypatch.setattr(_torch, "default_store", lambda: SimpleNamespace(clone=lambda: store))
+    monkeypatch.setattr(faults, "_listened", lambda store, own, others: heard)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert faults.first_cause(ranks, own, waited_for, gone) == says
+    if heard and says and not heard[0]:
+        assert store.get(faults.KEY) == says.encode(), "the others say the same"

@@ -27,8 +27,8 @@ def synthesized(microbatches: int) -> list[str]:
 
 
 ON_TWO: list[dict[str, Any]] = [
-    {"model": "odd", "stages": 2, "schedule": "gpipe", "microbatches": 3},
     {"model": "odd", "stages": 2, "schedule": "1f1b", "microbatches": 4, "steps": 10},
+    {"model": "odd", "stages": 2, "schedule": "eager-1f1b", "microbatches": 5},
     {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 2, "call": "checkpoint"},
     {"model": "filled", "stages": 2, "schedule": "1f1b", "microbatches": 2},
@@ -52,13 +52,15 @@ LATER_ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 4, "schedule": "loopedbfs", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4, "call": "checkpoint"},
     {"model": "t5", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # a bias for two layers
-    {"model": "odd", "stages": 2, "schedule": "eager-1f1b", "microbatches": 5},
+    {"model": "odd", "stages": 2, "schedule": "gpipe", "microbatches": 3},
     {"model": "gpt2", "stages": 4, "schedule": "v-min", "microbatches": 3},
     {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4, "messages": True},
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4, "messages": True},
 ]
 """A campaign: others above and below have the model, or the schedule."""
 LATER_ON_FOUR: list[dict[str, Any]] = [
+    {"model": "unet", "stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 4},
+    {"model": "unet", "stages": 2, "schedule": "eager-1f1b", "microbatches": 6, "replicas": 2},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 6, "replicas": 2},  # with a tie and dropout
     {"model": "unet", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 4, "replicas": 2, "sharded": True},
@@ -67,9 +69,7 @@ ON_FOUR: list[dict[str, Any]] = [
     {"model": "t5", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "unet", "stages": 4, "schedule": "1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "1f1b", "microbatches": 4},
-    {"model": "unet", "stages": 1, "schedule": "gpipe", "microbatches": 4, "replicas": 4},
     {"model": "unet", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 8, "replicas": 2, "sharded": True},
-    {"model": "unet", "stages": 2, "schedule": "eager-1f1b", "microbatches": 6, "replicas": 2},
 ]
 
 if OLD:

@@ -70,8 +70,8 @@ def test_an_error_without_a_code_stays_as_it_is_on_its_rank(told):
 
 def test_after_refusals_the_pipeline_trains_as_if_there_had_been_none(told):
     """Both steps were compared with those of the unsplit model, whose dropout depends on the number of the step."""
-    for rank in (0, 1):
-        assert told["right"][rank]["said"] == "" and told["right"][rank]["more"] == [2, 2]
+    for rank, needs in ((0, ["x"]), (1, ["target"])):
+        assert told["right"][rank]["said"] == "" and told["right"][rank]["more"] == [2, 2, *needs]
     assert [told["copies"][rank]["more"] for rank in (0, 1)] == [[0], [0]]
 
 

@@ -95,3 +95,10 @@ def test_silent_ranks_are_looked_for_only_if_nothing_goes_on(step):
 def test_silent_ranks_are_named_before_the_time_limit(step):
     with watched(step, 10 * BEAT, lambda: None, "rank 1 does not answer"):
         assert soon(lambda: step.ended == ["rank 1 does not answer"])
+
+
+def test_a_device_without_streams_has_done_the_step_when_the_host_has(step, monkeypatch):
+    monkeypatch.setattr(faults, "has_streams", lambda device: False)
+    with watched(step):
+        assert threads()
+    assert soon(lambda: not threads()) and not step.over.is_set()

@@ -191,7 +191,7 @@ def prepare() -> None:
 
 
 def split_of(gm: fx.GraphModule, replicas: int) -> Split:
-    plan = sk.plan(gm, sk.policies.Stages(1 if replicas > 1 else 2), sk.costs.flops(gm))
+    plan = sk.plan(gm, sk.policies.Stages(1 if replicas > 1 else 2), sk.costs.unit(gm))
     return sk.split(gm, replace(plan, parts={k: replace(p, replicas=replicas) for k, p in plan.parts.items()}))
 
 

@@ -17,7 +17,7 @@ pytestmark = NEEDS_CHROMIUM
 
 @pytest.fixture(scope="module")
 def view():
-    flow, plan, costs = planned("llama", 2, layers=22, width=32, heads=4, seq=16, vocab=100)
+    flow, plan, costs = planned("llama", 2, layers=10, width=32, heads=4, seq=16, vocab=100)
     return LadderView(flow, plan, costs)
 
 

@@ -217,8 +217,7 @@ def _recurrent(kernels: str, run: Callable[..., Any], *args: Any, **kwargs: Any)
         with _torch.without_onednn():
             return run(*args, **kwargs)
     with _Results(kernels):
-        is_elsewhere = args[0].device.type != CPU and _is_lstm(run)
-        return _lstm_by_layers(*args) if is_elsewhere and _suits_onednn(*args) else run(*args, **kwargs)
+        return _lstm_by_layers(*args) if _is_lstm(run) and _suits_onednn(*args) else run(*args, **kwargs)
 
 
 def _is_lstm(run: Any) -> bool:

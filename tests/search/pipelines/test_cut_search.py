@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from campaigns import these_first
 from pipelinegraphs import Prices, brute_force, random_joint
@@ -10,6 +12,7 @@ from splitkit.costs import Link, Links
 from splitkit.errors import NoPlanError
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Pipeline
+from splitkit.search.pipelines import cut_search
 from splitkit.search.pipelines.cut_search import CutSearch, candidate_cuts
 from splitkit.search.pipelines.joint_positions import JointPositions, bytes_across
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
@@ -94,3 +97,21 @@ def test_what_a_rank_computes_in_a_step_is_what_the_simulation_says(seed, schedu
         points = [[one.points[stage] for stage in load.stages] for load in loads]
         assert one.run.busy == pytest.approx([*map(made.scoring._busy, spans, points)])
     assert scored and any(max(one.run.busy) > 0 for one in scored)
+
+
+def test_few_cuts_near_the_leanest_ones_are_looked_at(monkeypatch):
+    """Three rounds of neighbours would be looked at in this graph: 7, 6 and 3."""
+    asked, leaner = [], CutSearch._leaner
+
+    def counted(made, candidates, best):
+        asked.append(list(candidates))
+        return leaner(made, asked[-1], best)
+
+    monkeypatch.setattr(cut_search, "_TINY", 0)
+    monkeypatch.setattr(cut_search, "_LEAN", 12)
+    monkeypatch.setattr(CutSearch, "_leaner", counted)
+    made = prepared(*random_joint(8, ops=9), 3, "1f1b", 3, None)
+    least = max(made.smallest().run.peaks)
+    first, *near = [[tuple(int(made.cuts[e]) for e in ends) for ends in each] for each in asked]
+    assert [len(each) for each in near] == [7, 5]
+    assert least == min(max(made.scoring.leanest(ends).run.peaks) for ends in [*first, *chain.from_iterable(near)])

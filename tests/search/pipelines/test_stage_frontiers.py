@@ -81,3 +81,11 @@ def test_a_stage_with_few_values_has_all_choices_that_no_other_one_beats(start, 
     assert best <= {*ladder} <= every if small else {*ladder} < best
     numbers = [np.array(point.numbers) for point in frontier.ladder]  # with what is alive besides
     assert not any((a <= b).all() for a, b in permutations(numbers, 2))
+
+
+def test_a_stage_that_computes_nothing_again_has_one_choice():
+    seconds = {f"f{i}": i + 1.0 for i in range(11)}
+    flow = chain(11, {2, 5, 6, 8})
+    problems = StageProblems(JointPositions.of(flow), Prices(seconds), "adam", False, recompute=False)
+    frontier = StageFrontiers(problems).of(0, 11)
+    assert frontier.small and [point.seconds for point in frontier.every] == [0.0]

@@ -11,7 +11,7 @@ from campaigns import some_of_all
 import splitkit as sk
 from splitkit.errors import CaptureError, PolicyError
 from splitkit.studies.fit.fit_model import blocks_of, fit_model
-from splitkit.studies.fit.fit_result import is_decoder
+from splitkit.studies.fit.fit_result import has_attention_alone, is_decoder
 from splitkit.studies.fit.inference_fit import InferenceFit, inference_step, weight_bytes
 from splitkit.studies.fit.layout import cards_of
 from splitkit.testing.config_models import config_model, main_input
@@ -350,3 +350,19 @@ def test_the_next_command_generates_only_where_the_decoder_can_be_captured(tmp_p
     assert is_decoder(str(tmp_path), fit_model(transformers.MambaConfig(**SMALLEST, state_size=4), None).model)
     hybrid = transformers.Qwen3NextConfig(**SMALLEST, layer_types=["linear_attention"])
     assert not is_decoder(str(tmp_path), fit_model(hybrid, None).model)
+    inner = transformers.T5Config(), transformers.EncodecConfig(), transformers.MusicgenDecoderConfig()
+    music = transformers.MusicgenConfig(**dict(zip(("text_encoder", "audio_encoder", "decoder"), inner, strict=True)))
+    with pytest.raises(ValueError, match="ambiguous"):  # an encoder of text stands beside the decoder
+        music.get_text_config()
+    assert is_decoder(str(tmp_path), _Decoder(music)) and not has_attention_alone(_Decoder(music))
+
+
+class _Decoder:
+    def __init__(self, config):
+        self.config = config
+
+    def can_generate(self):
+        return True
+
+    def forward(self, input_ids, past_key_values):
+        pass

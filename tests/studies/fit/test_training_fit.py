@@ -100,6 +100,45 @@ def test_saved_bytes_are_near_those_of_the_captured_graph():
     assert found.holds(found.step(24), 1, 0, len(found.blocks)).optimizer == stage.optimizer_bytes
 
 
+TWO_BLOCKS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def net():
+    return Net(), (torch.randn(32, 32),)
+"""
+
+
+def test_each_change_with_which_a_model_would_fit_is_said_and_does(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(TWO_BLOCKS)
+
+    def fit(cards="1x100KiB", train="adamw", **more):
+        return sk.fit(f"{file}:net", cards, train=train, **more)
+
+    found = fit()
+    assert not found.fits
+    assert [(one.change, one.value) for one in found.alternatives] == [
+        ("devices", 2), ("devices", 2), ("dtype", "bfloat16"), ("optimizer", "momentum")
+    ]  # fmt: skip
+    assert [one.text.endswith(" with --recompute") for one in found.alternatives] == [True, False, False, False]
+    changed = [fit("2x100KiB", recompute=True), fit("2x100KiB"), fit(dtype="bfloat16"), fit(train="momentum")]
+    for said, done in zip(found.alternatives, changed, strict=True):
+        assert done.fits and said.fullest == max(one.held.total for one in done.devices)
+
+
 def test_training_says_what_would_fit():
     config = config_of("llama")
     config.num_hidden_layers = 2
