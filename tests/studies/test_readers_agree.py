@@ -116,12 +116,13 @@ def test_readers_agree(name, tmp_path):
             rows[row["part"]] += seconds
         if all(len(places) == 1 for places in plan.places.values()) and name != "replicas":
             assert rows == pytest.approx(page["stages"][column], rel=1e-9)
-    # an export that can name any cut
+    # an export that can name any cut, for the schedule of the plan
     if name not in ("replicas", "pieces of a device", "patterns", "a policy without a purpose") and len(keys) > 1:
-        before = sk.export(plan, to="torch", **({"schedule": plan.request.schedule} if plan.request.schedule else {}))
-        price = before.rounding.before
-        assert price.traffic == figures.traffic
-        assert price.load == pytest.approx(figures.value, rel=1e-12)
+        found = sk.export(plan, to="onnx").rounding
+        assert (found.before.traffic, found.before.step) == (figures.traffic, figures.step or 0.0)
+        assert found.before.load == pytest.approx(figures.value, rel=1e-12)
+        same = found.before.peak == max(figures.peaks)
+        assert same if plan.request.purpose else "for inference (assumed" in str(found)
     # a comparison with itself
     same = sk.compare_plans(plan, plan)
     assert same.equal and not same.moved
