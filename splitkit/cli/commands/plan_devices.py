@@ -186,9 +186,13 @@ def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], d
     if messages := data["messages"]:
         proof = "no order of messages has a shorter one" if not messages["gap"] else f"gap {messages['gap']:.2%}"
         rows["in order"] = f"{duration(messages['seconds'], unit)} with one communicator for each rank; {proof}"
-    number, fullest = max(enumerate(ranks), key=lambda one: (one[1].used, sum(one[1].nbytes)))
-    of = "" if fullest.limit is None else f" of {size(fullest.limit)}"
-    rows["peak"] = f"{size(sum(fullest.nbytes))} on rank {number}{of}"
+    peaks = [sum(rank.nbytes) for rank in ranks]
+    fullest = max(range(len(ranks)), key=peaks.__getitem__)
+    tightest = max(range(len(ranks)), key=lambda number: (ranks[number].used, peaks[number]))
+    for name, number in {"peak": fullest, "tightest": tightest}.items():
+        if name == "peak" or number != fullest:
+            of = "" if (limit := ranks[number].limit) is None else f" of {size(limit)}"
+            rows[name] = f"{size(peaks[number])} on rank {number}{of}"
     took = data["seconds"]
     rows["took"] = f"capture {seconds_text(took['capture'])}, plan {seconds_text(took['plan'])}"
     return rows
