@@ -95,6 +95,7 @@ def test_the_step_follows_the_slider(gm):
     assert widget.data["run"]["stages"] == 3
 
 
+@pytest.mark.campaign
 def test_plans_of_the_slider_are_for_what_the_first_one_was_for(gm):
     asked = sk.policies.Stages(3, "1f1b", 6, links="pcie4", optimizer="sgd")
     plan = sk.plan(gm, asked, sk.costs.roofline(gm, "l4"))

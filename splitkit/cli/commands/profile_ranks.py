@@ -192,8 +192,8 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     rows = {"pipeline": f"{data['microbatches']} microbatches on {len(data['schedules'][0]['ranks'])} ranks"}
     if data["oversubscribed"]:
         rows["caution"] = f"processes share {data['cores']} cores: measured times include waiting for a core"
-    pairs = data["pairs"]
-    rows["order"] = f"the faster of two schedules was predicted in {pairs['right']} of {pairs['all']} pairs"
+    if (pairs := data["pairs"])["all"]:
+        rows["order"] = f"the faster of two schedules was predicted in {pairs['right']} of {pairs['all']} pairs"
     cells = []
     for found in data["schedules"]:
         for row in found["ranks"]:
