@@ -16,11 +16,12 @@ _EXAMPLE = '{"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, 
 
 
 def device_map_of(carried: CarriedPlan) -> dict[str, int | str]:
-    """Return module -> device: the number of the stage, or the device that the plan names.
+    """Return module -> device: the number of the rank, or the device that the plan names.
 
     Modules that hold weights and run in no stage of their own (the table that tied embeddings share) are on the first.
     """
-    devices = [_device(text, stage) for stage, text in enumerate(carried.devices or [""] * carried.stages)]
+    given = carried.devices or [""] * carried.stages
+    devices = [_device(text, rank) for rank, text in zip(carried.rank_of, given, strict=True)]
     found = {name: devices[stage] for stage, names in enumerate(carried.names) for name in names}
     for name, layers in carried.sequence.shared_modules.items():
         found[name] = devices[carried.stage_of(min(layers, default=0))]
@@ -32,10 +33,10 @@ def device_map_of(carried: CarriedPlan) -> dict[str, int | str]:
     return found
 
 
-def _device(text: str, stage: int) -> int | str:
+def _device(text: str, rank: int) -> int | str:
     kind, _, number = text.partition(":")
     if not text:
-        return stage
+        return rank
     return int(number or 0) if kind == "cuda" else text
 
 

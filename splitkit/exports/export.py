@@ -33,11 +33,11 @@ from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.storages import value_of
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.placed_prices import costs_of_plan
-from splitkit.pipeline.purpose import planned_order
+from splitkit.pipeline.purpose import planned_order, purpose
 from splitkit.pipeline.schedules import schedule_of
 from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
 from splitkit.pipeline.synthesize import order_to_csv
-from splitkit.plans.parts import PARENT, Part, PartKey
+from splitkit.plans.parts import PARENT, UNSAID, Part, PartKey
 from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import Optimizer, require_costs
 from splitkit.search.model_blocks import Block, model_blocks
@@ -101,8 +101,8 @@ def export(
         split_or_plan: a plan for a graph, or a split.
         to: the format: ``"torch"``, ``"torchtitan"``, ``"megatron"``, ``"deepspeed"``, ``"accelerate"``,
             ``"transformers"``, ``"vllm"``, ``"sglang"``, ``"galvatron"``, ``"nnscaler"`` or ``"onnx"``.
-        schedule: the schedule of the pipeline, by name or as an order of your own; one that the tool cannot run is
-            refused.
+        schedule: the schedule of the pipeline, by name or as an order of your own; by default the one that the plan was
+            made for. One that the tool cannot run is refused.
         microbatches: the microbatches of a step; by default what the plan was made for, else two per stage.
         memory: the memory of each rank for the rounded plan, in bytes or as text; by default there is no limit.
         links: the preset of the links between ranks; by default the one that the plan was made with.
@@ -132,7 +132,7 @@ def export(
     sequence = layer_sequence(flow, used, form.level)
     cuts = round_plan(pricing, sequence, plan, keys) if form.level != "nodes" else ()
     rounded, moved = _rounded(sequence, plan, keys, cuts, form)
-    training = form.use == "training" or pricing.request.optimizer is not None or pricing.request.training
+    training = form.use == "training" or pricing.request.training
     own = tuple(run_order(flow, rounded))
     carried = CarriedPlan(
         sequence=sequence,
@@ -150,8 +150,9 @@ def export(
         raise cannot_carry(form.tool, "the format does not say what is computed again", "Plan without recompute.")
     text = form.write(carried)  # before ties: what the structure of the model forbids is the better reason
     _require_ties(form, sequence, rounded, own, training)
-    before = pricing.price(plan)
-    rounding = Rounding(before, pricing.price(rounded) if moved else before, moved)
+    before, known = pricing.price(plan), plan.request.purpose or pricing.request.training
+    assumed = "" if known else f", for {purpose(None)} ({UNSAID})"
+    rounding = Rounding(before, pricing.price(rounded) if moved else before, moved, assumed)
     return Export(
         form.name, text, f"{form.where}{_devices_said(form, plan, rounded, own)}", rounded, rounding, _csv(form, order)
     )
@@ -237,11 +238,12 @@ def _require_pipeline(form: ExportFormat, flow: Dataflow, plan: Plan) -> None:
 def _order(
     form: ExportFormat, plan: Plan, schedule: str | PipelineOrder | None, microbatches: int | None, stages: int
 ) -> PipelineOrder | None:
-    """Return the schedule's order of actions, and refuse schedules that the format cannot carry."""
+    """Return the order of a schedule, or of the plan's own, and refuse schedules that the format cannot carry."""
+    if schedule is not None and form.schedules == "none":
+        raise cannot_carry(form.tool, "the format has no schedule", _TOOLS_OWN)
+    schedule = plan.request.schedule if schedule is None else schedule
     if schedule is None:
         return None
-    if form.schedules == "none":
-        raise cannot_carry(form.tool, "the format has no schedule", _TOOLS_OWN)
     if isinstance(schedule, str):
         return planned_order(plan.request, schedule, microbatches, stages)
     if len(schedule.rank_of) != stages:

@@ -71,12 +71,14 @@ class Rounding:
     Attributes:
         before: the plan as it was made.
         after: the plan that the format carries.
-        moved: how many nodes changes their stage; 0 if the plan already cuts where the format can.
+        moved: how many nodes change their stage; 0 if the plan already cuts where the format can.
+        assumed: for what the peaks are, in words, if the plan does not say what it is for.
     """
 
     before: PlanPrice
     after: PlanPrice
     moved: int
+    assumed: str = ""
 
     @property
     def ratio(self) -> float:
@@ -85,7 +87,7 @@ class Rounding:
 
     def __str__(self) -> str:
         if not self.moved:
-            return f"the plan already cuts where the format can: {self.after}"
+            return f"the plan already cuts where the format can: {self.after}{self.assumed}"
         low, unit = self.before, self.before.unit
         lines = [
             f"slowest stage {duration(low.load, unit)} -> {duration(self.after.load, unit)} ({self.ratio - 1:+.1%})"
@@ -94,7 +96,8 @@ class Rounding:
             lines.append(f"step {duration(low.step, unit)} -> {duration(self.after.step, unit)}")
         lines.append(f"peak {size(low.peak)} -> {size(self.after.peak)}")
         lines.append(f"sent {size(low.traffic)} -> {size(self.after.traffic)}")
-        return f"rounded to modules, {self.moved} nodes move: " + ", ".join(lines)
+        nodes = "node moves" if self.moved == 1 else "nodes move"
+        return f"rounded to modules, {self.moved} {nodes}: {', '.join(lines)}{self.assumed}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +138,7 @@ class PlanPricing:
         As everywhere, a schedule or prices of backward mean training.
         """
         asked, known = plan.request, schedule_of(order) if order is not None else None
-        given = counted_optimizer(optimizer, None if order is None else order.name, costs)
-        held = given or asked.optimizer
+        held = counted_optimizer(optimizer or asked.optimizer, None if order is None else order.name, costs)
         asked = replace(
             asked,
             purpose="training" if held else "inference",

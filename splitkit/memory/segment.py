@@ -136,6 +136,7 @@ class OrderMemory:
         trained_bytes: the bytes of the gradients of each parameter; 0 for those that do not require grad.
         forward: the bytes that the forward of each node takes temporarily.
         backward: the bytes that the backward of each node takes temporarily.
+        apart: whether the gradients that a segment receives are counted elsewhere, as messages.
     """
 
     length: int
@@ -159,6 +160,7 @@ class OrderMemory:
     trained_bytes: Ints
     forward: Ints
     backward: Ints
+    apart: bool = False
 
     def segment(self, start: int, end: int) -> SegmentMemory:
         """Return the memory of the part that has the nodes from ``start`` to before ``end``."""
@@ -400,7 +402,7 @@ class OrderMemory:
         # Autograd adds out of place (others may hold either addend), so the sum of two gradients is new memory.
         sums = np.zeros(end - start, np.int64)
         np.maximum.at(sums, incidence.position[pairs] - start, nbytes * (again & of_value))
-        change[:1] += self.value_bytes[sent].sum()
+        change[:1] += 0 if self.apart else self.value_bytes[sent].sum()
         there, new = change.cumsum() - over[at[1:]], (over + more)[at[1:]] - (over + more)[at[:-1]] + sums
         return there, new
 

@@ -267,7 +267,7 @@ def message_changes(run: StepTrace) -> Iterator[Changes]:
 
     A sent activation is among the saved bytes of its stage, and a received one is from the start of its reader on. The
     sender holds a gradient until it is sent, and the reader until its action ends. Each replica has its share. With
-    static buffers, ranks with several stages keep what they sent to the end of the step.
+    static buffers, torch before 2.15 runs the step, which keeps more of what was sent (`keeps_sent`).
     """
     rank, stage, kind, _ = run.order.columns
     data, number = run.order.links.data, np.arange(len(rank))
@@ -288,13 +288,32 @@ def message_changes(run: StepTrace) -> Iterator[Changes]:
     made = data[read]
     own = -(-back[stage[made]] // replicas[read])
     yield from _held(rank[read], own, run.ends[made], run.ends[read], end[made], end[read])
-    kept, kept_back = keeps_sent(run)
-    sent = data[(data >= 0) & remote & ~forward] if kept_back else number[~forward & (run.arrivals > run.ends)]
-    stop = np.full(len(sent), run.ends.max()) if kept_back else run.arrivals[sent]
+    sent, last = data[(data >= 0) & remote & ~forward], np.full(len(number), _LATEST)
+    stop = np.full(len(number), run.ends.max()) if keeps_sent(run) else run.arrivals.copy()
+    if run.static_buffers and not keeps_sent(run):
+        # torch's class for 1F1B drops a gradient that was sent when it has the next one
+        after = np.flatnonzero(~forward)
+        made, following = np.stack([after[:-1], after[1:]])[:, rank[after[1:]] == rank[after[:-1]]]
+        in_time = stop[made] <= run.ends[following]
+        stop[made[in_time]], last[made[in_time]] = run.ends[following[in_time]], end[following[in_time]]
+    sent = sent[stop[sent] > run.ends[sent]]
     own = -(-back[stage[sent]] // replicas[sent])
-    yield from _held(rank[sent], own, run.ends[sent], stop, end[sent], np.full(len(sent), _LATEST))
-    if kept:
-        yield from _kept(run, data[(data >= 0) & remote & forward])
+    yield from _held(rank[sent], own, run.ends[sent], stop[sent], end[sent], last[sent])
+    if run.static_buffers:
+        sent = data[(data >= 0) & remote & forward]
+        yield from _kept(run, sent if keeps_sent(run) else sent[_last_of_warm_up(run)[sent]])
+
+
+def _last_of_warm_up(run: StepTrace) -> npt.NDArray[np.bool_]:
+    """Return which forwards are the last but one before the first backward of their rank.
+
+    Torch's class for 1F1B keeps what they sent: it waits for the message only when it sends another by itself.
+    """
+    rank, _, kind, _ = run.order.columns
+    first = {of: i for i, of in reversed([*enumerate(rank.tolist())]) if kind[i] != FORWARD}
+    found = np.zeros(len(rank), np.bool_)
+    found[[i - 2 for of, i in first.items() if i >= 2 and rank[i - 2] == of]] = True
+    return found
 
 
 def _kept(run: StepTrace, sent: Ints) -> Iterator[Changes]:
@@ -309,15 +328,15 @@ def _kept(run: StepTrace, sent: Ints) -> Iterator[Changes]:
     yield from _held(rank[sent], on[stage[sent]], run.ends[last], over, 2 * last + 1, np.full(len(sent), _LATEST))
 
 
-def keeps_sent(run: StepTrace) -> tuple[bool, bool]:
-    """Whether activations, and gradients, that were sent are held to the end of the step.
+def keeps_sent(run: StepTrace) -> bool:
+    """Whether activations and gradients that were sent are held to the end of the step.
 
-    Torch's classes for one stage on each rank free them as soon as they have arrived, but for the gradients of GPipe.
-    Its interpreter, which runs all else, did not before 2.15.
+    Torch's class for 1F1B frees them, nearly as soon as they have arrived. Its class for GPipe, and its interpreter,
+    which runs all else, did not before 2.15.
     """
     schedule = schedule_of(run.order)
     own = schedule.torch_class if schedule is not None and schedule.is_single else ""
-    return run.static_buffers and not own, run.static_buffers and own in ("", "ScheduleGPipe")
+    return run.static_buffers and own in ("", "ScheduleGPipe")
 
 
 def _held(rank: Ints, nbytes: Ints, start: Floats, stop: Floats, first: Ints, last: Ints) -> Iterator[Changes]:

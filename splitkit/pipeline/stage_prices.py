@@ -118,6 +118,7 @@ class StagePrices:
         weight_part: as in `stage_costs`.
         divided: whether a schedule divides backward; if not, `StageCosts.deferred_bytes` are not computed.
         kernels: device that parts are planned on -> its kernels, where devices differ; by default as ``costs`` say.
+        apart: whether the gradients that parts receive are left out, for a simulated step, which counts its messages.
     """
 
     flow: Dataflow
@@ -127,6 +128,7 @@ class StagePrices:
     weight_part: WeightPart = "torch"
     divided: bool = True
     kernels: Mapping[PartKey, str] = field(default_factory=dict)
+    apart: bool = False
     memory: GraphMemory = field(init=False)
     _times: dict[Any, _Times] = field(init=False, default_factory=dict)
     _costs: Costs = field(init=False)
@@ -189,7 +191,7 @@ class StagePrices:
 
         Backward of a part that is run again is not divided, so nothing waits.
         """
-        line = memory.order(parts, homes)
+        line = replace(memory.order(parts, homes), apart=self.apart)
         ends = list(accumulate(map(len, parts)))
         each = zip(keys, parts, ends, again, strict=True)
         stages = [self.stage(line, end - len(own), end, own, recompute, key) for key, own, end, recompute in each]

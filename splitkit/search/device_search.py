@@ -264,7 +264,8 @@ class DeviceSearch:
         if any(limit is not None for limit in self.demand.capacities):
             held = dict(zip(self._keys, self._held_by(plan), strict=True))
             fullest = max(held, key=lambda key: held[key].total)
-            peak = f"peak {size(held[fullest].total)} on {fullest}"
+            where = fullest if isinstance(fullest, str) else f"device {fullest}"
+            peak = f"peak {size(held[fullest].total)} on {where}"
             memory = f"; {peak}, {purpose(self.demand.optimizer)}: {held[fullest]}"
         return replace(
             plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -257,6 +257,16 @@ class StagePricing:
             if error.code not in ("SK102", "SK208"):
                 raise
             return None
+
+    def stages_with_cache(self, plan: Plan) -> tuple[StageCosts, ...]:
+        """Return the costs of the parts as stages that hold the cache for which the plan leaves room as weights."""
+        stages = self.request.stage_prices.of(plan)
+        if not self.request.cache and self.request.steps is None:
+            return stages
+        return tuple(
+            replace(stage, parameter_bytes=held.weights + held.cache, temporary_bytes=held.activations)
+            for stage, held in zip(stages, self.request.held(plan), strict=True)
+        )
 
     def run(self, stages: Sequence[StageCosts] | None) -> ScheduleRun | None:
         """Return the simulated step; ``None`` without a schedule."""

@@ -176,7 +176,7 @@ def _stages(
     from splitkit.engine.divide_stages import divide_stages
     from splitkit.frontends.aot import joint_flow
 
-    limit, held = limit_of(memory), plan.request.counting(optimizer)
+    limit, held = limit_of(memory, plan), plan.request.counting(optimizer)
     prices = costs_of_plan(plan, gm) if costs is None else costs
     stages = 1 + max((part.stage for key in plan.parts if (part := stage_part(key)) is not None), default=0)
     given = checked_run(run, stages, "stages")
@@ -235,7 +235,7 @@ def _ladder(
     if run is not None:
         require_times(run, prices)
     ran = None if measured is None else checked_measurement(measured, run)
-    limit = limit_of(memory)
+    limit = limit_of(memory, plan)
     several = None if isinstance(beside, Mapping) else items_of(beside)
     others = () if beside is None else tuple(map(plan_of, [beside] if several is None else several))
     if any(node not in flow.index for other in others for node in other):
@@ -266,12 +266,14 @@ def _ladder(
     return Picture(name, lambda: ladder_svg(ladder()), tables, ladder, len(flow.nodes), len(plan.parts), fallback)
 
 
-def limit_of(memory: float | str | None) -> int | None:
-    """Return the memory limit that a picture marks, in bytes.
+def limit_of(memory: float | str | None, plan: Plan | None = None) -> int | None:
+    """Return the memory limit that a picture marks, in bytes; by default the one of all ranks of the plan.
 
     Raises:
         PolicyError: SK302 if ``memory`` is not a number of bytes.
     """
+    if memory is None and plan is not None and isinstance(plan.request.memory, int):
+        return plan.request.memory
     return None if memory is None else nbytes("view", "memory", memory)
 
 

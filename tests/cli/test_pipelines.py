@@ -71,6 +71,12 @@ def test_a_plan_file_names_the_model_and_the_number_of_stages(data, call, tmp_pa
     assert code == 0 and found["model"]["sizes"]["width"] == 32 and [row["stages"] for row in found["rows"]] == [3]
     code, found = data("sweep", path, *few, "--stages", "2")
     assert code == 0 and [row["stages"] for row in found["rows"]] == [2]
+    made = ("--costs", "roofline:l4", "--links", "pcie4", "--memory", "1GiB", "--optimizer", "sgd")
+    code, planned = data("plan", "gpt2", *SIZE, "--stages", "2", *few[:2], "--schedule", "gpipe", *made, "-o", path)
+    assert code == 0
+    code, found = data("sweep", path, *few)
+    (row,) = found["rows"]
+    assert (row["seconds"], row["peak"]) == (planned["step"]["seconds"], planned["step"]["peak"])
     step = tmp_path / "step.json"
     assert call("plan", "gpt2", *SIZE, "--what", "fwd-bwd", "--policy", "SaveAll()", "-o", step)[0] == 0
     code, found = data("sweep", step, "--points", "3")

@@ -9,12 +9,13 @@ import pytest
 import torch
 from launch import command
 
+import splitkit as sk
 from splitkit.cli.commands.profile_ranks import _pairs, _text
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import MeasuredStep
-from splitkit.runtime.ranks.measurements import one_by_one, timed_stages, with_inner_bytes
+from splitkit.runtime.ranks.measurements import moving_peaks, one_by_one, timed_stages, with_inner_bytes
 
 SPEC = f"{Path(__file__).parent / 'tinynet.py'}:net"
 RECENT = torch.__version__ >= "2.13"  # older ones run neither zero bubbles nor dropout in several stages
@@ -63,7 +64,8 @@ def test_peaks_are_those_of_the_allocator(found):
     peaks = {run["schedule"]: [row["peak"] for row in run["ranks"]] for run in found["schedules"]}
     for schedule, ranks in peaks.items():
         for both in ranks:
-            assert 0.85 * both["measured"] <= both["predicted"] <= 1.5 * both["measured"], schedule
+            # the state of the random number generator, 5 KB for each microbatch, is kept too
+            assert both["measured"] - 4 * 5056 <= both["predicted"] <= 1.5 * both["measured"], schedule
     assert peaks["1F1B"][1]["measured"] < peaks["GPipe"][1]["measured"]
     assert peaks["1F1B"][1]["predicted"] < peaks["GPipe"][1]["predicted"]
 
@@ -140,6 +142,12 @@ def test_what_a_stage_alone_was_measured_to_hold_raises_its_temporary_bytes():
     assert (first.temporary_bytes, last.temporary_bytes) == (20, 50)
 
 
+def test_the_gradient_of_a_tied_weight_is_there_when_the_next_backward_begins():
+    stages = [StageCosts(1, 1, saved_bytes=10), StageCosts(1, 1, saved_bytes=10, temporary_bytes=5)]
+    run = sk.simulate_schedule(stages, "gpipe", 4)
+    assert moving_peaks(run, {}) == (40, 45) and moving_peaks(run, {1: 20}) == (40, 3 * 10 + 20 + 5)
+
+
 NET = """
 import torch, transformers
 from torch import nn
@@ -195,8 +203,8 @@ def test_inputs_as_large_as_what_is_saved_and_gradients_that_gpipe_keeps_are_cou
     run = command(*words, "--microbatches", "4", "--repeat", "1", "--schedules", "gpipe,1f1b", *more, "--json")
     assert run.returncode == 0, run.stderr
     ranks = [(row["rank"], row["peak"]) for made in json.loads(run.stdout)["schedules"] for row in made["ranks"]]
-    for rank, both in ranks:  # the gradient that comes is counted as a message and as a temporary
-        assert both["measured"] <= 1.01 * both["predicted"] <= (1.06 if rank else 1.2) * both["measured"]
+    for rank, both in ranks:
+        assert both["measured"] <= 1.01 * both["predicted"] <= (1.07 if rank or more else 1.02) * both["measured"]
 
 
 def test_one_microbatch_is_refused(call):

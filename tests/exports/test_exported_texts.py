@@ -18,9 +18,11 @@ from splitkit.exports.format_list import WRITES
 from splitkit.exports.import_plan import FORMATS, format_of
 from splitkit.exports.megatron import megatron_layout
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.plans.parts import Part
+from splitkit.pipeline.placed_prices import costs_of_plan
+from splitkit.plans.parts import Part, PlanRequest
 from splitkit.plans.record import checkpointed
 from splitkit.policies import ByName, Stages
+from splitkit.search.plan_figures import StagePricing
 
 
 def split_of(model, *starts, inputs=None):
@@ -187,6 +189,22 @@ class TestSchedules:
         assert "--pipeline-model-parallel-size 2" in loop.text and '"E|tt|tt|L"' in loop.text
         with pytest.raises(PlanError, match="SK523.*not ZBVZeroBubble"):
             sk.export(split, to="megatron", schedule="zbv", microbatches=4)
+
+    def test_a_text_has_the_schedule_that_the_plan_was_made_for(self, decoder):
+        asked = PlanRequest("training", "sgd", "1f1b", 6, links="pcie4")
+        plan = replace(decoder.plan, request=asked)
+        data = json.loads(sk.export(plan, to="galvatron").text)
+        assert (data["chunks"], data["global_bsz"]) == (6, 6 * 2)
+        found, loop = sk.export(plan, to="torch"), replace(asked, schedule="interleaved-1f1b", microbatches=4)
+        figures = StagePricing.of(decoder.flow, plan, costs_of_plan(plan, decoder.flow)).figures(plan)
+        assert found.schedule_csv and (found.rounding.before.step, found.rounding.before.peak) == (
+            figures.step,
+            max(figures.peaks),
+        )
+        four = replace(stages(decoder.flow.root, "layers.0", "layers.2", "norm"), request=loop)
+        assert "--pipeline-model-parallel-size 2" in sk.export(four, to="megatron").text
+        ranks = json.loads(sk.export(four, to="accelerate").text)
+        assert [ranks[name] for name in ("tok_embeddings", "layers.0", "layers.2", "norm")] == [0, 1, 0, 1]
 
     def test_uneven_stages_on_ranks(self, decoder):
         uneven = PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 2B0"])

@@ -128,21 +128,34 @@ def test_an_order_is_recognized_and_what_its_entry_says(name):
     assert (schedule_of(other) is schedule) == (name == "V-Min"), "a name is not enough"
 
 
-def test_what_was_sent_is_kept_to_the_end_of_the_step_except_by_torchs_classes_for_one_stage():
+def test_what_was_sent_is_kept_to_the_end_of_the_step_except_by_torchs_class_for_1f1b():
     kept = {name: keeps_sent(step(name, 2, 4, static_buffers=True)) for name in NAMES}
-    # torch's GPipe waits for its gradients' messages after the last backward, and for activations before the first one
-    assert kept == dict.fromkeys(NAMES, (True, True)) | {"GPipe": (False, True), "1F1B": (False, False)}
-    assert {keeps_sent(step(name, 2, 4)) for name in NAMES} == {(False, False)}
+    assert kept == dict.fromkeys(NAMES, True) | {"1F1B": False}
+    assert not any(keeps_sent(step(name, 2, 4)) for name in NAMES)
     order = pipeline_order("1f1b", 2, 4)
     own = simulate_schedule([EQUAL] * 2, sk.extend.PipelineOrder("own", order.ranks), static_buffers=True)
-    assert keeps_sent(own) == (True, True), "the interpreter runs it"
+    assert keeps_sent(own), "the interpreter runs it"
 
 
 def test_gradients_that_gpipe_has_sent_add_up():
-    """The last rank saves nothing beyond its received input, which lies in a static buffer: 4 of 10 bytes each."""
+    """The last rank saves nothing beyond its received input, which lies in a static buffer: 4 of 10 bytes each.
+
+    Under 1F1B, torch keeps the gradient that was sent last until it has the next one.
+    """
     stages = [StageCosts(1, 1, saved_bytes=10, activation_bytes=10), StageCosts(1, 1, saved_bytes=10)]
     gpipe, usual = (simulate_schedule(stages, name, 4, static_buffers=True) for name in ("gpipe", "1f1b"))
-    assert [run.memory[1].peak for run in (gpipe, usual)] == [4 * 10 + 4 * 10, 4 * 10]
+    assert [run.memory[1].peak for run in (gpipe, usual)] == [4 * 10 + 4 * 10, 4 * 10 + 10]
+
+
+def test_torchs_class_for_1f1b_keeps_the_last_activation_that_it_sent_by_itself():
+    sizes = {"saved_bytes": 100, "temporary_bytes": 3}
+    stages = [StageCosts(1, 1, activation_bytes=nbytes, **sizes) for nbytes in (10, 7, 0)]
+    run = simulate_schedule(stages, "1f1b", 6, static_buffers=True)
+    # buffers of 6 microbatches; those in flight; of rank 0 the output of microbatch 1, of rank 1 that of microbatch 0
+    # and the gradient of the microbatch before; of rank 2 this gradient alone
+    kept = [10, 7 + 10, 7]
+    held = [6 * 10 + 3 * 100, 6 * (10 + 7) + 2 * (100 - 10), 6 * 7 + 100 - 7]
+    assert [one.peak for one in run.memory] == [own + more + 3 for own, more in zip(held, kept, strict=True)]
 
 
 @pytest.mark.parametrize(

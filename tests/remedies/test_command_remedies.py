@@ -264,6 +264,11 @@ def test_sweeps():
     with refusal("SK601", "Name the kind alone: --devices {...}.") as error:
         command(f"{sweep} --stages 2 --devices 2xh200")
     command(f"{sweep} --stages 2 {error.value.remedy.removeprefix('Name the kind alone: ').rstrip('.')}")
+    command(f"{PLAN} --devices h100,l4 -o unequal.json")
+    swept = "sweep unequal.json --model my.py:net --stages 2 --schedules 1f1b"
+    with refusal("SK601", "Name the kind: --devices {...}.") as error:
+        command(swept)
+    command(f"{swept} {error.value.remedy.removeprefix('Name the kind: ').rstrip('.')}")
 
 
 def test_pages_and_profiles():

@@ -14,6 +14,7 @@ from splitkit.runtime.devices.on_devices import PartOnDevice
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.encoder_caches import decoder_cache, kept_caches
 from splitkit.runtime.generation.local_generator import DecoderOnDevices
+from splitkit.testing.models import build
 
 transformers = pytest.importorskip("transformers")
 
@@ -147,5 +148,9 @@ def test_the_memory_of_each_part_is_predicted(family, query, monkeypatch):
 def test_no_tokens_are_maximised_where_nothing_grows():
     with pytest.raises(sk.errors.PolicyError, match="SK302: Stages: the model keeps states of a constant size"):
         sk.plan(captured("mamba"), sk.policies.Stages(2, memory="1MiB", objective="tokens"))
+    eager = build("llama", layers=1, width=16, heads=2, vocab=20).model.eval()
+    eager.set_attn_implementation("eager")
+    with pytest.raises(sk.errors.PolicyError, match="SK302: Stages: no node calls scaled_dot_product_attention"):
+        sk.plan(sk.capture_decoder(eager), sk.policies.Stages(1, memory="1MiB", objective="tokens"))
     plan = sk.plan(captured("falcon_h1"), sk.policies.Stages(2, memory="1MiB", objective="tokens"))
     assert plan.claim.value > 100

@@ -109,19 +109,22 @@ def test_readers_agree(name, tmp_path):
     stages = sk.stage_costs(gm, plan)
     assert page["stages"]["forward"] == [stage.forward for stage in stages]
     assert page["stages"]["backward"] == [stage.backward for stage in stages]
-    assert page["stages"]["fixed"] == [stage.fixed_bytes for stage in stages]
+    kept = [held.cache for held in figures.held] if plan.request.tokens else [0] * len(stages)
+    assert page["stages"]["fixed"] == [stage.fixed_bytes + cache for stage, cache in zip(stages, kept, strict=True)]
+    assert page["memory"] == (plan.request.memory if isinstance(plan.request.memory, int) else None)
     for column in ("forward", "backward"):
         rows = [0.0] * len(keys)
         for row, seconds in zip(page["rows"], page["times"][column], strict=True):
             rows[row["part"]] += seconds
         if all(len(places) == 1 for places in plan.places.values()) and name != "replicas":
             assert rows == pytest.approx(page["stages"][column], rel=1e-9)
-    # an export that can name any cut
+    # an export that can name any cut, for the schedule of the plan
     if name not in ("replicas", "pieces of a device", "patterns", "a policy without a purpose") and len(keys) > 1:
-        before = sk.export(plan, to="torch", **({"schedule": plan.request.schedule} if plan.request.schedule else {}))
-        price = before.rounding.before
-        assert price.traffic == figures.traffic
-        assert price.load == pytest.approx(figures.value, rel=1e-12)
+        found = sk.export(plan, to="onnx").rounding
+        assert (found.before.traffic, found.before.step) == (figures.traffic, figures.step or 0.0)
+        assert found.before.load == pytest.approx(figures.value, rel=1e-12)
+        same = found.before.peak == max(figures.peaks)
+        assert same if plan.request.purpose else "for inference (assumed" in str(found)
     # a comparison with itself
     same = sk.compare_plans(plan, plan)
     assert same.equal and not same.moved
@@ -296,6 +299,11 @@ def test_readers_of_a_decoder_count_the_step_that_was_planned(family, cache):
     fullest = max(figures.held, key=lambda held: held.total)
     assert fullest.told in plan.note or f"peak {size(fullest.total)} on rank" in plan.note
     assert size(fullest.total) in str(again.explain(again=False))
+    page = pictured(again).ladder().to_dict()
+    drawn = [sum(stage) for stage in zip(*(page["stages"][c] for c in ("fixed", "saved", "temporary")), strict=True)]
+    assert (page["tokens"], page["memory"]) == (tokens, plan.request.memory) and tuple(drawn) == figures.peaks
+    whole = page["stretches"]["fixed"][len(page["marks"]) - 2]  # all rows as one stage
+    assert 0 <= whole - sum(held.cache for held in figures.held) - weights <= sum(one.nbytes for one in gm.buffers())
 
 
 @functools.cache

@@ -95,6 +95,34 @@ def test_the_step_follows_the_slider(gm):
     assert widget.data["run"]["stages"] == 3
 
 
+@pytest.mark.campaign
+def test_plans_of_the_slider_are_for_what_the_first_one_was_for(gm):
+    asked = sk.policies.Stages(3, "1f1b", 6, links="pcie4", optimizer="sgd")
+    plan = sk.plan(gm, asked, sk.costs.roofline(gm, "l4"))
+    widget = plan.view(live=True)
+    ask(widget, stages=2)
+    made, run = widget.plan, widget.data["run"]
+    figures = made.explain(again=False).to_dict()["figures"]
+    assert made.request == plan.request and figures["bottleneck"] == pytest.approx(made.claim.value)
+    assert (figures["step"], figures["peaks"]) == (run["seconds"], run["peaks"])
+
+
+def test_what_is_dragged_on_devices_that_differ_is_priced_on_them(gm):
+    ends = {"0": [0], "5": [1]}
+    plan = sk.plan(gm, sk.policies.Devices(["h100", "l4"], links="pcie4", optimizer="adam", only=ends))
+    widget = plan.view(live=True)
+    moved = [0, widget.borders[1] + 1, widget.borders[2]]
+    front(widget, borders=moved)
+    on, again = widget.data["times"]["on"], widget.plan.view(live=True).data["stages"]
+    for column in ("forward", "backward"):
+        told = [sum(on[column][k][a:b]) for k, (a, b) in enumerate(pairwise(moved))]
+        assert told == pytest.approx(again[column])
+    work = [forward + backward for forward, backward in zip(again["forward"], again["backward"], strict=True)]
+    shares = [row.share for row in sk.report(gm, widget.plan).parts]
+    assert shares == pytest.approx([one / sum(work) for one in work])
+    assert widget.plan.request == plan.request and "backward op by op" in str(sk.report(gm, widget.plan).note)
+
+
 def test_what_no_plan_can_do_is_said_in_the_page(widget):
     heard, plan = said(widget), widget.plan
 

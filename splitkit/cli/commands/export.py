@@ -35,6 +35,7 @@ def run(args: Namespace) -> Outcome:
     if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
         return _training_step(args, file)
     work, plan, costs = planned_by(args, file)
+    _require_schedule(args, plan)
     plan = with_recompute(plan, args, work.gm)
     with work.clock.step("export", f"writing the plan for {format_named(args.to).tool}"):
         found = sk.export(
@@ -63,15 +64,19 @@ def _check(args: Namespace) -> None:
     if args.memory is not None and "%" in args.memory:
         raise UsageError("SK601", "--memory is a share, but no device is named", "Write bytes: --memory 80GiB.")
     placement.check_memory(Namespace(memory=args.memory, devices=None), least=False)
-    if args.schedule is None and (args.order is not None or args.microbatches is not None):
-        option = "--order" if args.order is not None else "--microbatches"
-        raise UsageError("SK601", f"{option} needs --schedule", "Name a schedule: --schedule 1f1b.")
     if args.order is not None and form.schedules != "csv":
         out = " and --schedule" if form.schedules == "none" else ""
         reads = ", ".join(one.name for one in FORMATS.values() if one.schedules == "csv")
         raise UsageError(
             "SK601", f"{form.tool} reads no schedule CSV", f"Leave --order{out} out; it works with {reads}."
         )
+
+
+def _require_schedule(args: Namespace, plan: sk.Plan) -> None:
+    """Refuse options of a schedule if neither the command line nor the plan names one."""
+    if args.schedule is None and plan.request.schedule is None and (args.order or args.microbatches is not None):
+        option = "--order" if args.order is not None else "--microbatches"
+        raise UsageError("SK601", f"{option} needs --schedule", "Name a schedule: --schedule 1f1b.")
 
 
 def _formats() -> Outcome:
@@ -98,6 +103,7 @@ def _training_step(args: Namespace, file: Mapping[str, Any]) -> Outcome:
 
     work = prepare_step(from_plan(args.target, file, args))
     plan = decoded(work.joint.graph_module.graph, args.target, dict(file))
+    _require_schedule(args, plan)
     found = sk.export(
         work.joint.split(plan),
         to=args.to,

@@ -21,7 +21,6 @@ from splitkit.errors import ScheduleError
 from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.run import RankRow, ScheduleRun, rows_of_parts
-from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
 from splitkit.pipeline.synthesize import order_to_csv
 from splitkit.plans.parts import Claim
@@ -119,10 +118,10 @@ def _ranks(
     """Return what each rank does and holds, and the simulated step if there is a schedule."""
     flow = sk.analyze(work.gm)
     pricing = StagePricing.of(flow, made, costs)
-    stages = pricing.request.stage_prices.of(made)
+    stages = pricing.stages_with_cache(made)
     names = [device.name for device in wanted.devices.devices] if wanted.devices else []
     if wanted.schedule is None:
-        parts = dict(zip(run_order(flow, made), _with_cache(pricing, made, stages), strict=True))
+        parts = dict(zip(run_order(flow, made), stages, strict=True))
         names = names if wanted.stages is None else (names or [""] * len(parts))[: len(parts)]
         loads = list(pricing.figures(made).loads.values()) if wanted.links and wanted.objective != "latency" else None
         return list(rows_of_parts(names, [*map(wanted.limit, range(len(names)))], parts, loads)), None
@@ -152,15 +151,6 @@ def _messages(ordered: OrderedMessages | None, file: str | None) -> dict[str, An
     return {"file": file, "seconds": ordered.seconds, "bound": ordered.bound, "gap": ordered.gap}
 
 
-def _with_cache(pricing: StagePricing, made: Plan, stages: Sequence[StageCosts]) -> tuple[StageCosts, ...]:
-    """Return stages that hold the cache for which the plan leaves room, as they hold parameters."""
-    pairs = zip(stages, pricing.request.held(made), strict=True)
-    return tuple(
-        replace(stage, parameter_bytes=held.weights + held.cache, temporary_bytes=held.activations - stage.saved_bytes)
-        for stage, held in pairs
-    )
-
-
 def _step(run: ScheduleRun) -> dict[str, Any]:
     """Return the step as data, without its ranks."""
     return {name: value for name, value in run.to_dict().items() if name != "ranks"}
@@ -186,9 +176,13 @@ def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], d
     if messages := data["messages"]:
         proof = "no order of messages has a shorter one" if not messages["gap"] else f"gap {messages['gap']:.2%}"
         rows["in order"] = f"{duration(messages['seconds'], unit)} with one communicator for each rank; {proof}"
-    number, fullest = max(enumerate(ranks), key=lambda one: (one[1].used, sum(one[1].nbytes)))
-    of = "" if fullest.limit is None else f" of {size(fullest.limit)}"
-    rows["peak"] = f"{size(sum(fullest.nbytes))} on rank {number}{of}"
+    peaks = [sum(rank.nbytes) for rank in ranks]
+    fullest = max(range(len(ranks)), key=peaks.__getitem__)
+    tightest = max(range(len(ranks)), key=lambda number: (ranks[number].used, peaks[number]))
+    for name, number in {"peak": fullest, "tightest": tightest}.items():
+        if name == "peak" or number != fullest:
+            of = "" if (limit := ranks[number].limit) is None else f" of {size(limit)}"
+            rows[name] = f"{size(peaks[number])} on rank {number}{of}"
     took = data["seconds"]
     rows["took"] = f"capture {seconds_text(took['capture'])}, plan {seconds_text(took['plan'])}"
     return rows

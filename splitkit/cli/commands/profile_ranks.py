@@ -56,6 +56,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from splitkit.costs.measuring_run import progress
+    from splitkit.pipeline.stage_prices import StagePrices
     from splitkit.runtime.ranks import measurements
     from splitkit.runtime.ranks.pipeline import pipeline
     from splitkit.runtime.ranks.planned_chain import chain_of_any
@@ -75,8 +76,8 @@ def _profile(args: Namespace) -> dict[str, Any]:
         assert split.source is not None, "joint.split names the joint graph"
         held = list(split.stage_costs(sk.costs.flops(split.source.graph_module), optimizer="sgd"))
     else:
-        stages = sk.stage_costs(split.flow, split.plan, sk.costs.flops(split.flow.root), optimizer="sgd")
-        held = measurements.without_batch(chain, measurements.with_passed_on(chain, list(stages)))
+        stages = StagePrices(split.flow, sk.costs.flops(split.flow.root), "sgd", apart=True).of(split.plan)
+        held = measurements.without_batch(chain, measurements.with_passed_on(chain, stages))
     orders, left_out = _orders(args, chain.stages, count, dist.get_world_size(group))
     batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
@@ -185,8 +186,8 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     rows = {"pipeline": f"{data['microbatches']} microbatches on {len(data['schedules'][0]['ranks'])} ranks"}
     if data["oversubscribed"]:
         rows["caution"] = f"processes share {data['cores']} cores: measured times include waiting for a core"
-    pairs = data["pairs"]
-    rows["order"] = f"the faster of two schedules was predicted in {pairs['right']} of {pairs['all']} pairs"
+    if (pairs := data["pairs"])["all"]:
+        rows["order"] = f"the faster of two schedules was predicted in {pairs['right']} of {pairs['all']} pairs"
     cells = []
     for found in data["schedules"]:
         for row in found["ranks"]:

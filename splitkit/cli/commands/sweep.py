@@ -15,6 +15,7 @@ from splitkit.cli.pages import wrote
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
 from splitkit.errors import UsageError
+from splitkit.plans.parts import PlanRequest, request_from_json
 from splitkit.plans.plan_file import parts_in_data
 from splitkit.prices import price_name
 from splitkit.studies.frontier import Point
@@ -49,7 +50,24 @@ def _model(args: Namespace) -> Source:
     wanted = source.from_plan(args.target, data, args)
     if args.stages is None and data.get("what") != TRAINING:
         args.stages = (max(1, len(parts_in_data(data))),)
+    if args.what != TRAINING and data.get("what") != TRAINING and args.devices is None:
+        _as_planned(args, request_from_json(data.get("request")))
     return wanted
+
+
+def _as_planned(args: Namespace, asked: PlanRequest) -> None:
+    """Let a plan say what the command line does not.
+
+    Raises:
+        UsageError: SK601 if the plan is for devices of several kinds.
+    """
+    if args.costs is None and asked.kinds > 1:
+        name = next(iter(asked.devices.values())).name
+        reason = f"{args.target} is for devices that differ, and a sweep is for ranks of one kind"
+        raise UsageError("SK601", reason, f"Name the kind: --devices {name}.")
+    args.links = asked.links if args.links is None and isinstance(asked.links, str) else args.links
+    args.memory = f"{asked.memory}B" if args.memory is None and isinstance(asked.memory, int) else args.memory
+    args.optimizer = args.optimizer or asked.optimizer
 
 
 def _check(args: Namespace) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitkit.cli import placement
-from splitkit.cli.common import check_costs, prepare, prices
+from splitkit.cli.common import check_costs, decoded, prepare, prices, read_plan
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
+from splitkit.costs import unit_of
+from splitkit.costs.recorded import costs_of
 from splitkit.errors import UsageError
 from splitkit.studies.sweep import MICROBATCHES, Sweep, Sweeper, combinations
 from splitkit.units import duration, size
@@ -42,6 +44,9 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         costs = prices(work, args.costs, None, "a100" if devices is None else devices.devices[0])
+        if args.costs is None and devices is None and args.target.endswith(".json"):
+            own = costs_of(decoded(work.gm.graph, args.target, read_plan(args.target)).prices, work.gm)
+            costs = own if unit_of(own) == "s" else costs
     sweeper = Sweeper(work.gm, costs, memory, links, args.optimizer or "adam", bool(args.recompute))
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])

@@ -39,7 +39,9 @@ def add_export(commands: Commands[Parser]) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text (default: print it)")
     group = parser.add_argument_group("schedule and memory of the stages")
     group.add_argument(
-        "--schedule", metavar="NAME|FILE.csv", help=f"{words_of()}, or an order in torch's format (default: none)"
+        "--schedule",
+        metavar="NAME|FILE.csv",
+        help=f"{words_of()}, or an order in torch's format (default: the plan's own, or none)",
     )
     group.add_argument(
         "--microbatches", type=positive, metavar="N", help="number of microbatches in a step (default: the plan's own)"
@@ -53,7 +55,9 @@ def add_export(commands: Commands[Parser]) -> None:
     )
     add_links(group)
     group.add_argument(
-        "--optimizer", choices=("adam", "momentum", "sgd"), help="optimizer whose state takes memory (default adam)"
+        "--optimizer",
+        choices=("adam", "momentum", "sgd"),
+        help="optimizer whose state takes memory (default: the plan's own, or adam with a schedule)",
     )
     add_recompute(group)
     add_model_options(parser)

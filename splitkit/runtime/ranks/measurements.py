@@ -336,7 +336,7 @@ def moving_peaks(run: ScheduleRun, tied: Mapping[int, int]) -> tuple[int, ...]:
         known = run.memory[rank]
         lasting = known.parameters + known.gradients + known.optimizer + static[rank]
         made = [(_first_backward(run, stage), n) for stage, n in tied.items() if run.order.rank_of[stage] == rank]
-        peaks.append(max(held + sum(n for since, n in made if time > since) for time, held in points) - lasting)
+        peaks.append(max(held + sum(n for since, n in made if time >= since) for time, held in points) - lasting)
     return tuple(peaks)
 
 

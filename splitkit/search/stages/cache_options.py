@@ -12,6 +12,7 @@ from splitkit.errors import PolicyError
 from splitkit.graph.caches import caches_of
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_values import cache_bytes
+from splitkit.pipeline.decoder_step import DecoderSteps
 from splitkit.prices import Costs, as_given, includes_backward
 
 OBJECTIVES = ("tokens", "throughput")
@@ -102,7 +103,7 @@ def cache_of(options: CacheOptions, flow: Dataflow, costs: Costs) -> Mapping[Nod
         raise _wrong(reason, "Give the prices of forward: sk.costs.roofline(gm, 'h100').")
     if options.cache is None:
         found = cache_bytes(flow)
-        if not found and caches_of(flow.root):
+        if not found and caches_of(flow.root) and DecoderSteps.of(flow, costs, 1) is None:
             reason = f"{name}: the model keeps states of a constant size, and nothing for each token"
             raise _wrong(reason, 'Leave objective out: memory="24GiB" counts the states of the captured batch.')
         if not found and (options.tokens or options.objective == "tokens"):

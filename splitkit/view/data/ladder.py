@@ -36,6 +36,7 @@ from splitkit.pipeline.trace import MeasuredStep, Transport
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan, checkpointed
 from splitkit.prices import Costs, Optimizer
+from splitkit.search.plan_figures import StagePricing
 from splitkit.view.data.joint_ladder import LadderModel, LadderRows, as_triples, ladder_rows, ops_data, sums_of_makers
 from splitkit.view.data.staged_ladder import HeldStorage, held_storages, run_data, shared_weights
 
@@ -111,7 +112,22 @@ class LadderView(LadderModel):
     @cached_property
     def stages(self) -> tuple[StageCosts, ...]:
         """The costs of the plan's parts; backward is not divided, so nothing waits for its weight part."""
-        return self._prices.of(self.plan)
+        return self._stages_of(self.plan)
+
+    def _stages_of(self, plan: Plan) -> tuple[StageCosts, ...]:
+        return self._prices.of(plan) if self._pricing is None else self._pricing.stages_with_cache(plan)
+
+    @cached_property
+    def _pricing(self) -> StagePricing | None:
+        """The pricing of a plan that leaves room for a cache, while no optimizer is drawn."""
+        asked = self.plan.request.tokens and self._optimizer is None
+        return StagePricing.of(self.flow, self.plan, self.costs) if asked else None
+
+    @cached_property
+    def _longer(self) -> int:
+        """How much more memory a step of the planned length takes for a while than the captured one, about."""
+        pairs = zip(self.stages, self._prices.of(self.plan), strict=True)
+        return max(0, *(long.temporary_bytes - one.temporary_bytes for long, one in pairs))
 
     @cached_property
     def _graph_memory(self) -> GraphMemory:
@@ -158,7 +174,11 @@ class LadderView(LadderModel):
             nodes.sort(key=self.flow.index.__getitem__)
             order = self._graph_memory.order([*self.nodes_of_rows[:start], nodes, *self.nodes_of_rows[end:]])
         key = self._keys[self.part_of_row(start)]
-        return self._prices.stage(order, self._ends[start], self._ends[end], nodes, again, key)
+        stage = self._prices.stage(order, self._ends[start], self._ends[end], nodes, again, key)
+        if self._pricing is None:
+            return stage
+        kept = stage.parameter_bytes + sum(self._pricing.request.cache.get(node, 0) for node in nodes)
+        return replace(stage, parameter_bytes=kept, temporary_bytes=stage.temporary_bytes + self._longer)
 
     @cached_property
     def _alternating(self) -> list[int]:
@@ -186,6 +206,7 @@ class LadderView(LadderModel):
             "schema": SCHEMA,
             "note": self.plan.note,
             "trains": self.trains,
+            **({} if self._pricing is None else {"tokens": self.plan.request.tokens}),
             "parts": _part_names(self._keys),
             "devices": [self._device(key) for key in self._keys],
             "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")} | self._elsewhere,
@@ -260,7 +281,7 @@ class LadderView(LadderModel):
 
     def _beside(self, number: int, plan: Plan) -> dict[str, Any]:
         """Return a plan beside as data: the part of each row, the stages, and the step if it can be simulated."""
-        stages = self._prices.of(plan)
+        stages = self._stages_of(plan)
         step = None if self.run is None else resimulated(self.run, stages)
         return {
             "note": plan.note,

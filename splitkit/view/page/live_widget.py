@@ -15,15 +15,15 @@ from typing import Any
 import anywidget
 import traitlets
 
-from splitkit.costs import training
+from splitkit.costs.links import links_of
 from splitkit.costs.recorded import record_of
 from splitkit.engine.split import plan as checked_plan
+from splitkit.engine.split import with_origin
 from splitkit.errors import SplitError, ViewError
 from splitkit.pipeline.stage_prices import run_order
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan, checkpointed
 from splitkit.policies import Stages
-from splitkit.prices import includes_backward
 from splitkit.view.data.ladder import LadderView, resimulated
 from splitkit.view.page import style
 from splitkit.view.page.bundle import script
@@ -104,10 +104,10 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         return borders
 
     def _stages(self, count: int) -> Plan:
-        ladder = self.ladder
-        costs, flow = ladder.costs, ladder.flow
-        both = costs if ladder.optimizer is None or includes_backward(costs) else training(costs, flow)
-        plan = Stages(count).assign(flow, both)
+        ladder, asked = self.ladder, self.ladder.plan.request
+        policy = Stages(count, links=links_of(asked.links), optimizer=ladder.optimizer)
+        plan = with_origin(policy.assign(ladder.flow, ladder.costs), policy, ladder.flow, ladder.costs)
+        plan = replace(plan, request=replace(asked, devices={})) if asked.purpose else plan
         return checkpointed(plan) if self._is_rerun else plan
 
     @property

@@ -98,6 +98,8 @@ interface CommonData {
 interface LadderData extends CommonData {
   note: string;
   trains: boolean;
+  /** the tokens of all requests together for whose cache the plan leaves room */
+  tokens?: number;
   parts: string[];
   devices: string[];
   times: TimeColumns;
