@@ -101,8 +101,8 @@ def export(
         split_or_plan: a plan for a graph, or a split.
         to: the format: ``"torch"``, ``"torchtitan"``, ``"megatron"``, ``"deepspeed"``, ``"accelerate"``,
             ``"transformers"``, ``"vllm"``, ``"sglang"``, ``"galvatron"``, ``"nnscaler"`` or ``"onnx"``.
-        schedule: the schedule of the pipeline, by name or as an order of your own; one that the tool cannot run is
-            refused.
+        schedule: the schedule of the pipeline, by name or as an order of your own; by default the one that the plan was
+            made for. One that the tool cannot run is refused.
         microbatches: the microbatches of a step; by default what the plan was made for, else two per stage.
         memory: the memory of each rank for the rounded plan, in bytes or as text; by default there is no limit.
         links: the preset of the links between ranks; by default the one that the plan was made with.
@@ -237,7 +237,9 @@ def _require_pipeline(form: ExportFormat, flow: Dataflow, plan: Plan) -> None:
 def _order(
     form: ExportFormat, plan: Plan, schedule: str | PipelineOrder | None, microbatches: int | None, stages: int
 ) -> PipelineOrder | None:
-    """Return the schedule's order of actions, and refuse schedules that the format cannot carry."""
+    """Return the order of actions, by default of the plan's schedule; refuse schedules that the format cannot carry."""
+    if schedule is None and form.schedules != "none":
+        schedule = plan.request.schedule
     if schedule is None:
         return None
     if form.schedules == "none":

@@ -18,6 +18,7 @@ from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import UsageError
 from splitkit.exports.format_list import WRITES
 from splitkit.exports.import_plan import FORMATS, format_named
+from splitkit.plans.parts import request_from_json
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ def run(args: Namespace) -> Outcome:
     """Run ``splitkit export``."""
     if args.to == "list":
         return _formats()
-    _check(args)
-    file = plan_file(args, takes=("costs", "training"))
+    file = _checked(args)
     if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
         return _training_step(args, file)
     work, plan, costs = planned_by(args, file)
@@ -50,8 +50,8 @@ def run(args: Namespace) -> Outcome:
     return _outcome(args, found, {"model": work.source.to_dict(), "seconds": work.clock.seconds})
 
 
-def _check(args: Namespace) -> None:
-    """Refuse options that do not go together, before the model is made.
+def _checked(args: Namespace) -> dict[str, Any] | None:
+    """Return the data of the plan file, if one is named; refuse options that do not go together.
 
     Raises:
         FileError: SK521 for an unknown format.
@@ -63,7 +63,9 @@ def _check(args: Namespace) -> None:
     if args.memory is not None and "%" in args.memory:
         raise UsageError("SK601", "--memory is a share, but no device is named", "Write bytes: --memory 80GiB.")
     placement.check_memory(Namespace(memory=args.memory, devices=None), least=False)
-    if args.schedule is None and (args.order is not None or args.microbatches is not None):
+    file = plan_file(args, takes=("costs", "training"))
+    planned = None if file is None else request_from_json(file.get("request")).schedule
+    if (args.schedule or planned) is None and (args.order is not None or args.microbatches is not None):
         option = "--order" if args.order is not None else "--microbatches"
         raise UsageError("SK601", f"{option} needs --schedule", "Name a schedule: --schedule 1f1b.")
     if args.order is not None and form.schedules != "csv":
@@ -72,6 +74,7 @@ def _check(args: Namespace) -> None:
         raise UsageError(
             "SK601", f"{form.tool} reads no schedule CSV", f"Leave --order{out} out; it works with {reads}."
         )
+    return file
 
 
 def _formats() -> Outcome:

@@ -39,12 +39,12 @@ def add_export(commands: Commands[Parser]) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the text (default: print it)")
     group = parser.add_argument_group("schedule and memory of the stages")
     group.add_argument(
-        "--schedule", metavar="NAME|FILE.csv", help=f"{words_of()}, or an order in torch's format (default: none)"
+        "--schedule", metavar="NAME|FILE.csv", help=f"{words_of()}, or an order in torch's format (default: the plan's)"
     )
     group.add_argument(
         "--microbatches", type=positive, metavar="N", help="number of microbatches in a step (default: the plan's own)"
     )
-    group.add_argument("--order", metavar="FILE.csv", help="with --schedule: also write its actions in torch's format")
+    group.add_argument("--order", metavar="FILE.csv", help="also write the schedule's actions in torch's format")
     group.add_argument(
         "--memory",
         type=sizes_of_memory,
