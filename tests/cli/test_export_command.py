@@ -76,6 +76,7 @@ def test_an_export_is_printed_or_written_with_its_price(call, data, own, folder)
     assert found["rounding"]["before"]["step"] > 0 and len(load_order(order).ranks) == 3
 
 
+@pytest.mark.campaign
 def test_the_schedule_is_the_plans_own(call, own, folder):
     file, order, model = folder / "gpipe.json", folder / "gpipe.csv", own[1:]
     words = ["--stages", "2", "--schedule", "gpipe", "--costs", "roofline:h100", "-o", file]
