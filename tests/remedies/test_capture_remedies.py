@@ -961,7 +961,9 @@ class Returns(Net):
 
 
 def test_outputs_that_are_no_tensors():
-    with refusal("SK401", "Return tensors, tuples and dicts of them, or objects that pickle can take apart (__reduce_ex__)."):
+    with refusal(
+        "SK401", "Return tensors, tuples and dicts of them, or objects that pickle can take apart (__reduce_ex__)."
+    ):
         sk.capture(Returns(Result), X)
     for result in (lambda value: value, lambda value: (value,), lambda value: {"value": value}, OpenResult):
         model = Returns(result)
