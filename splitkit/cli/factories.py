@@ -40,7 +40,7 @@ def check_model_name(spec: str, plans: bool) -> None:
     elif (path := Path(place)).is_dir() and not (path / "__init__.py").is_file():
         raise UsageError("SK602", f"{place} is a folder", _of_folder(path))
     elif place.endswith(".py") and not path.is_file():
-        raise CaptureError("SK403", f"there is no file {place}", _of_file(path, plans=False))
+        raise CaptureError("SK403", f"there is no file {place}", _of_missing(path))
     elif ".py:" in place:
         raise UsageError("SK602", f"{spec!r} has two colons", f"Write {place}.")
     elif path.is_file() and path.suffix != ".py":
@@ -147,10 +147,7 @@ def _instead(place: str, name: str) -> str:
 def _of_file(path: Path, plans: bool) -> str:
     """Return what to write for a file without a function."""
     if not path.is_file():
-        found = near(path.name, _python_files(path.parent))
-        return (
-            f"Did you mean {_such_as(path.with_name(found[0]))}?" if found else f"Name a file that exists: {EXAMPLE}."
-        )
+        return _of_missing(path)
     if path.suffix != ".py":
         known = "; plans end in .json" if plans else ""
         return f"A model is a function in a file that ends in .py: {EXAMPLE}{known}."
@@ -161,6 +158,11 @@ def _of_file(path: Path, plans: bool) -> str:
     if not names:
         return f"Define a function in it that returns (module, inputs), such as make, and write {path}:make."
     return f"Write {path}:FUNCTION, such as {path}:{names[0]}; {functions_listed(names)}."
+
+
+def _of_missing(path: Path) -> str:
+    found = near(path.name, _python_files(path.parent))
+    return f"Did you mean {_such_as(path.with_name(found[0]))}?" if found else f"Name a file that exists: {EXAMPLE}."
 
 
 def _of_folder(path: Path) -> str:

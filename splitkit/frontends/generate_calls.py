@@ -194,7 +194,7 @@ class GenerateCalls:
     def _reached(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what reaches the language model, as fake tensors."""
         # as in export, a mask is made also where attention could do without
-        with FakeTensorMode(allow_non_fake_inputs=True), as_in_export():
+        with attributes_restored(self.model), FakeTensorMode(allow_non_fake_inputs=True), as_in_export():
             fake = self._zeros({name: x for name, x in given.items() if name != self.caches})
             return given_to_language_model(self.model, {**fake, self.caches: given.get(self.caches)})
 
@@ -287,7 +287,8 @@ def fill(model: nn.Module, inputs: Mapping[str, Any], *caches: Any) -> list[list
     Raises:
         CaptureError: SK401 for a model that does not run, or that puts other things into a cache.
     """
-    with torch.no_grad(), as_in_export(), FakeTensorMode(allow_non_fake_inputs=True), continued_states(model) as states:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with attributes_restored(model), torch.no_grad(), as_in_export(), fake, continued_states(model) as states:
         try:
             model(**inputs, use_cache=True)
         except Exception as error:

@@ -298,6 +298,7 @@ class PartComparison:
         ok: whether everything is the same up to rounding.
         node: if the part departs and still is the graph that was planned, up to single nodes that were edited,
             inserted or erased: the first node whose value is not the value of the node of its name in the reference.
+            An inserted node is compared with the one that its reader read before.
     """
 
     part: PartKey
@@ -400,8 +401,19 @@ def _first_node(
     if not isinstance(actual, fx.GraphModule) or not _is_edited(reference.graph, actual.graph):
         return None
     first, second = (_values(module, given, seed) for module in (reference, actual))
-    compared = (_worst((first[name], second[name]), tolerance) for name in second if name in first)
-    return next((worst for worst, ok in compared if not ok), None)
+    before = {node.name: node for node in reference.graph.nodes}
+    read = [(before[n.name].all_input_nodes, n.all_input_nodes) for n in actual.graph.nodes if n.name in before]
+    pairs = [pair for both in read for pair in zip(*both, strict=False)]
+    # A node that reads others that are not known may belong to a graph that was traced anew.
+    known = {b.name: a.name for a, b in pairs if a.name in second or {n.name for n in b.all_input_nodes} <= {*before}}
+    same_as = known | {name: name for name in before}
+    for name, value in second.items():
+        if (one := same_as.get(name)) in first:
+            sides = ({name + path: leaf for path, leaf in each.items()} for each in (first[one], value))
+            worst, ok = _worst(sides, tolerance)
+            if not ok:
+                return worst
+    return None
 
 
 def _is_edited(reference: fx.Graph, actual: fx.Graph) -> bool:
@@ -438,9 +450,7 @@ class _RecordedRun(fx.Interpreter):
             if isinstance(value, Tensor) and "empty" in _torch.target_name(n):
                 value.detach().zero_()  # whatever is in its memory is no difference
             leaves = flattened_output(value)[0].items()
-            self.values[n.name] = {
-                n.name + path: snapshot(v) for path, v in leaves if isinstance(v, (Tensor, int, float))
-            }
+            self.values[n.name] = {path: snapshot(v) for path, v in leaves if isinstance(v, (Tensor, int, float))}
         return value
 
 

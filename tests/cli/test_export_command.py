@@ -8,6 +8,7 @@ import pytest
 
 import splitkit as sk
 from splitkit.exports.format_list import WRITES
+from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.synthesize import load_order
 
 FACTORY = """
@@ -73,6 +74,17 @@ def test_an_export_is_printed_or_written_with_its_price(call, data, own, folder)
     )
     assert code == 0 and file.read_text() == found["text"] and "SplitPoint" in found["text"]
     assert found["rounding"]["before"]["step"] > 0 and len(load_order(order).ranks) == 3
+
+
+@pytest.mark.campaign
+def test_the_schedule_is_the_plans_own(call, own, folder):
+    file, order, model = folder / "gpipe.json", folder / "gpipe.csv", own[1:]
+    words = ["--stages", "2", "--schedule", "gpipe", "--costs", "roofline:h100", "-o", file]
+    assert call("plan", own[2], *words)[0] == 0
+    code, _, error = call("export", file, *model, "--to", "nnscaler")
+    assert code == 1 and "policy runs 1F1B, but not GPipe" in error
+    assert call("export", file, *model, "--to", "torch", "--microbatches", "3", "--order", order)[0] == 0
+    assert load_order(order).ranks == pipeline_order("gpipe", 2, 3).ranks
 
 
 def test_stages_of_another_tool_are_compared_with_a_plan(call, data, folder):

@@ -234,6 +234,20 @@ class TestSchedules:
             with pytest.raises(PlanError, match="SK523.*but not Eager1F1B"):
                 sk.export(decoder, to=to, schedule="eager-1f1b", microbatches=4)
 
+    def test_the_schedule_that_the_plan_was_made_for(self, decoder):
+        def asked(to, schedule=None):
+            request = replace(decoder.plan.request, schedule="gpipe", microbatches=5)
+            return sk.export(replace(decoder, plan=replace(decoder.plan, request=request)), to=to, schedule=schedule)
+
+        for to in ("nnscaler", "megatron"):
+            with pytest.raises(PlanError, match="SK523.*but not GPipe"):
+                asked(to)
+            assert asked(to, "1f1b").text == sk.export(decoder, to=to, schedule="1f1b", microbatches=5).text
+        data = json.loads(asked("galvatron").text)
+        assert (data["pipeline_type"], data["chunks"]) == ("gpipe", 5)
+        titan = asked("torchtitan")
+        assert titan.schedule_csv and 'schedule="GPipe"' in titan.text and asked("vllm").text
+
     def test_nnscaler_takes_1f1b_with_any_bubbles(self, decoder):
         for schedule in ("gpipe", "eager-1f1b"):
             with pytest.raises(PlanError, match="SK523.*policy runs 1F1B.*\n.*--schedule 1f1b"):

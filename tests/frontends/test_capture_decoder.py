@@ -8,6 +8,7 @@ import pytest
 import torch
 from campaigns import these_first
 from decoders import DECODERS, FAMILIES, decoder, empty_cache
+from torch._subclasses.fake_tensor import FakeTensor
 
 import splitkit as sk
 from splitkit.frontends.capture_decoder import drop_unread
@@ -267,3 +268,22 @@ def test_what_a_model_returns_in_front_of_its_caches_is_left_out():
     split = sk.split(sk.capture_decoder(model), sk.policies.Stages(1))
     assert list(model(given["input_ids"]))[:3] == ["logits", "last_hidden_state", "past_key_values"]
     assert torch.equal(sk.generator(model, split, ["cpu:0"]).generate(**given), want)
+
+
+def test_what_a_model_keeps_of_a_call_is_not_left_fake():
+    """The frequencies that longrope keeps: as fake tensors they failed captures, and a copy of them memory itself."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.Phi3Config(
+        **sizes, vocab_size=96, max_position_embeddings=64, original_max_position_embeddings=12, pad_token_id=0,
+        eos_token_id=None, rope_parameters={**rope, "original_max_position_embeddings": 12},
+    )  # fmt: skip
+    model = transformers.Phi3ForCausalLM(config).eval()
+    split = sk.split(sk.capture_decoder(model), sk.policies.Stages(1))
+    held = [value for module in model.modules() for value in vars(module).values()]
+    assert not any(isinstance(value, FakeTensor) for value in held)
+    for length in (5, 10, 14):  # the second prompt becomes longer than the short factors reach
+        options = {"max_new_tokens": 4, "do_sample": False}
+        ids = torch.arange(3, 3 + length)[None]
+        ours = sk.generator(model, split, "cpu").generate(ids, **options)
+        assert torch.equal(ours, model.generate(ids, **options))

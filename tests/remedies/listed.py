@@ -35,6 +35,13 @@ LISTED |= {
     ("SK402", "Install the package that it names."): "installs a package",
 }
 
+# captures
+LISTED |= {
+    ("SK401", "Use splitkit.capture(torch.export.export(model, args, kwargs))."): (
+        "said where this was tried and works; no model was found that torch exports and splitkit does not"
+    ),
+}
+
 # joint graphs on accelerators
 LISTED |= {
     ("SK801", "Move the model and the inputs to {...} before capture_joint."): (

@@ -444,12 +444,18 @@ def test_remedy(remedy):
 
 
 def test_a_branch_on_the_data():
-    with refusal("SK401", "{...}") as error:
-        captured(Net(branches))
-    assert (
-        "torch.cond or torch.where" in error.value.remedy
-        and "splitkit.apply(model, policy, *inputs)" in error.value.remedy
+    told = (
+        "Write the choice with torch.cond or torch.where; state bounds of a size with torch._check; or compute it "
+        "outside the model and pass it in."
     )
+    with refusal(
+        "SK401",
+        "Write the choice with torch.cond or torch.where; state bounds of a size with torch._check; or compute it "
+        "outside the model and pass it in.",
+    ) as error:
+        captured(Net(branches))
+    assert error.value.remedy == f"{told} {TRAIN_AS_IT_IS}"
+    assert captured(Scaled(), X, torch.tensor(2.0))  # computed outside
     assert captured(Net(chosen)) and applied(Net(branches))
     model = Net(branches)
     torch._dynamo.reset()
@@ -727,11 +733,11 @@ def test_runs_on_fake_tensors():
 
 
 def test_runs_that_need_values():
-    with refusal("SK401", "{...}") as error:
+    with refusal("SK401", "{...}{...}.") as error:
         sk.dry_run(Net(branches), X, loss=torch.sum)
     assert error.value.remedy == "Use splitkit.measure_memory, which runs the step."
     assert stepped(Net(branches)) == stepped(Net(lambda x: x * 3))
-    with refusal("SK401", "{...}") as error:
+    with refusal("SK401", "{...}{...}.") as error:
         sk.checkpoint_context(Net(branches), 0.5, X)
     assert error.value.remedy == "Use splitkit.apply(model, policy, **batch), which looks at real values."
     assert applied(Net(branches))
@@ -744,7 +750,7 @@ def test_experts_that_look_at_their_tokens():
     model = transformers.MixtralForCausalLM(config)
     model.set_experts_implementation("eager")
     ids = torch.zeros(1, 4, dtype=torch.long)
-    with refusal("SK401", "{...}") as error:
+    with refusal("SK401", "{...}{...}.") as error:
         sk.dry_run(model, input_ids=ids, labels=ids)
     first, use = error.value.remedy.split(" first. Or ")
     assert use == "use splitkit.measure_memory, which runs the step."
@@ -772,11 +778,10 @@ class Registered(Scale):
 def test_an_input_that_torch_does_not_know(of):
     """The hints of `splitkit.frontends.capture.capture_errors`, for both tracers."""
     given = {"loss": torch.sum} if of is joint else {}
-    with refusal("SK401", "{...}") as error:
+    with refusal(
+        "SK401", "Pass tensors, numbers, or tuples and dicts of them; register other types with torch.utils._pytree."
+    ):
         of(Scaled(), X, Scale(), **given)
-    assert error.value.remedy.startswith(
-        "Pass tensors, numbers, or tuples and dicts of them; register other types with torch.utils._pytree."
-    )
     torch.utils._pytree.register_pytree_node(
         Registered, lambda _: ([], None), lambda *_: Registered(), flatten_with_keys_fn=lambda _: ([], None)
     )
@@ -800,8 +805,233 @@ class Reads(Net):
         return self.b(y) * scale
 
 
+TRAIN_AS_IT_IS = (
+    "To train it as it is, use splitkit.apply(model, policy, *inputs) or torch.compile with splitkit.backend(policy), "
+    "which also accept models with graph breaks."
+)
+
+
+class Strays(Net):
+    """Does something that no tracer follows, if it is told so."""
+
+    def __init__(self, when=lambda model, x: True):
+        super().__init__()
+        self.when, self.known = when, 1.0
+
+    def forward(self, x, attention_mask=None):
+        y = self.a(x if attention_mask is None else x * attention_mask)
+        if self.when(self, y):
+            y.untyped_storage().data_ptr()
+        return self.b(y) * self.known
+
+
+def test_what_no_tracer_follows_is_trained_as_it_is():
+    with refusal(
+        "SK401",
+        "To train it as it is, use splitkit.apply(model, policy, *inputs) or torch.compile with "
+        "splitkit.backend(policy), which also accept models with graph breaks.",
+    ):
+        captured(Strays())
+    assert applied(Strays())
+    with refusal("SK401", "TORCH_LOGS=graph_breaks shows details."):
+        sk.capture_joint(Strays(), X, loss=torch.sum)
+    with refusal("SK401", "Leave out fullgraph=True: a model may have graph breaks."):
+        sk.apply(Strays(), SaveAll(), X, fullgraph=True)
+
+
+class OnlyWithoutGradients(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            raise NotImplementedError("there is no backward")
+        return y
+
+
+def keyed(x):
+    return x * {4: 2.0}[x.shape[0]]
+
+
+def test_remedies_of_captures_that_were_tried():
+    """Each is said where the capture that it advises succeeded."""
+    drops = Strays(lambda model, _: model.training)
+    with refusal("SK401", "Call model.eval() first: in eval mode the model is captured."):
+        captured(drops)
+    assert captured(drops.eval())
+    with refusal("SK401", "Capture with dynamic=False."):
+        captured(Net(keyed), dynamic=True)
+    assert captured(Net(keyed), dynamic=False)
+    with refusal("SK401", "{...} It runs without gradients: call model.requires_grad_(False) first."):
+        captured(OnlyWithoutGradients())
+    assert captured(OnlyWithoutGradients().requires_grad_(False))
+    with refusal("SK401", "{...} {...}.") as error:
+        captured(Net(), X[:, :3])
+    assert error.value.remedy.startswith("Called without capture, the model raises RuntimeError: ")
+    given = {"input_ids": X}
+    masked = MasksItself()
+    with refusal("SK401", "Pass attention_mask, too: torch.ones_like(input_ids) if nothing is padding."):
+        sk.capture(masked, **given)
+    given |= {"attention_mask": torch.ones_like(X)}
+    assert torch.equal(sk.capture(masked, **given)(**given), masked(input_ids=X))
+
+
+class MasksItself(nn.Linear):
+    """As LongT5, which torch.export does not let make a mask."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, input_ids, attention_mask=None):
+        if attention_mask is None and not torch.compiler.is_compiling():
+            attention_mask = torch.ones_like(input_ids)
+        return super().forward(input_ids * attention_mask)
+
+
+def test_an_input_keeps_no_marks_of_a_capture_that_failed():
+    """torch.export marks sizes that may vary on the tensors themselves, and leaves the marks if it fails."""
+    x = X.clone()
+    with pytest.raises(sk.errors.CaptureError):
+        sk.capture(Net(keyed), x, dynamic=True)
+    assert not x.__dict__ and sk.capture(Net(keyed), x)
+
+
+def test_a_model_on_meta_that_needs_a_call():
+    def reads(model, y):
+        if model.known == 1.0:
+            model.known = float(y.detach().numpy().shape[0])
+        return False
+
+    with refusal(
+        "SK401",
+        "Call the model once on real inputs, before it is moved to meta or fake tensors; a capture on real inputs says "
+        "what else helps.",
+    ):
+        sk.capture(Strays(reads).to("meta"), X.to("meta"))
+    model = Strays(reads)
+    model(X)
+    gm = sk.capture(copy.deepcopy(model).to("meta"), X.to("meta"))
+    gm.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(gm(X), model(X))
+    with refusal(
+        "SK401",
+        "Write the choice with torch.cond or torch.where; state bounds of a size with torch._check; or compute it "
+        "outside the model and pass it in.",
+    ):
+        sk.capture(Net(branches).to("meta"), X.to("meta"))
+    assert sk.capture(Net(chosen).to("meta"), X.to("meta"))
+
+
+class Scripted(Net):
+    def __init__(self, script):
+        super().__init__()
+        self.part = torch.jit.script(nn.Linear(4, 4)) if script else nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.part(x))
+
+
+def test_a_part_that_was_scripted():
+    with refusal("SK401", "Its part {...} is TorchScript: give the module that was scripted.") as error:
+        sk.capture(Scripted(True), X)
+    assert "Its part part is" in error.value.remedy
+    assert captured(Scripted(False))
+
+
+class Result:
+    """What cannot be taken apart, unless it is told so."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("no copy")
+
+
+class OpenResult(Result):
+    def __reduce_ex__(self, protocol):
+        return object.__reduce_ex__(self, protocol)
+
+
+class Returns(Net):
+    def __init__(self, result):
+        super().__init__()
+        self.result = result
+
+    def forward(self, x):
+        return self.result(super().forward(x))
+
+
+def test_outputs_that_are_no_tensors():
+    with refusal(
+        "SK401", "Return tensors, tuples and dicts of them, or objects that pickle can take apart (__reduce_ex__)."
+    ):
+        sk.capture(Returns(Result), X)
+    for result in (lambda value: value, lambda value: (value,), lambda value: {"value": value}, OpenResult):
+        model = Returns(result)
+        one, other = (run(X) for run in (sk.capture(model, X), model))
+        one, other = (next(iter(out.values())) if isinstance(out, dict) else out for out in (one, other))
+        one, other = (out[0] if isinstance(out, tuple) else getattr(out, "value", out) for out in (one, other))
+        assert torch.equal(one, other)
+
+
+def test_an_input_whose_data_is_assigned():
+    with refusal(
+        "SK401",
+        "Rebind the name (z = y instead of z.data = y); to change a parameter, buffer or input in place, write "
+        "p.copy_(y) under torch.no_grad().",
+    ):
+        joint(AssignsInput(), X.clone(), loss=torch.sum)
+    assert joint(AssignsInput("rebind"), X.clone(), loss=torch.sum)
+    assert joint(AssignsInput("copy"), X.clone(), loss=torch.sum)
+
+
+class AssignsInput(Net):
+    def __init__(self, how="data"):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "data":
+            x.data = x * 2
+        elif self.how == "copy":
+            with torch.no_grad():
+                x.copy_(x * 2)
+        else:
+            x = x * 2
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_packed_weights():
+    from torch.ao import quantization as ao
+
+    dynamic = ao.quantize_dynamic(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), {nn.Linear}, dtype=torch.qint8)
+    with refusal("SK401", 'Use how="symbolic_trace", which keeps quantized modules whole; or {...}.'):
+        sk.capture(dynamic, X)
+    assert torch.equal(sk.capture(dynamic, X, how="symbolic_trace")(X), dynamic(X))
+    with refusal(
+        "SK401",
+        "Packed weights have no gradient: capture the float model, or for quantization-aware training the result of "
+        "prepare_qat, and convert it after training.",
+    ):
+        sk.capture_joint(dynamic, X, loss=torch.sum)
+    engine = torch.backends.quantized.engine
+    model = nn.Sequential(ao.QuantStub(), nn.Linear(4, 4), nn.ReLU(), ao.DeQuantStub()).train()
+    assert joint(model, loss=torch.sum)
+    model.qconfig = ao.get_default_qat_qconfig(engine)
+    prepared = ao.prepare_qat(model)
+    assert sk.capture_joint(prepared, X, loss=torch.sum).run(X).gradients
+    static = ao.convert(prepared.eval())
+    with refusal(
+        "SK401",
+        "Split torch.fx.symbolic_trace(model), which keeps quantized modules whole, by a policy that needs no sizes, "
+        "such as splitkit.policies.ByName; or {...}.",
+    ):
+        sk.capture(static, X)
+    split = sk.split(torch.fx.symbolic_trace(static), sk.policies.ByName({"1": 0, "2": 1}))
+    assert torch.equal(split(X), static(X))
+
+
 def test_a_value_that_python_reads():
-    with refusal("SK401", "{...}") as error:
+    with refusal("SK401", "Compute it with operations of torch, or outside the model and pass it in."):
         captured(Reads(), how="symbolic_trace")
-    assert "Compute it with operations of torch, or outside the model and pass it in." in error.value.remedy
     assert captured(Reads(computed=True), how="symbolic_trace") and captured(Scaled(), X, torch.tensor(2.0))

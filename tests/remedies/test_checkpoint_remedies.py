@@ -109,10 +109,14 @@ def test_a_damaged_checkpoint(tmp_path):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    with refusal("SK505", "{...}") as error:
+    shutil.copytree(tmp_path / "run" / "step-2", tmp_path / "damaged" / "step-2")
+    with refusal("SK505", "Copy it again from where it was written, or begin anew in another folder."):
+        resumed(tmp_path / "damaged")
+    with refusal("SK505", "Remove {...} to resume from {...}, or copy it again from where it was written.") as error:
         resumed(tmp_path / "run")
-    assert "step-2" in str(error.value) and "emove" in error.value.remedy
-    shutil.rmtree(tmp_path / "run" / "step-2")
+    damaged, good = re.fullmatch(r"Remove (\S+) to resume from (\S+), or copy it .*", error.value.remedy).groups()
+    assert Path(good) == tmp_path / "run" / "step-1"
+    shutil.rmtree(damaged)
     assert alike(resumed(tmp_path / "run"), weights)
     run = tmp_path / "run" / "run.json"
     kept = run.read_text()
@@ -231,10 +235,15 @@ def test_what_is_written_of_a_file_that_is_a_folder(tmp_path):
     data = next((tmp_path / "run" / "step-1").glob("*.distcp"))
     data.unlink()
     data.mkdir()
-    with refusal("SK504", "{...}") as error:
+    with refusal("SK504", "Copy it again from where it was written, or begin anew in another folder."):
         resumed(tmp_path / "run")
-    assert error.value.remedy == "Copy it again from where it was written, or begin anew in another folder."
     assert alike(trained(tmp_path / "anew"), weights)
+    shutil.copytree(tmp_path / "run" / "step-1", tmp_path / "two" / "step-2")
+    shutil.copytree(tmp_path / "kept" / "step-1", tmp_path / "two" / "step-1")
+    with refusal("SK504", "Remove {...} to resume from {...}, or copy it again from where it was written.") as error:
+        resumed(tmp_path / "two")
+    shutil.rmtree(error.value.remedy.split()[1])
+    assert alike(resumed(tmp_path / "two"), weights)
     shutil.rmtree(tmp_path / "run")
     shutil.copytree(tmp_path / "kept", tmp_path / "run")
     assert alike(resumed(tmp_path / "run"), weights)

@@ -12,6 +12,7 @@ from carried import refusal
 from commandlines import printed
 
 from splitkit.cli.selftest.check_runs import SECONDS
+from splitkit.pipeline import schedules
 
 FACTORY = '''"""A model of a user."""
 import torch
@@ -188,9 +189,12 @@ def test_options_of_a_training_step():
 
 
 def test_policies_as_text():
-    with refusal("SK601", "{...}") as error:
+    with refusal("SK601", "Did you mean {...}?") as error:
         command(f'{PLAN} --policy "Stage(4)"')
     assert "Stages" in error.value.remedy
+    with refusal("SK601", "Choose one of {...}.") as error:
+        command(f'{PLAN} --policy "Qqqqqq(4)"')
+    assert "Stages" in error.value.remedy.removeprefix("Choose one of ").rstrip(".").split(", ")
     with refusal("SK601", 'Write a policy and literals, such as "Stages(4)" or "ByName({\'transformer.h.*\': 1})".'):
         command(f'{PLAN} --policy "Stages(2+"')
     command(f'{PLAN} --policy "Stages(4)"')
@@ -233,9 +237,9 @@ def test_exports():
     first = error.value.remedy.split("works with ")[1].rstrip(".").split(", ")[0]
     command("export plan.json --to accelerate -o e.txt")
     command(f"export plan.json --to {first} --schedule 1f1b --order o.csv -o f.txt")
-    with refusal("SK521", "{...}") as error:
+    with refusal("SK521", "Did you mean {...}?") as error:
         command("export plan.json --to accelerat")
-    assert "accelerate" in error.value.remedy
+    assert error.value.remedy.startswith("Did you mean accelerate?")
 
 
 def test_sweeps():
@@ -391,19 +395,59 @@ def test_options_of_training_carried_out():
     assert Path("trace.json").exists()
 
 
+def test_schedules_of_a_file(monkeypatch):
+    monkeypatch.setattr(schedules, "_KNOWN", dict(schedules._KNOWN))
+    Path("own.py").write_text("x = 1\n")
+    with refusal("SK601", "Define one in it: splitkit.extend.Schedule(...)."):
+        command(f"{PLAN} --stages 2 --schedule own.py:mine")
+    Path("own.py").write_text(SCHEDULE)
+    with refusal("SK601", "It has {...}.") as error:
+        command(f"{PLAN} --stages 2 --schedule own.py:other")
+    name = error.value.remedy.removeprefix("It has ").rstrip(".")
+    command(f"{PLAN} --stages 2 --schedule own.py:{name}")
+
+
+SCHEDULE = """
+from splitkit.extend import Action, Schedule
+
+def order(stages, microbatches, ranks):
+    return [[Action(s, kind, m) for m in range(microbatches) for kind in "FB"] for s in range(stages)]
+
+mine = Schedule("One by one", order)
+"""
+
+
+def test_losses_on_the_command_line():
+    with refusal("SK601", "Use {...}, or a function of the output: --loss my_model.py:loss.") as error:
+        command(f"{PLAN} --what fwd-bwd --stages 2 --loss qqqqqq")
+    with refusal("SK601", "Did you mean {...}?"):
+        command(f"{PLAN} --what fwd-bwd --stages 2 --loss crossentropy")
+    assert "cross_entropy" in error.value.remedy.removeprefix("Use ").partition(", or")[0].split(", ")
+
+
 def test_words_on_the_command_line():
     with refusal("SK601", "Use --how export."):
         command("capture my.py:net --dynamic --how symbolic_trace")
     command("capture my.py:net --dynamic --how export")
-    with refusal("SK601", "{...}") as error:
+    with refusal("SK601", "Did you mean {...}?") as error:
         command("capture my.py:net --dynamc")
     assert "--dynamic" in error.value.remedy
-    with refusal("SK601", "{...}") as error:
+    with refusal("SK601", "Did you mean {...}?") as error:
         command(f"{PLAN} --stages 2 --costs rofline:h100")
     assert "roofline" in error.value.remedy
-    command(f"{PLAN} --stages 2 --costs roofline:h100")
+    with refusal("SK601", "Use flops, unit, measured, roofline:DEVICE or fused:DEVICE."):
+        command(f"{PLAN} --stages 2 --costs qqqqqq")
+    for prices in ("flops", "unit", "measured", "roofline:h100", "fused:h100"):
+        command(f"{PLAN} --stages 2 --costs {prices}")
+    with refusal("SK601", "Write {...} {...}{...}."):
+        command(f"{PLAN} --stages 2 --memory 80 GB")
+    command(f"{PLAN} --stages 2 --memory 80GB")
     with refusal("SK601", "Write {...} {...}. {...}"):
         command(f"{PLAN} --stages two")
+    with refusal("SK601", "{...}") as error:
+        command("capture my.py:net --how exprt")
+    assert error.value.remedy.startswith("Did you mean export?")
+    command("capture my.py:net --how export")
     with refusal("SK601", "Write {...}={...}. {...}"):
         command(f"{PLAN} --stages")
     with refusal("SK601", "See `{...} --help`."):

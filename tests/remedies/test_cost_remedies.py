@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import pytest
@@ -295,7 +296,10 @@ def test_a_file_of_devices(tmp_path):
     head = error.value.remedy.split()[1]
     with refusal("SK320", "A device needs {...}."):
         load(f"{head}\nbandwidth = 1e12\n")
-    with refusal("SK320", "{...}") as error:
+    with refusal("SK320", "Known are {...}.") as error:
+        load(f"{head}\nqqqqqq = 1e12\n")
+    assert {"bandwidth", "peak"} <= set(re.findall(r"\w+", error.value.remedy))
+    with refusal("SK320", "Did you mean {...}?") as error:
         load(f"{head}\nbandwith = 1e12\n")
     assert "bandwidth" in error.value.remedy
     found = load(f"{head}\n{TABLE}")
@@ -304,13 +308,20 @@ def test_a_file_of_devices(tmp_path):
 
 
 def test_names_that_are_near():
-    with refusal("SK321", "{...}") as error:
+    with refusal("SK321", "Did you mean {...}?") as error:
         costs.roofline(graph(), "h10")
     assert "h100" in error.value.remedy and planned(costs.roofline(graph(), "h100"))
-    with refusal("SK322", "{...}") as error:
+    with refusal("SK321", "Known are {...}; describe yours with Device(...) or in a file for load_devices.") as error:
+        costs.roofline(graph(), "qqqqqq")
+    known = error.value.remedy.removeprefix("Known are ").partition(";")[0].split(", ")
+    assert "h100" in known and all(planned(costs.roofline(graph(), name)) for name in known)
+    with refusal("SK322", "Did you mean {...}?") as error:
         Links.preset("nvlink44")
     assert "nvlink4" in error.value.remedy and link(Links.preset("nvlink4"))
-    with refusal("SK320", "{...}") as error:
+    with refusal("SK322", "Known are {...}; or give a Link.") as error:
+        Links.preset("qqqqqq")
+    assert all(link(Links.preset(n)) for n in error.value.remedy.removeprefix("Known are ").split("; ")[0].split(", "))
+    with refusal("SK320", "Did you mean {...}?") as error:
         device(peak={"float32": 1e12, "bfloat1": 1e12})
     assert "bfloat16" in error.value.remedy and device(peak={"float32": 1e12, "bfloat16": 1e12})
     with refusal("SK322", "{...}") as error:

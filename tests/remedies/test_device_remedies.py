@@ -302,9 +302,11 @@ def test_devices_that_the_remedy_shows():
 
 def test_the_part_that_was_meant():
     split = sk.split(net(), lambda node: "first" if node.name.endswith("a") else "second", on_cycle="refine")
-    for name in ("frist", "nothing like it"):
-        with refusal("SK807", "{...}") as caught:
-            to_devices(split, {name: "cpu", **dict.fromkeys(split.parts, "cpu")})
+    with refusal("SK807", "Did you mean {...}?") as near:
+        to_devices(split, {"secnd": "cpu", **dict.fromkeys(split.parts, "cpu")})
+    with refusal("SK807", "The parts are {...}.") as known:
+        to_devices(split, {"nothing like it": "cpu", **dict.fromkeys(split.parts, "cpu")})
+    for caught in (near, known):
         meant = re.search(r"'(.+?)'", caught.value.remedy)[1]
         assert meant in split.parts and same(to_devices(split, {**dict.fromkeys(split.parts, "cpu:0"), meant: "cpu:1"}))
 

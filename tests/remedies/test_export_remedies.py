@@ -646,17 +646,14 @@ def test_lists_of_the_model():
 
 def test_modules_of_the_model():
     """The names that come nearest, and what to do where none is near."""
-    texts = {
-        "Name modules of the model.": ('{"": 0, "nothing.like.it": 1}', "accelerate"),
-        "Name a module that runs.": ("{'nothing.like.it': SplitPoint.END}", "torch"),
-        "List every module.": ('{"layers": 0}', "accelerate"),
-    }
-    for told, (text, form) in texts.items():
-        with refusal("SK525", "{...}") as caught:
-            read(text, form)
-        assert caught.value.remedy == told, told
+    with refusal("SK525", "Name modules of the model."):
+        read('{"": 0, "nothing.like.it": 1}', "accelerate")
+    with refusal("SK525", "Name a module that runs."):
+        read("{'nothing.like.it': SplitPoint.END}", "torch")
+    with refusal("SK525", "List every module."):
+        read('{"layers": 0}', "accelerate")
     for text, form in (('{"": 0, "lm_haed": 1}', "accelerate"), ("{'layers.77': SplitPoint.BEGINNING}", "torch")):
-        with refusal("SK525", "{...}") as caught:
+        with refusal("SK525", "Did you mean {...}?") as caught:
             read(text, form)
         near = caught.value.remedy.removeprefix("Did you mean ").split("?")[0].split(",")[0].split(" or ")[0]
         assert read(text.replace("lm_haed", near).replace("layers.77", near), form)

@@ -49,15 +49,23 @@ def told(error):
 
 
 def test_names_that_are_near():
-    with refusal("SK402", "Did you mean {...}? {...}") as error:
+    with refusal("SK402", "Did you mean {...}?") as error:
         captured(f"gtp2 {TINY}")
     near = re.search(r"Did you mean (\w+)\?", error.value.remedy)[1]
     assert captured(f"{near} {TINY}") and captured("my.py:net")
-    with refusal("SK402", "{...}") as error:
+    with refusal("SK402", "Did you mean {...}?") as error:
         models.build("gtp2")
     assert "gpt2" in error.value.remedy
+    with refusal("SK402", "Choose one of {...}.") as error:
+        models.build("qqqqqq")
+    assert "gpt2" in error.value.remedy.removeprefix("Choose one of ").split(", ")
+    with refusal("SK402", "Choose one of {...}; or name {...}, or a folder with the config.json of transformers."):
+        captured("qqqqqq")
     with refusal("SK403", "Its sizes are {...}.") as error:
         models.build("gpt2", layerz=1)
+    assert {"layers", "width", "heads"} <= set(re.findall(r"\w+", error.value.remedy))
+    with refusal("SK601", "Its sizes are {...}.") as error:
+        captured(f"gpt2 {TINY} --size qqqqqq=1")
     assert {"layers", "width", "heads"} <= set(re.findall(r"\w+", error.value.remedy))
     with refusal("SK403", "Choose heads that divide the width."):
         models.build("gpt2", layers=1, width=32, heads=3)
@@ -67,20 +75,56 @@ def test_names_that_are_near():
     assert captured("my.py:net")
 
 
-@pytest.mark.parametrize("words", ["my.py", "my.py:", ":net"])
+@pytest.mark.parametrize("words", ["my.py", "my.py:"])
 def test_half_a_name(words):
-    with refusal("SK602", "{...}") as error:
+    with refusal("SK602", "Write {...}:FUNCTION, such as {...}:{...}; {...}.") as error:
         captured(words)
-    if words != ":net":  # of which no file is known
-        assert captured(told(error))
-    else:
-        assert "my_model.py:net" in error.value.remedy
+    assert captured(told(error))
+
+
+def test_a_name_without_a_file():
+    with refusal("SK602", "Write {...}:{...}.") as error:
+        captured(":net")
+    assert error.value.remedy == "Write my_model.py:net."
+    Path("my_model.py").write_text(FACTORY)
+    assert captured(told(error))
+
+
+def test_files_without_a_function():
+    Path("broken.py").write_text("def net(:\n")
+    with refusal("SK602", "Write {...}:FUNCTION, and fix the file: {...}."):
+        captured("broken.py")
+    Path("broken.py").write_text(FACTORY)
+    assert captured("broken.py:net")
+    Path("empty.py").write_text("x = 3\n")
+    with refusal("SK602", "Define a function in it that returns (module, inputs), such as make, and write {...}:make."):
+        captured("empty.py")
+    Path("empty.py").write_text(FACTORY.replace("def net", "def make"))
+    assert captured("empty.py:make")
+    Path("notes.txt").write_text("x")
+    with refusal("SK602", "A model is a function in a file that ends in .py: {...}{...}."):
+        captured("notes.txt")
+    with refusal("SK602", "Did you mean {...}?") as error:
+        captured("mi.py")
+    assert captured(told(error).replace("FUNCTION", "net"))
+    with refusal("SK602", "Name a file that exists: {...}."):
+        captured("nothing_like_it.py")
+
+
+def test_folders_of_files():
+    Path("mine").mkdir()
+    with refusal("SK602", "Name a Python file and a function: {...}."):
+        captured("mine")
+    Path("mine/my.py").write_text(FACTORY)
+    assert captured("mine/my.py:net")
 
 
 def test_files_that_are_not_there():
-    with refusal("SK403", "{...}") as error:
+    with refusal("SK403", "Did you mean {...}?") as error:
         captured("mi.py:net")
     assert captured(told(error))
+    with refusal("SK403", "Name a file that exists: {...}."):
+        captured("nothing_like_it.py:net")
     with refusal("SK403", "Give the path of a Python file."):
         models.load("nowhere.py:net")
     Path("text.txt").write_text("x")
@@ -105,8 +149,9 @@ def test_a_folder_of_stages():
     Path("stages").mkdir()
     for name in ("parent.py", "manifest.json", "stage-0.json", "stage-1.json"):
         (Path("stages") / name).write_text("")
-    told = "It holds the stages of a split: train them with `{...}`, or, for a step of generation, `{...}`."
-    with refusal("SK602", told) as error:
+    with refusal(
+        "SK602", "It holds the stages of a split: train them with `{...}`, or, for a step of generation, `{...}`."
+    ) as error:
         captured("stages")
     assert "splitkit train stages --nproc 2" in error.value.remedy
 

@@ -297,21 +297,23 @@ def test_numbers(name, wrong):
 
 
 def test_fields_and_inputs():
-    with refusal("SK802", "{...}") as caught:
+    with refusal("SK802", "Did you mean {...}?") as caught:
         served(asked(max_new_token=3))
     meant = re.search(r"Did you mean (\w+)\?", caught.value.remedy)[1]
     assert served(asked(**{meant: 3})) == expected(new=3)
-    with refusal("SK802", "{...}") as caught:
+    with refusal("SK802", "Fields: {...}.") as caught:
         served(asked(nothing="like it"))
     assert {*caught.value.remedy.removeprefix("Fields: ").rstrip(".").split(", ")} == {*vars(Request())}
-    for name, family, says in (
-        ("attention_mask", "llama", "Give prompts without padding: input_ids=[[5, 6, 7], [8, 9]]."),
-        ("cats", "llama", "It reads input_ids."),
-        ("pixel_value", "llava", "Did you mean pixel_values? It reads "),
-    ):
-        with refusal("SK802", "{...}") as caught:
-            served(asked(**{name: image()}), family)
-        assert caught.value.remedy.startswith(says)
+    with refusal("SK802", "Give prompts without padding: input_ids=[[5, 6, 7], [8, 9]]."):
+        served(asked(attention_mask=image()), "llama")
+    with refusal("SK802", "It reads input_ids."):
+        served(asked(cats=image()), "llama")
+    with refusal("SK802", "It reads {...}.") as caught:
+        served(asked(cats=image()), "llava")
+    assert "pixel_values" in caught.value.remedy
+    with refusal("SK802", "Did you mean {...}?") as caught:
+        served(asked(pixel_value=image()), "llava")
+    assert caught.value.remedy.startswith("Did you mean pixel_values? It reads ")
     assert served(asked([[5, 6, 7], [8, 9]])) == [*expected(), *expected([[8, 9]])]
     assert served(asked(with_image(), pixel_values=image()), "llava") == seen()
 

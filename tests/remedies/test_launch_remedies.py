@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -275,12 +276,25 @@ def test_what_generates(tmp_path):
     assert printed("run whole.json --check")["check"]["same"]
     with refusal("SK601", "Give --prompt, --prompt-ids or --requests."):
         launched("generate stages")
-    with pytest.raises(UsageError, match="SK601.*\n.*or give token ids: --prompt-ids 5,6,7"):
+    with refusal("SK601", "Add --tokenizer PATH, the folder of a checkpoint; or give token ids: --prompt-ids 5,6,7."):
         launched("generate stages --prompt w5 --max-new-tokens 3")
     Path("asked.jsonl").write_text('{"input_ids": [5], "max_new_tokens": 3}\n')
     assert generated("stages --requests asked.jsonl", (5,))
     assert generated("stages --prompt-ids 5 --max-new-tokens 3", (5,))
     assert generated(f"stages --prompt w5 --tokenizer {tokenizer(tmp_path, SIZES['vocab'])} --max-new-tokens 3", (5,))
+    shutil.copytree(tmp_path / "words", "checkpoint", dirs_exist_ok=True)
+    words = "generate stages --weights checkpoint --prompt w5 --max-new-tokens 3"
+    with refusal("SK601", "Add --tokenizer {...}.") as error:
+        launched(words)
+    assert error.value.remedy == "Add --tokenizer checkpoint."
+    assert generated(f"{words.removeprefix('generate ')} --tokenizer checkpoint", (5,))
+    printed("plan checkpoint/config.json --how decoder --stages 1 -o beside.json")
+    with refusal("SK601", "{...}Add --weights {...}.") as error:
+        launched(f"generate beside.json {ASKED}")
+    write, add = error.value.remedy.rstrip(".").split(" Add ")
+    assert write == "Write one: splitkit split PLAN -o stages, and name it instead."
+    printed("split beside.json -o beside")
+    assert generated(f"beside {add} {ASKED}")
 
 
 def test_parts_with_replicas():

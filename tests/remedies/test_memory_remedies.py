@@ -102,7 +102,7 @@ def test_parameters_over_the_limit():
 
 def test_a_memory_budget_in_too_little_memory():
     for parts in (None, 3):
-        with refusal("SK303", "{...}.") as error:
+        with refusal("SK303", "MemoryBudget({...}{...}) would do for {...} ({...}).") as error:
             planned(MemoryBudget(1, parts))
         told = re.findall(r"MemoryBudget\((\d+)\) would do for (\d+) part", error.value.remedy)
         assert told
@@ -179,6 +179,9 @@ def test_best_of_policies_without_a_plan():
         planned(Best(99))
     assert error.value.remedy == "Ask for at most 14."
     planned(Best(14))
+    with refusal("SK303", "Give each rank {...}: the plan of {...} then fits.") as error:
+        planned(Best([Stages(2)], memory="1KiB"))
+    planned(Best([Stages(2)], memory=int(re.search(r"(\d+) bytes", error.value.remedy)[1])))
 
 
 def test_nodes_that_must_stay_together():

@@ -211,9 +211,25 @@ def test_devices_that_are_none(tmp_path, monkeypatch):
     with refusal("SK601", "Name at most {...}.") as error:
         command("plan my.py:net --devices 99999999xh200")
     assert error.value.remedy == "Name at most 1024." and "these are 99999999" in error.value.reason
-    with refusal("SK601", "{...}") as error:
+    with refusal("SK601", "Give a policy to --policy in place of --devices."):
         command("plan my.py:net --devices Stages(2)")
-    assert error.value.remedy == "Give a policy to --policy in place of --devices."
+    with refusal(
+        "SK601", "Say which devices, such as --devices {...}xh200; or use --stages {...} for unspecified devices."
+    ) as error:
+        command("plan my.py:net --devices 2")
+    for words in re.findall(r"--\w+ \w+", error.value.remedy):
+        assert len(command(f"plan my.py:net {words}")["report"]["parts"]) == 2
+    with refusal("SK601", "Write {...}x{...}.") as error:
+        command("plan my.py:net --devices h200x2")
+    assert command(f"plan my.py:net --devices {error.value.remedy.split()[1][:-1]}")["report"]["parts"]
+    with refusal("SK601", "{...} --memory {...} with {...} in place of --devices.") as error:
+        command("plan my.py:net --devices 2x24GiB")
+    memory, stages = re.search(r"(--memory \S+) with (--stages \d+)", error.value.remedy).groups()
+    assert len(command(f"plan my.py:net {memory} {stages}")["report"]["parts"]) == 2
+    with refusal("SK601", "Write 4xh200, h200,h200,a100 or FILE.toml."):
+        command("plan my.py:net --devices h200,mine.toml")
+    for words in ("4xh200", "h200,h200,a100"):
+        assert command(f"plan my.py:net --devices {words}")["report"]["parts"]
     assert command('plan my.py:net --policy "Stages(2)"')["report"]["parts"]
     with refusal("SK302", "Name 1 to {...} devices."):
         sk.fit("config.json", "99999999x24GiB")

@@ -300,6 +300,29 @@ class Constant(nn.Module):
         return x.sin() * factor if mask is None else x * mask
 
 
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch):
+        x = self.b(self.a(batch["x"]).tanh())
+        return (x - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_dict_of_inputs_is_divided_on_ranks_that_read_some_of_them(dynamic):
+    batch = {"x": torch.randn(8, 4), "y": torch.randn(8, 4)}
+    gm = sk.capture(Nested(), {name: value[:2] for name, value in batch.items()}, dynamic=dynamic)
+    chain = chain_of(sk.split(gm, sk.policies.Stages(2)))
+    for needed in ({"batch_x"}, {"batch_y"}, None):
+        found = cut(BatchSplitter(chain, 4, CPU, needed), [batch], {})
+        for i, one in enumerate(found):
+            for name, value in batch.items():
+                if needed is None or f"batch_{name}" in needed:
+                    assert torch.equal(one[f"batch_{name}"], value[2 * i : 2 * i + 2])
+
+
 def test_other_numbers_than_at_capture_are_refused():
     x = torch.randn(4, 3)
     chain = chain_of(sk.split(sk.capture(Constant(), x[:2], 2.0, None), sk.policies.Stages(1)))

@@ -152,13 +152,31 @@ def test_the_node_of_an_edited_graph_is_named(captured, call):
 def test_a_graph_with_other_nodes(captured):
     model, gm, x = captured
     split = divided(gm)
-    replaced_node(split.parts[2], "tanh", torch.sigmoid)  # `mul` reads it
-    assert sk.compare(model, split, x, parts=True).wrong_part.node.name == "mul"
+    replaced_node(split.parts[2], "tanh", torch.sigmoid)
+    assert sk.compare(model, split, x, parts=True).wrong_part.node.name == "sigmoid"
     split = divided(gm)
     edit(split.parts[3], "add_1", target=torch.ops.aten.sub.Tensor)
     split.replace(3, torch.fx.symbolic_trace(split.parts[3]))  # here `linear` is what was `linear_2`
     wrong = sk.compare(model, split, x, parts=True).wrong_part
     assert wrong.part == 3 and wrong.node is None
+
+
+@pytest.mark.parametrize(("part", "after"), [(2, "add"), (3, "linear_2"), (1, "relu"), (2, "tanh")])
+def test_an_inserted_node_is_named(captured, part, after):
+    model, gm, x = captured
+    split = divided(gm)
+    inner = split.parts[part]
+    node = next(n for n in inner.graph.nodes if n.name == after)
+    with inner.graph.inserting_after(node):
+        same = inner.graph.call_function(torch.mul, (node, 1.0), name="same")
+        node.replace_all_uses_with(same, delete_user_cb=lambda reader: reader is not same)
+    with inner.graph.inserting_after(same):
+        scaled = inner.graph.call_function(torch.mul, (same, 1.03), name="scaled")
+        same.replace_all_uses_with(scaled, delete_user_cb=lambda reader: reader is not scaled)
+    inner.recompile()
+    wrong = sk.compare(model, split, x, parts=True).wrong_part
+    assert (wrong.part, wrong.node.name) == (part, "scaled")
+    assert wrong.node.relative == pytest.approx(0.03, rel=1e-3)
 
 
 def test_a_view_of_memory_that_is_written_later_and_memory_without_values():

@@ -112,7 +112,7 @@ def capture_forward(
 def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, how: str) -> str:
     """Return a remedy that was tried and works, or the error that the model raises without capture, or ``""``."""
     if not are_real(model, (args, kwargs)):
-        return "Call the model once on real inputs, before it is moved to meta or fake tensors."
+        return ""
     with attributes_restored(model), silenced():
         try:
             copied = copy.deepcopy(model)
@@ -207,7 +207,14 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     flags, owned = GradFlags(model), parameters_and_names(model)
     quiet = without_partial_graph()
     seeding = refuse_seeding()
-    with quiet, seeding, blocks_as_nodes(flags), functions_as_nodes() as put_functions_in, outputs_opened(model):
+    with (
+        _marks_removed((args, kwargs)),
+        quiet,
+        seeding,
+        blocks_as_nodes(flags),
+        functions_as_nodes() as put_functions_in,
+        outputs_opened(model),
+    ):
         program = torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     if parameters_and_names(model) != owned:
         raise CaptureError("SK401", "the model creates parameters or buffers in forward", "Create them in __init__.")
@@ -216,6 +223,18 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     flags.check(gm)
     refuse_kept_casts(gm)
     return gm
+
+
+@contextmanager
+def _marks_removed(inputs: Any) -> Iterator[None]:
+    """Take from inputs what torch notes on them: if an export fails, their sizes would vary in each later one."""
+    before = [(leaf, dict(leaf.__dict__)) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    try:
+        yield
+    finally:
+        for leaf, attributes in before:
+            leaf.__dict__.clear()
+            leaf.__dict__.update(attributes)
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

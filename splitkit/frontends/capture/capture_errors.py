@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from splitkit import _torch
 from splitkit.errors import CaptureError, SplitError
+from splitkit.frontends.capture.first_call import are_real
 from splitkit.frontends.quantized import diagnose_packed
 from splitkit.graph.storages import attribute
 
@@ -57,7 +58,7 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("one of the outputs with type", "unsupported output", "not supported output", "in output, which"),
         "the model returns something that is not a tensor",
-        "Return tensors, tuples and dicts of them, or objects that copy.copy can copy.",
+        "Return tensors, tuples and dicts of them, or objects that pickle can take apart (__reduce_ex__).",
     ),
     (
         ("one of the inputs with type", "not a supported input", "input type", "pytree_register_constant"),
@@ -76,6 +77,10 @@ _CONSTRUCTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
 )
 _LOGS = "TORCH_LOGS=graph_breaks shows details."
+_UNTRIED = (
+    "Call the model once on real inputs, before it is moved to meta or fake tensors; a capture on real inputs says "
+    "what else helps."
+)
 _TRAINING = (
     "To train it as it is, use splitkit.apply(model, policy, *inputs) or torch.compile with splitkit.backend(policy), "
     "which also accept models with graph breaks."
@@ -104,7 +109,8 @@ def capture_error(model: nn.Module, how: str, error: Exception, helps: str = "",
     own = "" if lines and lines[0].installed and not packed else remedy  # users cannot change the code of a package
     trains = runs and not packed and any(p.requires_grad for p in model.parameters())
     logs = _LOGS if how == "dynamo" and not packed else ""
-    hints = [helps or _torchscript_remedy(model) or own, logs, _TRAINING if trains else ""]
+    untried = "" if are_real(model, ()) else _UNTRIED
+    hints = [helps or _torchscript_remedy(model) or own or untried, logs, _TRAINING if trains else ""]
     return CaptureError("SK401", reason, " ".join(h for h in hints if h))
 
 

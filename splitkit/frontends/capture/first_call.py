@@ -67,7 +67,8 @@ def parameters_and_names(model: nn.Module) -> tuple[list[int], list[str]]:
 
 def are_real(model: nn.Module, inputs: Any) -> bool:
     """Return whether the model can run for real: no tensor is fake or on the meta device."""
-    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs)]
+    held = [value for module in model.modules() for value in vars(module).values()]
+    tensors = [*model.parameters(), *model.buffers(), *held, *pytree.tree_leaves(inputs)]
     return not any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta) for t in tensors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -240,7 +241,8 @@ class BatchSplitter:
         return list(pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), made))
 
     def _bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        missing = [name for name in [*self._wanted][len(args) :] if name not in kwargs and name not in self._needed]
+        parameters = [*inspect.signature(self._binder.forward).parameters]  # a dict of inputs is one of them
+        missing = self._wanted.keys() & {*parameters[len(args) :]} - kwargs.keys() - {*self._needed}
         try:
             values = self._binder(*args, **kwargs, **dict.fromkeys(missing))
         except Exception as error:

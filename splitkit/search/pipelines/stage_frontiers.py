@@ -7,7 +7,7 @@ are, so a model of 32 layers has hardly more frontiers than one of 8.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import product
@@ -132,7 +132,19 @@ class StageFrontier:
     @property
     def small(self) -> bool:
         """Whether `ladder` has all choices that no other one beats."""
-        return len(self._open) <= _SMALL
+        return self.values <= _SMALL
+
+    @property
+    def values(self) -> int:
+        """The number of ops whose values may be saved or computed again."""
+        return len(self._open)
+
+    def near(self, point: FrontierPoint) -> Iterator[FrontierPoint]:
+        """Yield the points that save the value of one op if this one computes it again, or the other way round."""
+        for op in self._open.tolist():
+            runs = point.runs.copy()
+            runs[op] = not runs[op]
+            yield self._new_point(self.problem.savings.choose(runs))
 
     @cached_property
     def _open(self) -> Ints:

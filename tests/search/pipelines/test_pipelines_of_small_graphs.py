@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from campaigns import these_first
 from pipelinegraphs import all_choices
+from torch import nn
 from trainingnets import random_training_graph
 
+import splitkit as sk
 from splitkit.errors import NoPlanError
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
@@ -59,6 +62,28 @@ def test_no_plan_is_missed(seed, way):
         best = min(step for step, peak in plans if peak <= memory)
         assert found.run.seconds == pytest.approx(best, rel=1e-9) and max(found.run.peaks) <= memory
         assert found.plan.claim.bound <= best * (1 + 1e-9)
+
+
+class Three(nn.Module):
+    """Its second stage has nine values, of which not all sets are looked at."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise((6, 6, 16, 6)))
+
+    def forward(self, x):
+        for layer, act in zip(self.layers, (nn.functional.gelu, torch.sin, torch.tanh), strict=True):
+            y = act(layer(x))
+            x = y if act is nn.functional.gelu else y + y.mean(-1, keepdim=True) * x.mean(-1, keepdim=True)
+        return {"loss": x.square().mean()}
+
+
+def test_values_of_larger_stages_are_tried_the_other_way():
+    joint = sk.capture_joint(Three(), torch.ones(7, 6))
+    policy = Pipeline(2, "gpipe", 3, memory=8064)
+    found = policy.found(policy.problems(joint.flow, sk.costs.roofline(joint.graph_module, "h100")))
+    assert found.run.seconds <= 0.0003880138674626867 and max(found.run.peaks) <= 8064  # the best by enumeration
+    assert found.plan.claim.bound <= 0.0003880138674626867
 
 
 def test_a_leaner_plan_does_not_replace_the_best_plan_of_its_cuts():
