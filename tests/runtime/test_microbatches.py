@@ -143,6 +143,7 @@ def test_a_batch_as_small_as_a_microbatch_is_shared_out_too(three):
     ("change", "says"),
     [
         ({"labels": torch.randn(7, 7)}, "different numbers of rows: ids 8, labels 7"),
+        ({"ids": tokens(6, 7)["ids"], "labels": torch.randn(2, 7)}, "different numbers of rows: ids 6, labels 2"),
         ({"labels": torch.randn(8, 6)}, r"labels.*\[8, 6\]"),
         ({"position": torch.randn(9)}, r"position is float32\[9\]"),
         ({"table": torch.randn(6, 3)}, "different numbers of rows: ids 8, labels 8, table 6"),

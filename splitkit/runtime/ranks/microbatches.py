@@ -277,7 +277,19 @@ class BatchSplitter:
                 if not other.dims and not other.unfit and self._count > 1:
                     self._require_clear(rivals, given)
         require_fit(given, likes, parts, found, self._named, other=None if self._sizes.inputs else _OTHER_SIZES)
+        self._require_equal_rows(given, found)
         return found
+
+    def _require_equal_rows(self, given: Mapping[str, torch.Tensor], found: Division) -> None:
+        """Refuse an input for every microbatch whose symbolic rows were at capture as many as those of a divided one."""
+        captured, shapes = self._sizes.captured, self._sizes.inputs
+        of = {name: (shapes[name][dim], *shapes[name]) for name, dim in found.dims.items() if name in shapes}
+        counted = {captured[str(own[0])] for own in of.values() if own[0] in captured}
+        other = {size for own in of.values() for size in own[1:] if size != own[0]}
+        first = {name: shape[0] for name, shape in shapes.items() if shape and name in given}
+        alike = [name for name, size in first.items() if captured.get(str(size)) in counted and size not in other]
+        if {*alike} - found.dims.keys() - self._named.keys():
+            raise _unequal({name: given[name].shape[0] for name in alike})
 
     def _symbolic_parts(
         self, given: Mapping[str, torch.Tensor]
@@ -315,15 +327,9 @@ class BatchSplitter:
             dim = self._named.get(name, 0)
             if dim is not None and shape and shape[dim] in symbols and given[name].dim() > dim:
                 counts[name] = given[name].shape[dim]
-        total, text = next(iter(counts.values())), ", ".join(f"{name} {rows}" for name, rows in counts.items())
+        total = next(iter(counts.values()))
         if len(set(counts.values())) > 1:
-            raise PipelineError(
-                "SK802",
-                f"the inputs have different numbers of rows: {text}",
-                "Give all inputs the same number of rows; make the pipeline with batch_dims={name: None} for an input "
-                f"that every microbatch gets as it is; {EACH}.",
-                sorted(counts),
-            )
+            raise _unequal(counts)
         if total < self._count:
             raise PipelineError(
                 "SK802",
@@ -387,6 +393,18 @@ class BatchSplitter:
             )
         each = [found // self._count] * self._count if even else [n * (found // sum(rows)) for n in rows]
         return list(torch.split(leaf.to(self._device), each, dim))
+
+
+def _unequal(counts: Mapping[str, int]) -> PipelineError:
+    """Return the error for inputs with different numbers of rows."""
+    text = ", ".join(f"{name} {rows}" for name, rows in counts.items())
+    return PipelineError(
+        "SK802",
+        f"the inputs have different numbers of rows: {text}",
+        "Give all inputs the same number of rows; make the pipeline with batch_dims={name: None} for an input "
+        f"that every microbatch gets as it is; {EACH}.",
+        sorted(counts),
+    )
 
 
 def checked_dims(named: BatchDims | None, dims: Mapping[str, int]) -> BatchDims:
