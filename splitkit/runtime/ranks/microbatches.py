@@ -281,7 +281,7 @@ class BatchSplitter:
         return found
 
     def _require_equal_rows(self, given: Mapping[str, torch.Tensor], found: Division) -> None:
-        """Refuse an input for every microbatch whose symbolic rows were at capture as many as those of a divided one."""
+        """Refuse an input for every microbatch with symbolic rows, at capture as many as a divided one had."""
         captured, shapes = self._sizes.captured, self._sizes.inputs
         of = {name: (shapes[name][dim], *shapes[name]) for name, dim in found.dims.items() if name in shapes}
         counted = {captured[str(own[0])] for own in of.values() if own[0] in captured}
