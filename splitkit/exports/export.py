@@ -46,6 +46,8 @@ from splitkit.training.stage_parts import is_staged, stage_part
 
 _NUMBERED = ("accelerate", "transformers")
 """The formats that give modules the numbers of devices; all others have ranks, one for each stage."""
+_ONE_A_RANK = ("onnx", "vllm", "sglang")
+"""The formats whose text says neither the device nor the rank of a stage: its number is both."""
 _TOOLS_OWN = "Leave the schedule out."
 
 
@@ -128,6 +130,7 @@ def export(
     used = costs_of_plan(plan, flow) if costs is None else costs
     keys = tuple(run_order(flow, plan))
     order = _order(form, plan, schedule, microbatches, len(keys))
+    _require_own_ranks(form, plan, order)
     pricing = pricing_of(flow, plan, used, order, memory, links, optimizer)
     sequence = layer_sequence(flow, used, form.level)
     cuts = round_plan(pricing, sequence, plan, keys) if form.level != "nodes" else ()
@@ -253,6 +256,15 @@ def _order(
         reason = f"it runs schedules by name, but the order {schedule.name} has no name"
         raise cannot_carry(form.tool, reason, "Export to torch or torchtitan, which read any order.")
     return schedule
+
+
+def _require_own_ranks(form: ExportFormat, plan: Plan, order: PipelineOrder | None) -> None:
+    """Refuse stages that share a rank where the text gives each stage a rank of its own."""
+    on = [part.planned_on for part in plan.parts.values() if part.planned_on is not None]
+    ranks = () if order is None else order.rank_of
+    if form.name in _ONE_A_RANK and (len({*on}) < len(on) or len({*ranks}) < len(ranks)):
+        reason = "some of its stages share a rank, and the format has a rank for each stage"
+        raise cannot_carry(form.tool, reason, "Plan one stage for each rank.")
 
 
 def _csv(form: ExportFormat, order: PipelineOrder | None) -> str:

@@ -657,3 +657,11 @@ def test_modules_of_the_model():
             read(text, form)
         near = caught.value.remedy.removeprefix("Did you mean ").split("?")[0].split(",")[0].split(" or ")[0]
         assert read(text.replace("lm_haed", near).replace("layers.77", near), form)
+
+
+@pytest.mark.parametrize("form", ["onnx", "vllm", "sglang"])
+def test_stages_that_share_a_rank(form):
+    plan = sk.plan(graph(), Stages(4, schedule="interleaved-1f1b", microbatches=4))
+    with refusal("SK523", "Plan one stage for each rank."):
+        sk.export(plan, to=form)
+    assert exports(sk.split(graph(), sk.plan(graph(), Stages(4, schedule="1f1b", microbatches=4))), form)
