@@ -51,10 +51,10 @@ class PriceRecord:
         unit: the unit of the prices: ``"s"``, ``"TFLOP"``, ``"nodes"``, or a word of your own.
         device: the fields of the `splitkit.costs.Device` of a roofline.
         tf32: whether products of float32 may be rounded.
-        mesh: dimension of a mesh -> the fields of the `splitkit.costs.Link` of its collectives, for a roofline.
         training: whether `splitkit.costs.training` adds the backward to these prices.
         table: name of a node -> its price.
         backward: name of a node -> its backward as a multiple of its forward, if the prices of the table include it.
+        mesh: dimension of a mesh -> the fields of the `splitkit.costs.Link` of its collectives, for a roofline.
         live: the root of the graph and the costs themselves, in the process that made the plan: they need not be made
             again. They are not copied to files or other processes.
     """
@@ -64,10 +64,10 @@ class PriceRecord:
     unit: str = "s"
     device: Mapping[str, Any] | None = None
     tf32: bool = False
-    mesh: Mapping[str, Mapping[str, Any]] | None = None
     training: bool = False
     table: Mapping[str, float] | None = field(default=None, repr=False)
     backward: Mapping[str, float] | None = field(default=None, repr=False)
+    mesh: Mapping[str, Mapping[str, Any]] | None = field(default=None, repr=False)
     live: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
 
     __repr__ = brief

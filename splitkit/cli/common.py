@@ -120,7 +120,7 @@ def _evaluated(example: Example, spec: str) -> Example:
     return example
 
 
-def _example(wanted: Source, mesh: Any) -> Example:
+def _example(wanted: Source, mesh: Any = None) -> Example:
     import torch
 
     from splitkit.testing.config_models import config_example

@@ -89,10 +89,12 @@ def _base(record: PriceRecord, graph: fx.GraphModule | Dataflow) -> Costs:
         return unit(graph)
     if record.kind != "table":
         try:
+            field = "device"
             device = Device(**(record.device or {}))
+            field = "mesh"
             mesh = {name: Link(**link) for name, link in (record.mesh or {}).items()}
         except (CostError, TypeError) as error:
-            raise FileError("SK501", f"the plan is damaged: prices: {error}", "Plan again.") from error
+            raise FileError("SK501", f"the plan is damaged: prices.{field}: {error}", "Plan again.") from error
         return (roofline if record.kind == "roofline" else fused)(graph, device, tf32=record.tf32, mesh=mesh)
     table = PriceTable if record.backward is None else PriceTableWithBackward
     return table(root_of(graph), record, counter=counter_of(graph))
