@@ -285,7 +285,7 @@ def test_a_joint_graph_is_cheaper_to_compute_again_than_unfused():
 
 
 def test_policies_compute_more_again_where_it_is_cheap():
-    joint, _ = step_of(2)
+    joint, _ = step_of(1)
     saved = []
     for prices in (costs.fused(joint.graph_module), costs.roofline(joint.graph_module)):
         plan = joint.split(MinCut(), prices).plan
