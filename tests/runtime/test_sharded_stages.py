@@ -25,19 +25,15 @@ def test_plans_of_a_sharded_step_have_its_gradients_and_bytes(kind):
     assert kind != "sequence" or one["taken"] != other["taken"]  # each rank takes other pieces of what is divided
 
 
-TRAINED, REFUSED = ["experts,1f1b,"], "tied,1f1b,refused"
-
-
-@pytest.fixture(scope="module")
-def on_four():
-    """What four ranks say that train, and then are given what they must refuse."""
-    return found(4, *TRAINED, REFUSED)
-
-
-def test_four_ranks_train_like_one_device(on_four):
+def test_four_ranks_train_like_one_device_and_must_run_the_same():
     """Experts exchange tokens."""
-    lines = [line for line in on_four if line["case"] in TRAINED]
-    assert all(line["apart"] < CLOSE and line["norm"] < CLOSE for line in lines), lines
+    trained, refused = "experts,1f1b,", "tied,1f1b,refused"
+    lines = found(4, trained, refused)
+    for line in (one for one in lines if one["case"] == trained):
+        assert line["apart"] < CLOSE and line["norm"] < CLOSE, line
+    for line in (one for one in lines if one["case"] == refused):
+        assert "SK804" in line["microbatches"] and "number of microbatches" in line["microbatches"]
+        assert "SK804" in line["weights"] and "norm.weight has other values" in line["weights"]
 
 
 @pytest.mark.campaign
@@ -53,12 +49,6 @@ def test_eight_ranks_train_like_one_device(how):
     cases = [f"{kind},{schedule},{how}" for kind in ("tied", "sequence") for schedule in ("1f1b", "zbv")]
     lines = found(8, *cases)
     assert all(line["apart"] < CLOSE and line["norm"] < CLOSE for line in lines), lines
-
-
-def test_ranks_along_a_mesh_must_run_the_same(on_four):
-    for line in [line for line in on_four if line["case"] == REFUSED]:
-        assert "SK804" in line["microbatches"] and "number of microbatches" in line["microbatches"]
-        assert "SK804" in line["weights"] and "norm.weight has other values" in line["weights"]
 
 
 @pytest.mark.campaign
