@@ -10,6 +10,7 @@ import torch
 
 from splitkit.cli.selftest import check_runs, figure_checks, number_checks, rank_checks, worker
 from splitkit.cli.selftest.check_runs import FAILED, NOT_RUN, OK, SECONDS, Finding, run_checks
+from splitkit.cli.selftest.trial_models import exact_products
 
 WORKER = """
 import json, os, signal, sys, time
@@ -145,3 +146,13 @@ def test_a_device_that_is_not_there_is_refused(call):
     ):
         code, _, err = call("doctor", option, name)
         assert code == 2 and "SK602" in err and "Try --device cpu" in err
+
+
+def test_exact_products_where_the_flags_of_the_process_are_frozen(monkeypatch):
+    """As they are after an import of torch's own helpers for tests."""
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+    assert torch.backends.flags_frozen()
+    flags, before = torch.backends.cudnn, torch.backends.cudnn.allow_tf32
+    with exact_products():
+        assert not flags.allow_tf32
+    assert flags.allow_tf32 == before

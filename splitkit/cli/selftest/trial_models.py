@@ -90,9 +90,7 @@ def _moved(model: nn.Module, device: torch.device) -> nn.Module:
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Let products of float32 be computed in float32: TF32 rounds them to 10 bits."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
+    flags = torch.backends.cudnn
+    kept = {"enabled": flags.enabled, "benchmark": flags.benchmark, "deterministic": flags.deterministic}
+    with flags.flags(**kept, allow_tf32=False):
         yield
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
