@@ -150,7 +150,7 @@ def test_a_device_that_is_not_there_is_refused(call):
 
 def test_exact_products_where_the_flags_of_the_process_are_frozen(monkeypatch):
     """As they are after an import of torch's own helpers for tests."""
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", False)
     assert torch.backends.flags_frozen()
     flags, before = torch.backends.cudnn, torch.backends.cudnn.allow_tf32
     with exact_products():
