@@ -45,12 +45,11 @@ def read_mesh(text: str) -> tuple[Dimension, ...]:
         ranks, colon, link = rest.partition(":")
         if not (name.isidentifier() and ranks.isascii() and ranks.isdigit() and 1 < int(ranks[:9]) <= 10**6):
             reason = f"--mesh {text:.60}: {item!r:.40} is not NAME=N with two ranks or more"
-            raise UsageError(
-                "SK601", reason, "Write --mesh tp=2, or --mesh tp=8:nvlink4 with the link between the ranks."
-            )
-        if name in (STAGES, REPLICAS, *(one.name for one in found)):
-            what = f"is the dimension of {'stages' if name == STAGES else 'replicas'}"
-            what = what if name in (STAGES, REPLICAS) else "is named twice"
+            remedy = "Write --mesh tp=2, or --mesh tp=8:nvlink4 with the link between the ranks."
+            raise UsageError("SK601", reason, remedy)
+        taken = {one.name: "is named twice" for one in found}
+        taken |= {STAGES: "is the dimension of stages", REPLICAS: "is the dimension of replicas"}
+        if what := taken.get(name):
             raise UsageError("SK601", f"--mesh {text:.60}: {name} {what}", "Choose another name, such as tp.")
         if colon:
             find_link(link)
@@ -96,7 +95,7 @@ def joined_mesh(text: str | None, replicas: int = 1) -> Iterator[Any]:
 
     dimensions = read_mesh(text)
     names, counts = tuple(one.name for one in dimensions), tuple(one.ranks for one in dimensions)
-    share = ranks_of_mesh(text)
+    share = prod(counts)
     if dist.is_initialized():
         started = dist.get_world_size()
         each = share * replicas

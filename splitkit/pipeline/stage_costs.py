@@ -124,11 +124,9 @@ class StageCosts:
         Args:
             kind: the action: ``"F"``, ``"B"`` for both parts of backward, ``"I"`` or ``"W"``.
         """
-        after = {"F": 0.0, "I": 0.0, "W": 0.0} if kind != "B" else {"I": 0.0, "W": self.backward_input}
-        own = {kind} if kind != "B" else {"I", "W"}
-        return [
-            (after[e.part] + e.start, after[e.part] + e.start + e.seconds) for e in self.collectives if e.part in own
-        ]
+        begins = {"I": 0.0, "W": self.backward_input} if kind == "B" else {kind: 0.0}
+        found = ((begins[e.part] + e.start, e.seconds) for e in self.collectives if e.part in begins)
+        return [(start, start + seconds) for start, seconds in found]
 
 
 def _require_copies(value: object, saved: int) -> None:

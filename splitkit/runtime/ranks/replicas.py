@@ -28,6 +28,7 @@ from splitkit.errors import PipelineError, ScheduleError
 from splitkit.graph.shards import is_sharded_over, local_tensor, sharded_as
 from splitkit.pipeline.order import Action, PipelineOrder
 from splitkit.runtime.devices.accelerators import DeviceRng
+from splitkit.runtime.ranks.rank_agreement import from_every
 from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.short_repr import brief
 
@@ -164,9 +165,7 @@ def with_ranks_across(group: dist.ProcessGroup | None, across: Iterable[dist.Pro
     """
     ranks = set(dist.get_process_group_ranks(group))
     for beside in (along := list(across)):
-        every: list[Any] = [None] * dist.get_world_size(beside)
-        dist.all_gather_object(every, ranks, group=beside)
-        ranks = set().union(*every)
+        ranks = set().union(*from_every(ranks, beside))
     if not along:
         return group
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else subgroup(dist.group.WORLD, sorted(ranks))
