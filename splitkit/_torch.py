@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -479,20 +479,34 @@ def without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+def without_tracing() -> AbstractContextManager[Any]:
+    """Let tracers record nothing: what is called within leaves no nodes in the graph that is being made."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing  # 2.11, 2.13, 2.15
+
+    return disable_proxy_modes_tracing()
+
+
 def group_of_dimensions(mesh: Any, *names: str) -> Any:
     """Return the process group of the ranks along several dimensions of a mesh together, the last running fastest."""
     return mesh[names]._flatten("_".join(names)).get_group()  # 2.11, 2.13, 2.15
 
 
-def ranks_of_group(name: str) -> tuple[int, ...]:
-    """Return the ranks of the process group that collectives in graphs find by a name; empty if there is none."""
+def group_of_name(name: str) -> Any:
+    """Return the process group that collectives in graphs find by a name; ``None`` if there is none."""
     from torch.distributed import distributed_c10d
 
     private: Any = distributed_c10d
     try:
-        return tuple(distributed_c10d.get_process_group_ranks(private._resolve_process_group(name)))  # 2.11, 2.13, 2.15
+        return private._resolve_process_group(name)  # 2.11, 2.13, 2.15
     except RuntimeError:
-        return ()
+        return None
+
+
+def ranks_of_group(name: str) -> tuple[int, ...]:
+    """Return the ranks of the process group that collectives in graphs find by a name; empty if there is none."""
+    from torch.distributed import get_process_group_ranks
+
+    return () if (group := group_of_name(name)) is None else tuple(get_process_group_ranks(group))
 
 
 def name_group(name: str, group: Any) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil, log2
+from typing import Any
 
 from torch.fx import Node
 
@@ -22,6 +23,7 @@ from splitkit.graph.node_values import op_name, tensor_bytes
 from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import tensors, value_of
 from splitkit.hardware.link_specs import Link, find_link
+from splitkit.prices import Costs, as_given
 
 _ROUNDS = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_to_all_single": 1}
 """Collective -> how often each rank sends its share of the whole: an all-reduce scatters, then gathers."""
@@ -52,6 +54,15 @@ def collective_seconds(node: Node, links: Mapping[str, Link]) -> float | None:
     whole = max(sum(map(tensor_bytes, tensors(value))) for value in values)
     steps = n - 1 if "all_to_all" in kind or n & (n - 1) else ceil(log2(n))
     return rounds * (whole * (n - 1) / n / link.bandwidth + steps * link.latency) if n > 1 else 0.0
+
+
+def mesh_of(costs: Costs) -> Mapping[str, Link]:
+    """Return dimension of a mesh -> the link between its ranks, as far as prices know them."""
+    given: Any = as_given(costs)
+    while not hasattr(given, "mesh") and (inner := getattr(given, "costs", None)) is not None:
+        given = as_given(inner)
+    found: Mapping[str, Link] = getattr(given, "mesh", {})
+    return found
 
 
 def mesh_links(mesh: Mapping[str, str | Link] | None) -> dict[str, Link]:

@@ -22,6 +22,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import TorchDispatchMode, pytree
 from splitkit.costs.base import StepCosts, WrappedCosts
+from splitkit.costs.collectives import mesh_of
 from splitkit.costs.flop_formulas import NOMINAL, Flops, counter_of
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.errors import CostError
@@ -145,7 +146,7 @@ class FromOps(_WithBackward, StepCosts):
         object.__setattr__(self, "counter", counter if known else counter_of(self.flow))
         object.__setattr__(self, "kernels", self.flow.fact(BackwardKernels))
         own = isinstance(given, Roofline | Flops) and given.gm is self.gm
-        object.__setattr__(self, "_like", given if own else roofline(self.flow, _device_of(given)))
+        object.__setattr__(self, "_like", given if own else roofline(self.flow, _device_of(given), mesh=mesh_of(given)))
 
     @property
     def gm(self) -> fx.GraphModule:

@@ -30,6 +30,7 @@ from splitkit.engine.function_names import function_of, name_of_function, op_sch
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError
 from splitkit.graph.caches import caches_of
+from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import attribute
 
 
@@ -309,6 +310,10 @@ def _node(node: Node, ops: dict[str, str]) -> dict[str, Any]:
     target = str(node.target)
     if node.op == "call_function":
         name = name_of_function(node.target)
+        if collective_group(node) is not None:
+            reason = f"node {node.name} is a collective, in a graph of the pieces that one rank holds"
+            remedy = "Capture and split the model on each rank, and give the split: splitkit.runtime.pipeline(split)."
+            raise FileError("SK506", reason, remedy, [node.name])
         if name is None:
             raise _unwritable(node, f"calls {_torch.target_name(node)}, which is not an op that is known by name")
         target = name

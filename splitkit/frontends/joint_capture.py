@@ -25,10 +25,11 @@ from splitkit.frontends import aot
 from splitkit.frontends.capture.ambient_autocast import refuse_autocast
 from splitkit.frontends.capture.capture import (
     IN_EVAL_MODE,
+    buffers_on_meta,
     capture_by_export,
     capture_forward,
     copy_repeated,
-    dicts_restored,
+    inputs_on_meta,
     silenced,
     succeeds,
 )
@@ -37,8 +38,8 @@ from splitkit.frontends.capture.capture_errors import came_from_torch, capture_e
 from splitkit.frontends.capture.first_call import are_real, in_eval_mode, outputs_of_call, retry_after_call
 from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.example_run import failed_run_error
-from splitkit.frontends.module_state import owned_dicts
-from splitkit.frontends.sharded_step import NO_LOSS, NO_TENSOR, ShardedStep, has_shards, is_managed_by_fsdp, loss_in
+from splitkit.frontends.module_state import dicts_restored, owned_dicts
+from splitkit.frontends.sharded_step import NO_LOSS, NO_TENSOR, ShardedStep, has_shards, loss_in, refuse_fsdp
 from splitkit.graph.joint_marks import mark_of
 from splitkit.graph.losses import GIVE, loss_of, no_loss
 from splitkit.graph.shards import local_tensor, sharded_as
@@ -271,17 +272,8 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     require_module(model)
     refuse_autocast("the joint graph would have full precision", "Enter it in the model's forward instead.")
     check_model(model, loss)
-    step, inputs = (ShardedStep if has_shards(model) else TrainingStep)(model, loss), copy_repeated((args, kwargs))
-    try:
-        gm, signature = retry_after_call(model, inputs[0], inputs[1], lambda: _traced(step, *inputs))
-    except CaptureError as error:
-        if isinstance(model, fx.GraphModule) or isinstance(step, ShardedStep) or not came_from_torch(error):
-            raise
-        step, gm, signature = _traced_of_export(error, model, loss, *inputs)
-    # The loss is a view, and AOTAutograd differentiates its base: trace again with a copy of the loss.
-    if signature.tangents and signature.loss not in signature.tangents.values():
-        step.copies = True
-        gm, signature = _traced(step, *inputs)
+    with buffers_on_meta(model):
+        step, gm, signature = _traced_step(model, loss, *inputs_on_meta(model, copy_repeated((args, kwargs))))
     check_graph(model, gm.graph, signature)
     given = pytree.tree_leaves((args, kwargs))
     check_inputs(model, signature, given)
@@ -292,6 +284,24 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     # Export lifts constants of the model to buffers that only the exported graph has.
     has_all = {name for name, _ in model.named_buffers(remove_duplicate=False)}.issuperset(signature.buffers.values())
     return Joint(gm, signature, model if has_all else step.model)
+
+
+def _traced_step(
+    model: nn.Module, loss: Loss | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[TrainingStep | ShardedStep, fx.GraphModule, JointSignature]:
+    """Return the step of a model, with its joint graph."""
+    step = (ShardedStep if has_shards(model) else TrainingStep)(model, loss)
+    try:
+        gm, signature = retry_after_call(model, args, kwargs, lambda: _traced(step, args, kwargs))
+    except CaptureError as error:
+        if isinstance(model, fx.GraphModule) or isinstance(step, ShardedStep) or not came_from_torch(error):
+            raise
+        step, gm, signature = _traced_of_export(error, model, loss, args, kwargs)
+    # The loss is a view, and AOTAutograd differentiates its base: trace again with a copy of the loss.
+    if signature.tangents and signature.loss not in signature.tangents.values():
+        step.copies = True
+        gm, signature = _traced(step, args, kwargs)
+    return step, gm, signature
 
 
 def _traced(
@@ -359,13 +369,7 @@ def check_model(model: nn.Module, loss: object) -> None:
     """Refuse models whose joint graph would differ from the model."""
     if isinstance(loss, nn.Module) and {*loss.parameters()} - {*model.parameters()}:
         raise CaptureError("SK401", "the loss has parameters of its own", "Make the loss a submodule of the model.")
-    if managed := [name or "the model" for name, module in model.named_modules() if is_managed_by_fsdp(module)]:
-        raise CaptureError(
-            "SK401",
-            f"{managed[0]} is managed by FSDP, whose hooks gather parameters outside of any graph",
-            "Capture the plain model, and shard its stages afterwards: Pipeline.shard().",
-            managed,
-        )
+    refuse_fsdp(model)
     # torch decomposes an RNN without the dropout between its layers (`_rnn_helper`: 2.11, 2.13, 2.15)
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase) and module.training and module.dropout and module.num_layers > 1:

@@ -6,7 +6,7 @@ a dtype, or create the parameters and buffers of a lazy module. TorchScript modu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -66,6 +66,18 @@ def owned_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             yield from (module._parameters, module._buffers)
+
+
+@contextmanager
+def dicts_restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Restore afterwards what dicts hold, such as the buffers of modules: rebound entries are put back."""
+    held = [(now, dict(now)) for now in dicts]
+    try:
+        yield
+    finally:
+        for now, before in held:
+            now.clear()
+            now.update(before)
 
 
 def made_by_hooks(owner: nn.Module) -> set[str]:

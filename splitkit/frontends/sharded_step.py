@@ -47,10 +47,16 @@ def has_shards(model: nn.Module) -> bool:
     return any(map(is_sharded, parameters_and_buffers(model).values()))
 
 
-def is_managed_by_fsdp(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on a module; nothing is imported to find out."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+def refuse_fsdp(model: nn.Module) -> None:
+    """Raise SK401 if ``fully_shard`` was called on a module of a model; nothing is imported to find out."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    if managed := [name or "the model" for name, module in model.named_modules() if isinstance(module, kind)]:
+        raise CaptureError(
+            "SK401",
+            f"{managed[0]} is managed by FSDP, whose hooks gather parameters outside of any graph",
+            "Capture the plain model, and shard its stages afterwards: Pipeline.shard().",
+            managed,
+        )
 
 
 class ShardedStep(nn.Module):
@@ -87,12 +93,15 @@ class ShardedStep(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of the model on these inputs."""
+        loss = full_tensor(loss_in(self.output(args, kwargs), self.loss))
+        return loss.clone() if self.copies else loss
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the model makes of inputs where its tensors are the pieces."""
         whole = parameters_and_buffers(self.model)
         tensors = {name: sharded_as(getattr(self, own), whole[name]) for own, name in self._names.items()}
         with _paths_noted(self.model):
-            output = torch.func.functional_call(self.model, tensors, args, kwargs)
-        loss = full_tensor(loss_in(output, self.loss))
-        return loss.clone() if self.copies else loss
+            return torch.func.functional_call(self.model, tensors, args, kwargs)
 
     def clean(self, graph: fx.Graph) -> None:
         """Let collectives name dimensions of the mesh, and come where what they read is made.

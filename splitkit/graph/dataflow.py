@@ -25,6 +25,7 @@ from splitkit.graph.ops.functions import is_python
 from splitkit.graph.ops.tuples import Known
 from splitkit.graph.ops.value_kinds import ValueKind, read_from, value_kind
 from splitkit.graph.scope import Scope, is_state_op, scopes
+from splitkit.graph.shards import is_wait
 from splitkit.graph.shared_memory import Reference, order_edges, references_of
 from splitkit.graph.storages import (
     Lookup,
@@ -55,7 +56,8 @@ class Dataflow:
         once: node -> why it may not be copied: it writes memory, owns memory that is written, draws random numbers,
             or acts on the outside world. Iterates and tests like a set.
         written: the attributes (``get_attr`` nodes) whose memory the graph writes.
-        followers: node that unpacks a tuple -> the node that made the tuple. Both are in the same parts.
+        followers: node that unpacks a tuple -> the node that made the tuple; node that waits for a collective -> the
+            collective. Both are in the same parts.
         effects: node -> what it does, as classified by `splitkit.graph.ops`.
         bindings: the attributes that opaque code may bind anew.
         references: view that reads nothing of its base -> that base, and whether the view may run early.
@@ -248,14 +250,22 @@ def reads(node: Node) -> list[Node]:
 
 
 def _followers(effects: Mapping[Node, Effects], root: nn.Module, known: Known) -> dict[Node, Node]:
-    """Return ``getitem`` of a tuple -> the node that made the tuple, through nested tuples; not for written lists."""
+    """Return ``getitem`` of a tuple -> the node that made the tuple, through nested tuples; not for written lists.
+
+    What waits for a collective follows it, too: no other part may get a value that is still on its way.
+    """
     followers: dict[Node, Node] = {}
-    items = [n for n in effects if n.target is getitem and isinstance(n.args[0], Node)]
+    items = [n for n in effects if (n.target is getitem or is_wait(n)) and isinstance(n.args[0], Node)]
     written = {node for effect in effects.values() for node in effect.writes} if items else set()
     for node in items:
         source = node.args[0]
         assert isinstance(source, Node)
-        if source.op in ("placeholder", "get_attr") or source not in effects or source in written:
+        if source.op in ("placeholder", "get_attr") or source not in effects:
+            continue
+        if is_wait(node):
+            followers[node] = followers.get(source, source)
+            continue
+        if source in written:
             continue
         # A computed index may come from another part; then the whole tuple crosses.
         if len(node.all_input_nodes) == 1 and _unpacks(node, is_tuple(source, root, known)):

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.fx import Node
+from torch.fx import Graph, Node
+
+from splitkit._torch import group_of_name
 
 
 def is_sharded(tensor: object) -> bool:
@@ -67,6 +69,22 @@ def mesh_groups(tensors: Iterable[Any]) -> dict[MeshGroup, Any]:
     return {
         MeshGroup(name, mesh.size(i)): mesh.get_group(i) for mesh in meshes for i, name in enumerate(_dimensions(mesh))
     }
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for a collective of torch's functional kind, whose result must not be read before."""
+    space = getattr(node.target, "namespace", "")
+    return space.startswith("_c10d_functional") and str(node.target).startswith(f"{space}.wait_tensor")
+
+
+PIECES = "pieces of sharded tensors"
+"""Where ``meta`` of a captured forward names the parameters and buffers of which it has a piece."""
+
+
+def groups_met(graphs: Iterable[Graph]) -> dict[MeshGroup, Any]:
+    """Return the ranks that take part in collectives of captured graphs -> the process group of this rank."""
+    groups = dict.fromkeys(filter(None, (collective_group(node) for graph in graphs for node in graph.nodes)))
+    return {group: found for group in groups if (found := group_of_name(str(group))) is not None}
 
 
 def is_sharded_over(tensor: Any, ranks: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs, Device, roofline
 from splitkit.costs.base import WrappedCosts
+from splitkit.costs.collectives import mesh_of
 from splitkit.costs.recorded import costs_of
 from splitkit.costs.training import FromOps, with_backward
 from splitkit.graph.dataflow import Dataflow, facts_of
@@ -35,7 +36,8 @@ def costs_of_plan(plan: Plan, graph: fx.GraphModule | Dataflow) -> Costs:
         return with_backward(base, facts_of(graph)) if trains else base
     flow, trains = facts_of(graph), trains or includes_backward(as_given(base))
     devices = plan.request.devices
-    known: dict[Device, Costs] = {device: roofline(flow, device) for device in devices.values()}
+    mesh = mesh_of(base)
+    known: dict[Device, Costs] = {device: roofline(flow, device, mesh=mesh) for device in devices.values()}
     if trains:
         base, known = with_backward(base, flow), {device: with_backward(costs, flow) for device, costs in known.items()}
     of_part = {key: known[devices[part.planned_on]] for key, part in plan.parts.items() if part.planned_on is not None}

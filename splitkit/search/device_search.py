@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.costs import Costs, Device, roofline
+from splitkit.costs.collectives import mesh_of
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.dataflow import bookkeeping
 from splitkit.graph.node_selection import modules_matching
@@ -81,7 +82,8 @@ class DeviceRequest(StageRequest):
         distinct = dict(zip(self.kinds, self.devices.values(), strict=True))
         if len(distinct) == 1:
             return (self.prices,)
-        return tuple(self.trained(roofline(self.flow, distinct[kind])) for kind in range(len(distinct)))
+        mesh = mesh_of(self.costs)
+        return tuple(self.trained(roofline(self.flow, distinct[kind], mesh=mesh)) for kind in range(len(distinct)))
 
     @cached_property
     def kind_seconds(self) -> tuple[Mapping[Node, float], ...]:

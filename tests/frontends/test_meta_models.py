@@ -110,3 +110,13 @@ def test_rotary_buffers_of_transformers_are_computed_again(family):
     wanted = {name: b for name, b in whole.named_buffers() if name not in saved}
     assert known.keys() == wanted.keys() != set()
     assert all(torch.equal(known[name], b) for name, b in wanted.items())
+
+
+@pytest.mark.parametrize("real_buffers", [False, True])
+def test_a_training_step_on_meta_takes_inputs_and_buffers_that_are_elsewhere(real_buffers):
+    model, x = on_meta(real_buffers), torch.ones(2, 4)
+    joint = sk.capture(model, x, training=True, loss=lambda y: y.sum())
+    values = [n.meta["val"] for n in joint.graph_module.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert {value.device.type for value in values} == {"meta"}
+    assert {b.device.type for b in model.buffers()} == ({"cpu"} if real_buffers else {"meta"})
+    assert len(joint.signature.gradients) == 4

@@ -540,6 +540,17 @@ def test_a_process_group_is_found_by_another_name(tmp_path):
     assert _torch.ranks_of_group("tp=1") == ()
 
 
+def test_tracers_can_be_told_to_record_nothing():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(x):
+        with _torch.without_tracing():
+            torch.empty(2).sin()
+        return x + 1
+
+    assert [n.name for n in make_fx(function)(torch.ones(2)).graph.nodes if n.op == "call_function"] == ["add"]
+
+
 def test_models_are_told_that_they_are_compiled():
     from torch.export import _trace
 

@@ -19,6 +19,9 @@ from torch.distributed.fsdp import fully_shard
 import splitkit as sk
 from splitkit.cli.mesh import joined_mesh, read_mesh
 from splitkit.graph.shards import is_sharded
+from splitkit.policies import Pipeline, Stages
+from splitkit.runtime import save_stages
+from splitkit.runtime.ranks.evaluation import require_gradients
 from splitkit.runtime.ranks.rank_device import require_meshes_of
 from splitkit.runtime.ranks.stage_weights import shard
 from splitkit.testing import models
@@ -33,11 +36,32 @@ def mesh():
         yield made
 
 
-def test_a_forward_alone(mesh):
+def test_another_way_to_capture_a_forward(mesh):
     model = sharded(mesh["tp"])
-    with refusal("SK401", "Capture its training step: splitkit.capture(model, ..., training=True)."):
-        sk.capture(model, X)
+    with refusal("SK401", "Leave out how= and dynamic=."):
+        sk.capture(model, X, dynamic=True)
+    assert sk.capture(model, X)(X).shape == ()
+
+
+def test_a_step_of_a_forward(mesh):
+    model = sharded(mesh["tp"])
+    with refusal("SK802", "Capture its training step: splitkit.capture(model, ..., training=True)."):
+        require_gradients(True)
     assert sk.capture(model, X, training=True).run(X).gradients.keys() == dict(model.named_parameters()).keys()
+
+
+def test_stages_of_pieces_in_a_folder(mesh, tmp_path):
+    """The remedy runs in tests/runtime/sharded_stages.py."""
+    for made in (sk.split(sk.capture(sharded(mesh["tp"]), X), Stages(2)), joint_in_stages(mesh)):
+        with refusal(
+            "SK506", "Capture and split the model on each rank, and give the split: splitkit.runtime.pipeline(split)."
+        ):
+            save_stages(made, tmp_path / "stages")
+    assert not (tmp_path / "stages").exists()
+
+
+def joint_in_stages(mesh):
+    return sk.capture_joint(sharded(mesh["tp"]), X).split(Pipeline(2, microbatches=4))
 
 
 def test_fsdp_before_the_capture(mesh):

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.graph.shards import full_tensor
-from splitkit.policies import Budget, Pipeline
+from splitkit.policies import Budget, Pipeline, Stages
 from splitkit.runtime import open_checkpoints, pipeline
 
 COUNT = 4
@@ -232,7 +232,37 @@ def in_stages(kind, model, batch, other, loss, mesh, schedule, how):
     norm = nn.utils.get_total_norm(want)
     lost = abs(float(pipe.evaluate(**{name: torch.cat([one] * COUNT) for name, one in batch.items()}) / loss) - 1)
     most = max(apart(kind, own, other), lost)
-    return {"apart": most, "norm": abs(float(pipe.clip_grad_norm(1.0) / norm) - 1)}
+    found = {"apart": most, "norm": abs(float(pipe.clip_grad_norm(1.0) / norm) - 1)}
+    return found if how == "fsdp" else found | {"eval": evaluated(model, batch, other, pipe)}
+
+
+def evaluated(model, batch, other, pipe):
+    """How far the loss of the forward alone is from the whole model's, before and after the weights change."""
+    evaluation = pipe.evaluation(sk.capture(model.eval(), **batch))
+    whole_batch, most = {name: torch.cat([one] * COUNT) for name, one in batch.items()}, 0.0
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            for parameter in (*other.parameters(), *pipe.parameters()):
+                parameter.mul_(factor)
+            loss = other.eval()(**batch)["loss"]
+        most = max(most, abs(float(evaluation.evaluate(**whole_batch) / loss) - 1))
+    return most
+
+
+def inferred(model, batch, other, mesh, schedule):
+    """How far outputs of the forward alone in stages are from the whole model's, and what a step says."""
+    gm, stages = sk.capture(model, **batch), mesh.size(0)
+    pipe = pipeline(sk.split(gm, Stages(stages)), schedule, COUNT, group=mesh.get_group("pp"))
+    whole_batch = {name: torch.cat([one] * COUNT) for name, one in batch.items()}
+    made = pipe.infer(**whole_batch)
+    try:
+        pipe.step(**whole_batch)
+    except SplitError as error:
+        said = str(error)
+    with torch.no_grad():
+        want = other(**batch)["loss"]
+    alone = max(abs(float(one["loss"] / want) - 1) for one in (gm(**batch), *(made or ())))
+    return {"apart": alone, "step": said, "made": made is not None}
 
 
 def refused(kind, model, batch, other, mesh):
@@ -309,6 +339,8 @@ def main():
         loss.backward()
         if how.startswith("/"):
             found = checkpoints(kind, batch, other, mesh, how)
+        elif how == "infer":
+            found = inferred(model, batch, other, mesh, schedule)
         elif how == "refused":
             found = refused(kind, model, batch, other, mesh)
         elif schedule == "none":

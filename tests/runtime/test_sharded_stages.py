@@ -26,11 +26,14 @@ def test_plans_of_a_sharded_step_have_its_gradients_and_bytes(kind):
 
 
 def test_four_ranks_train_like_one_device_and_must_run_the_same():
-    """Experts exchange tokens."""
-    trained, refused = "experts,1f1b,", "tied,1f1b,refused"
-    lines = found(4, trained, refused)
+    """Experts exchange tokens. The forward alone runs in stages, too, and evaluates what was trained."""
+    trained, refused, inferred = "experts,1f1b,", "tied,1f1b,refused", "sequence,1f1b,infer"
+    lines = found(4, trained, refused, inferred)
+    for line in (one for one in lines if one["case"] == inferred):
+        assert line["apart"] < CLOSE and line["made"] == (line["rank"] > 1), line
+        assert "SK802" in line["step"] and "training=True" in line["step"], line
     for line in (one for one in lines if one["case"] == trained):
-        assert line["apart"] < CLOSE and line["norm"] < CLOSE, line
+        assert line["apart"] < CLOSE and line["norm"] < CLOSE and line["eval"] < CLOSE, line
     for line in (one for one in lines if one["case"] == refused):
         assert "SK804" in line["microbatches"] and "number of microbatches" in line["microbatches"]
         assert "SK804" in line["weights"] and "norm.weight has other values" in line["weights"]
@@ -40,7 +43,9 @@ def test_four_ranks_train_like_one_device_and_must_run_the_same():
 def test_four_ranks_train_like_one_device_under_other_schedules():
     """With a tied weight or rows of the sequence, stages also send pieces of them."""
     lines = found(4, "tied,1f1b,", "tied,zbv,", "sequence,1f1b,", "sequence,zbv,")
-    assert all(line["apart"] < CLOSE and line["norm"] < CLOSE for line in lines), lines
+    assert all(line["apart"] < CLOSE and line["norm"] < CLOSE and line["eval"] < CLOSE for line in lines), lines
+    inferred = found(4, "tied,1f1b,infer", "experts,gpipe,infer")
+    assert all(line["apart"] < CLOSE and "SK802" in line["step"] for line in inferred), inferred
 
 
 @pytest.mark.campaign
@@ -66,3 +71,4 @@ def test_random_nets_with_random_shards(first):
     lines = found(2, *(f"{kind},none," for kind in kinds))
     lines += found(4, *(f"{kind},{schedule}," for kind in kinds for schedule in ("1f1b", "zbv")))
     assert all(line["apart"] < 5 * CLOSE and line.get("norm", 0) < CLOSE for line in lines), lines
+    assert all(line.get("eval", 0) < CLOSE for line in lines), lines

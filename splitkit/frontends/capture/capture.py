@@ -8,7 +8,7 @@ import logging
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -54,7 +54,7 @@ from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, r
 from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
 from splitkit.frontends.quantized import AS_MODULES, quantized_part
-from splitkit.frontends.sharded_step import has_shards
+from splitkit.frontends.sharded_step import has_shards, refuse_fsdp
 from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
 from splitkit.graph.unsaved_buffers import keep_values
@@ -80,11 +80,7 @@ def capture_forward(
         raise CaptureError("SK401", f"there is no capture method named {how!r}", f"Choose one of {', '.join(ways)}.")
     require_module(model)
     if has_shards(model):
-        raise CaptureError(
-            "SK401",
-            f"{type(model).__name__} has parameters that are sharded over ranks, whose forward alone no graph has",
-            "Capture its training step: splitkit.capture(model, ..., training=True).",
-        )
+        return _of_shards(model, args, kwargs, how, dynamic)
     given = args, kwargs
     register_caches_among(given)
     args, kwargs = inputs_on_meta(model, copy_repeated(given))
@@ -107,6 +103,42 @@ def capture_forward(
             why = capture_error(model, how, error, helps, runs=not helps.startswith(RAISES))
             note_reached(why, error)
             raise why from error
+
+
+def _of_shards(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], how: str, dynamic: bool
+) -> fx.GraphModule:
+    """Return the graph of one rank's forward of a model with sharded parameters.
+
+    No remedy is looked for: trials would meet in collectives that the other ranks do not run.
+    """
+    from splitkit.frontends import aot, sharded_forward  # they load AOTAutograd
+
+    if how != "export" or dynamic:
+        raise CaptureError(
+            "SK401",
+            f"{type(model).__name__} has parameters that are sharded over ranks: there is one way, with fixed sizes",
+            "Leave out how= and dynamic=.",
+        )
+    refuse_fsdp(model)
+    refuse_module_hooks(model)
+    given = args, kwargs
+    args, kwargs = inputs_on_meta(model, copy_repeated(given))
+    with autocast_recorded(model), capture_conditions(), buffers_on_meta(model) as values, outputs_opened(model):
+        try:
+            make = sharded_forward.forward_of_shards
+            gm = retry_after_call(model, args, kwargs, lambda: make(model, args, kwargs))
+        except Exception as error:
+            if isinstance(error, CaptureError):
+                raise
+            raise aot.with_model_line(capture_error(model, "AOTAutograd", error), error) from error
+    restore_modes_on_error(gm.graph)
+    gm.recompile()
+    keep_values(gm, values)
+    _keep_input_check(gm)
+    gm.__dict__.update(train=_refuse_mode, eval=_refuse_mode)
+    _note_repeated(gm, how, model, *given)
+    return gm
 
 
 def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, how: str) -> str:
@@ -335,18 +367,6 @@ def _countable(histc: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return histc(values.float(), *args, **kwargs).to(values.dtype)
 
     return counted
-
-
-@contextmanager
-def dicts_restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore afterwards what dicts hold, such as the buffers of modules: rebound entries are put back."""
-    held = [(now, dict(now)) for now in dicts]
-    try:
-        yield
-    finally:
-        for now, before in held:
-            now.clear()
-            now.update(before)
 
 
 # Recovers the partial graph of a failed capture for its error: what the tracer had recorded so far.

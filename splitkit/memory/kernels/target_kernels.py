@@ -105,8 +105,8 @@ class _Attention:
 
     def on_cpu(self) -> SDPBackend:
         """Return what torch chooses on the CPU, found by a call on fake tensors that lie there."""
-        there: dict[str, Any] = {n: _on_cpu(v) if isinstance(v, Tensor) else v for n, v in vars(self).items()}
-        with OpsSeen() as seen:
+        with _torch.without_tracing(), OpsSeen() as seen:
+            there: dict[str, Any] = {n: _on_cpu(v) if isinstance(v, Tensor) else v for n, v in vars(self).items()}
             functional.scaled_dot_product_attention(**there)
         fused = any("flash" in op_name(op) for op in seen.ops)
         return SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from splitkit import _torch
 from splitkit._torch import attributes_of
 from splitkit.engine.split import Split, plan, split
 from splitkit.errors import PipelineError
-from splitkit.graph.dataflow import analyze, waits_for
+from splitkit.graph.dataflow import Dataflow, analyze, waits_for
+from splitkit.graph.shards import MeshGroup, local_tensor, mesh_groups
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.planned_stage import PlannedStage, graphs_of
@@ -39,7 +41,7 @@ def split_like(gm: fx.GraphModule, trained: StageSource) -> Split:
             stage would get no nodes.
     """
     keys = tuple(trained.names)
-    stages = _stages(gm, _stages_of_tensors(trained))
+    stages = _stages(gm, _stages_of_tensors(trained), len(keys))
     made = plan(gm, lambda node: keys[stages[node]])
     parts = {key: replace(part, replicas=trained.plan.parts[key].replicas) for key, part in made.parts.items()}
     found = split(gm, replace(made, parts=parts))
@@ -50,22 +52,25 @@ def split_like(gm: fx.GraphModule, trained: StageSource) -> Split:
     return found
 
 
-def share_tensors(found: Split, tensors: Mapping[str, torch.Tensor]) -> None:
+def share_tensors(
+    found: Split, tensors: Mapping[str, torch.Tensor], meshes: Mapping[MeshGroup, Any] = MappingProxyType({})
+) -> None:
     """Replace the parameters and buffers of a split by a pipeline's, where it has them.
 
     Args:
         found: the split, which is changed.
         tensors: name in the unsplit model -> parameter or buffer.
+        meshes: dimensions of meshes over which tensors were sharded before the capture, of which a graph reads pieces.
 
     Raises:
-        PipelineError: SK801 for a tensor of another shape or dtype, or a sharded one.
+        PipelineError: SK801 for a tensor of another shape or dtype, or one that was sharded later.
     """
     for name, old in parameters_and_buffers(found.module).items():
         new = tensors.get(found.qualified_names.get(name, name))
         if new is None or new is old:
             continue
         if isinstance(new, DTensor):
-            raise PipelineError("SK801", f"{name} is sharded", "Evaluate before shard(), or without it.", [name])
+            new = _piece(name, old, new, meshes)
         if new.shape != old.shape or new.dtype != old.dtype:
             looks = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new)]
             raise PipelineError("SK801", f"{name} is {looks[0]}, and in the pipeline {looks[1]}", _REMEDY, [name])
@@ -73,6 +78,14 @@ def share_tensors(found: Split, tensors: Mapping[str, torch.Tensor]) -> None:
         held = attributes_of(found.module.get_submodule(path))
         table: dict[str, Any] = held.parameters if isinstance(new, nn.Parameter) else held.buffers
         table[key] = new
+
+
+def _piece(name: str, old: torch.Tensor, new: DTensor, meshes: Mapping[MeshGroup, Any]) -> torch.Tensor:
+    """Return this rank's piece of a tensor; raise SK801 if it was sharded after the capture, or another one is read."""
+    piece = local_tensor(new.detach())
+    if piece.shape != old.shape or not mesh_groups([new]).keys() <= meshes.keys():
+        raise PipelineError("SK801", f"{name} is sharded", "Evaluate before shard(), or without it.", [name])
+    return nn.Parameter(piece, requires_grad=False) if isinstance(new, nn.Parameter) else piece
 
 
 def missing_inputs(found: Split, inputs: Iterable[str]) -> list[str]:
@@ -102,7 +115,7 @@ def _stages_of_tensors(trained: StageSource) -> dict[str, set[int]]:
     return {name: stages[id(tensor)] for name, tensor in tensors.items() if id(tensor) in stages}
 
 
-def _stages(gm: fx.GraphModule, homes: Mapping[str, set[int]]) -> dict[Node, int]:
+def _stages(gm: fx.GraphModule, homes: Mapping[str, set[int]], count: int) -> dict[Node, int]:
     """Return node -> its stage."""
     flow, found = analyze(gm), dict[Node, int]()
     for node in gm.graph.nodes:
@@ -121,7 +134,26 @@ def _stages(gm: fx.GraphModule, homes: Mapping[str, set[int]]) -> dict[Node, int
                 [node],
             )
         found[node] = min(able)
+    _fill(flow, found, homes, count)
     return found
+
+
+def _fill(flow: Dataflow, found: dict[Node, int], homes: Mapping[str, set[int]], count: int) -> None:
+    """Move a node into each stage that has none, if the weights that it reads, its inputs and its readers allow it."""
+    after: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
+    for node in flow.nodes:
+        for before in flow.waits[node]:
+            after[before].append(node)
+    for stage in sorted({*range(count)} - {found[node] for node in flow.nodes}, reverse=True):
+        read = {n: [homes[str(r.target)] for r in n.all_input_nodes if str(r.target) in homes] for n in flow.nodes}
+        free = [n for n in flow.nodes if all(stage in allowed for allowed in read[n])]
+        late = [n for n in reversed(free) if found[n] < stage and all(found[r] >= stage for r in after[n])]
+        early = [n for n in free if found[n] > stage and all(found[r] <= stage for r in flow.waits[n])]
+        for node in (*late, *early):
+            # its place among the stages follows from what it reads, and from what reads it
+            if any(found[r] < stage for r in flow.waits[node]) and (after[node] or stage == count - 1):
+                found |= dict.fromkeys([node, *(n for n, maker in flow.followers.items() if maker is node)], stage)
+                break
 
 
 # Refuses changes to stages that would not do what they do to a model, because the capture has fixed it.
@@ -135,12 +167,18 @@ def autocasts_of(parts: Sequence[nn.Module]) -> frozenset[tuple[str, torch.dtype
     return frozenset(entered)
 
 
-def require_gradients() -> None:
-    """Refuse a step where gradients are off.
+def require_gradients(is_forward_alone: bool) -> None:
+    """Refuse a step where gradients are off, or of the forward of a sharded model.
 
     Raises:
         PipelineError: SK802.
     """
+    if is_forward_alone:
+        raise PipelineError(
+            "SK802",
+            "the graph is one rank's forward of a sharded model, which has no gradients",
+            "Capture its training step: splitkit.capture(model, ..., training=True).",
+        )
     if not torch.is_grad_enabled():
         raise PipelineError(
             "SK802",

@@ -19,7 +19,7 @@ from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import JointSource, StagedStep
 from splitkit.errors import PipelineError
-from splitkit.graph.shards import MeshGroup, copies_of, local_tensor, mesh_groups
+from splitkit.graph.shards import MeshGroup, copies_of, groups_met, local_tensor, mesh_groups
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
@@ -36,7 +36,7 @@ from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failure
 from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
-from splitkit.runtime.ranks.planned_stage import HostQueue, moves_values
+from splitkit.runtime.ranks.planned_stage import HostQueue, graphs_of, moves_values
 from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same, require_same_collectives
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages, require_meshes_of
 from splitkit.runtime.ranks.replicas import (
@@ -212,7 +212,8 @@ class Pipeline(ComparedRanks):
         shared = {} if trained is None else with_every_name(trained.every_saved(), trained._captured_model())
         require_same_model(self._chain, self.stages, group, without=shared)
         # ranks that run the same stages on pieces of their tensors
-        self.meshes = mesh_groups(held)
+        met = groups_met(gm.graph for part in self._chain.split.parts.values() for gm in graphs_of(part))
+        self.meshes, self._is_forward_alone = mesh_groups(held) | met, isinstance(split, Split) and bool(met)
         self._agreement.together(lambda: self._require_same_beside({"schedule": what, **same}))
         self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, trained, None
         self._others = OtherTensors.of(self._chain, self.stages)
@@ -333,7 +334,7 @@ class Pipeline(ComparedRanks):
             found, self._schedule, self.microbatches, self._loss, own, dims, self.group, self.device, self._seed,
             trained=self,
         )  # fmt: skip
-        share_tensors(found, with_every_name(self.saved_tensors(), model))
+        share_tensors(found, with_every_name(self.saved_tensors(), model), self.meshes)
         return made
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -522,7 +523,7 @@ class Pipeline(ComparedRanks):
         """
         train = kind != "infer"
         if train:
-            require_gradients()
+            require_gradients(self._is_forward_alone)
         made = self._rank_stages.get(train)
         if keep and made is not None and made.last_stage.own is not None:
             raise PipelineError(

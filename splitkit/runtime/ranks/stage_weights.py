@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from splitkit import _torch
 from splitkit.errors import PipelineError
-from splitkit.graph.shards import is_sharded, is_sharded_over
+from splitkit.graph.shards import PIECES, is_sharded, is_sharded_over
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
+from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_text
 from splitkit.runtime.ranks.replicas import Replicas
 from splitkit.runtime.ranks.stage_chain import Chain, StageSource
@@ -164,8 +165,10 @@ def require_same_beside(chain: Chain, stages: Iterable[int], group: dist.Process
     Raises:
         PipelineError: SK804 on every rank of the group; names the first tensor that differs, and the ranks.
     """
+    pieces: Collection[str] = getattr(captured_model(chain.split), "meta", {}).get(PIECES, ())
     held = _by_one_name(chain, tensors_of_stages(chain, stages))
-    _require_same({name: tensor for name, tensor in held.items() if not is_sharded(tensor)}, group, _BUILT)
+    same = {name: tensor for name, tensor in held.items() if not (is_sharded(tensor) or name in pieces)}
+    _require_same(same, group, _BUILT)
 
 
 class OtherTensors:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from splitkit.checks import nbytes
 from splitkit.costs import roofline
+from splitkit.costs.collectives import mesh_of
 from splitkit.errors import CycleError, SplitError, listed
 from splitkit.graph.dataflow import Dataflow, module_path, waits_for
 from splitkit.hardware.device_specs import find_device
@@ -297,7 +298,7 @@ def _costs_of(pricing: StagePricing, policy: object, costs: Costs) -> Costs:
     """Return the prices for a changed policy: of the roofline of the devices if these are alike now."""
     asked = pricing.request
     if isinstance(policy, Devices) and isinstance(asked, DeviceRequest) and len(set(asked.kinds)) > 1:
-        return roofline(pricing.flow, find_device(next(iter(policy.given.values()))))
+        return roofline(pricing.flow, find_device(next(iter(policy.given.values()))), mesh=mesh_of(costs))
     return costs
 
 
