@@ -22,6 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import splitkit as sk
 from splitkit.errors import SplitError
+from splitkit.extend import stage_plan
+from splitkit.graph.dataflow import module_path
+from splitkit.graph.joint_marks import mark_of
 from splitkit.graph.shards import full_tensor
 from splitkit.policies import Budget, Pipeline, Stages
 from splitkit.runtime import open_checkpoints, pipeline
@@ -215,7 +218,10 @@ def in_stages(kind, model, batch, other, loss, mesh, schedule, how):
     """One step of a pipeline, and the norm of its gradients."""
     stages, across = mesh.size(0), mesh.size(1)
     planned = sk.capture_joint(model, **batch)
-    step = planned.split(Pipeline(stages * (2 if schedule == "zbv" else 1), schedule, COUNT, recompute=False))
+    if how == "forward":
+        step = planned.split(of_forward(planned))
+    else:
+        step = planned.split(Pipeline(stages * (2 if schedule == "zbv" else 1), schedule, COUNT, recompute=False))
     group = mesh.get_group("pp")
     if across > 1:
         parts = {key: replace(part, replicas=across) for key, part in step.plan.parts.items()}
@@ -234,6 +240,16 @@ def in_stages(kind, model, batch, other, loss, mesh, schedule, how):
     most = max(apart(kind, own, other), lost)
     found = {"apart": most, "norm": abs(float(pipe.clip_grad_norm(1.0) / norm) - 1)}
     return found if how == "fsdp" else found | {"eval": evaluated(model, batch, other, pipe)}
+
+
+def of_forward(joint):
+    """Two stages by the modules of forward, cut in the middle of a block."""
+    stages, stage = {}, 0
+    for node in joint.flow.nodes:
+        if mark_of(node) != "is_backward":
+            stage = max(stage, int("blocks.1.norm2" in module_path(node)))
+            stages[node] = stage
+    return stage_plan(joint.flow, stages)
 
 
 def evaluated(model, batch, other, pipe):

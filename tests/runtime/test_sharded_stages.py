@@ -44,6 +44,8 @@ def test_four_ranks_train_like_one_device_under_other_schedules():
     """With a tied weight or rows of the sequence, stages also send pieces of them."""
     lines = found(4, "tied,1f1b,", "tied,zbv,", "sequence,1f1b,", "sequence,zbv,")
     assert all(line["apart"] < CLOSE and line["norm"] < CLOSE and line["eval"] < CLOSE for line in lines), lines
+    own = found(4, "tied,1f1b,forward", "sequence,gpipe,forward")  # stages of forward nodes, chosen by hand
+    assert all(line["apart"] < CLOSE and line["norm"] < CLOSE and line["eval"] < CLOSE for line in own), own
     inferred = found(4, "tied,1f1b,infer", "experts,gpipe,infer")
     assert all(line["apart"] < CLOSE and "SK802" in line["step"] for line in inferred), inferred
 
