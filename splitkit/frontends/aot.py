@@ -79,7 +79,7 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     with (
         without_onednn(),
         with_gradients_on_meta(),
-        TargetKernels(CPU),  # on meta too
+        TargetKernels(_kernels(module, args, kwargs)),
         tracing(captured.meta["tracing_context"]),
         ExitStack() as stack,
     ):
@@ -93,12 +93,18 @@ def trace_sharded(step: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         without_onednn(),
         torch.fx.traceback.preserve_node_meta(),
         with_gradients_on_meta(),
-        TargetKernels(CPU),
+        TargetKernels(_kernels(step, args, kwargs)),
         export_trace._compiling_state_context(),  # type: ignore[attr-defined]  # models ask torch whether they may look at values
         ExitStack() as stack,
     ):
         gm = aot_export_joint_with_descriptors(stack, step, args, dict(kwargs)).graph_module
     return _with_constants(gm, args, kwargs)
+
+
+def _kernels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """Return the kernels that a graph calls: the CPU's, on ``meta`` as well, or those of an accelerator's own."""
+    held = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, dict(kwargs))))
+    return CPU if {t.device.type for t in held if isinstance(t, torch.Tensor)} <= {CPU, "meta"} else None
 
 
 def _with_constants(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:

@@ -103,6 +103,19 @@ def refused() -> dict[str, Any]:
     return {}
 
 
+def attention() -> dict[str, Any]:
+    """The ops of a training step with attention that is captured on the rank's device."""
+
+    class Attention(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = super().forward(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, q, q).sum()
+
+    home = f"{simgpu.TYPE}:{dist.get_rank()}"
+    joint = sk.capture_joint(Attention(8, 8).to(home), torch.randn(2, 4, 8, device=home))
+    return {"kernels": [str(node.target) for node in joint.graph_module.graph.nodes]}
+
+
 def prepare() -> None:
     simgpu.register()
     staged_group.register()
@@ -111,6 +124,6 @@ def prepare() -> None:
 def main() -> None:
     on_ranks.start()
     for case in json.loads(sys.argv[1]):
-        found = refused() if case == ["refused"] else trained(*case)
+        found = {"refused": refused, "attention": attention}.get(case[0], lambda: trained(*case))()
         print(json.dumps({"case": case, "rank": dist.get_rank(), **found, "races": simgpu.races()}), flush=True)
     dist.destroy_process_group()

@@ -41,7 +41,18 @@ def test_a_pipeline_trains_as_the_whole_on_the_cpu(ranks, cases):
         assert line["waits"] == 0, "a stage waited for its device in forward"
 
 
-NOW = [["forward", "home", "gpipe"], ["joint", "simgpu:0", "zbvzerobubble"], ["refused"]]
+@pytest.mark.campaign
+def test_stages_are_sharded_over_devices():
+    """A tied table, rows of the sequence on different devices, and experts that exchange tokens."""
+    cases = ["tied,1f1b", "sequence,1f1b", "sequence,zbv", "experts,1f1b"]
+    found = launch("accelerator/sharded.py", 4, *cases, seconds=150)
+    assert len(found) == 4 * len(cases)
+    for line in found:
+        assert line["apart"] < 3e-6 and line["inferred"] < 1e-6 and not line["races"], line
+        assert [line["device"]] == line["at"] == [f"simgpu:{line['rank']}"], line
+
+
+NOW = [["forward", "home", "gpipe"], ["joint", "simgpu:0", "zbvzerobubble"], ["refused"], ["attention"]]
 LATER = [
     [kind, where, schedule]
     for kind, places in {"forward": ("cpu", "simgpu:0", "home"), "joint": ("cpu", "meta", "simgpu:0", "home")}.items()
@@ -56,7 +67,9 @@ def test_a_graph_may_be_captured_on_another_device_than_its_rank(cases):
     assert len(found) == 2 * len(cases)
     for line in found:
         assert not line["races"]
-        if "refused" in line:
+        if "kernels" in line:
+            assert not [name for name in line["kernels"] if "for_cpu" in name], "the device has kernels of its own"
+        elif "refused" in line:
             assert "SK804" in line["refused"] and "code of the parts" in line["refused"], line
         else:
             assert max(line["loss"], line["weight"]) < 1e-9, line
