@@ -39,7 +39,15 @@ from splitkit.frontends.capture.first_call import are_real, in_eval_mode, output
 from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.module_state import dicts_restored, owned_dicts
-from splitkit.frontends.sharded_step import NO_LOSS, NO_TENSOR, ShardedStep, has_shards, loss_in, refuse_fsdp
+from splitkit.frontends.sharded_step import (
+    NO_LOSS,
+    NO_TENSOR,
+    ShardedStep,
+    has_shards,
+    loss_in,
+    refuse_fsdp,
+    refuse_sharded_inputs,
+)
 from splitkit.graph.joint_marks import mark_of
 from splitkit.graph.losses import GIVE, loss_of, no_loss
 from splitkit.graph.shards import local_tensor, sharded_as
@@ -272,6 +280,7 @@ def capture_joint(model: nn.Module, *args: Any, loss: Loss | None = None, **kwar
     require_module(model)
     refuse_autocast("the joint graph would have full precision", "Enter it in the model's forward instead.")
     check_model(model, loss)
+    refuse_sharded_inputs((args, kwargs))
     with buffers_on_meta(model):
         step, gm, signature = _traced_step(model, loss, *inputs_on_meta(model, copy_repeated((args, kwargs))))
     check_graph(model, gm.graph, signature)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.fx import traceback
 
-from splitkit._torch import name_group, ranks_of_group, rename
+from splitkit._torch import name_group, pytree, ranks_of_group, rename
 from splitkit.errors import CaptureError
 from splitkit.graph.losses import loss_of
 from splitkit.graph.shards import collective_group, full_tensor, is_sharded, local_tensor, mesh_groups, sharded_as
@@ -56,6 +56,16 @@ def refuse_fsdp(model: nn.Module) -> None:
             f"{managed[0]} is managed by FSDP, whose hooks gather parameters outside of any graph",
             "Capture the plain model, and shard its stages afterwards: Pipeline.shard().",
             managed,
+        )
+
+
+def refuse_sharded_inputs(inputs: Any) -> None:
+    """Raise SK401 for an input that is sharded over ranks: in a graph, inputs are whole."""
+    if any(map(is_sharded, pytree.tree_leaves(inputs))):
+        raise CaptureError(
+            "SK401",
+            "an input is sharded over ranks, and a graph of one rank's program takes whole inputs",
+            "Give the whole tensor, as all ranks do: x.full_tensor().",
         )
 
 

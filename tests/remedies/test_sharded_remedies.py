@@ -15,6 +15,7 @@ from shardednets import Net, X, first_of, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import splitkit as sk
 from splitkit.cli.mesh import joined_mesh, read_mesh
@@ -41,6 +42,14 @@ def test_another_way_to_capture_a_forward(mesh):
     with refusal("SK401", "Leave out how= and dynamic=."):
         sk.capture(model, X, dynamic=True)
     assert sk.capture(model, X)(X).shape == ()
+
+
+def test_an_input_that_is_sharded(mesh):
+    given = distribute_tensor(X, mesh["tp"], [Replicate()], src_data_rank=None)
+    for training in (False, True):
+        with refusal("SK401", "Give the whole tensor, as all ranks do: x.full_tensor()."):
+            sk.capture(sharded(mesh["tp"]), given, training=training)
+    assert sk.capture(sharded(mesh["tp"]), given.full_tensor())(X).shape == ()
 
 
 def test_a_step_of_a_forward(mesh):

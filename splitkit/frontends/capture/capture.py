@@ -54,7 +54,7 @@ from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, r
 from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
 from splitkit.frontends.quantized import AS_MODULES, quantized_part
-from splitkit.frontends.sharded_step import has_shards, refuse_fsdp
+from splitkit.frontends.sharded_step import has_shards, refuse_fsdp, refuse_sharded_inputs
 from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
 from splitkit.graph.unsaved_buffers import keep_values
@@ -121,6 +121,7 @@ def _of_shards(
             "Leave out how= and dynamic=.",
         )
     refuse_fsdp(model)
+    refuse_sharded_inputs((args, kwargs))
     refuse_module_hooks(model)
     given = args, kwargs
     args, kwargs = inputs_on_meta(model, copy_repeated(given))
