@@ -160,8 +160,8 @@ class _Residual:
 
     size: int
     rows: Ints
-    columns: Ints
-    starts: Ints
+    columns: NDArray[np.int32]
+    starts: NDArray[np.int32]
     left: Ints
     flow: int = 0
 
@@ -204,7 +204,7 @@ class _Residual:
         """Return (n,) the vertices from which more could flow to the sink."""
         return _marked(self.size, breadth_first_order(self._open().T.tocsr(), 1, return_predecessors=False))
 
-    def open_edges(self) -> tuple[Ints, Ints]:
+    def open_edges(self) -> tuple[Ints, NDArray[np.int32]]:
         """Return where the edges with residual capacity start and end."""
         is_open = self.left > 0
         return self.rows[is_open], self.columns[is_open]
