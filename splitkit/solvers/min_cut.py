@@ -114,8 +114,7 @@ def min_cut(network: Network) -> Cut:
     inside, outside = _settled(network)
     small, number = network.contract(inside, outside)
     residual = _Residual.of(small)
-    residual.fill()
-    smallest, largest = residual.reached()[number], ~residual.reaching()[number]
+    smallest, largest = residual.fill()[number], ~residual.reaching()[number]
     value = network.value(smallest)
     assert value == network.value(largest) == residual.flow
     place = np.flatnonzero(number > 1)
@@ -178,14 +177,16 @@ class _Residual:
         rows, columns = keys // n, (keys % n).astype(np.int32)  # of other ints scipy looks at each, in each array
         return cls(n, rows, columns, np.searchsorted(rows, np.arange(n + 1)).astype(np.int32), left)
 
-    def fill(self) -> None:
-        """Send as much flow as possible."""
+    def fill(self) -> Bools:
+        """Send as much flow as possible; return (n,) the vertices to which more could flow from the source."""
         over = min(int(self.left[self.rows == 0].sum()), int(self.left[self.columns == 1].sum()))
+        side = None
         while over:
             shift = max(0, over.bit_length() - _BITS)
             self._round(shift)
             side = self.reached(shift)
             over = int(self.left[side[self.rows] & ~side[self.columns]].sum())
+        return self.reached() if side is None else side  # nothing leaves it, so it is the same for a shift of 0
 
     def _round(self, shift: int) -> None:
         """Send as much flow as possible in multiples of ``2**shift``."""
