@@ -38,8 +38,9 @@ from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_search import CutSearch
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.stage_frontiers import StageFrontiers, StageHull
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
+from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.testing import models
 from splitkit.training.choices import Choice
 
@@ -128,7 +129,7 @@ class Rivals:
     def once(self, ends: Sequence[int], memory: int) -> Way | None:
         """Return given cuts with one min-cut price for all stages."""
         spans = list(pairwise([0, *ends]))
-        hulls = [priced(StageHull(self.problems.problem(*span).savings)) for span in spans]
+        hulls = [priced(Hull(self.problems.problem(*span).savings)) for span in spans]
         prices = sorted({price for hull in hulls for price, _ in hull})
         for price in prices:
             chosen = [max((c for c in hull if c[0] <= price), key=lambda c: c[0])[1] for hull in hulls]
@@ -143,11 +144,10 @@ class Rivals:
         return Way(tuple(span[1] for span, _ in stages), tuple(choice for _, choice in stages), run)
 
 
-def priced(hull: StageHull) -> list[tuple[float, Choice]]:
+def priced(hull: Hull) -> list[tuple[float, Choice]]:
     """(seconds a byte, choice) of all corners: the least price of a byte at which it is the best."""
-    choices, corners = hull.all_corners(), hull.corners
-    prices = [(a.second - b.second) * hull.tick / (b.first - a.first) for a, b in pairwise(corners)]
-    return list(zip([*prices, 0.0], choices, strict=True))
+    prices = [(a.second - b.second) * hull.tick / (b.first - a.first) for a, b in pairwise(hull.corners)]
+    return list(zip([*prices, 0.0], hull.choices, strict=True))
 
 
 def _nearest(legal: np.ndarray, position: int) -> int:

@@ -72,7 +72,7 @@ def rows(cases: dict[str, tuple[str, dict[str, int]]]) -> Iterator[dict[str, Any
         graph = as_networkx(network)
         ours, cut = timed(lambda network=network: min_cut(network), ROUNDS)
         theirs, value = timed(lambda graph=graph: nx.minimum_cut_value(graph, 0, 1), 1)
-        whole, hull = timed(lambda problem=problem: Hull.of(problem), ROUNDS)
+        whole, hull = timed(lambda problem=problem: Hull(problem), ROUNDS)
         yield {
             "network": title,
             "vertices": network.size,

@@ -7,9 +7,7 @@ import argparse
 from splitkit import __version__
 from splitkit.cli.part_flags import BACKENDS
 from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, sizes_of_memory, words
-from splitkit.cli.syntax.export_options import add_export, add_import
-from splitkit.cli.syntax.fit_options import add_fit
-from splitkit.cli.syntax.generate_options import add_generate
+from splitkit.cli.syntax.command_options import add_export, add_fit, add_generate, add_import
 from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,

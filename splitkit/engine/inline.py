@@ -160,7 +160,6 @@ class MergedAttributes:
         self._fill(self.module, original)
         self._names: dict[tuple[int, str], str] = {}
         self._taken: dict[str, object] = {}
-        self._original = original
         parts = {id(m) for m in modules}
         read = [(m, str(n.target)) for m in modules for n in m.graph.nodes if n.op in ("get_attr", "call_module")]
         for module, target in sorted(read, key=lambda pair: pair[1].count(".")):  # modules before their attributes

@@ -14,7 +14,6 @@ from typing import Any
 from torch.distributed.pipelining import schedules
 
 from splitkit import _torch
-from splitkit.pipeline.message_order import Communicators, MessageOrder
 from splitkit.pipeline.order import KINDS, Action, PipelineOrder
 
 
@@ -44,11 +43,6 @@ def torch_cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:
     local = SimpleNamespace(group_rank=0, group_size=len(order.ranks), num_stages=stages, submod=None, stage_index=0)
     rows = _torch.action_schedule([local], order.microbatches, _skip, order.ranks).pipeline_order_with_comms
     return tuple(tuple(map(str, rows[rank])) for rank in range(len(order.ranks)))
-
-
-def torch_message_order(order: PipelineOrder, communicators: Communicators = "rank") -> MessageOrder:
-    """Return an order with its messages where the installed torch places them."""
-    return MessageOrder(order.name, order.ranks, torch_cells(order), communicators)
 
 
 def _skip(first: object, second: object) -> None:

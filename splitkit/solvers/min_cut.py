@@ -114,8 +114,7 @@ def min_cut(network: Network) -> Cut:
     inside, outside = _settled(network)
     small, number = network.contract(inside, outside)
     residual = _Residual.of(small)
-    residual.fill()
-    smallest, largest = residual.reached()[number], ~residual.reaching()[number]
+    smallest, largest = residual.fill()[number], ~residual.reaching()[number]
     value = network.value(smallest)
     assert value == network.value(largest) == residual.flow
     place = np.flatnonzero(number > 1)
@@ -160,8 +159,8 @@ class _Residual:
 
     size: int
     rows: Ints
-    columns: Ints
-    starts: Ints
+    columns: NDArray[np.int32]
+    starts: NDArray[np.int32]
     left: Ints
     flow: int = 0
 
@@ -175,17 +174,19 @@ class _Residual:
         capacities = np.where(network.capacities == INFINITE, 0, network.capacities)
         np.add.at(left, which[: len(tails)], capacities)
         left[which[: len(tails)][network.capacities == INFINITE]] = most
-        rows, columns = keys // n, keys % n
-        return cls(n, rows, columns, np.searchsorted(rows, np.arange(n + 1)), left)
+        rows, columns = keys // n, (keys % n).astype(np.int32)  # of other ints scipy looks at each, in each array
+        return cls(n, rows, columns, np.searchsorted(rows, np.arange(n + 1)).astype(np.int32), left)
 
-    def fill(self) -> None:
-        """Send as much flow as possible."""
+    def fill(self) -> Bools:
+        """Send as much flow as possible; return (n,) the vertices to which more could flow from the source."""
         over = min(int(self.left[self.rows == 0].sum()), int(self.left[self.columns == 1].sum()))
+        side = None
         while over:
             shift = max(0, over.bit_length() - _BITS)
             self._round(shift)
             side = self.reached(shift)
             over = int(self.left[side[self.rows] & ~side[self.columns]].sum())
+        return self.reached() if side is None else side  # nothing leaves it, so it is the same for a shift of 0
 
     def _round(self, shift: int) -> None:
         """Send as much flow as possible in multiples of ``2**shift``."""
@@ -204,14 +205,14 @@ class _Residual:
         """Return (n,) the vertices from which more could flow to the sink."""
         return _marked(self.size, breadth_first_order(self._open().T.tocsr(), 1, return_predecessors=False))
 
-    def open_edges(self) -> tuple[Ints, Ints]:
+    def open_edges(self) -> tuple[Ints, NDArray[np.int32]]:
         """Return where the edges with residual capacity start and end."""
         is_open = self.left > 0
         return self.rows[is_open], self.columns[is_open]
 
     def _open(self, shift: int = 0) -> csr_array:
         is_open = (self.left >> shift) > 0
-        starts = np.concatenate([[0], np.cumsum(is_open)])[self.starts]
+        starts = np.concatenate([[0], np.cumsum(is_open)])[self.starts].astype(np.int32)
         data = np.ones(int(is_open.sum()), np.int8)
         return csr_array((data, self.columns[is_open], starts), shape=(self.size, self.size))
 
@@ -221,6 +222,7 @@ class _Residual:
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 _MOST_UNITS = 2.0**40  # into which the sum of the second costs is divided
 
@@ -293,16 +295,21 @@ class TwoCosts:
         return start, self._corner(self._cut(start.side, nothing, 1, self._total(self.first) + 1).largest)
 
     def _after(self, start: Corner, end: Corner) -> Iterator[Corner]:
-        rates = _rates(start, end)
-        found = self._corner(self._cut(start.side, ~end.side, *rates).largest)
-        if _cost(found, *rates) < _cost(start, *rates):
+        found = self.corner_between(start, end)
+        if found is None:
+            yield end
+        else:
             yield from self._after(start, found)
             yield from self._after(found, end)
-        else:
-            yield end
 
-    def between(self, start: Corner, end: Corner, rank: Ints) -> NestedCuts:
-        """Return cuts on the edge of the hull between two corners, with growing sides of the source.
+    def corner_between(self, start: Corner, end: Corner) -> Corner | None:
+        """Return the corner furthest below the line through two corners; ``None`` if the hull has an edge there."""
+        rates = _rates(start, end)
+        found = self._corner(self._cut(start.side, ~end.side, *rates).largest)
+        return found if _cost(found, *rates) < _cost(start, *rates) else None
+
+    def between(self, start: Corner, end: Corner, rank: Ints) -> Iterator[Corner]:
+        """Yield the cuts on the edge of the hull between two corners, with growing sides of the source.
 
         Args:
             start: a corner.
@@ -310,7 +317,11 @@ class TwoCosts:
             rank: (size,) of the vertices that may change sides next, those of the highest rank do.
         """
         cut = self._cut(start.side, ~end.side, *_rates(start, end))
-        return NestedCuts(self, start, tuple(_steps(cut, end.side & ~start.side, rank)))
+        side, steps = start.side, list(_steps(cut, end.side & ~start.side, rank))
+        for step in steps[:-1]:
+            side = side.copy()
+            side[step] = True
+            yield self._corner(side)
 
     def _cut(self, inside: Bools, outside: Bools, first: int, second: int) -> Cut:
         """Return the minimum cut of the costs at these rates, with some vertices fixed; sides are over all vertices."""
@@ -329,39 +340,6 @@ class TwoCosts:
     @staticmethod
     def _total(costs: Ints) -> int:
         return int(costs[costs != INFINITE].sum())
-
-
-@dataclass(frozen=True, eq=False)
-class NestedCuts:
-    """Nested cuts; see `TwoCosts.between`.
-
-    Attributes:
-        network: the network.
-        start: the first cut.
-        steps: the vertices that join the source's side, one group after the other.
-    """
-
-    network: TwoCosts
-    start: Corner
-    steps: tuple[Ints, ...]
-
-    def __len__(self) -> int:
-        return len(self.steps) + 1
-
-    def corner(self, index: int) -> Corner:
-        """Return the cut after so many steps."""
-        side = self.start.side.copy()
-        for step in self.steps[:index]:
-            side[step] = True
-        return self.network._corner(side)
-
-    def last_within(self, limit: int) -> Corner:
-        """Return the last cut whose first cost is at most ``limit``; the first cut must be within it."""
-        low, high = 0, len(self.steps)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.corner(middle).first <= limit else (low, middle - 1)
-        return self.corner(low)
 
 
 def _rates(start: Corner, end: Corner) -> tuple[int, int]:
@@ -413,73 +391,3 @@ def _steps(cut: Cut, free: Bools, rank: Ints) -> Iterator[Ints]:
             waits[tail] -= 1
             if not waits[tail]:
                 heapq.heappush(ready, (-int(highest[tail]), tail))
-
-
-# Minimum cuts of one network at many rates ``first + rate * second``, quick and near exact.
-#
-# The edges are sorted once. Each cut is then one maximum flow over 32-bit capacities, so it may lie above the minimum
-# by a rounding error, which is known: the sum of all capacities times 2**-30 for each edge. Costs of cuts are exact.
-
-
-Bools = NDArray[np.bool_]
-
-_MOST = 2**30  # capacity of endless arcs, at least twice the sum of the others; scipy's flows have 32 bits
-
-
-@dataclass(frozen=True, eq=False)
-class QuickCut:
-    """A cut near the minimum.
-
-    Attributes:
-        side: (size,) bool; the source's side.
-        first: its first cost.
-        second: its second cost.
-        bound: a lower bound on ``first + rate * second`` of all cuts.
-    """
-
-    side: Bools
-    first: int
-    second: int
-    bound: float
-
-
-class QuickCuts:
-    """Cuts of a network with two costs an edge; both ends of the hull must exist."""
-
-    def __init__(self, network: TwoCosts) -> None:
-        self.network = network
-        n = network.size
-        endless = (network.first == INFINITE) | (network.second == INFINITE)
-        keys = np.concatenate([network.tails * n + network.heads, network.heads * n + network.tails])
-        self._keys, place = np.unique(keys, return_inverse=True)
-        self._forth = place[: len(network.tails)]
-        self._endless = endless
-        self._first = np.where(endless, 0, network.first).astype(np.float64)
-        self._second = np.where(endless, 0, network.second).astype(np.float64)
-        self._rows, columns = self._keys // n, self._keys % n
-        self._columns = columns.astype(np.int32)
-        self._starts = np.searchsorted(self._rows, np.arange(n + 1)).astype(np.int32)
-
-    def cut(self, rate: float) -> QuickCut:
-        """Return a cut that is nearly the least in ``first + rate * second``."""
-        network = self.network
-        costs = self._first + rate * self._second
-        unit = float(costs.sum()) / (_MOST / 2) or 1.0
-        units = np.rint(costs / unit)
-        whole = np.zeros(len(self._keys))
-        np.add.at(whole, self._forth, units)
-        whole[self._forth[self._endless]] = _MOST
-        capacities = np.minimum(whole, _MOST).astype(np.int32)
-        size = network.size
-        arcs = csr_array((capacities, self._columns, self._starts), shape=(size, size))
-        flow = maximum_flow(arcs, 0, 1).flow
-        is_open = capacities - flow.data > 0
-        starts = np.concatenate([[0], np.cumsum(is_open)])[self._starts]
-        there = csr_array(
-            (np.ones(int(is_open.sum()), np.int8), self._columns[is_open], starts.astype(np.int32)), shape=(size, size)
-        )
-        side = np.zeros(size, np.bool_)
-        side[breadth_first_order(there, 0, return_predecessors=False)] = True
-        crossing = side[network.tails] & ~side[network.heads]
-        first, second = int(network.first[crossing].sum()), int(network.second[crossing].sum())
-        return QuickCut(side, first, second, first + rate * second - unit * len(costs))

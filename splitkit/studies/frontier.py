@@ -235,7 +235,7 @@ class Frontier(Shown):
     @cached_property
     def hull(self) -> Hull:
         """The parametric cuts from which the points are computed."""
-        return Hull.of(savings(self.flow, self._costs))
+        return Hull(savings(self.flow, self._costs))
 
     @cached_property
     def _front(self) -> PeakFrontier:

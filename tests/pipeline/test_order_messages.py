@@ -19,7 +19,7 @@ from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_of
 from splitkit.pipeline.simulate import StageCosts, price_actions, simulate_schedule, times_of_messages
 from splitkit.pipeline.synthesize import load_order, order_from_csv, order_to_csv, save_order
-from splitkit.pipeline.torch_orders import torch_cells, torch_message_order
+from splitkit.pipeline.torch_orders import torch_cells
 from splitkit.solvers.solve_sequence import sequenced
 
 MODELS = list(itertools.product(("rank", "pair"), (False, True)))
@@ -142,7 +142,9 @@ def test_every_schedule_gets_an_order_that_is_never_longer_than_torchs_and_never
     for communicators in ("rank", "pair"):
         found = order_messages(stages, order, links=links, communicators=communicators)
         waits(found.order, blocking=True)
-        torchs = simulate_schedule(stages, torch_message_order(order, communicators), links=links)
+        torchs = simulate_schedule(
+            stages, MessageOrder(order.name, order.ranks, torch_cells(order), communicators), links=links
+        )
         assert found.bound <= found.seconds <= torchs.seconds + 1e-9
         assert schedule_of(found.order) is None and found.order.ranks == order.ranks
         own = [[cell for cell in row if not is_message(cell)] for row in found.order.cells]
@@ -196,7 +198,7 @@ def test_torchs_first_receive_holds_up_its_sends_and_ours_does_not():
     links = Seconds(random.Random(0))
     links.found = dict.fromkeys(map(frozenset, itertools.combinations(range(4), 2)), 0.05)
     order = pipeline_order("interleaved-1f1b", 8, 8, 4)
-    torchs = simulate_schedule(stages, torch_message_order(order), links=links)
+    torchs = simulate_schedule(stages, MessageOrder(order.name, order.ranks, torch_cells(order)), links=links)
     found = order_messages(stages, order, links=links)
     unordered = simulate_schedule(stages, order, links=links)
     assert found.seconds == pytest.approx(unordered.seconds) and torchs.seconds > 1.2 * found.seconds

@@ -9,10 +9,10 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from splitkit import _torch
-from splitkit.pipeline.message_order import waits
+from splitkit.pipeline.message_order import MessageOrder, waits
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
-from splitkit.pipeline.torch_orders import torch_message_order
+from splitkit.pipeline.torch_orders import torch_cells
 from splitkit.runtime.ranks.order_runner import _forward
 
 Peer = Callable[[int, int, int], int]
@@ -73,7 +73,8 @@ def test_no_schedule_waits_in_a_ring(name, ranks):
     # forward of inference has other rows; torch needs backward in them and drops it
     inferred = torchs_rows(order, [_forward(row) for row in order.ranks])
     forward = [[text for text in row if _parsed(text)[2] == "F"] for row in inferred]
-    waits(torch_message_order(order), blocking=True)  # which says the same of the rows with backward
+    placed = MessageOrder(order.name, order.ranks, torch_cells(order))
+    waits(placed, blocking=True)  # which says the same of the rows with backward
     for rows in (torchs_rows(order, order.ranks), forward):
         assert sum("SEND" in text for row in rows for text in row) > 0
         assert not waits_in_a_ring(rows, lambda rank, stage, number: order.rank_of[stage])

@@ -10,7 +10,7 @@ from hulls import lower_hull
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from splitkit.solvers.min_cut import INFINITE, Network, NoCutError, QuickCuts, TwoCosts
+from splitkit.solvers.min_cut import INFINITE, Network, NoCutError, TwoCosts
 
 
 @st.composite
@@ -58,16 +58,15 @@ def test_cuts_between_corners_lie_on_the_hull(net):
     points = all_costs(net)
     corners = net.corners() if points else []
     for start, end in pairwise(corners):
-        chain = net.between(start, end, np.arange(net.size))
-        found = [chain.corner(i) for i in range(len(chain))]
-        assert (found[0].side == start.side).all() and (found[-1].side == end.side).all()
+        assert net.corner_between(start, end) is None
+        found = [start, *net.between(start, end, np.arange(net.size)), end]
+        for before, after in pairwise(found):
+            assert (before.side <= after.side).all() and before.first < after.first
         for cut in found:
             assert (cut.first, cut.second) in points
             assert (cut.first - start.first) * (end.second - start.second) == (cut.second - start.second) * (
                 end.first - start.first
             )
-            within = [c.first for c in found if c.first <= cut.first]
-            assert chain.last_within(cut.first).first == max(within) == cut.first
 
 
 def test_equal_blocks_go_over_one_by_one_the_highest_first():
@@ -76,20 +75,5 @@ def test_equal_blocks_go_over_one_by_one_the_highest_first():
     net = TwoCosts(4, *np.array(edges, np.int64).T)
     start, end = net.corners()
     assert [(start.first, start.second), (end.first, end.second)] == [(0, 4), (6, 0)]
-    chain = net.between(start, end, np.arange(4))
-    assert [step.tolist() for step in chain.steps] == [[3], [2]]
-    assert chain.last_within(5).first == 3
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(two_costs(), st.sampled_from([0.0, 0.3, 1.0, 2.5]))
-def test_a_quick_cut_is_nearly_the_least_and_its_bound_holds(net, rate):
-    points = all_costs(net)
-    if not points:
-        return
-    cut = QuickCuts(net).cut(rate)
-    crossing = cut.side[net.tails] & ~cut.side[net.heads]
-    assert (cut.first, cut.second) in points and cut.side[0] and not cut.side[1]
-    assert (cut.first, cut.second) == (int(net.first[crossing].sum()), int(net.second[crossing].sum()))
-    least = min(first + rate * second for first, second in points)
-    assert cut.bound <= least + 1e-9 and cut.first + rate * cut.second <= least + 1e-6
+    (halfway,) = net.between(start, end, np.arange(4))
+    assert halfway.first == 3 and (halfway.side & ~start.side).nonzero()[0].tolist() == [3]

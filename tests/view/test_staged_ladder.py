@@ -69,7 +69,7 @@ def test_times_are_those_of_the_plan_and_ops_are_where_it_puts_them(make):
             nodes = [n for name in names for n in step.plan.members((name, stage)) if n.op == "call_function"]
             assert sum(data["times"][column][row] for row in rows) == pytest.approx(sum(map(costs.seconds, nodes)))
     for node, places in zip(view.nodes, data["places"], strict=True):
-        found = {(view.stage_of_row(row), column) for row, column in zip(places[::2], places[1::2], strict=True)}
+        found = {(view.rows.parts[row], column) for row, column in zip(places[::2], places[1::2], strict=True)}
         column_of = {"forward": 0, "backward": 1, "input": 1, "weight": 2}
         assert found == {(key[1], column_of[key[0]]) for key in step.plan[node]}
 

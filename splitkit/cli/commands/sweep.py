@@ -36,9 +36,9 @@ def run(args: Namespace) -> Outcome:
     wanted = _model(args)
     _check(args)
     if args.stages is not None:
-        from splitkit.cli.commands import sweep_joint, sweep_pipelines
+        from splitkit.cli.commands import sweep_pipelines as stages
 
-        return sweep_joint.run(args, wanted) if args.what == TRAINING else sweep_pipelines.run(args, wanted)
+        return stages.sweep_training_step(args, wanted) if args.what == TRAINING else stages.run(args, wanted)
     return _frontier(args, wanted)
 
 

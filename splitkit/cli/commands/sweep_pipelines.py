@@ -7,8 +7,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import splitkit as sk
 from splitkit.cli import placement
-from splitkit.cli.common import check_costs, decoded, prepare, prices, read_plan
+from splitkit.cli.commands.plan_training import CapturedStep, prepare_step, priced_step
+from splitkit.cli.common import TRAINING, check_costs, decoded, prepare, prices, read_plan
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import Source
@@ -16,14 +18,22 @@ from splitkit.cli.syntax import device_list
 from splitkit.costs import unit_of
 from splitkit.costs.recorded import costs_of
 from splitkit.errors import UsageError
-from splitkit.studies.sweep import MICROBATCHES, Sweep, Sweeper, combinations
+from splitkit.plans.plan_file import policy_text
+from splitkit.studies.fit.fit_result import plan_command
+from splitkit.studies.sweep import (
+    MICROBATCHES,
+    Sweep,
+    Sweeper,
+    TrainingSweeper,
+    combinations,
+    training_combinations,
+)
 from splitkit.units import duration, size
 from splitkit.view.tables import facts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.cli.commands.plan_training import CapturedStep
     from splitkit.cli.common import CapturedModel
     from splitkit.cli.syntax.device_list import DeviceList
 
@@ -53,6 +63,30 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     again = {"recompute": "backward runs the parts again; the stages are those planned without"}
     more = {"optimizer": sweeper.optimizer, "recompute": sweeper.recompute}
     return sweep_outcome(args, work, ranks, found, more, again if sweeper.recompute else {})
+
+
+def sweep_training_step(args: Namespace, wanted: Source) -> Outcome:
+    """Run ``splitkit sweep --stages --what fwd-bwd`` with checked arguments: each row is planned by ``Pipeline``.
+
+    Raises:
+        UsageError: SK601 for devices of several kinds.
+        ScheduleError: SK330 for an unknown schedule.
+        CostError: SK321 for an unknown device, SK322 for an unknown link.
+    """
+    devices, links, memory, _ = ranks = ranks_of_sweep(args)
+    each = training_combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules, args.chunks)
+    if devices is None or args.costs is not None:
+        work, costs = priced_step(args, wanted)
+    else:
+        work = prepare_step(wanted)
+        costs = sk.costs.roofline(work.joint.graph_module, devices.devices[0])
+    room: dict[str, Any] = {"memory": memory, "links": links, "offload": args.offload, "host": args.host}
+    sweeper = TrainingSweeper(work.joint, costs, **room, optimizer=args.optimizer or "adam")
+    with work.clock.step("sweep", ""):
+        found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
+    following = next_plan(work.source, _costs_word(args, devices), found)
+    more = {"what": TRAINING, "optimizer": sweeper.optimizer, "offload": args.offload, "next": following}
+    return sweep_outcome(args, work, ranks, found, more, {})
 
 
 def sweep_outcome(
@@ -168,3 +202,30 @@ def advice(found: Sweep) -> Iterator[str]:
         )
     else:
         yield "no schedule allows any of these numbers of stages and microbatches"
+
+
+def _costs_word(args: Namespace, devices: DeviceList | None) -> str | None:
+    """Return ``--costs`` as `splitkit plan` takes it; ``None`` for its default."""
+    if args.costs is not None or devices is None:
+        given: str | None = args.costs
+        return given
+    name = devices.devices[0].name
+    return f"roofline:{args.devices}:{name}" if device_list.is_file(args.devices) else f"roofline:{name}"
+
+
+def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:
+    """Return the command that plans the fastest row; ``None`` if no row fits."""
+    policy = found.pareto[0].policy if found.pareto else None
+    if policy is None:
+        return None
+    words = ["--seed", str(source.seed)] if source.seed else []
+    words += ["--eval"] if source.mode == "eval" else []
+    words += ["--loss", source.loss] if source.loss else []
+    words += ["--costs", costs] if costs else []
+    words += ["--what", TRAINING, "--policy", _in_shell(policy_text(policy))]
+    return plan_command(source.spec, source.sizes, words)
+
+
+def _in_shell(text: str) -> str:
+    """Return a policy with its texts in double quotes: single ones enclose the policy in a shell."""
+    return text if '"' in text else text.replace("'", '"')

@@ -402,16 +402,6 @@ def report_cause(line: str) -> str:
     return _within(PATIENCE, write) or line
 
 
-def reported() -> str:
-    """Return what a rank that failed has written to the store; empty if nothing."""
-
-    def read() -> str:
-        store = _torch.default_store().clone()
-        return str(store.get(KEY).decode()) if store.check([KEY]) else ""
-
-    return _within(PATIENCE, read) or ""
-
-
 def first_cause(ranks: Sequence[int], own: int, waited_for: int | None, gone: bool) -> str:
     """Return what a failed rank has reported, or which ranks have fallen silent; empty if that cannot be found.
 

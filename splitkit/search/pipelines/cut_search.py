@@ -91,7 +91,7 @@ class CutTimes:
             problem = self.problems.problem(int(start), int(end), relaxed=True).savings
             key = problem_key(problem)
             if key not in known:
-                hull = Hull.of(problem)
+                hull = Hull(problem)
                 known[key] = np.array([(c.first, c.second * hull.tick) for c in hull.corners], np.float64)
             corners.append(known[key])
         slopes = [-np.diff(c[:, 1]) / np.diff(c[:, 0]) for c in corners if len(c) > 1]
@@ -533,7 +533,7 @@ class CutSearch:
             fixed = self.choices.fixed((0, size))
             held = sum(limit or 0 for limit in self.limits) - fixed
             least = min(int(load.surely().min()) for load in self.choices.loads)
-            hull = Hull.of(self.problems.problem(0, size, relaxed=True).savings)
+            hull = Hull(self.problems.problem(0, size, relaxed=True).savings)
             work += hull.bound(held / max(1, least))
         piece = float(np.diff(self._time).max())
         return max(work / ranks, piece) * count

@@ -210,7 +210,6 @@ class StageProblems:
             if whole.needed[i]:
                 self.need[i] = min(pinned, default=place[flow.producer(value)])
             self.up[i] = min((place[r] for r in readers if r in ops), default=_NEVER)
-        self.value_at = self.op_at[whole.maker]
         storages = (flow.storages.under(value) for value in whole.values)
         self.root = np.full(len(whole.nbytes), -1)
         for i, under in zip(whole.storage.tolist(), storages, strict=True):

@@ -15,8 +15,8 @@ is a lower bound: the mean of some paths is not longer than the longest one, and
 plan that fits (`splitkit.solvers.line.column_bound` finds good means and prices). With these given, the sum falls apart
 into stages: times * weights, bytes in any case * prices, and recompute seconds * weight + saved bytes * price. This
 last part is at least the sum of the same over all pieces between neighbouring cuts, as if what passes a cut were free.
-For the intervals that the dynamic program over cuts chooses, it is exact up to rounding (`StageHull.least`), and the
-program is solved again. Both are lower bounds of the part, so the value of the program is a lower bound in every round.
+For the intervals that the dynamic program over cuts chooses, it is exact (`Hull.least`), and the program is solved
+again. Both are lower bounds of the part, so the value of the program is a lower bound in every round.
 
 The bound may be below the best step, because mixtures of cuts and of points of frontiers count as plans, temporary
 bytes count one op only, and messages take no memory.
@@ -35,8 +35,9 @@ from splitkit.costs import Links
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, PipelineOrder
 from splitkit.pipeline.stage_prices import STATE_OF
 from splitkit.search.pipelines.rank_choice import RankChoice, RankLoads
-from splitkit.search.pipelines.stage_frontiers import StageHull, problem_key
+from splitkit.search.pipelines.stage_frontiers import problem_key
 from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.column_bound import CutMaster, DualWeights, StageColumn
 from splitkit.solvers.line.path_bound import least_sum, nearest_cuts
 
@@ -369,7 +370,7 @@ class PieceHulls:
         self._size = len(hulls.cuts)
         self._number: dict[int, Ints] = {}
         """Width -> for each start the number of the hull."""
-        known: dict[StageHull, int] = {}
+        known: dict[Hull, int] = {}
         for width in (2**k for k in range(_WIDTHS) if 2**k < self._size):
             found = [hulls.of(i, i + width, relaxed=True) for i in range(self._size - width)]
             self._number[width] = np.array([known.setdefault(hull, len(known)) for hull in found], np.int64)
@@ -400,16 +401,16 @@ class SpanHulls:
 
     def __init__(self, problems: StageProblems, cuts: Ints) -> None:
         self.problems, self.cuts = problems, cuts
-        self._of: dict[tuple[int, int, bool], StageHull] = {}
-        self._known: dict[object, StageHull] = {}
+        self._of: dict[tuple[int, int, bool], Hull] = {}
+        self._known: dict[object, Hull] = {}
 
-    def of(self, i: int, j: int, *, relaxed: bool = False) -> StageHull:
+    def of(self, i: int, j: int, *, relaxed: bool = False) -> Hull:
         """Return the hull of a stage between two cuts; if ``relaxed``, as if all values that pass them were free."""
         if (i, j, relaxed) not in self._of:
             problem = self.problems.problem(int(self.cuts[i]), int(self.cuts[j]), relaxed=relaxed).savings
             key = problem_key(problem)
             if key not in self._known:
-                self._known[key] = StageHull(problem)
+                self._known[key] = Hull(problem)
             self._of[i, j, relaxed] = self._known[key]
         return self._of[i, j, relaxed]
 

@@ -212,7 +212,7 @@ class OffloadSearch:
         for share in _LARGER if budget < whole.peak else ():
             # the plans of its programs are enough here: what they lack to the budget is offloaded
             yield partial(self.search.bound, budget + int(share * (whole.peak - budget)))
-        yield lambda: [self.pool.see(choice.runs) for choice in Hull.of(self.pool.savings).choices]
+        yield lambda: [self.pool.see(choice.runs) for choice in Hull(self.pool.savings).choices]
 
     def _low(self) -> None:
         other = self.search.anew()

@@ -13,74 +13,100 @@ from numpy.typing import NDArray
 from torch.fx import Node
 
 from splitkit.errors import NoPlanError
-from splitkit.solvers.min_cut import Corner, NestedCuts, Network, NoCutError, TwoCosts, min_cut, whole_capacities
+from splitkit.solvers.min_cut import Corner, Network, NoCutError, TwoCosts, min_cut, whole_capacities
 from splitkit.training.choices import Choice, Savings
 
 
-@dataclass(frozen=True, eq=False)
 class Hull:
     """The lower convex hull of (saved bytes, recompute seconds) over all legal choices.
+
+    Its two ends are found at once, and the corners between them where they are asked for, with about two cuts each.
 
     Attributes:
         cutting: the network of cuts.
         network: the same with whole costs: bytes, and ticks of time.
         tick: seconds; time is rounded down to these, 2**-40 of all recompute together or so.
-        corners: by rising bytes; the last recomputes nothing that it need not.
+        known: the corners found so far, by rising bytes; the last recomputes nothing that it need not.
     """
 
-    cutting: CutNetwork
-    network: TwoCosts
-    tick: float
-    corners: tuple[Corner, ...]
-
-    @classmethod
-    def of(cls, problem: Savings) -> Hull:
-        """Return the hull of a problem with about two cuts per corner, each smaller than the last.
+    def __init__(self, problem: Savings) -> None:
+        """Find the ends of the hull of a problem.
 
         Raises:
             NoPlanError: SK303 when something that backward needs can be neither saved nor recomputed.
         """
-        cutting = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
-        network, tick = whole_network(cutting)
-        with explained(cutting, problem.why):
-            return cls(cutting, network, tick, tuple(network.corners()))
+        self.cutting = CutNetwork.of(problem, problem.nbytes.astype(np.float64), problem.fixed)
+        costs = self.cutting.nbytes, self.cutting.seconds
+        self.network, self.tick = TwoCosts.of(self.cutting.size, self.cutting.tails, self.cutting.heads, costs)
+        with explained(self.cutting, problem.why):
+            start, end = self.network.ends()
+        self.known = [start, end] if end.second < start.second else [start]
+        self._edges = set[int]()
+        """First bytes of the corners after which there is none before the next one in `known`."""
+
+    @cached_property
+    def corners(self) -> tuple[Corner, ...]:
+        """All corners, by rising bytes."""
+        index = 0
+        while index + 1 < len(self.known):
+            index += self._is_edge(index)
+        return tuple(self.known)
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
         """The choice at each corner."""
         return tuple(self.cutting.choice(corner.side) for corner in self.corners)
 
-    @cached_property
-    def _chains(self) -> dict[int, NestedCuts]:
-        return {}
+    def _is_edge(self, index: int) -> bool:
+        """Return whether there is no corner between a known one and the next; otherwise it is known from then on."""
+        low, high = self.known[index : index + 2]
+        if low.first not in self._edges:
+            found = self.network.corner_between(low, high)
+            if found is not None:
+                self.known.insert(index + 1, found)
+                return False
+            self._edges.add(low.first)
+        return True
 
-    def within(self, nbytes: int) -> Choice | None:
-        """Return the choice on the hull with the most saved bytes up to ``nbytes``, or ``None`` if there is none.
+    def _edge(self, nbytes: float) -> int:
+        """Return the index of the corner at or below so many bytes, -1 if there is none."""
+        while True:
+            index = bisect_right([corner.first for corner in self.known], nbytes) - 1
+            if index < 0 or index + 1 == len(self.known) or self._is_edge(index):
+                return index
+
+    def around(self, nbytes: float) -> list[Choice]:
+        """Return the choices at the corners around so many bytes, and those between them on the hull, by rising bytes.
 
         Between two corners whole groups of ops switch one by one, such as the layers of a transformer, the last ones
         first: each of these choices lies on the hull too.
         """
-        index = bisect_right([corner.first for corner in self.corners], nbytes) - 1
+        index = self._edge(nbytes)
         if index < 0:
-            return None
-        if index + 1 == len(self.corners):
-            return self.choices[index]
-        if index not in self._chains:
-            start, end = self.corners[index : index + 2]
-            self._chains[index] = self.network.between(start, end, self.cutting.rank)
-        return self.cutting.choice(self._chains[index].last_within(nbytes).side)
+            return []
+        start, *end = self.known[index : index + 2]
+        between = self.network.between(start, end[0], self.cutting.rank) if end else ()
+        return [self.cutting.choice(corner.side) for corner in (start, *between, *end)]
+
+    def within(self, nbytes: int) -> Choice | None:
+        """Return the choice of `around` with the most saved bytes up to ``nbytes``, or ``None`` if there is none."""
+        return next((choice for choice in reversed(self.around(nbytes)) if choice.nbytes <= nbytes), None)
 
     def bound(self, nbytes: float) -> float:
         """Return a lower bound on the seconds of every choice that saves at most ``nbytes``; infinite if none does."""
-        if nbytes < self.corners[0].first:
+        index = self._edge(nbytes)
+        if index < 0:
             return float("inf")
-        firsts, seconds = [c.first for c in self.corners], [c.second * self.tick for c in self.corners]
-        return float(np.interp(nbytes, firsts, seconds))
+        ends = self.known[index : index + 2]
+        return float(np.interp(nbytes, [c.first for c in ends], [c.second * self.tick for c in ends]))
 
-
-def whole_network(cutting: CutNetwork) -> tuple[TwoCosts, float]:
-    """Return the network with whole costs, bytes and ticks of time, and the seconds of a tick."""
-    return TwoCosts.of(cutting.size, cutting.tails, cutting.heads, (cutting.nbytes, cutting.seconds))
+    def least(self, price: float, weight: float) -> tuple[float, Corner]:
+        """Return a lower bound on ``price * bytes + weight * seconds`` of every choice, and the corner that has it."""
+        while True:
+            costs = [price * corner.first + weight * self.tick * corner.second for corner in self.known]
+            index = costs.index(min(costs))
+            if all(self._is_edge(k) for k in (index, index - 1) if 0 <= k < len(costs) - 1):
+                return costs[index], self.known[index]
 
 
 # The flow network whose minimum cuts are the best choices of what a joint graph saves.

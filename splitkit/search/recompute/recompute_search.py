@@ -203,7 +203,7 @@ class RecomputeSearch:
             self.pool.see(found.runs)
         bound = found.bound
         if found.gap > 2 * GAP:  # without a limit of time, only a large graph's
-            hull = Hull.of(problem)
+            hull = Hull(problem)
             near, bound = hull.within(budget), max(bound, hull.bound(budget))
             if near is not None:
                 self.pool.see(near.runs)

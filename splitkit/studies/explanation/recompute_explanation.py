@@ -292,7 +292,7 @@ def _changes(choices: RecomputeChoices, policy: object, costs: Costs) -> Iterato
         else:
             budget = int(seen.saved * factor)
             change = f"{word} saved ({size(budget)})"
-            hull = Hull.of(choices.problem)
+            hull = Hull(choices.problem)
             choice = hull.within(budget)
             if choice is None:
                 least = min((one.nbytes for one in hull.choices), default=0)

@@ -13,7 +13,6 @@ A row is a module of one stage. Hatched is what a part computes that another par
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -346,10 +345,6 @@ class StagedView(LadderModel):
             of = found.setdefault(value.rows, {})
             of[value.maker] = of.get(value.maker, 0) + value.nbytes
         return found
-
-    def stage_of_row(self, row: int) -> int:
-        """Return the stage of a row."""
-        return bisect_right(self.borders, row) - 1
 
 
 def _placeholder(graph: fx.GraphModule | None, name: str) -> Node | None:

@@ -7,8 +7,8 @@ import pytest
 from pipelinegraphs import all_choices, random_joint
 
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.stage_frontiers import StageHull
 from splitkit.search.pipelines.stage_problems import StageProblems
+from splitkit.search.recompute.pareto_cuts import Hull
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -16,13 +16,12 @@ def test_bounds_hold_and_corners_reach_them(seed):
     flow, costs = random_joint(seed, ops=5)
     problems = StageProblems(JointPositions.of(flow), costs, "adam", False)
     savings = problems.problem(0, len(problems.positions.forward)).savings
-    every, hull = all_choices(savings), StageHull(savings)
+    every, hull = all_choices(savings), Hull(savings)
     sizes = sorted({choice.nbytes for choice in every})
     for nbytes in np.linspace(sizes[0] - 1, sizes[-1] + 1, 15).tolist():
         best = min((choice.seconds for choice in every if choice.nbytes <= nbytes), default=np.inf)
         assert hull.bound(nbytes) <= best * (1 + 1e-9) and np.isinf(hull.bound(nbytes)) == np.isinf(best)
-    corners = hull.all_corners()
-    assert len(corners) > 1
-    for choice in corners:
+    assert len(hull.choices) > 1
+    for choice in hull.choices:
         best = min(other.seconds for other in every if other.nbytes <= choice.nbytes)
-        assert choice.seconds == best == pytest.approx(hull.bound(choice.nbytes), rel=1e-5)
+        assert choice.seconds == best == pytest.approx(hull.bound(choice.nbytes), rel=1e-9)

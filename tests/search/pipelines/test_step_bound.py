@@ -13,9 +13,10 @@ from splitkit.costs import Link, Links
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.search.pipelines.cut_search import CutSearch, candidate_cuts
 from splitkit.search.pipelines.joint_positions import JointPositions
-from splitkit.search.pipelines.stage_frontiers import StageFrontiers, StageHull
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.search.pipelines.step_bound import PieceHulls, SpanHulls, SpanTables, StepBound
+from splitkit.search.recompute.pareto_cuts import Hull
 
 KINDS = ("zbv", "interleaved-1f1b", "interleaved-zero-bubble", "dualpipev", "v-half", "1f1b")
 CASES = [(seed, kind) for seed in range(20) for kind in KINDS]
@@ -83,7 +84,7 @@ def test_the_hull_is_below_all_choices_and_pieces_are_below_the_hull(spans):
         below = pieces.least([(price, weight)])[0]
         for i, j, start, end in stages:
             problem = problems.problem(start, end).savings
-            hull = StageHull(problem)
+            hull = Hull(problem)
             bound, corner = hull.least(price, weight)
             least = min(price * c.nbytes + weight * c.seconds for c in all_choices(problem))
             assert bound <= least * (1 + 1e-9) + 1e-9
