@@ -58,7 +58,7 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return PURE
     if node.op == "call_module":
         return _call_module(node, root, memo)
-    if (quick := quick_effects(node)) is not None:
+    if (quick := quick_effects(node, root, memo)) is not None:
         return quick
     target: Any = operator_in(node.target)
     if (declared := declared_facts(target)) is not None:
@@ -90,7 +90,7 @@ def _call_module(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return declared
     if (settled := settled_effects(node, m)) is not None:
         if value_of(node) is None:
-            memo.tuples[node] = False
+            memo.single[node], memo.tuples[node] = True, False
         return settled
     inside = _inside(m, memo)
     if inside is None:

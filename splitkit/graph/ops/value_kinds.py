@@ -167,11 +167,13 @@ class Memo:
         modules: module -> the effects of calling it, ``None`` if unknown.
         tuples: node -> whether it yields a tuple.
         origins: cached answers about the origins of values.
+        single: node -> whether it surely yields a tensor or number: no container, iterator, array or object.
     """
 
     modules: dict[nn.Module, ModuleEffects | None] = field(default_factory=dict)
     tuples: Known = field(default_factory=dict)
     origins: Origins = field(default_factory=Origins)
+    single: dict[Node, bool] = field(default_factory=dict)
 
 
 # Cache the answers about the nodes of a graph.
