@@ -12,7 +12,10 @@ from splitkit.cli.common import TRAINING
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
+from splitkit.costs import Fused, Roofline
+from splitkit.hardware.device_specs import devices as known_devices
 from splitkit.plans.plan_file import policy_text
+from splitkit.prices import as_given
 from splitkit.studies.fit.fit_result import plan_command
 from splitkit.studies.sweep import MICROBATCHES, Sweep, TrainingSweeper, training_combinations
 
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
     from splitkit.cli.syntax.device_list import DeviceList
 
 
-def run(args: Namespace, wanted: Source) -> Outcome:
-    """Run the command with checked arguments.
+def run(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> Outcome:
+    """Run the command with checked arguments, by the prices of a plan's file if there is one.
 
     Raises:
         UsageError: SK601 for devices of several kinds.
@@ -31,7 +34,7 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     devices, links, memory, _ = ranks = ranks_of_sweep(args)
     each = training_combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules, args.chunks)
     if devices is None or args.costs is not None:
-        work, costs = priced_step(args, wanted)
+        work, costs = priced_step(args, wanted, file)
     else:
         work = prepare_step(wanted)
         costs = sk.costs.roofline(work.joint.graph_module, devices.devices[0])
@@ -39,7 +42,8 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     sweeper = TrainingSweeper(work.joint, costs, **room, optimizer=args.optimizer or "adam")
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
-    following = next_plan(work.source, _costs_word(args, devices), found)
+    word = _costs_word(args, devices) if file is None else _word_of(as_given(costs))
+    following = next_plan(work.source, word, found)
     more = {"what": TRAINING, "optimizer": sweeper.optimizer, "offload": args.offload, "next": following}
     return sweep_outcome(args, work, ranks, found, more, {})
 
@@ -51,6 +55,13 @@ def _costs_word(args: Namespace, devices: DeviceList | None) -> str | None:
         return given
     name = devices.devices[0].name
     return f"roofline:{args.devices}:{name}" if device_list.is_file(args.devices) else f"roofline:{name}"
+
+
+def _word_of(costs: Any) -> str | None:
+    """Return ``--costs`` for the prices of a plan's file; ``None`` if no word of the command line names them."""
+    if not isinstance(costs, Roofline | Fused):
+        return None
+    return f"{type(costs).__name__.lower()}:{costs.device.name}" if costs.device in known_devices().values() else None
 
 
 def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:

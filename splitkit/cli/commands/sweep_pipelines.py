@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from splitkit.cli import placement
-from splitkit.cli.common import check_costs, decoded, prepare, prices, read_plan
+from splitkit.cli.common import check_costs, decoded, prepare, prices
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import Source
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-def run(args: Namespace, wanted: Source) -> Outcome:
-    """Run ``splitkit sweep --stages`` with checked arguments.
+def run(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> Outcome:
+    """Run ``splitkit sweep --stages`` with checked arguments, by the prices of a plan's file if they are times.
 
     Raises:
         UsageError: SK601 for devices of several kinds.
@@ -44,8 +44,8 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         costs = prices(work, args.costs, None, "a100" if devices is None else devices.devices[0])
-        if args.costs is None and devices is None and args.target.endswith(".json"):
-            own = costs_of(decoded(work.gm.graph, args.target, read_plan(args.target)).prices, work.gm)
+        if file is not None:
+            own = costs_of(decoded(work.gm.graph, args.target, file).prices, work.gm)
             costs = own if unit_of(own) == "s" else costs
     sweeper = Sweeper(work.gm, costs, memory, links, args.optimizer or "adam", bool(args.recompute))
     with work.clock.step("sweep", ""):
