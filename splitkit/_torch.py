@@ -338,7 +338,8 @@ def allocations(run: Callable[[], Any]) -> list[int]:
 
 
 def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
-    """Return `allocations`, one list for each ``record_function`` whose name has this prefix.
+    """Return `allocations`: those before the first ``record_function`` whose name has this prefix, those in it, and so
+    on; the last list has those after the last one.
 
     The public profiler only has sums by op, which do not give a peak, and in 2.13 and 2.15 it writes two lines to
     standard error each time; the legacy one (2.11, 2.13, 2.15) does not.
@@ -376,6 +377,7 @@ def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
         elif kind == "push":
             depth += 1
             if prefix and inside < 0 and event.name().startswith(prefix):
+                groups.append([])
                 inside = depth
         elif kind == "pop":
             if depth == inside:

@@ -301,7 +301,7 @@ def with_origin(plan: Plan, policy: object, flow: Dataflow, costs: Costs) -> Pla
     return replace(plan, prices=record_of(used, flow))
 
 
-_SCORES = "Bytes are at most: attention is captured as a CPU computes it, and one kernel of the device keeps less"
+_SCORES = "Attention counts as a CPU computes it, and one kernel of the device keeps less"
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -200,10 +200,10 @@ class StageGraphs:
         graphs = self.each().values()
         counts = " + ".join(str(sum(n.op not in ("placeholder", "output") for n in g.graph.nodes)) for g in graphs)
         waits = f", {size(self.waiting_bytes)} wait for the weight graph" if self.weight is not None else ""
-        host = f", {size(self.host_bytes)} wait on the host" if self.offloaded else ""
+        host = f", {size(self.host_bytes)} of it on the host" if self.offloaded else ""
         return (
             f"{counts} ops, receives {len(self.received)} and sends {len(self.sent)} activations, saves "
-            f"{size(self.saved_bytes)}{waits}{host}"
+            f"{size(self.saved_bytes + self.host_bytes)}{host}{waits}"
         )
 
 
@@ -323,6 +323,16 @@ class StagedStep(Shown):
     ) -> None:
         """Write a static picture; the options are those of `view`, the errors those of `to_html`."""
         self._write_svg(path, costs=costs, optimizer=optimizer, memory=memory, run=run, title=title)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the forwards of all stages save for backward, with what waits on the host."""
+        return sum(stage.saved_bytes + stage.host_bytes for stage in self.stages)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait for backward on the host."""
+        return sum(stage.host_bytes for stage in self.stages)
 
     def stage_costs(self, costs: Costs, *, optimizer: PlannedOptimizer = "planned") -> tuple[StageCosts, ...]:
         """Return the costs of each stage for one microbatch, for `splitkit.simulate_schedule`.

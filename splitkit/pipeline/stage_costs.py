@@ -52,7 +52,8 @@ class StageCosts:
         activation_bytes: bytes of the message to the next stage.
         input_gradient_bytes: bytes of the message to the previous stage; ``None``: as many as the received activation.
         temporary_bytes: upper bound on additional bytes while the stage computes, but for what kernels take besides
-            their results. The gradient that comes counts here, and in a simulated step among the messages, too.
+            their results. The gradient that comes counts here, as a part alone needs it, and in a simulated step among
+            the messages, too: 0.4 to 3.5 % of the peak of a rank that receives one, for six models.
         parameter_bytes: bytes of the parameters and buffers.
         gradient_bytes: bytes of the gradients of the parameters.
         optimizer_bytes: bytes of the optimizer's state.

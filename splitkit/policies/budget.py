@@ -276,18 +276,18 @@ class Budget:
             least = search.cheapest_at(search.lowest_peak())
             proven = f"No plan's peak is below {size(search.least_peak())}"
         exact = f"{self._taken(least)} bytes, the {'fewest' if self.of == 'saved' else 'least'} found"
-        return least.choice.plan(f"{self._told(least, exact)}. {proven}{search.ending}")
+        return least.choice.plan(f"{self._told(least, exact, search)}. {proven}{search.ending}")
 
-    def _told(self, seen: Seen, about: str) -> str:
+    def _told(self, seen: Seen, about: str, search: RecomputeSearch) -> str:
         """Return what a plan takes, as sentences without the last full stop; ``about`` is said of the limited bytes."""
-        peak, saved = (size(nbytes) for nbytes in (seen.peak, seen.saved))
+        peak, saved = search.pool.peaks.told(search.pool.trace(seen.runs)[1]), size(seen.saved)
         peak, saved = (f"{peak} ({about})", saved) if self.of == "peak" else (peak, f"{saved} ({about})")
         again = duration(seen.seconds, seen.choice.savings.time_unit)
         recomputes = f"recomputes for {again}" if seen.seconds else "recomputes nothing"
         return f"The peak is {peak}. Forward saves {saved}, and backward {recomputes}"
 
     def _note(self, limit: int, best: Seen, bound: float, search: RecomputeSearch) -> str:
-        told = self._told(best, f"within {size(limit)}")
+        told = self._told(best, f"within {size(limit)}", search)
         if not best.seconds:
             return told + search.ending
         # The bound is infinite if no plan in graph order fits, and the plan has another order.
@@ -314,5 +314,5 @@ class Budget:
             f"{way}; a smaller batch or shorter sequence needs less.",
         )
         about = f"more than {size(limit)}, but the least found"
-        error.nearest, error.excess = lowest.choice.plan(self._told(lowest, about)), taken - limit
+        error.nearest, error.excess = lowest.choice.plan(self._told(lowest, about, search)), taken - limit
         return error

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -88,14 +88,19 @@ class OffloadRun:
     Attributes:
         transfers: the transfers.
         waits: seconds that forward and backward wait for copies.
-        peak: the most bytes alive on the device at once.
+        trace: the run, with the bytes that are alive on the device.
         host: the bytes that are on the host when forward ends.
     """
 
     transfers: tuple[HostTransfer, ...]
     waits: tuple[float, float]
-    peak: int
+    trace: PeakTrace
     host: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive on the device at once."""
+        return self.trace.peak
 
     @property
     def exposed(self) -> float:
@@ -158,7 +163,7 @@ class OffloadTimeline:
         waits = self._forward_waits(transfers), self._backward_waits(transfers)
         assert all(0 <= one.release < early <= one.fetch <= self.first[one.item] for one in transfers)
         host = sum(int(trace.nbytes[one.item]) for one in transfers)
-        return OffloadRun(tuple(transfers), waits, int(timeline.max(initial=trace.baseline)), host)
+        return OffloadRun(tuple(transfers), waits, replace(trace, timeline=timeline), host)
 
     def _forward_waits(self, transfers: Sequence[HostTransfer]) -> float:
         made = _by_step((int(self.trace.born[t.item]), t) for t in transfers)

@@ -24,6 +24,7 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.training.emission_order import EmissionOrder
 from splitkit.training.flow import BACKWARD, FORWARD, STATIC, JointFlow, save_all_plan, unrepeatable, with_inputs
+from splitkit.units import bounded
 
 Ints = npt.NDArray[np.int64]
 
@@ -87,6 +88,7 @@ class Peaks:
     def __init__(self, flow: JointFlow) -> None:
         self.flow = flow
         self.nodes: tuple[Node, ...] = tuple(flow.graph.nodes)
+        self._alone = MemorySimulation({}, 1, lambda node: 0)
         self.transient = self._transients()  # first, because its error names the data-dependent size
         self.storages = flow.storages
         self.nbytes = [plain_size(nbytes, {}) for nbytes in self.storages.sizes]
@@ -118,10 +120,16 @@ class Peaks:
 
     def _transients(self) -> Ints:
         """Return the bytes that each node takes only while it runs."""
-        run = MemorySimulation({}, 1, lambda node: 0)
+        run = self._alone
         run.graph(self.flow.root, lambda node: run.input(node, "input"))
         taken = dict(zip(run.steps, run.transient, strict=True))
         return np.array([taken.get(node, 0) for node in self.nodes], dtype=np.int64)
+
+    def told(self, trace: PeakTrace) -> str:
+        """Return the peak of a run as text, which says as `MemoryProfile` does on which side it errs."""
+        first = trace.steps[trace.timeline == trace.peak][:1]
+        inside = [i for i in first.tolist() if self.nodes[i] in self._alone.body_peaks]
+        return bounded(trace.peak, [*self._alone.bounds, *inside], self._alone.unseen)
 
     def trace(self, plan: Plan) -> PeakTrace:
         """Return the run of a plan, completed as in `divide`: eager places for missing nodes, checkpoint tags applied.

@@ -125,7 +125,7 @@ def test_a_stage_without_weights_has_no_work_that_waits(capsys):
     from splitkit.cli.commands.joint_stages import stage_table
 
     given = {"forward": 0.001, "backward": 0.002, "recomputed": 0, "recompute": 0.0}
-    given |= {"saved": 2048, "sent": 1024, "gradients_sent": 0}
+    given |= {"saved": 2048, "host": 0, "sent": 1024, "gradients_sent": 0}
     rows = [
         {"stage": 0, "weight": 0.003, "waiting": 4096, **given},
         {"stage": 1, "weight": None, "waiting": None, **given, "recomputed": 2, "recompute": 0.004},

@@ -64,8 +64,8 @@ def test_peaks_are_those_of_the_allocator(found):
     peaks = {run["schedule"]: [row["peak"] for row in run["ranks"]] for run in found["schedules"]}
     for schedule, ranks in peaks.items():
         for both in ranks:
-            # the state of the random number generator, 5 KB for each microbatch, is kept too
-            assert both["measured"] - 4 * 5056 <= both["predicted"] <= 1.5 * both["measured"], schedule
+            # losses of microbatches and digests of the batch are a few bytes more
+            assert both["measured"] - 512 <= both["predicted"] <= 1.5 * both["measured"], schedule
     assert peaks["1F1B"][1]["measured"] < peaks["GPipe"][1]["measured"]
     assert peaks["1F1B"][1]["predicted"] < peaks["GPipe"][1]["predicted"]
 
@@ -137,8 +137,10 @@ def test_measured_times_replace_those_of_the_prices():
 def test_what_a_stage_alone_was_measured_to_hold_raises_its_temporary_bytes():
     order = one_by_one(PipelineOrder.parse(["0F0 0B0", "1F0 1B0"]), 1)
     stages = [StageCosts(1, 1, temporary_bytes=5), StageCosts(1, 1, temporary_bytes=50)]
-    # (the most during an action, what lasts): forward of stage 0 takes 20 inside, its backward 4; stage 1 at most 30
-    first, last = with_inner_bytes(stages, order, [[(120, 100), (104, 0)], [(90, 60), (70, 10)]])
+    # (the most, what lasts) before an action and during it: forward of stage 0 takes 20 inside, its backward 14 with
+    # what comes before it; stage 1 at most 30, and 200 before its first action, which no action takes
+    held = [[(0, 0), (120, 100), (110, 110), (114, 0)], [(200, 0), (90, 60), (60, 60), (70, 10)]]
+    first, last = with_inner_bytes(stages, order, held)
     assert (first.temporary_bytes, last.temporary_bytes) == (20, 50)
 
 
@@ -163,17 +165,32 @@ def net():
 """
 
 
+RESNET = """
+import torch, transformers
+def net():
+    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64, 64], depths=[2] * 4)
+    net = transformers.ResNetForImageClassification(config)
+    return net, {"pixel_values": torch.ones(4, 3, 64, 64), "labels": torch.tensor([0, 1, 0, 1])}
+"""
+
+
 @pytest.mark.campaign
-def test_what_kernels_of_convolutions_take_inside_is_counted_and_statistics_are_those_of_the_start(tmp_path):
-    """Copies in the layout of oneDNN are most of the peak; each schedule starts from the buffers of the model."""
-    (tmp_path / "convs.py").write_text(NET)
-    words = ["profile", f"{tmp_path / 'convs.py'}:net", "--loss", "cross_entropy", "--stages", "2", "--ranks", "2"]
+@pytest.mark.parametrize(("text", "loss", "inside"), [(NET, ["--loss", "cross_entropy"], 0.2), (RESNET, [], 0.01)])
+def test_what_kernels_of_convolutions_take_inside_is_counted_and_statistics_are_those_of_the_start(
+    text, loss, inside, tmp_path
+):
+    """Copies in the layout of oneDNN are most of the peak; each schedule starts from the buffers of the model.
+
+    Ranks compare their batches before the first action: bytes of that are in no action, and may be the peak.
+    """
+    (tmp_path / "convs.py").write_text(text)
+    words = ["profile", f"{tmp_path / 'convs.py'}:net", *loss, "--stages", "2", "--ranks", "2"]
     run = command(*words, "--microbatches", "2", "--repeat", "1", "--schedules", "gpipe,1f1b", "--json")
     assert run.returncode == 0, run.stderr
     data = json.loads(run.stdout)
     peaks = [row["peak"] for schedule in data["schedules"] for row in schedule["ranks"]]
     assert max(data["inside_kernels"]) > 0 and "measured of each stage alone" in _text(data)[-1]
-    assert all(0.99 * both["measured"] <= both["predicted"] <= 1.25 * both["measured"] for both in peaks)
+    assert all(both["measured"] - 512 <= both["predicted"] <= (1 + inside) * both["measured"] for both in peaks)
 
 
 SOUND = """

@@ -18,7 +18,11 @@ PLANS = {
     "training on devices that differ": ["--devices", "h100,l4", "--optimizer", "adam"],
     "inference": ["--devices", "2xh100"],
     "training": ["--devices", "3xl4", "--schedule", "1f1b", "--microbatches", "6"],
+    "training again": ["--devices", "3xl4", "--schedule", "1f1b", "--microbatches", "6", "--recompute"],
 }
+
+
+FIRST = ["devices that differ", "training"]
 
 
 def told(*words):
@@ -27,16 +31,15 @@ def told(*words):
     return json.loads(out.getvalue())
 
 
-@pytest.mark.parametrize(
-    "name", these_first(["devices that differ", "training"], ["training on devices that differ", "inference"])
-)
+@pytest.mark.parametrize("name", these_first(FIRST, [name for name in PLANS if name not in FIRST]))
 def test_commands_that_read_a_plan_say_what_it_says(name, tmp_path):
     options = PLANS[name]
     file = str(tmp_path / "p.json")
     plan = told("plan", *MODEL, *options, "-o", file, "--view", str(tmp_path / "a.html"))
     ranks, step = plan["ranks"], plan["step"]
     figures = told("explain", file)["explanation"]["figures"]
-    exported = told("export", file, "--to", "torch", *(["--schedule", "1f1b", "--microbatches", "6"] if step else []))
+    form = "torchtitan" if "--recompute" in options else "torch"  # which says what is computed again
+    exported = told("export", file, "--to", form, *(["--schedule", "1f1b", "--microbatches", "6"] if step else []))
     told("view", file, "-o", str(tmp_path / "b.html"))
     kept = json.loads((tmp_path / "p.json").read_text())
     purpose = "training" if plan["placement"]["optimizer"] else "inference"
@@ -50,5 +53,8 @@ def test_commands_that_read_a_plan_say_what_it_says(name, tmp_path):
         assert {key: seconds / sum(busy.values()) for key, seconds in busy.items()} == pytest.approx(shares)
     else:
         assert figures["step"] == step["seconds"] == pytest.approx(exported["rounding"]["before"]["step"])
-    pages = [re.findall(r'"stages":\{.*?\}', (tmp_path / name).read_text())[0] for name in ("a.html", "b.html")]
-    assert pages[0] == pages[1]
+        (row,) = told("sweep", file, "--microbatches", "6", "--schedules", "1f1b")["rows"]
+        assert (row["seconds"], row["peak"]) == (step["seconds"], max(figures["peaks"]))
+    texts = ((tmp_path / name).read_text("utf-8") for name in ("a.html", "b.html"))
+    first, second = (json.loads(re.search(r'id="splitkit-data">(.*?)</script>', text, re.S)[1]) for text in texts)
+    assert {name for name in first if first[name] != second[name]} == {"plan"}  # the file names its model

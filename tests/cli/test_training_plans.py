@@ -11,6 +11,7 @@ from capturedmodels import captured_example
 import splitkit as sk
 from splitkit.cli import main
 from splitkit.testing import models
+from splitkit.units import bounded, size
 
 TINY = ["--size", "layers=1,width=32,heads=2", "--size", "vocab=64,seq=8"]
 STEP = ["--what", "fwd-bwd", "--policy"]
@@ -115,6 +116,25 @@ def test_a_plan_of_forward_and_backward(call, tmp_path):
     assert sum(v["nbytes"] for v in data["saved"]["values"]) == data["saved"]["nbytes"] > 0
     written = json.loads(path.read_text())
     assert written["what"] == "fwd-bwd" and {p["key"] for p in written["parts"]} == {"forward", "backward"}
+
+
+@pytest.mark.campaign
+def test_what_waits_on_the_host_is_saved_too_and_sweeps_of_the_plan_have_its_prices(call, tmp_path):
+    path, policy = tmp_path / "plan.json", "Budget(0.5, offload=1e12)"
+    sizes = ["--size", "layers=1,width=16,heads=2,vocab=16,seq=64"]
+    words = ("plan", "gpt2", *sizes, "--what", "fwd-bwd", "--policy", policy, "--costs", "roofline:l4", "-o", path)
+    code, out, err = call(*words, "--json")
+    assert code == 0, err
+    data = json.loads(out)
+    saved, host = data["saved"]["nbytes"], data["saved"]["host"]
+    assert f"Forward saves {size(saved)}, {size(host)} of it on the host" in data["note"]
+    assert sum(v["nbytes"] for v in data["saved"]["values"]) == saved > host > 0
+    assert f"The peak is {bounded(data['peak'], data['bounds'], data['unseen'])} (within " in data["note"]
+    for words in ((), ("--stages", "2", "--microbatches", "2", "--schedules", "gpipe")):
+        code, out, err = call("sweep", path, *words, "--json")
+        swept = json.loads(out)
+        assert code == 0 and swept.get("prices", swept.get("note")) == "roofline of l4", err
+        assert words == () or "--costs roofline:l4 --what fwd-bwd" in swept["next"]
 
 
 def test_the_plan_is_read_again_in_python(step):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import logging
+import warnings
 
 import pytest
 import torch
@@ -363,3 +364,10 @@ def test_torch_logs_no_error_of_meta_values_that_it_raises_and_later_all_again()
     with without_meta_errors():
         assert not log.filter(told) and log.filter(logging.makeLogRecord({"msg": "something else"}))
     assert log.filters == before and log.filter(told)
+
+
+def test_weights_that_a_recurrent_layer_lists_anew_are_no_warning():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sk.capture(nn.GRU(4, 4), torch.randn(2, 1, 4))
+    assert not [one for one in caught if "_flat_weights" in str(one.message)]

@@ -189,7 +189,7 @@ def test_allocations_between_the_ends_of_named_ranges():
             return kept
 
     size = x.nbytes
-    assert _torch.allocations_between(run, "mine") == [[size, -size] * 2, [size, size, -size], []]
+    assert _torch.allocations_between(run, "mine") == [[], [size, -size] * 2, [size, size, -size], [], []]
 
 
 def test_garbage_at_the_end_of_a_call_is_not_taken_back():

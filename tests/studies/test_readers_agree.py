@@ -14,6 +14,7 @@ from trainingnets import random_training_graph
 
 import splitkit as sk
 from splitkit.cli import main
+from splitkit.cli.commands.joint_stages import stage_rows
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.policies import Budget, ByName, Devices, MemoryBudget, Pipeline, RoundRobin, SplitBackward, Stages
@@ -372,11 +373,20 @@ def test_readers_of_values_that_wait_on_the_host_count_their_copies(seed):
     stages, page = step.stage_costs(costs), pictured(plan).ladder()
     moved = [graphs.host_bytes for graphs in step.stages]
     assert [0 if stage.copies is None else stage.copies.nbytes for stage in stages] == moved
+    rows = stage_rows(joint.flow, step, costs)
+    saved = [graphs.saved_bytes + graphs.host_bytes for graphs in step.stages]
+    assert ([row["host"] for row in rows], [row["saved"] for row in rows]) == (moved, saved)
+    assert f"{size(sum(saved))} saved, {size(sum(moved))} of it on the host" in pictured(plan).svg()
     assert page.stages == stages and page.run.seconds == plan.claim.value
     assert page.run.told in plan.note and size(max(page.run.host_peaks)) in plan.note
     told = plan.explain(again=False)
     assert told.to_dict()["figures"] == {"step": page.run.seconds, "peaks": list(page.run.peaks)}
+    text = " ".join(str(told).split())
+    assert told.to_dict()["saved"] == sum(saved) and f"{size(sum(moved))} of it wait on the host." in text
+    assert sum(row["nbytes"] * len(row["nodes"]) for row in told.to_dict()["rows"] if row["on_host"]) == sum(moved)
+    assert "it waits on the host" in text
     compared = {one.name: one.first for one in sk.compare_plans(plan, plan).figures}
+    assert compared["saved for backward"] == sum(saved)
     assert compared["step"] == page.run.seconds and compared["fullest device"] == max(page.run.peaks)
 
 

@@ -117,7 +117,8 @@ def stage_rows(flow: JointFlow, step: StagedStep, costs: Costs) -> list[dict[str
             "weight": seconds["weight"] if stage.weight is not None else None,
             "recomputed": len(again[number]),
             "recompute": sum(again[number]),
-            "saved": stage.saved_bytes,
+            "saved": stage.saved_bytes + stage.host_bytes,
+            "host": stage.host_bytes,
             "waiting": stage.waiting_bytes if stage.weight is not None else None,
             "sent": stage.sent_bytes,
             "gradients_sent": stage.gradients_sent_bytes,
@@ -160,6 +161,7 @@ def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
 def _bytes(rows: list[dict[str, Any]], split: bool) -> dict[str, list[str]]:
     return {
         "saved": [size(row["saved"]) for row in rows],
+        **({"on the host": [size(row["host"]) for row in rows]} if any(row["host"] for row in rows) else {}),
         **({"waits for weight": [size(row["waiting"] or 0) for row in rows]} if split else {}),
         "sent": [size(row["sent"]) for row in rows],
         "gradients sent": [size(row["gradients_sent"]) for row in rows],

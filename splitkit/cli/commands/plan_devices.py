@@ -72,8 +72,7 @@ def plan_for_devices(args: Namespace) -> Outcome:
     if args.view:
         limits = {wanted.limit(rank) for rank in range(len(ranks))}
         memory = limits.pop() if len(limits) == 1 else None
-        optimizer, title = wanted.optimizer, work.source.spec
-        written[args.view] = page = plan_page(made, optimizer=optimizer, memory=memory, run=run, title=title)
+        written[args.view] = page = plan_page(made, memory=memory, title=work.source.spec)
         written_lines.append(wrote(args.view, page))
     if data["next"]:
         written_lines.append(f"next: {data['next']}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import placement, source
-from splitkit.cli.common import TRAINING, Stopwatch, check_costs, example_of, kind_of_costs, versions
+from splitkit.cli.common import TRAINING, Stopwatch, check_costs, decoded, example_of, kind_of_costs, versions
 from splitkit.cli.mesh import joined_mesh, read_mesh
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import wrote
@@ -18,17 +18,18 @@ from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
+from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.units import bounded, duration, read_percent, read_size, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from torch.fx import Node
 
     from splitkit.costs import Costs
     from splitkit.engine.pair import Pair
     from splitkit.frontends.joint_capture import Joint
     from splitkit.memory.profile import MemoryProfile
-    from splitkit.memory.simulation import SimulatedStorage
     from splitkit.plans.policy import Policy
     from splitkit.testing.models import Example
 
@@ -81,11 +82,14 @@ def prepare_step(wanted: Source, replicas: int = 1) -> CapturedStep:
         return CapturedStep(wanted, example, joint, clock, mesh)
 
 
-def priced_step(args: Namespace, wanted: Source) -> tuple[CapturedStep, Costs]:
-    """Capture the model, and price the nodes of its joint graph."""
+def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> tuple[CapturedStep, Costs]:
+    """Capture the model, and price the nodes of its joint graph, as the plan of a file does if there is one."""
     check_costs(args.costs)
     work = prepare_step(wanted)
     with work.clock.step("costs", "pricing the nodes"):
+        if file is not None:
+            graph = work.joint.graph_module
+            return work, costs_of_plan(decoded(graph.graph, args.target, file), graph)
         inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())
         kind = args.costs or "roofline:a100"
         return work, kind_of_costs(work.joint.graph_module, inputs, kind, mesh=work.source.mesh)
@@ -177,13 +181,17 @@ def _require_size(memory: str, remedy: str) -> None:
 
 
 def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+    from splitkit.graph.node_values import storage_bytes
+    from splitkit.graph.storages import value_of
     from splitkit.prices import price_name
 
     assert pair.plan is not None
     flow = work.joint.flow
     twice = [n for n in flow.nodes if len(pair.plan.get(n, ())) > 1]
     forward = [n for n in flow.nodes if "forward" in pair.plan.get(n, ())]
-    saved = sorted((b for b in profile.buffers if b.kind == "saved"), key=lambda b: -b.nbytes)
+    saved = [_value(one.name, one.nbytes, one.node) for one in profile.buffers if one.kind == "saved"]
+    moved = [one.value for one in pair.plan.offloaded]
+    saved += [_value(value.name, storage_bytes(value_of(value)), value) for value in moved]
     return {
         "command": "plan",
         "what": TRAINING,
@@ -194,7 +202,11 @@ def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) 
         "forward": {"ops": len(forward), "seconds": _sum(costs, forward), "peak": profile.peak_of("forward")},
         "backward": {"ops": len(flow.nodes) - len(forward) + len(twice), "peak": profile.peak_of("backward")},
         "recomputed": {"ops": len(twice), "seconds": _sum(costs, twice)},
-        "saved": {"nbytes": profile.saved, "values": [_value(b) for b in saved]},
+        "saved": {
+            "nbytes": profile.saved + pair.host_bytes,
+            "host": pair.host_bytes,
+            "values": sorted(saved, key=lambda one: -int(one["nbytes"])),
+        },
         "peak": profile.peak,
         "bounds": dict(profile.bounds),
         "unseen": sorted(profile.unseen),
@@ -202,14 +214,14 @@ def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) 
     }
 
 
-def _value(saved: SimulatedStorage) -> dict[str, Any]:
+def _value(name: str, nbytes: int, node: Node | None) -> dict[str, Any]:
     """Return a saved value's name, module and op as data."""
-    found = {"name": saved.name, "nbytes": saved.nbytes}
-    if saved.node is None:
+    found = {"name": name, "nbytes": nbytes}
+    if node is None:
         return found
     from splitkit.training.saved_values import SavedValue
 
-    value = SavedValue.of(saved.node, ())
+    value = SavedValue.of(node, ())
     return found | {"module": value.module, "op": value.op, "label": value.label}
 
 
@@ -221,12 +233,13 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     forward, again, took = data["forward"], data["recomputed"], data["seconds"]
     share = again["seconds"] / forward["seconds"] if forward["seconds"] else 0.0
     time = duration(again["seconds"], data["unit"])
+    host = f", {size(data['saved']['host'])} of it on the host" if data["saved"]["host"] else ""
     halves = f"forward {size(forward['peak'])}, backward {size(data['backward']['peak'])}"
     rows = {
         "plan": data["note"],
         "prices": data["prices"],
         "peak": f"{bounded(data['peak'], data['bounds'], data['unseen'])} ({halves})",
-        "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages",
+        "saved for backward": f"{size(data['saved']['nbytes'])} in {len(data['saved']['values'])} storages{host}",
         "recomputed": f"{again['ops']} of {forward['ops']} ops, {time} ({share:.1%})",
         "took": f"capture {seconds_text(took['capture'])}, plan {seconds_text(took['plan'])}",
     }

@@ -78,6 +78,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
     else:
         stages = StagePrices(split.flow, sk.costs.flops(split.flow.root), "sgd", apart=True).of(split.plan)
         held = measurements.without_batch(chain, measurements.with_passed_on(chain, stages))
+    held = measurements.with_rng_states(chain, held)
     orders, left_out = _orders(args, chain.stages, count, dist.get_world_size(group))
     batch = train.batch_of(work, count, 0)
     widest = next(filter(measurements.is_divided, orders), orders[0])
@@ -91,7 +92,9 @@ def _profile(args: Namespace) -> dict[str, Any]:
         in_turn = measurements.one_by_one(widest, count)
         alone = measured(in_turn)
         times = {key: found for actions in from_every(alone.actions, group) for key, found in actions.items()}
-        known, held = held, measurements.with_inner_bytes(held, in_turn, from_every(alone.held, group))
+        every = from_every(alone.held, group)
+        known, held = held, measurements.with_inner_bytes(held, in_turn, every)
+        before = [most for (most, _), *_ in every]
         advance()
         for order in orders:
             links = measurements.measure_links(order, max(stage.activation_bytes for stage in held), group=group)
@@ -99,7 +102,7 @@ def _profile(args: Namespace) -> dict[str, Any]:
             priced = measurements.timed_stages(held, times, measurements.is_divided(order))
             simulated = sk.simulate_schedule(priced, order, links=links, static_buffers=static)
             trace = _named(args.trace, order.name, len(orders)) if args.trace else None
-            runs.append(_compared(simulated, found, links, chain) | {"trace": trace})
+            runs.append(_compared(simulated, found, links, chain, before) | {"trace": trace})
             if trace:
                 traces[trace] = measurements.measured_step(order.name, found).to_chrome_trace()
             advance()
@@ -146,8 +149,13 @@ def _orders(args: Namespace, stages: int, microbatches: int, ranks: int) -> tupl
     return found, left_out
 
 
-def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any, chain: Chain) -> dict[str, Any]:
-    """Return a step as simulated and as it ran; peaks are the bytes above those that a rank holds throughout."""
+def _compared(
+    run: ScheduleRun, found: Sequence[RankStep], links: Any, chain: Chain, before: Sequence[int]
+) -> dict[str, Any]:
+    """Return a step as simulated and as it ran; peaks are the bytes above those that a rank holds throughout.
+
+    ``before`` are the bytes with which ranks compare their batches, before their first action.
+    """
     from splitkit.runtime.ranks.measurements import moving_peaks, tied_gradients
 
     peaks, ranks = moving_peaks(run, tied_gradients(chain, run.order.rank_of)), []
@@ -157,7 +165,7 @@ def _compared(run: ScheduleRun, found: Sequence[RankStep], links: Any, chain: Ch
                 "rank": rank,
                 "stages": [s for s, on in enumerate(run.order.rank_of) if on == rank],
                 "busy": _both(run.busy[rank], real.busy),
-                "peak": _both(moving, real.nbytes),
+                "peak": _both(max(moving, before[rank]), real.nbytes),
             }
         )
     return {

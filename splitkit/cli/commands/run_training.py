@@ -77,7 +77,7 @@ def _halves(step: DividedStep) -> dict[str, Any]:
     profile = timing.TrainingRun(step.joint, step.pair).profile
     return {
         "halves": [_half(step, profile, which) for which in ("forward", "backward")],
-        "saved": profile.saved,
+        "saved": profile.saved + step.pair.host_bytes,
         "peak": {
             "predicted": profile.peak,
             "bounds": dict(profile.bounds),

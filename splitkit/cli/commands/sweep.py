@@ -33,26 +33,35 @@ POINTS = 10
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit sweep``."""
-    wanted = _model(args)
+    wanted, file = _model(args)
     _check(args)
     if args.stages is not None:
         from splitkit.cli.commands import sweep_pipelines as stages
 
-        return stages.sweep_training_step(args, wanted) if args.what == TRAINING else stages.run(args, wanted)
-    return _frontier(args, wanted)
+        swept = stages.sweep_training_step if args.what == TRAINING else stages.run
+        return swept(args, wanted, file)
+    return _frontier(args, wanted, file)
 
 
-def _model(args: Namespace) -> Source:
-    """Return the model; a plan file also sets the number of stages unless ``--stages`` does."""
+def _model(args: Namespace) -> tuple[Source, dict[str, Any] | None]:
+    """Return the model, and the plan of its file if the sweep is over plans of the same graph.
+
+    A plan file also sets the number of stages unless ``--stages`` does.
+    """
     if not args.target.endswith(".json"):
-        return source.from_args(args.target, args)
+        return source.from_args(args.target, args), None
     data = read_plan(args.target)
     wanted = source.from_plan(args.target, data, args)
-    if args.stages is None and data.get("what") != TRAINING:
+    if data.get("what") == TRAINING:
+        args.what = args.what or (None if args.stages is None else TRAINING)
+    elif args.stages is None:
         args.stages = (max(1, len(parts_in_data(data))),)
-    if args.what != TRAINING and data.get("what") != TRAINING and args.devices is None:
+    same = (data.get("what") == TRAINING) == (args.what == TRAINING or args.stages is None)
+    if same and args.stages is not None and args.devices is None:
         _as_planned(args, request_from_json(data.get("request")))
-    return wanted
+        checkpointed = all(part.call == "checkpoint" for part in parts_in_data(data).values())
+        args.recompute = args.recompute or checkpointed or None
+    return wanted, data if same and args.costs is None and args.devices is None else None
 
 
 def _as_planned(args: Namespace, asked: PlanRequest) -> None:
@@ -106,9 +115,9 @@ def _check_offload(args: Namespace) -> None:
         raise UsageError("SK601", f"--host {args.host} is not a size", "Write --host 64GiB.")
 
 
-def _frontier(args: Namespace, wanted: Source) -> Outcome:
+def _frontier(args: Namespace, wanted: Source, file: dict[str, Any] | None) -> Outcome:
     """Compute the frontier of saved bytes, or of the peak, against recompute time."""
-    work, costs = trainplan.priced_step(args, wanted)
+    work, costs = trainplan.priced_step(args, wanted, file)
     with work.clock.step("frontier", "finding the frontier"):
         count = args.points or POINTS
         room: dict[str, Any] = {"of": args.of or "saved", "offload": args.offload, "host": args.host}

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import splitkit as sk
 from splitkit.cli import placement
 from splitkit.cli.commands.plan_training import CapturedStep, prepare_step, priced_step
-from splitkit.cli.common import TRAINING, check_costs, decoded, prepare, prices, read_plan
+from splitkit.cli.common import TRAINING, check_costs, decoded, prepare, prices
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import Source
 from splitkit.cli.syntax import device_list
-from splitkit.costs import unit_of
+from splitkit.costs import Fused, Roofline, unit_of
 from splitkit.costs.recorded import costs_of
 from splitkit.errors import UsageError
+from splitkit.hardware.device_specs import devices as known_devices
 from splitkit.plans.plan_file import policy_text
+from splitkit.prices import as_given
 from splitkit.studies.fit.fit_result import plan_command
 from splitkit.studies.sweep import (
     MICROBATCHES,
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-def run(args: Namespace, wanted: Source) -> Outcome:
-    """Run ``splitkit sweep --stages`` with checked arguments.
+def run(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> Outcome:
+    """Run ``splitkit sweep --stages`` with checked arguments, by the prices of a plan's file if they are times.
 
     Raises:
         UsageError: SK601 for devices of several kinds.
@@ -54,8 +56,8 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     work = prepare(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         costs = prices(work, args.costs, None, "a100" if devices is None else devices.devices[0])
-        if args.costs is None and devices is None and args.target.endswith(".json"):
-            own = costs_of(decoded(work.gm.graph, args.target, read_plan(args.target)).prices, work.gm)
+        if file is not None:
+            own = costs_of(decoded(work.gm.graph, args.target, file).prices, work.gm)
             costs = own if unit_of(own) == "s" else costs
     sweeper = Sweeper(work.gm, costs, memory, links, args.optimizer or "adam", bool(args.recompute))
     with work.clock.step("sweep", ""):
@@ -65,8 +67,10 @@ def run(args: Namespace, wanted: Source) -> Outcome:
     return sweep_outcome(args, work, ranks, found, more, again if sweeper.recompute else {})
 
 
-def sweep_training_step(args: Namespace, wanted: Source) -> Outcome:
+def sweep_training_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> Outcome:
     """Run ``splitkit sweep --stages --what fwd-bwd`` with checked arguments: each row is planned by ``Pipeline``.
+
+    Prices are those of a plan's file if there is one.
 
     Raises:
         UsageError: SK601 for devices of several kinds.
@@ -76,7 +80,7 @@ def sweep_training_step(args: Namespace, wanted: Source) -> Outcome:
     devices, links, memory, _ = ranks = ranks_of_sweep(args)
     each = training_combinations(args.stages, args.microbatches or MICROBATCHES, args.schedules, args.chunks)
     if devices is None or args.costs is not None:
-        work, costs = priced_step(args, wanted)
+        work, costs = priced_step(args, wanted, file)
     else:
         work = prepare_step(wanted)
         costs = sk.costs.roofline(work.joint.graph_module, devices.devices[0])
@@ -84,7 +88,8 @@ def sweep_training_step(args: Namespace, wanted: Source) -> Outcome:
     sweeper = TrainingSweeper(work.joint, costs, **room, optimizer=args.optimizer or "adam")
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
-    following = next_plan(work.source, _costs_word(args, devices), found)
+    word = _costs_word(args, devices) if file is None else _word_of(as_given(costs))
+    following = next_plan(work.source, word, found)
     more = {"what": TRAINING, "optimizer": sweeper.optimizer, "offload": args.offload, "next": following}
     return sweep_outcome(args, work, ranks, found, more, {})
 
@@ -211,6 +216,13 @@ def _costs_word(args: Namespace, devices: DeviceList | None) -> str | None:
         return given
     name = devices.devices[0].name
     return f"roofline:{args.devices}:{name}" if device_list.is_file(args.devices) else f"roofline:{name}"
+
+
+def _word_of(costs: Any) -> str | None:
+    """Return ``--costs`` for the prices of a plan's file; ``None`` if no word of the command line names them."""
+    if not isinstance(costs, Roofline | Fused):
+        return None
+    return f"{type(costs).__name__.lower()}:{costs.device.name}" if costs.device in known_devices().values() else None
 
 
 def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:

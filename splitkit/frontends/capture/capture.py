@@ -353,7 +353,9 @@ def capture_conditions() -> Iterator[None]:
             without_meta_errors(),
             patch.object(torch, "histc", _countable(torch.histc)),
         ):
-            # silence torch's own deprecations only; warnings about the model still come through
+            # silence torch's own deprecations, and that recurrent layers list their weights anew: the graph reads the
+            # parameters themselves (2.13); warnings about the model still come through
+            warnings.filterwarnings("ignore", r"The tensor attributes? .*\._flat_weights\[", UserWarning)
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             yield

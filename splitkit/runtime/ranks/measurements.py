@@ -30,7 +30,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import Event, MeasuredStep
 from splitkit.runtime.ranks.pipeline import Pipeline
-from splitkit.runtime.ranks.replicas import owners_of_shared
+from splitkit.runtime.ranks.replicas import RngHandover, owners_of_shared
 from splitkit.runtime.ranks.stage_chain import Chain, last_stage_of
 
 PREFIX = "splitkit "
@@ -145,8 +145,8 @@ class RankStep:
         seconds: from the barrier to the end of the rank's last action, the median over the steps.
         nbytes: peak bytes of a step, above what was allocated before it.
         steps: the actions of each timed step, by the clock of rank 0.
-        held: for each action of a step the most bytes since the action before it ended, and those at its end, above
-            what was allocated before the step.
+        held: the most bytes before the first action of a step, and those when it begins, above what was allocated
+            before the step; then the same of the action, until the next one begins, and so on to the end of the last.
     """
 
     seconds: float
@@ -218,6 +218,15 @@ def held_by_group(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     return found
 
 
+def of_actions(held: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return for each action the most bytes since the action before it ended, and those at its end.
+
+    Args:
+        held: `RankStep.held`.
+    """
+    return [(max(early, most), after) for (early, _), (most, after) in pairwise(held)][::2]
+
+
 def measured_step(schedule: str, found: Sequence[RankStep]) -> MeasuredStep:
     """Return the step of median time of the timed ones, with the memory of the step in which that was measured.
 
@@ -229,7 +238,7 @@ def measured_step(schedule: str, found: Sequence[RankStep]) -> MeasuredStep:
     memory: list[list[tuple[float, int]]] = []
     for rank, of in enumerate(found):
         own = [event for event in step if event.rank == rank]
-        pairs = zip(own, of.held, strict=True)
+        pairs = zip(own, of_actions(of.held), strict=True)
         memory.append([point for e, (peak, after) in pairs for point in ((e.start, peak), (e.end, after))])
     return MeasuredStep.of(schedule, step, memory)
 
@@ -274,8 +283,9 @@ def with_inner_bytes(
     """
     found = list(stages)
     for row, own in zip(order.ranks, held, strict=True):
-        before = 0
-        for (stage, *_), (most, after) in zip(row, own, strict=True):
+        # ranks compare their batches before the first action, which takes bytes that no action holds
+        (_, before), first, *_ = own
+        for (stage, *_), (most, after) in zip(row, [first, *of_actions(own)[1:]], strict=True):
             more = max(found[stage].temporary_bytes, most - max(before, after))
             found[stage], before = replace(found[stage], temporary_bytes=more), after
     return found
@@ -292,6 +302,16 @@ def with_passed_on(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCost
     for stage in range(1, len(stages) - 1):
         passed = (chain.value(node).like for node in chain.passed_on(stage, wanted))
         found[stage] = replace(found[stage], saved_bytes=found[stage].saved_bytes + sum(v.nbytes for v in passed))
+    return found
+
+
+def with_rng_states(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCosts]:
+    """Add the states of random number generators that stages hand over with their activations, on CPUs."""
+    found, nbytes = [], torch.get_rng_state().nbytes
+    for number, stage in enumerate(stages):
+        rng = RngHandover.of(chain, number, torch.device("cpu"), None)
+        saved = stage.saved_bytes + nbytes * (rng.receives + rng.sends)
+        found.append(replace(stage, saved_bytes=saved, activation_bytes=stage.activation_bytes + nbytes * rng.sends))
     return found
 
 

@@ -56,12 +56,16 @@ class OffloadPlanner:
         early, late = found.run.waits
         limiting = FORWARD if early > late + found.seen.seconds else BACKWARD
         claim = Claim(OBJECTIVE, found.seconds, bound, f"{self.search.tried} timelines; HiGHS", limiting)
+        moved = len(found.run.transfers)
+        host = f", {size(found.run.host)} of it on the host in {moved} value{'s' * (moved > 1)}" if moved else ""
         note = (
-            f"The peak is {size(found.run.peak)} (within {size(budget)}). Forward saves {size(found.seen.saved)}, "
-            f"{size(found.run.host)} of it on the host in {len(found.run.transfers)} values. Backward recomputes for "
-            f"{duration(found.seen.seconds)}, and the step waits {duration(found.run.exposed)} for copies. No plan in "
-            f"graph order takes less than {duration(bound)} for both, which is {claim.gap:.2%} less"
+            f"The peak is {self.model.peaks.told(found.run.trace)} (within {size(budget)}). Forward saves "
+            f"{size(found.seen.saved)}{host}. Backward recomputes for {duration(found.seen.seconds)}, and the step "
+            f"waits {duration(found.run.exposed)} for copies"
         )
+        if found.seconds:
+            proven = f"less than {duration(bound)} for both, which is {claim.gap:.2%} less" if claim.gap else "less"
+            note += f". No plan in graph order takes {proven}"
         return replace(self.described(found, note), claim=claim)
 
     def infeasible(self, budget: int, how: str) -> NoPlanError:
@@ -80,7 +84,8 @@ class OffloadPlanner:
             f"Budget({peak}, {how}) takes that plan or a better one; a smaller batch or shorter sequence needs less.",
         )
         about = f"more than {size(budget)}, but the least found"
-        note = f"The peak is {size(peak)} ({about}); {size(lowest.run.host)} wait on the host"
+        told = self.model.peaks.told(lowest.run.trace)
+        note = f"The peak is {told} ({about}); {size(lowest.run.host)} wait on the host"
         error.nearest, error.excess = self.described(lowest, note), peak - budget
         return error
 

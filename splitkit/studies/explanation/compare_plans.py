@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +25,7 @@ from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
 from splitkit.studies.explanation.compared_figures import ComparedFigure, compared_stages, compared_steps, figure_text
 from splitkit.studies.explanation.explain import graph_of_plan, recorded_policy
-from splitkit.studies.explanation.recompute_explanation import choices_of, staged_run
+from splitkit.studies.explanation.recompute_explanation import choices_of, staged_step
 from splitkit.studies.explanation.stage_explanation import folded_modules
 from splitkit.studies.explanation.told import Section, Told
 from splitkit.view.data.report import part_title
@@ -259,10 +259,12 @@ def _of_steps(
         )
     unit = unit_of(costs)
     has_peak = all(choices.has_peak or choices.moved for choices in found)
-    figures = compared_steps(one, two, unit, has_peak, [choices.moved for choices in found])
     if not staged[0]:
+        figures = compared_steps(one, two, unit, has_peak, [choices.moved for choices in found])
         return figures, (found[0].plan.places, found[1].plan.places)
-    runs = [staged_run(joint, plan, costs) for plan in (first, second)]
+    steps, runs = zip(*(staged_step(joint, plan, costs) for plan in (first, second)), strict=True)
+    one, two = (replace(seen, saved=step.saved_bytes) for seen, step in zip((one, two), steps, strict=True))
+    figures = compared_steps(one, two, unit, has_peak)
     if any(runs):
         (step, fullest), (other, fuller) = ((run.seconds, max(run.peaks)) if run else (None, None) for run in runs)
         figures.insert(0, ComparedFigure("step", step, other, unit))

@@ -15,6 +15,7 @@ from splitkit.costs.named import priced
 from splitkit.costs.roofline import decomposed_attention
 from splitkit.engine.divide_stages import divide_stages
 from splitkit.engine.pair import divide
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import SplitError, listed
 from splitkit.graph.dataflow import module_path
 from splitkit.graph.storages import value_of
@@ -38,7 +39,7 @@ from splitkit.training.offload_timeline import OffloadRun
 from splitkit.training.peaks import Peaks
 from splitkit.training.saved_values import op_of
 from splitkit.training.stage_parts import is_staged, stage_part
-from splitkit.units import duration, size
+from splitkit.units import bounded, duration, size
 from splitkit.view.data.planned_run import planned_run
 from splitkit.view.tables import table
 
@@ -77,6 +78,8 @@ def why(row: RecomputeRow, paid: float | None) -> str:
             if row.rate > paid
             else "together with the rest, more expensive than the price"
         )
+    if row.on_host:
+        return "it waits on the host"
     if row.peak_change is None:
         return "its stage has room for it" if row.stages else "expensive for its bytes"
     if row.peak_change >= 0:
@@ -98,16 +101,18 @@ def explain_recompute(flow: JointFlow, plan: Plan, policy: object, costs: Costs,
     staged, seen, paid, unit = bool(choices.stage_of), choices.seen, _paid(policy), unit_of(costs)
     pair = None if staged else divide(flow, choices.plan, costs)
     profile = None if pair is None else simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
-    run = staged_run(flow, plan, costs) if staged else None
-    step = sum(costs.seconds(node) for node in flow.nodes)
-    saved = seen.saved if profile is None or pair is None else profile.saved + pair.host_bytes
+    step, run = staged_step(flow, plan, costs) if staged else (None, None)
+    whole = sum(costs.seconds(node) for node in flow.nodes)
+    saved = seen.saved if step is None else step.saved_bytes
     changes = tuple(_changes(choices, policy, costs)) if again and not staged else ()
-    share = f" ({seen.seconds / step:.1%} of a step without recompute)" if step else ""
+    share = f" ({seen.seconds / whole:.1%} of a step without recompute)" if whole else ""
     sums = (
         f"Forward saves {size(saved)} for backward, and backward recomputes for {duration(seen.seconds, unit)}{share}."
     )
-    if moved := choices.moved:
-        sums += f" {size(moved.host)} of it wait on the host, and the step waits {duration(moved.exposed)} for copies."
+    moved, made = choices.moved, step or pair
+    if made is not None and made.host_bytes:
+        waits = "" if moved is None else f", and the step waits {duration(moved.exposed)} for copies"
+        sums += f" {size(made.host_bytes)} of it wait on the host{waits}."
     if inside := _inside_attention(choices, costs):
         among = f"{size(inside)} of it lie inside attention"
         sums += f" That is at most: {among}, captured as a CPU computes it; on the device one kernel keeps less."
@@ -126,7 +131,7 @@ def explain_recompute(flow: JointFlow, plan: Plan, policy: object, costs: Costs,
         "seconds": seen.seconds,
         "waits": None if moved is None else moved.exposed,
         "inside_attention": inside,
-        "step": step,
+        "step": whole,
         "peak": None if profile is None else profile.peak,
         "figures": None if run is None else {"step": run.seconds, "peaks": list(run.peaks)},
         "rows": [row.to_dict() for row in choices.rows],
@@ -164,7 +169,8 @@ def _peak(profile: MemoryProfile) -> str:
     half = next((call for call, steps in profile.calls.items() if profile.index in steps), "")
     node = profile.at
     op = "nothing" if node is None else f"{op_of(node)} of {module_path(node) or 'the model'} ({node.name})"
-    return f"The peak is {size(profile.peak)}, in {half}, while {op} runs. Then {told} are alive."
+    peak = bounded(profile.peak, profile.bounds, profile.unseen)
+    return f"The peak is {peak}, in {half}, while {op} runs. Then {told} are alive."
 
 
 _PLURAL = {
@@ -233,9 +239,10 @@ def explain_value(flow: JointFlow, plan: Plan, policy: object, costs: Costs, nod
     return Explanation(data, tuple(said))
 
 
-def staged_run(flow: JointFlow, plan: Plan, costs: Costs) -> ScheduleRun | None:
-    """Return the step of a plan in stages under the schedule that it was made for; ``None`` if it knows none."""
-    return planned_run(plan, divide_stages(flow, plan).stage_costs(costs))
+def staged_step(flow: JointFlow, plan: Plan, costs: Costs) -> tuple[StagedStep, ScheduleRun | None]:
+    """Return the stages of a plan, and their step under the schedule of the plan; ``None`` if it knows none."""
+    step = divide_stages(flow, plan)
+    return step, planned_run(plan, step.stage_costs(costs))
 
 
 def choices_of(flow: JointFlow, plan: Plan, costs: Costs) -> tuple[RecomputeChoices, Costs]:
@@ -332,6 +339,7 @@ class RecomputeRow:
         seconds: what recomputing one takes; with what it needs that is not there. ``None`` if it was not priced.
         saved_change: the bytes that the other choice adds to what is saved (negative: fewer); ``None`` likewise.
         peak_change: the bytes that it adds to the peak; ``None`` likewise, and for plans in stages.
+        on_host: whether it waits on the host.
     """
 
     decision: str
@@ -345,6 +353,7 @@ class RecomputeRow:
     seconds: float | None = None
     saved_change: int | None = None
     peak_change: int | None = None
+    on_host: bool = False
 
     @property
     def rate(self) -> float | None:
@@ -408,6 +417,14 @@ class RecomputeChoices:
         found = np.zeros(len(self.problem.nbytes), np.bool_)
         found[self.problem.storage[self.seen.choice.saved]] = True
         return found
+
+    @cached_property
+    def on_host(self) -> frozenset[int]:
+        """The storages that wait on the host."""
+        return frozenset(int(self.problem.storage[self._value[one.value]]) for one in self.plan.offloaded)
+
+    def _waits(self, node: Node) -> bool:
+        return node in self._value and int(self.problem.storage[self._value[node]]) in self.on_host
 
     @cached_property
     def saved(self) -> list[Node]:
@@ -523,6 +540,7 @@ class RecomputeChoices:
             stages,
             self.nbytes(node),
             self.forced(node),
+            on_host=self._waits(node),
         )
         other = self.other(node) if priced else None
         return known if other is None else self._priced(known, other)
@@ -553,6 +571,7 @@ class RecomputeChoices:
                 self.nbytes(node),
                 _kind(self.forced(node)),
                 node in self.returned,
+                self._waits(node),
             )
             found.setdefault(key, []).append(node)
         return sorted(found.values(), key=lambda nodes: -self.nbytes(nodes[0]) * len(nodes))

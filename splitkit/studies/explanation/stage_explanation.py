@@ -206,7 +206,7 @@ def _longest(pricing: StagePricing, longest: tuple[Node, float, float, int] | No
     time = f"{duration(seconds, pricing.unit)}, {share:.0%} of all work"
     if share * ranks * _MANY < 1:
         return f"No single op limits this plan: the longest, {op}, takes {time}."
-    return f"The longest op is {op}: {time}. No cut can divide it, so no plan has a faster slowest stage."
+    return f"The longest op is {op}: {time}. No cut can divide it, so its stage takes at least that."
 
 
 def _quality(pricing: StagePricing, claim: Claim | None, figures: StageFigures, least: float, parent: bool) -> str:

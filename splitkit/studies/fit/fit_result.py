@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from splitkit.errors import CaptureError
 from splitkit.frontends.capture_decoder import example_step
 from splitkit.frontends.generate_calls import QUERY
+from splitkit.hardware.device_specs import devices as known_devices
 from splitkit.pipeline.memory import ByteBreakdown
 from splitkit.short_repr import brief
 from splitkit.solvers.most_fitting import MOST_TOKENS
@@ -77,7 +78,7 @@ def decoder_command(
         as_stored: whether the weights count as the model has them.
     """
     used = [device for device in devices if device.names]
-    words = ["--how", "decoder", "--stages", str(len(used))]
+    words = ["--how", "decoder", *_where(used)]
     if as_stored:
         limits = [memory_word(device.card.limit) for device in used]
         words += ["--memory", ",".join(limits if len(set(limits)) > 1 else limits[:1])]
@@ -98,7 +99,7 @@ def inference_command(model: object, devices: Sequence[FittedDevice], sizes: Map
     used = [device for device in devices if device.names]
     room = [device.card.limit - device.held.cache for device in used]
     evaluated = [] if isinstance(model, str) and is_program(model) else ["--eval"]
-    words = [*evaluated, "--stages", str(len(used))]
+    words = [*evaluated, *_where(used)]
     if as_stored and len({device.card.limit for device in used}) == 1:
         words += ["--memory", memory_word(min(room)), "--optimizer", "none"]
     elif as_stored:
@@ -111,10 +112,17 @@ def training_command(
     model: object, found: TrainingFit, devices: Sequence[FittedDevice], sizes: Mapping[str, int], as_stored: bool
 ) -> str:
     """Return ``splitkit plan`` for a step of the pipeline; arguments as for `inference_command`."""
-    words = ["--stages", str(len(devices)), "--schedule", found.schedule, "--microbatches", str(found.microbatches)]
-    words += ["--memory", memory_word(min(device.card.limit for device in devices))] if as_stored else []
+    used = [device for device in devices if device.names]
+    words = [*_where(used), "--schedule", found.schedule, "--microbatches", str(found.microbatches)]
+    words += ["--memory", memory_word(min(device.card.limit for device in used))] if as_stored else []
     words += ["--optimizer", found.optimizer]
     return _command(model, sizes, words + ["--recompute"] * found.recompute)
+
+
+def _where(used: Sequence[FittedDevice]) -> list[str]:
+    """Return the one device that has all of the model, if it is a known one, or else the number of stages."""
+    names = {device.card.name for device in used} & known_devices().keys()
+    return ["--devices", *names] if len(used) == 1 and names else ["--stages", str(len(used))]
 
 
 def _command(model: object, sizes: Mapping[str, int], words: Sequence[str]) -> str:

@@ -181,6 +181,7 @@ class StagedView(LadderModel):
             "saved": sums_of_makers(self._ribbons(self.saved_values)),
             "waits": sums_of_makers(self._ribbons(self.waiting_values)),
             "rerun": [False] * len(steps),
+            "host": self.step.host_bytes,
         }
 
     def _with_forward(self) -> list[int]:

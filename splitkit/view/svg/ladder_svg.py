@@ -408,8 +408,10 @@ class StagedDrawing(LadderDrawing):
     @property
     def _heading(self) -> str:
         again = sum(self.data["counts"]["again"])
-        return f"{super()._heading}, {size(sum(b for *_, b in self.data['saved']))} saved" + (
-            f", {again} ops computed again" if again else ""
+        host = self.data["host"]
+        return (
+            f"{super()._heading}, {size(host + sum(b for *_, b in self.data['saved']))} saved"
+            f"{f', {size(host)} of it on the host' if host else ''}{f', {again} ops computed again' if again else ''}"
         )
 
     def _about(self, stage: int) -> list[tuple[str, str]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
 from campaigns import some_of_all
 
 import splitkit as sk
+from splitkit.cli import main
 from splitkit.errors import CaptureError, PolicyError
 from splitkit.studies.fit.fit_model import blocks_of, fit_model
 from splitkit.studies.fit.fit_result import has_attention_alone, is_decoder
@@ -212,6 +214,23 @@ def test_a_model_with_inputs_of_its_own_has_no_number_of_tokens(tmp_path):
     assert found.devices[1].held.activations == 3 * value
     with pytest.raises(PolicyError, match="its own inputs"):
         sk.fit(f"{file}:make", HUGE, tokens=4)
+
+
+@pytest.mark.parametrize("train", [None, "adam"])
+def test_the_next_command_names_the_one_device_that_has_all_of_the_model(train, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x).square().mean()\n"
+        "def make():\n"
+        "    return Net(8, 8), torch.zeros(5, 8)\n"
+    )
+    found = sk.fit(f"{file}:make", "h100,l4", train=train)
+    (used,) = (device.card.name for device in found.devices if device.names)
+    assert f" --devices {used} " in found.next and "--stages" not in found.next
+    assert main(shlex.split(found.next)[1:-1] + [str(tmp_path / "plan.json")]) == 0
 
 
 CONVOLUTIONS = """

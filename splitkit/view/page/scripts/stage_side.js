@@ -56,7 +56,7 @@ export function showStages(p) {
 function showTable(p, stages, more, rows, titles) {
   const most = Math.max(...stages.map(s => s.seconds)), total = sum(stages.map(s => s.seconds));
   const name = `${stages.length} ${stages.length === 1 ? "stage" : "stages"}, balance ${(100 * total / (most * stages.length || 1)).toFixed(0)} %${more}`;
-  p.side.append(el("h3", name), tableOf(name, ["stage", measure(p.data.unit), ...(p.trains ? ["saved"] : []), "1 microbatch", ...titles], rows));
+  p.side.append(el("h3", name), tableOf(name, ["stage", measure(p.data.unit), ...(p.trains ? ["held"] : []), "1 microbatch", ...titles], rows));
 }
 /**
  * The step: where each rank idles, and its peak.
@@ -74,7 +74,7 @@ function showStep(p, run) {
   const name = "step: peak of each rank, and where it idles";
   p.side.append(el("h3", name), tableOf(name, ["rank", "peak", "at", "warm-up", "waiting", "tail"], rows));
   const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = kindsAt(run.by, worst, run.by.points[worst][peakPoint(run, worst)]);
-  p.side.append(remark(`highest on rank ${worst}: ${size(fixed)} of weights and state, ${size(saved)} saved, ${size(messages)} of messages, ${size(temporary)} temporary`));
+  p.side.append(remark(`highest on rank ${worst}: ${size(fixed)} of weights and state, ${size(saved)} held, ${size(messages)} of messages, ${size(temporary)} temporary`));
 }
 /**
  * The table row of a stage: its colour and name, time and bytes.
@@ -132,5 +132,5 @@ function factsOf(p, at) {
   const k = at.stage ?? 0, stage = p.stages[k];
   const rank = rankText(p, k);
   return [["stage", name(k)], ...(p.runsAgain[k] ? [/** @type {import("./facts.js").Fact} */ (["recompute", "backward runs it again"])] : []), ...(rank ? [/** @type {import("./facts.js").Fact} */ (["runs on", rank])] : []), ["forward", duration(stage.forward, unit)], ["backward", duration(stage.backward, unit)],
-    ["weights, state", size(stage.fixed)], ["saved", size(stage.saved)], ["temporary", size(stage.temporary)]];
+    ["weights, state", size(stage.fixed)], ["held", size(stage.saved)], ["temporary", size(stage.temporary)]];
 }

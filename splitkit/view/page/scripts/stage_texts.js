@@ -25,7 +25,7 @@ export function rankText(p, k) {
  */
 export function stageText(p, k) {
   const stage = p.stages[k], {unit} = p.data, rank = rankText(p, k);
-  const memory = p.trains ? `weights and state ${size(stage.fixed)}\nsaved ${size(stage.saved)}\ntemporary ${size(stage.temporary)}` : `weights${p.data.tokens ? ` and cache of ${p.data.tokens} tokens` : ""} ${size(stage.fixed)}\ntemporary ${size(stage.temporary)}`;
+  const memory = p.trains ? `weights and state ${size(stage.fixed)}\nheld ${size(stage.saved)}\ntemporary ${size(stage.temporary)}` : `weights${p.data.tokens ? ` and cache of ${p.data.tokens} tokens` : ""} ${size(stage.fixed)}\ntemporary ${size(stage.temporary)}`;
   return `stage ${p.partName(k)}${rank ? `, ${rank}` : ""}${p.runsAgain[k] ? "\nkeeps its inputs only, and runs again in backward" : ""}\nforward ${duration(stage.forward, unit)}${p.trains ? `, ${p.backwardName} ${duration(stage.backward, unit)}${p.moreTimes(k)}` : ""}\nwith one microbatch ${size(stage.peak)}:\n${memory}`;
 }
 /**
