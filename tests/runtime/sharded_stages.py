@@ -202,8 +202,10 @@ def in_one_stage(kind, model, batch, other):
         primals, tangents = joint.primals(**batch), joint.tangents()
         planned = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
         # gloo's thread may hold what a collective has read for a moment longer
-        measured = min(sk.measure_memory(pair.run, list(primals), list(tangents)).peak for _ in range(8))
-        assert measured == planned.peak, (measured, planned.peak)
+        peaks = [sk.measure_memory(pair.run, list(primals), list(tangents)).peak]
+        while min(peaks) > planned.peak and len(peaks) < 30:
+            peaks.append(sk.measure_memory(pair.run, list(primals), list(tangents)).peak)
+        assert min(peaks) == planned.peak, (peaks, planned.peak)
         outputs, gradients = pair.run(joint.primals(**batch), joint.tangents())
         most = max(most, apart(kind, joint.read([*outputs, *gradients]).gradients, other))
     nodes = joint.graph_module.graph.nodes
@@ -251,10 +253,8 @@ def refused(kind, model, batch, other, mesh):
     group = mesh.get_group("pp")
     tried("microbatches", lambda: pipeline(step, "1f1b", COUNT + mesh.get_local_rank("tp"), group=group))
     with torch.no_grad():
-        if rank == 1:
-            model.norm.weight.add_(1)
-        if rank == 3:
-            model.norm.weight.add_(1)
+        if rank in (1, 3):
+            model.inp.weight.add_(1)
     tried("weights", lambda: pipeline(step, "1f1b", COUNT, group=group))
     return said
 
