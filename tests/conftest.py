@@ -51,8 +51,8 @@ def pytest_unconfigure():
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_stacks_of_seeds():
-    """`torch.manual_seed` writes the whole stack down for each device that is not there, whoever calls it: a millisecond
-    and 20 kB, thousands of times.
+    """`torch.manual_seed` writes the whole stack down for each device that is not there, which takes longer than many a
+    test, whoever calls it.
     """
     import torch
 
