@@ -10,7 +10,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from campaigns import every_third
+from campaigns import every_third, these_first
 from fuzzing import FuzzReport, fuzz, try_plan, usable_inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -158,7 +158,12 @@ BUGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", every_third(BUGS, 0), ids=lambda bug: bug.name)
+SLOW_TO_FIND = ("an exit closes the innermost region", "an exit restores no region")
+SOON = [bug for bug in BUGS if bug.name not in SLOW_TO_FIND]
+LATE = [bug for bug in BUGS if bug.name in SLOW_TO_FIND]
+
+
+@pytest.mark.parametrize("bug", [*every_third(SOON, 0), *these_first([], LATE)], ids=lambda bug: bug.name)
 def test_the_fuzzer_finds_a_planted_bug(bug, monkeypatch):
     bug.plant(monkeypatch)
     with pytest.raises((CheckError, RuntimeError, LookupError, AttributeError)) as caught:
