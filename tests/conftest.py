@@ -44,24 +44,36 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    """Pytest collects five times at its end, and Python once more: a process that ends has nothing to tidy up."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_stacks_of_seeds():
+    """`torch.manual_seed` writes the whole stack down for each device that is not there, which takes longer than many a
+    test, whoever calls it.
+    """
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            if not device.is_available():
+                patch.setattr(device, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _one_seed_one_thread():
     import torch  # not above: the process that only hands out tests to others needs none
 
-    _seed(torch)
+    torch.manual_seed(0)
     torch.set_num_threads(1)
     yield
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)  # which imports Inductor: 7 s of a process that needs none
     _leave_autocast(torch)
-
-
-def _seed(torch):
-    """`torch.manual_seed` writes the whole stack down for each device that is not there, in every test."""
-    torch.default_generator.manual_seed(0)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
 
 
 def _leave_autocast(torch):

@@ -121,7 +121,7 @@ def test_memory_is_simulated_alike_for_a_plan_and_for_its_pair(name, policy):
     assert (trace.peak, trace.saved_bytes) == (profile.peak, profile.saved)
 
 
-@pytest.mark.parametrize(("name", "policy"), [*OF_SMALL, *some_of_all(FEW, JOINT_LAWS, (), turns=5), *OF_OTHERS])
+@pytest.mark.parametrize(("name", "policy"), [*OF_SMALL, *some_of_all(FEW, JOINT_LAWS, (), turns=3), *OF_OTHERS])
 def test_the_same_plan_again_from_a_graph_that_is_left_as_it_was(name, policy):
     joint = captured(name).joint
     before, plan = as_captured(name), planned(name, policy)

@@ -125,7 +125,7 @@ def every(step, samples):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("step", "samples", "least"), [(20, 2, 60), pytest.param(1, 12, 500, marks=pytest.mark.campaign)]
+    ("step", "samples", "least"), [(40, 2, 30), pytest.param(1, 12, 500, marks=pytest.mark.campaign)]
 )
 def test_an_op_takes_what_is_simulated(step, samples, least):
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ def inside(func, args, kwargs=None):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("step", "samples", "least"), [(20, 2, 60), pytest.param(1, 12, 500, marks=pytest.mark.campaign)]
+    ("step", "samples", "least"), [(40, 2, 30), pytest.param(1, 12, 500, marks=pytest.mark.campaign)]
 )
 def test_the_allocator_gives_what_is_simulated_or_the_op_is_named(step, samples, least):
     torch.manual_seed(0)

@@ -94,6 +94,14 @@ def test_conjugate_and_negative_views_keep_their_bit():
     same(gm, X)
 
 
+@pytest.mark.parametrize("bit", [lambda x: x.conj().imag, torch.conj], ids=["negative", "conjugate"])
+def test_what_an_op_makes_of_a_lazy_view_before_it_reads_it_is_counted(bit):
+    """The op itself has no other op inside, and takes nothing where it reads the plain tensor."""
+    x = torch.randn(8, 16, dtype=torch.complex64)
+    for lazy in (bit, lambda x: x.real):
+        same(sk.capture(Plain(lambda x, lazy=lazy: lazy(x).exp()), x), x)
+
+
 def dynamic():
     return sk.capture(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), X, dynamic=True)
 

@@ -28,24 +28,24 @@ def synthesized(microbatches: int) -> list[str]:
 
 ON_TWO: list[dict[str, Any]] = [
     {"model": "odd", "stages": 2, "schedule": "1f1b", "microbatches": 4, "steps": 10},
-    {"model": "odd", "stages": 2, "schedule": "eager-1f1b", "microbatches": 5},
     {"model": "odd", "stages": 4, "schedule": "interleaved1f1b", "microbatches": 4},
     {"model": "gpt2", "stages": 2, "schedule": "1f1b", "microbatches": 2, "call": "checkpoint"},
     {"model": "filled", "stages": 2, "schedule": "1f1b", "microbatches": 2},
-    {"model": "t5", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},  # lost gradients, and would not send
     {"model": "odd", "stages": 4, "schedule": "v-half", "microbatches": 5},  # torch has none of this
     {"model": "turned", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},  # summed with it turned
     {"model": "odd", "stages": 3, "schedule": "uneven", "microbatches": 3, "order": [
         "0F0 0F1 2F0 2I0 2F1 2W0 2B1 0F2 2F2 0B0 2B2 0B1 0I2 0W2", "1F0 1F1 1I0 1F2 1W0 1B1 1I2 1W2",
     ]},
     {"model": "odd", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4, "messages": True},
-    {"model": "odd", "stages": 4, "schedule": "synthesized", "microbatches": 4, "order": synthesized(4)},
 ]  # fmt: skip
 IN_ORDER: list[dict[str, Any]] = [
     {"model": "unet", "stages": 8, "schedule": name, "microbatches": 8, "messages": True}
     for name in ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev", "v-half")
 ]
 LATER_ON_TWO: list[dict[str, Any]] = [
+    {"model": "odd", "stages": 2, "schedule": "eager-1f1b", "microbatches": 5},
+    {"model": "t5", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},  # lost gradients, and would not send
+    {"model": "odd", "stages": 4, "schedule": "synthesized", "microbatches": 4, "order": synthesized(4)},
     {"model": "odd", "stages": 4, "schedule": "interleavedzerobubble", "microbatches": 4},
     {"model": "gpt2", "stages": 4, "schedule": "zbvzerobubble", "microbatches": 4},
     {"model": "odd", "stages": 4, "schedule": "dualpipev", "microbatches": 4},

@@ -24,12 +24,17 @@ MODELS = ["plain"] if OLD else ["plain", "gpt2", "llama", "t5"]
 SCHEDULES = [("1f1b", 2), ("interleaved1f1b", 4)] + ([] if OLD else [("gpipe", 2), ("zbvzerobubble", 4)])
 """The name of a schedule, and how many stages two ranks have under it."""
 PAIRS = {
-    "plain": ["1f1b", "interleaved1f1b"],
+    "plain": ["1f1b"],
     "gpt2": ["zbvzerobubble"],
-    "llama": ["gpipe"],
+    "llama": [],
     "t5": [],
 }
-LATER = {"plain": ["zbvzerobubble"], "gpt2": ["1f1b"], "llama": ["interleaved1f1b"], "t5": ["gpipe", "zbvzerobubble"]}
+LATER = {
+    "plain": ["interleaved1f1b", "zbvzerobubble"],
+    "gpt2": ["1f1b"],
+    "llama": ["gpipe", "interleaved1f1b"],
+    "t5": ["gpipe", "zbvzerobubble"],
+}
 """Pairs of a model and a schedule that a campaign runs: others above have the model, or the schedule."""
 
 

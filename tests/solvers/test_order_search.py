@@ -52,6 +52,16 @@ def test_the_search_and_branching_alone_find_the_best_of_all_orders(first):
         assert below.whole and below.best is None, number
 
 
+@pytest.mark.parametrize("number", [13, 50])
+def test_it_starts_from_the_best_order_that_is_known(number):
+    """Without effort it finds none as good by itself."""
+    problem = random_problem(number)
+    good, poor = search_order(problem).timed, search_order(problem, effort=0).timed
+    assert good.value < poor.value
+    for known in ([good.rows, poor.rows], [poor.rows, good.rows]):
+        assert search_order(problem, known, effort=0).timed.value == good.value
+
+
 @pytest.mark.parametrize("number", [2019, 2036, 2048, 2072, 2113, 2311, 2331])
 def test_branching_finds_orders_in_which_a_rank_waits_and_keeps_states_that_are_hardly_worse(number):
     """Problems on which branching is wrong without waiting, or if it drops states that are better by up to 0.6."""

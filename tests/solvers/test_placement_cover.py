@@ -52,7 +52,7 @@ def all_sets(work, barred):
             yield chosen
 
 
-@few_of_many(100, 200, sets())
+@few_of_many(50, 200, sets())
 def test_the_set_worth_most_within_every_load(case):
     work, barred, pins, costs, worth, order = case
     most = 30
@@ -93,7 +93,7 @@ def bound_of(problem, limit, seconds=0.15):
     return CoverBound(core, limit).run(max(0.0, simple_bound_seconds(core)), seconds, Clock(60))
 
 
-@few_of_many(10, 25, cases.problems(units=6))
+@few_of_many(5, 25, cases.problems(units=6))
 def test_no_placement_is_better_than_the_bound(problem):
     problem = replace(problem, in_flight=(), ordered=False)
     best = cases.best_sets(problem)

@@ -18,7 +18,7 @@ def plain(**change):
     return replace(Problem.of(np.ones((1, 3)), [(1.0, (0, 1))], [(0, 1)], [Slot()] * 2), **change)
 
 
-@few_of_many(120, 300, cases.problems(), st.data())
+@few_of_many(60, 300, cases.problems(), st.data())
 def test_the_evaluator_follows_the_definition(problem, data):
     number = len(problem.devices)
     factors = data.draw(st.lists(st.lists(st.integers(1, 5), min_size=3, max_size=3), min_size=3, max_size=3))
@@ -40,7 +40,7 @@ def test_the_evaluator_follows_the_definition(problem, data):
     assert (not faults(problem, device, order)) == legal
 
 
-@few_of_many(120, 300, cases.problems(units=6))
+@few_of_many(60, 300, cases.problems(units=6))
 def test_what_must_be_together_is_together_in_every_better_placement(problem):
     problem = replace(problem, fill=False, in_flight=())
     core = core_of(problem, acyclic_groups(problem))

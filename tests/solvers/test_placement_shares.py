@@ -71,7 +71,7 @@ def test_no_border_costs_less_than_priced_work_tells(problem, back, data):
             assert known is not None and ideal[known.inside].all() and not ideal[known.outside].any()
 
 
-@few_of_many(50, 100, cases.problems(units=6), st.booleans(), st.data())
+@few_of_many(25, 100, cases.problems(units=6), st.booleans(), st.data())
 def test_no_stages_are_better_than_shares_tell(problem, back, data):
     best = cases.best_stages(problem)
     if best < cases.INF and not core_of(problem, acyclic_groups(problem)).barred.all(axis=0).any():

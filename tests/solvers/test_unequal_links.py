@@ -80,7 +80,7 @@ def best_of_all(problem, prices, *, acyclic):
     return best
 
 
-@few_of_many(30, 600, st.tuples(cases(), st.booleans()))
+@few_of_many(15, 600, st.tuples(cases(), st.booleans()))
 def test_small_problems_are_solved_for_certain(case):
     (problem, prices), acyclic = case
     best = best_of_all(problem, prices, acyclic=acyclic)
