@@ -72,7 +72,7 @@ def test_forward_starts_copies_and_backward_waits_right_before_the_first_reader(
         given = next(n for n in stage.backward.graph.nodes if n.name == name)
         (waits,) = [n for n in given.users if n.target is kernel_results.ARRIVED]
         assert [*given.users] == [waits] and all(user.op == "call_function" for user in waits.users)
-    assert "wait on the host" in str(stage)
+    assert "of it on the host" in str(stage)
 
 
 def test_what_cannot_be_moved_is_refused():

@@ -18,7 +18,6 @@ from splitkit.cli.placement import MOST_BYTES
 from splitkit.cli.source import Source, next_command
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
-from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.units import bounded, duration, read_percent, read_size, size
 from splitkit.view.tables import facts, table
 
@@ -88,6 +87,8 @@ def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = N
     work = prepare_step(wanted)
     with work.clock.step("costs", "pricing the nodes"):
         if file is not None:
+            from splitkit.pipeline.placed_prices import costs_of_plan
+
             graph = work.joint.graph_module
             return work, costs_of_plan(decoded(graph.graph, args.target, file), graph)
         inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())

@@ -139,12 +139,16 @@ def _stages(gm: fx.GraphModule, homes: Mapping[str, set[int]], count: int) -> di
 
 
 def _fill(flow: Dataflow, found: dict[Node, int], homes: Mapping[str, set[int]], count: int) -> None:
-    """Move a node into each stage that has none, if the weights that it reads, its inputs and its readers allow it."""
+    """Move a node into each stage that has none, if the weights that it reads, its inputs and its readers allow it.
+
+    A stage with weights of its own, which this graph does not read, stays empty: the graph is of another model.
+    """
     after: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
     for node in flow.nodes:
         for before in flow.waits[node]:
             after[before].append(node)
-    for stage in sorted({*range(count)} - {found[node] for node in flow.nodes}, reverse=True):
+    own = {stage for allowed in homes.values() if len(allowed) == 1 for stage in allowed}
+    for stage in sorted({*range(count)} - {found[node] for node in flow.nodes} - own, reverse=True):
         read = {n: [homes[str(r.target)] for r in n.all_input_nodes if str(r.target) in homes] for n in flow.nodes}
         free = [n for n in flow.nodes if all(stage in allowed for allowed in read[n])]
         late = [n for n in reversed(free) if found[n] < stage and all(found[r] >= stage for r in after[n])]
