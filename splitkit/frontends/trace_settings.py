@@ -8,17 +8,19 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from io import StringIO
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._C import DispatchKey  # 2.11, 2.13, 2.15
 from torch._decomp import global_decomposition_table  # 2.11, 2.13, 2.15
 from torch._dynamo import symbolic_convert  # TensorifyState: 2.11, 2.13, 2.15
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis  # 2.11, 2.13, 2.15
 
 from splitkit import _torch
+from splitkit.memory.kernels.target_kernels import CPU, attention
 
 _LOG_METHODS = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 _IGNORE_SETTINGS = ("ignore_logging_functions", "ignore_logger_methods")  # 2.13, 2.15; 2.11
@@ -62,6 +64,30 @@ def with_gradients_on_meta() -> Iterator[None]:
         for op in found:
             del op.py_kernels[key]
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def with_attention_on_meta() -> Iterator[None]:
+    """Let attention on ``meta`` have the results of the CPU's kernels, whose strides those of GPUs have as well.
+
+    Torch takes its ops one by one there, and what a model does next copies their result: a graph from ``meta`` had two
+    nodes, and the bytes of a copy, more than one from the CPU.
+    """
+    op, key = torch.ops.aten.scaled_dot_product_attention.default, DispatchKey.AutogradMeta
+    if key in op.py_kernels:  # one capture within another
+        yield
+        return
+    op.py_impl(key)(partial(attention, CPU, _one_by_one))
+    try:
+        yield
+    finally:
+        del op.py_kernels[key]  # 2.11, 2.13, 2.15
+        op._dispatch_cache.clear()
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+    made: Tensor = torch.ops.aten._scaled_dot_product_attention_math.default(query, key, value, attn_mask, **options)[0]
+    return made
 
 
 @contextmanager

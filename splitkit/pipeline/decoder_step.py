@@ -52,14 +52,12 @@ def step_sizes(root: fx.GraphModule, sequences: int, tokens: int, query: int = 1
     return sizes
 
 
-def step_kernels(costs: object, root: fx.GraphModule) -> str | None:
-    """Return the kernels that a step runs: those of the device that costs are for, else those of the graph's device.
+def step_kernels(costs: object) -> str:
+    """Return the kernels that a step runs: those of the device that costs are for, else those of the usual one.
 
-    A graph on ``meta`` has no device: its step runs the kernels of the usual one.
+    The device on which the graph was captured does not matter.
     """
-    values = (value_of(node) for node in root.graph.find_nodes(op="placeholder"))
-    on_meta = any(value.is_meta for value in values if isinstance(value, torch.Tensor))
-    return kernels_of(costs) or (Device.kernels if on_meta else None)
+    return kernels_of(costs) or Device.kernels
 
 
 def step_peak(
@@ -141,7 +139,7 @@ class DecoderSteps:
         grow = [value for value in values if any(map(symbols_of, value.shape[1:]))]
         if not grow:
             return None
-        names, kernels = frozenset(node.name for node in given), step_kernels(costs, flow.root)
+        names, kernels = frozenset(node.name for node in given), step_kernels(costs)
         return cls(flow, hint(grow[0].shape[0]), names, chunk, kernels)
 
     def peak(self, part: fx.GraphModule, tokens: int) -> int:

@@ -11,6 +11,7 @@ from splitkit.errors import FileError, PipelineError
 from splitkit.graph.unsaved_buffers import kept_values
 from splitkit.runtime import open_stages, save_stages, to_devices
 from splitkit.runtime.folder.tensorfiles import write_tensors
+from splitkit.testing import models
 
 
 class Scaled(nn.Module):
@@ -120,3 +121,21 @@ def test_a_training_step_on_meta_takes_inputs_and_buffers_that_are_elsewhere(rea
     assert {value.device.type for value in values} == {"meta"}
     assert {b.device.type for b in model.buffers()} == ({"cpu"} if real_buffers else {"meta"})
     assert len(joint.signature.gradients) == 4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_graph_from_meta_is_the_graph_from_the_cpu(family):
+    """What attention returns lies in memory as on the CPU, so that nothing is copied after it."""
+    example = models.build(family, layers=1, width=16, heads=2, vocab=16, seq=4)
+    graphs = []
+    for device in ("cpu", "meta"):
+        gm = sk.capture(example.model.eval().to(device), *example.args, **example.kwargs)
+        step = sk.capture_decoder(example.model)
+        graphs.append([(n.name, str(n.target), shape_of(n)) for graph in (gm, step) for n in graph.graph.nodes])
+    assert graphs[0] == graphs[1]
+    assert any("scaled_dot_product" in name for name, *_ in graphs[0])
+
+
+def shape_of(node):
+    value = node.meta.get("val")
+    return (str(value.shape), str(value.stride())) if isinstance(value, torch.Tensor) else None

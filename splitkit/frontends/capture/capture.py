@@ -55,7 +55,7 @@ from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
 from splitkit.frontends.quantized import AS_MODULES, quantized_part
 from splitkit.frontends.sharded_step import has_shards, refuse_fsdp, refuse_sharded_inputs
-from splitkit.frontends.trace_settings import without_meta_errors, without_partial_graph
+from splitkit.frontends.trace_settings import with_attention_on_meta, without_meta_errors, without_partial_graph
 from splitkit.graph.storages import mark_repeated_inputs
 from splitkit.graph.unsaved_buffers import keep_values
 
@@ -351,6 +351,7 @@ def capture_conditions() -> Iterator[None]:
             torch.autocast("cuda", enabled=False),
             warnings.catch_warnings(),
             without_meta_errors(),
+            with_attention_on_meta(),
             patch.object(torch, "histc", _countable(torch.histc)),
         ):
             # silence torch's own deprecations, and that recurrent layers list their weights anew: the graph reads the

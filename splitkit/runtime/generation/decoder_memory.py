@@ -54,8 +54,8 @@ def decoder_memory(split: Split, *, sequences: int, tokens: int, query: int = 1)
     caches = {cache.given for cache in kept_caches(split)}
     sizes = step_sizes(split.flow.root, sequences, tokens, query)
     held = decoder_cache(split, sequences=sequences, tokens=tokens)
-    root, costs, found = split.flow.root, costs_of_plan(split.plan, split.flow), {}
+    costs, found = costs_of_plan(split.plan, split.flow), dict[PartKey, PartMemory]()
     for key, part in split.parts.items():
-        kernels = step_kernels(in_part(costs, key), root)
+        kernels = step_kernels(in_part(costs, key))
         found[key] = PartMemory(weights_of(part), held[key], step_peak(part, caches, sizes, kernels))
     return found

@@ -38,6 +38,9 @@ def test_fit_the_planner_and_decoder_memory_agree(family, more):
     gm = sk.capture_decoder(model, batch=requests)
     plan = sk.plan(gm, sk.policies.Stages(2, memory=limits, objective="tokens", chunk=CHUNK))
     split = sk.split(gm, plan)
+    here = sk.capture_decoder(config_model(config, torch.bfloat16).to_empty(device="cpu"), batch=requests)
+    again = sk.plan(here, sk.policies.Stages(2, memory=limits, objective="tokens", chunk=CHUNK))
+    assert again.claim == plan.claim, "the device of the capture does not matter"
 
     def held(tokens):
         query = min(tokens, CHUNK // requests)
