@@ -92,8 +92,9 @@ class _Writer:
         given = {aot.input_position(node): node for node in placeholders}
         for position, (path, leaf) in enumerate(self._inputs):
             self._put_input(given.get(position), path, leaf)
+        read = {node for node in placeholders if node.users} | {node for _, node in aot.inputs_of_updates(self.traced)}
         for node in placeholders:
-            if (own := aot.parameter_name(node) or aot.buffer_name(node)) is not None and node.users:
+            if node in read and (own := aot.parameter_name(node) or aot.buffer_name(node)) is not None:
                 self._put(node, self.graph.get_attr(self.step.names()[own], type_expr=None))
         self._put_calls()
         self._put_output()

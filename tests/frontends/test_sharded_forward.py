@@ -68,8 +68,10 @@ class Answers(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.register_buffer("scale", torch.full((8,), 2.0))
+        self.register_buffer("last", torch.zeros(8))
 
     def forward(self, x, pair, *rest, times=1, mask=None):
+        self.last.copy_(x[0])
         y = self.down(self.up(x + pair["a"]).relu()) * times + rest[0]
         return {"y": y * self.scale, "all": [y.sum(), None, 3], "given": x}
 
@@ -86,7 +88,7 @@ def test_inputs_and_outputs_have_the_models_structure(mesh):
     assert [n.target for n in gm.graph.find_nodes(op="placeholder")] == ["x", "pair_a", "rest_0", "mask", "times"]
     found, want = gm(*given, **named), model(*given, **named)
     assert torch.equal(found["y"], want["y"]) and torch.equal(found["all"][0], want["all"][0])
-    assert found["all"][1:] == [None, 3] and torch.equal(found["given"], X)
+    assert found["all"][1:] == [None, 3] and torch.equal(found["given"], X) and torch.equal(gm.last, X[0])
     with pytest.raises(RuntimeError, match="to be equal to"):
         gm(X[:2], {"a": X[:2]}, X[:2], **named)
     with pytest.raises(RuntimeError, match="times|to be equal to 2"):
