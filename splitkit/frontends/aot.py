@@ -35,7 +35,7 @@ from splitkit.frontends.trace_settings import (
 from splitkit.graph.dataflow import analyze
 from splitkit.graph.fake_runs import rebinds
 from splitkit.graph.ops import effects_of
-from splitkit.memory.kernels.target_kernels import CPU, TargetKernels
+from splitkit.memory.kernels.target_kernels import TargetKernels, own_kernels
 from splitkit.plans.policy import PolicyLike
 from splitkit.training.flow import JointFlow
 
@@ -102,9 +102,9 @@ def trace_sharded(step: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _kernels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the kernels that a graph calls: the CPU's, on ``meta`` as well, or those of an accelerator's own."""
+    """Return the kernels that the graph of a call of a module calls."""
     held = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, dict(kwargs))))
-    return CPU if {t.device.type for t in held if isinstance(t, torch.Tensor)} <= {CPU, "meta"} else None
+    return own_kernels(t for t in held if isinstance(t, torch.Tensor))
 
 
 def _with_constants(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:

@@ -68,7 +68,7 @@ def with_gradients_on_meta() -> Iterator[None]:
 
 @contextmanager
 def with_attention_on_meta() -> Iterator[None]:
-    """Let attention on ``meta`` have the results of the CPU's kernels, whose strides those of GPUs have as well.
+    """Let attention on ``meta`` have the results of the CPU's kernels, with strides as on GPUs.
 
     Torch takes its ops one by one there, and what a model does next copies their result: a graph from ``meta`` had two
     nodes, and the bytes of a copy, more than one from the CPU.

@@ -48,7 +48,7 @@ from splitkit.graph.node_values import (
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import repeated_group, storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import hinted_bytes
-from splitkit.memory.kernels.target_kernels import CPU, TargetKernels, inexact
+from splitkit.memory.kernels.target_kernels import TargetKernels, inexact, own_kernels
 from splitkit.memory.measurement import measure_memory
 
 
@@ -119,7 +119,7 @@ def activations_alone(gm: fx.GraphModule | Dataflow, kernels: str | None = None)
     """
     root = root_of(gm)
     require_values(root.graph)
-    kernels = kernels or _own_kernels(root)
+    kernels = kernels or own_kernels(t for node in root.graph.nodes for t in tensors(value_of(node)))
     # inference mode of the caller would save nothing
     with paused_collector(), torch.inference_mode(False), TargetKernels(kernels):
         kept = _record(root)
@@ -128,12 +128,6 @@ def activations_alone(gm: fx.GraphModule | Dataflow, kernels: str | None = None)
     unknown = {n: why for n in saved if (why := inexact(target_of(root, n), kernels))}
     estimated = kept.estimated | unknown
     return Activations(tuple(kept.nbytes), kept.values, saved, frozenset(kept.requires), {}, estimated, kernels)
-
-
-def _own_kernels(root: fx.GraphModule) -> str | None:
-    """Return the kernels of the device of a graph's tensors; ``None`` for an accelerator, where torch chooses."""
-    on = {t.device.type for node in root.graph.nodes for t in tensors(value_of(node))}
-    return CPU if on <= {"cpu", "meta"} else None
 
 
 def _record(root: fx.GraphModule) -> ActivationRecord:

@@ -53,7 +53,7 @@ def step_sizes(root: fx.GraphModule, sequences: int, tokens: int, query: int = 1
 
 
 def step_kernels(costs: object) -> str:
-    """Return the kernels that a step runs: those of the device that costs are for, else those of the usual one.
+    """Return the kernels that a step runs: of the device that costs are for, else of the usual one.
 
     The device on which the graph was captured does not matter.
     """

@@ -31,7 +31,7 @@ def prepare() -> None:
 
 
 def main() -> None:
-    """Print how far gradients, and the outputs of the forward alone, are from those of the whole model on the CPU."""
+    """Print how far gradients, and the outputs of the forward alone, are from the whole model's on the CPU."""
     on_ranks.start()
     mesh = init_device_mesh(simgpu.TYPE, (2, 2), mesh_dim_names=("pp", "tp"))
     group, home = mesh.get_group("pp"), torch.device(simgpu.TYPE, dist.get_rank())

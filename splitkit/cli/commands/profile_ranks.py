@@ -152,7 +152,7 @@ def _orders(args: Namespace, stages: int, microbatches: int, ranks: int) -> tupl
 def _compared(
     run: ScheduleRun, found: Sequence[RankStep], links: Any, chain: Chain, before: Sequence[int]
 ) -> dict[str, Any]:
-    """Return a step as simulated and as it ran; peaks are the bytes above those that a rank holds throughout.
+    """Return a step as simulated and as it ran; peaks are the bytes beyond what a rank holds throughout.
 
     ``before`` are the bytes with which ranks compare their batches, before their first action.
     """

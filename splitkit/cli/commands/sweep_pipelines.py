@@ -70,7 +70,7 @@ def run(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> 
 def sweep_training_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> Outcome:
     """Run ``splitkit sweep --stages --what fwd-bwd`` with checked arguments: each row is planned by ``Pipeline``.
 
-    Prices are those of a plan's file if there is one.
+    A plan's file gives the prices if there is one.
 
     Raises:
         UsageError: SK601 for devices of several kinds.

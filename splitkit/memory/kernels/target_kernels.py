@@ -14,7 +14,7 @@ op runs then, whose fake results and saved tensors torch defines. The rules are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -48,6 +48,11 @@ class TargetKernels(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run = _RUNS.get(func) if self._kernels else None
         return func(*args, **(kwargs or {})) if run is None else run(self._kernels, func, *args, **(kwargs or {}))
+
+
+def own_kernels(tensors: Iterable[Tensor]) -> str | None:
+    """Return the kernels of the device of tensors, the CPU's on ``meta``; ``None`` where torch chooses."""
+    return CPU if {t.device.type for t in tensors} <= {CPU, "meta"} else None
 
 
 def inexact(target: object, kernels: str | None) -> str:

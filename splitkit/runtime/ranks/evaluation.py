@@ -147,9 +147,9 @@ def _fill(flow: Dataflow, found: dict[Node, int], homes: Mapping[str, set[int]],
     for node in flow.nodes:
         for before in flow.waits[node]:
             after[before].append(node)
+    read = {n: [homes[str(r.target)] for r in n.all_input_nodes if str(r.target) in homes] for n in flow.nodes}
     own = {stage for allowed in homes.values() if len(allowed) == 1 for stage in allowed}
     for stage in sorted({*range(count)} - {found[node] for node in flow.nodes} - own, reverse=True):
-        read = {n: [homes[str(r.target)] for r in n.all_input_nodes if str(r.target) in homes] for n in flow.nodes}
         free = [n for n in flow.nodes if all(stage in allowed for allowed in read[n])]
         late = [n for n in reversed(free) if found[n] < stage and all(found[r] >= stage for r in after[n])]
         early = [n for n in free if found[n] > stage and all(found[r] <= stage for r in flow.waits[n])]
