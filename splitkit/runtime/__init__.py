@@ -8,7 +8,7 @@ from splitkit.runtime.folder.whole_model import save_pretrained
 from splitkit.runtime.generation.decoder_memory import decoder_memory
 from splitkit.runtime.generation.encoder_caches import decoder_cache
 from splitkit.runtime.ranks.measurements import StepRecorder
-from splitkit.runtime.ranks.pipeline import joint_pipeline, pipeline
+from splitkit.runtime.ranks.pipeline import pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
@@ -19,7 +19,6 @@ __all__ = [
     "decoder_cache",
     "decoder_memory",
     "form_output",
-    "joint_pipeline",
     "open_checkpoints",
     "open_stages",
     "pipeline",

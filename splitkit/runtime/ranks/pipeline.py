@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,27 +16,30 @@ from torch.distributed.tensor import DTensor
 from splitkit._torch import pytree
 from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
-from splitkit.engine.staged_step import JointSource, StagedStep
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import PipelineError
-from splitkit.graph.shards import MeshGroup, copies_of, groups_met, local_tensor, mesh_groups
+from splitkit.graph.shards import copies_of, groups_met, local_tensor, mesh_groups
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.batch_dims import BatchDims
 from splitkit.runtime.ranks.evaluation import (
     FixedAtCapture,
-    missing_inputs,
     require_gradients,
     share_tensors,
     split_like,
-    summed_without,
 )
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
+from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
 from splitkit.runtime.ranks.planned_stage import HostQueue, graphs_of, moves_values
-from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same, require_same_collectives
+from splitkit.runtime.ranks.rank_agreement import (
+    from_every,
+    require_process_group,
+    require_same,
+    require_same_collectives,
+)
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages, require_meshes_of
 from splitkit.runtime.ranks.replicas import (
     SharedParameters,
@@ -49,8 +51,6 @@ from splitkit.runtime.ranks.replicas import (
 )
 from splitkit.runtime.ranks.stage import Batch, RankStages
 from splitkit.runtime.ranks.stage_chain import (
-    Chain,
-    LastStage,
     Loss,
     StageSource,
     chain_of,
@@ -223,7 +223,7 @@ class Pipeline(ComparedRanks):
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
-        self._rank_stages: dict[bool, SizedStages] = {}
+        self._rank_stages: dict[bool, RankStages] = {}
         self._progress = progress
         progress.names = self.borders
         self._channel = rng_channel(self._chain, self.order.rank_of, self.replicas, group, self.device)
@@ -297,10 +297,35 @@ class Pipeline(ComparedRanks):
 
         Raises:
             PipelineError: SK804 on every rank if the ranks choose differently, SK801 for sharded parameters, SK802 for
-                stages of a folder.
+                stages of a folder, and for parameters of which the graph has no gradient.
         """
-        own = self.named_parameters()
-        set_trained(self._captured_model(), own, self._untrainable(), trains, self.group)
+        own, tensors = self.named_parameters(), parameters_and_buffers(self._captured_model())
+        whole = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+        named = names_of(whole)
+        chosen = {name: any(map(trains, named[id(parameter)])) for name, parameter in whole.items()}
+        every = from_every(chosen, self.group)
+        for rank, other in enumerate(every):
+            if different := [name for name, flag in every[0].items() if other.get(name) != flag]:
+                raise PipelineError(
+                    "SK804",
+                    f"rank {rank} chooses differently than rank 0 whether {different[0]} trains",
+                    "Pass the same function on every rank.",
+                    different,
+                )
+        if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:
+            raise PipelineError("SK801", f"{sharded[0]} is sharded", "Choose what trains before shard().", sharded)
+        if lost := [name for name in self._untrainable() if chosen.get(name)]:
+            raise PipelineError(
+                "SK802",
+                f"the training step has no gradient of {lost[0]}, which did not require grad at capture",
+                "Call requires_grad_() on it before capture_joint, and freeze it by train_only until it trains.",
+                lost,
+            )
+        for name, parameter in (*whole.items(), *own.items()):
+            if name in chosen and (parameter.is_floating_point() or parameter.is_complex()):
+                parameter.requires_grad_(chosen[name])
+                # A gradient of earlier steps would otherwise be applied again in each step of the optimizer.
+                parameter.grad = parameter.grad if chosen[name] else None
         if isinstance(self.split, Split):
             self._chain = chain_of(self.split)
         self._rank_stages.clear()
@@ -326,9 +351,12 @@ class Pipeline(ComparedRanks):
         """
         model = self._captured_model()
         found, own = split_like(gm, self.split), self._reduction if reduction is None else reduction
-        lost = missing_inputs(found, self.inputs)
+        known = {str(node.target) for node in found.module.graph.find_nodes(op="placeholder")}
+        lost = [name for name in self.inputs if name not in known]
         if lost and own == "sum" and reduction is None:
-            raise summed_without(lost)
+            reason = f"in training, losses are summed, and this graph does not have the input {lost[0]}"
+            remedy = 'Say what its losses are: pipe.evaluation(gm, reduction="mean"), "sum", or weights of your own.'
+            raise PipelineError("SK802", reason, remedy, lost)
         dims = {name: dim for name, dim in self._batch_dims.items() if name not in lost}
         made = Pipeline(
             found, self._schedule, self.microbatches, self._loss, own, dims, self.group, self.device, self._seed,
@@ -375,10 +403,27 @@ class Pipeline(ComparedRanks):
         Raises:
             PipelineError: SK802 for a ``max_norm`` or ``norm_type`` that is not a positive number.
         """
-        parameters = self.parameters()
-        counted = [p for p in parameters if self._shared_parameters.counts(p)]
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not is_number(value) or value <= 0:
+                raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a positive number.")
+        held = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        norms = [
+            _norm(grad, norm_type, self.device) * copies_of(p, self.meshes) ** (-1 / norm_type)
+            for p, grad in held
+            if self._shared_parameters.counts(p)
+        ]
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=self.device)
+        total = own.to(torch.float64)
         with naming_lost_ranks(self._progress, "for all ranks to clip gradients"):
-            return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group, self.meshes)
+            for ranks in (*self.meshes.values(), self.group):
+                every = [torch.zeros_like(total) for _ in range(dist.get_world_size(ranks))]
+                # Norms are gathered, not summed as powers, which could overflow.
+                dist.all_gather(every, total, group=ranks)
+                total = torch.linalg.vector_norm(torch.stack(every), norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for _, grad in held:
+            local_tensor(grad).mul_(factor)
+        return total
 
     def shard(self, mesh: DeviceMesh | None = None) -> None:
         """Shard the parameters of each stage over its replicas with FSDP2; call it before creating the optimizer.
@@ -416,8 +461,20 @@ class Pipeline(ComparedRanks):
 
     def broadcast(self, batch: Any) -> Any:
         """Return rank 0's batch on every rank. All ranks must call it; those other than rank 0 may give ``None``."""
+        first = self.rank == 0
+        leaves, spec = pytree.tree_flatten(batch)
+        # Tensors are sent as they are, and described by empty ones; other values are pickled.
+        plain = [torch.empty(x.shape, dtype=x.dtype, device="meta") if _is_tensor(x) else x for x in leaves]
         with naming_lost_ranks(self._progress, "for all ranks to get a batch from rank 0"):
-            return broadcast_batch(batch, self.device, self.group)
+            sent: list[Any] = [pytree.tree_unflatten(plain, spec) if first else None]
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+            likes, spec = pytree.tree_flatten(sent[0])
+            for i, like in enumerate(likes):
+                if _is_tensor(like):
+                    given = leaves[i] if first else torch.empty(like.shape, dtype=like.dtype, device=self.device)
+                    likes[i] = given.to(self.device).contiguous()
+                    dist.broadcast(likes[i], group=self.group, group_src=0)
+        return pytree.tree_unflatten(likes, spec)
 
     def divide(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, is_last: bool = True) -> DividedBatch:
         """Split the inputs and the target of a step, after `with_target`; ``is_last`` asks for the shares of losses."""
@@ -447,7 +504,7 @@ class Pipeline(ComparedRanks):
     def torch_stages(self) -> tuple[PipelineStage, ...]:
         """Torch's stages of this rank for training, for the sizes of the last step; empty before the first step."""
         stages = self._rank_stages.get(True)
-        return stages.latest.stages if stages is not None and stages.latest is not None else ()
+        return () if stages is None else stages.stages
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -494,8 +551,9 @@ class Pipeline(ComparedRanks):
             self.compare_ranks()
         made = self._rank_stages.get(train)
         if made is None:
-            made = self._rank_stages[train] = self._sized_stages(train, agreed.outputs)
-        stages, batch = made.of(divided.sizes), made.batch
+            made = self._rank_stages[train] = self._stages_for(train, agreed.outputs)
+        made.set_sizes(divided.sizes, self._agreement.together)
+        batch = made.batch
         batch.inputs, batch.sizes, batch.targets, batch.keep = divided.inputs, divided.sizes, divided.targets, keep
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.outputs, batch.losses, batch.found = {}, {}, None
@@ -503,7 +561,7 @@ class Pipeline(ComparedRanks):
         self.steps += train
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
             with nullcontext() if self._channel is None else self._channel.step():
-                stages.step()
+                made.step()
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 self._set_losses(batch, losses)
@@ -545,17 +603,12 @@ class Pipeline(ComparedRanks):
         call = PipelineCall(kind, self.steps, divided.whole, targets, keep, compares, divided.undivided)
         return call, divided
 
-    def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
+    def _stages_for(self, train: bool, outputs: bool) -> RankStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
         moving = {number for number, part in zip(self.stages, self.modules, strict=True) if moves_values(part)}
         row = row_of_rank(self.order, self.replicas) if train else ()
         batch = Batch(self._progress, self._share, channel=self._channel, queue=HostQueue(row, moving))
-        return SizedStages(self._chain, last_stage, batch, self._make_stages)
-
-    def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
-        where = self.order, self.stages, self.device, self.replicas
-        found: RankStages = self._agreement.together(lambda: RankStages(self._chain, last_stage, batch, *where, shapes))
-        return found
+        return RankStages(self._chain, last_stage, batch, self.order, self.stages, self.device, self.replicas)
 
     def _set_losses(self, batch: Batch, losses: torch.Tensor) -> None:
         """Keep the losses of this replica, ``[share]``, as the losses and the loss of the step."""
@@ -578,24 +631,6 @@ class Pipeline(ComparedRanks):
         return self.replicas.share(self.microbatches)
 
 
-def joint_pipeline(
-    joint: JointSource, step: StagedStep, *args: Any, compiled: bool = False, **options: Any
-) -> Pipeline:
-    """Return ``pipeline(step, ...)`` for the stages of a joint graph; the name that it had before `pipeline` took both.
-
-    Args:
-        joint: the joint graph.
-        step: its stages: what ``joint.split(plan)`` returns.
-        args: the schedule and the number of microbatches, as of `pipeline`.
-        compiled: whether each graph of a stage is compiled with ``torch.compile``.
-        options: the options of `pipeline`.
-    """
-    made = pipeline(replace(step, source=joint), *args, **options)
-    for part in made.modules if compiled else ():
-        part.compile()
-    return made
-
-
 def _require_no_loss(split: Split | StagedStep | StageFolder, loss: Loss | None) -> None:
     if loss is not None and isinstance(split, StagedStep):
         raise PipelineError(
@@ -605,177 +640,8 @@ def _require_no_loss(split: Split | StagedStep | StageFolder, loss: Loss | None)
         )
 
 
-# Sends a batch that only rank 0 has read to the other ranks.
-
-
-def broadcast_batch(batch: Any, device: torch.device, group: dist.ProcessGroup | None) -> Any:
-    """Return rank 0's batch on every rank. All ranks must call it.
-
-    Args:
-        batch: tensors and other values, in dicts, lists and tuples; ignored on other ranks than 0.
-        device: the device of this rank, to which tensors are sent.
-        group: the ranks.
-    """
-    first = dist.get_rank(group) == 0
-    leaves, spec = pytree.tree_flatten(batch)
-    # Tensors are sent as they are, and described by empty ones; other values are pickled.
-    plain = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if _is_tensor(leaf) else leaf for leaf in leaves]
-    sent: list[Any] = [pytree.tree_unflatten(plain, spec) if first else None]
-    dist.broadcast_object_list(sent, group=group, group_src=0)
-    likes, spec = pytree.tree_flatten(sent[0])
-    for i, like in enumerate(likes):
-        if _is_tensor(like):
-            own = (
-                leaves[i].to(device).contiguous() if first else torch.empty(like.shape, dtype=like.dtype, device=device)
-            )
-            dist.broadcast(own, group=group, group_src=0)
-            likes[i] = own
-    return pytree.tree_unflatten(likes, spec)
-
-
 def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
-
-
-# Holds torch's stages of a rank for the sizes of the last step, and makes new ones when a step has other sizes.
-#
-# Torch's stages receive into tensors of fixed shapes, which up to torch 2.14 they hold from one step to the next. So
-# only the stages of the last step are kept; new ones take 3 to 15 ms. All ranks see the same batches, so they make new
-# stages in the same steps.
-
-
-class SizedStages:
-    """The stages of a rank, for training or for inference.
-
-    Attributes:
-        last_stage: what the last stage does.
-        batch: the batch that the stages work on.
-        latest: the stages of the last step; ``None`` before the first one.
-    """
-
-    def __init__(
-        self,
-        chain: Chain,
-        last_stage: LastStage,
-        batch: Batch,
-        make: Callable[[LastStage, Batch, MessageShapes], RankStages],
-    ) -> None:
-        self._chain, self._make = chain, make
-        self.last_stage, self.batch = last_stage, batch
-        self.latest: RankStages | None = None
-        self._shapes: MessageShapes | None = None
-
-    def of(self, step: StepSizes) -> RankStages:
-        """Return the stages for a step. All ranks call it with the same sizes."""
-        shapes = message_shapes(self._chain, self.last_stage.wanted, step)
-        if self.latest is None or shapes != self._shapes:
-            # The old stages are freed before new ones are made.
-            self.latest = None
-            self.latest, self._shapes = self._make(self.last_stage, self.batch, shapes), shapes
-        return self.latest
-
-
-# Sets on all ranks which parameters train, and finds out anew which values at borders have a gradient.
-
-
-def set_trained(
-    model: nn.Module,
-    own: Mapping[str, nn.Parameter],
-    untrainable: Collection[str],
-    trains: Callable[[str], bool],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Set ``requires_grad`` of the parameters of the whole model. All ranks must call it.
-
-    Args:
-        model: has all parameters.
-        own: the parameters of this rank by their names in the model.
-        untrainable: the names of parameters that cannot train.
-        trains: called with the names of a parameter; it trains if the result is true for one of them.
-        group: the ranks.
-
-    Raises:
-        PipelineError: SK804 on every rank if the ranks choose different parameters; SK801 for sharded parameters; SK802
-            for parameters of which the graph has no gradient.
-    """
-    whole = {n: t for n, t in parameters_and_buffers(model).items() if isinstance(t, nn.Parameter)}
-    named = names_of(whole)
-    chosen = {name: any(map(trains, named[id(parameter)])) for name, parameter in whole.items()}
-    every: list[dict[str, bool]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(every, chosen, group=group)
-    for rank, other in enumerate(every):
-        if different := [name for name, flag in every[0].items() if other.get(name) != flag]:
-            raise PipelineError(
-                "SK804",
-                f"rank {rank} chooses differently than rank 0 whether {different[0]} trains",
-                "Pass the same function on every rank.",
-                different,
-            )
-    if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:
-        raise PipelineError("SK801", f"{sharded[0]} is sharded", "Choose what trains before shard().", sharded)
-    if lost := [name for name in untrainable if chosen.get(name)]:
-        raise PipelineError(
-            "SK802",
-            f"the training step has no gradient of {lost[0]}, which did not require grad at capture",
-            "Call requires_grad_() on it before capture_joint, and freeze it by train_only until it trains.",
-            lost,
-        )
-    for name, parameter in (*whole.items(), *own.items()):
-        if name in chosen and (parameter.is_floating_point() or parameter.is_complex()):
-            parameter.requires_grad_(chosen[name])
-            # A gradient of earlier steps would otherwise be applied again in each step of the optimizer.
-            parameter.grad = parameter.grad if chosen[name] else None
-
-
-# Clips gradients by the norm of all gradients of the model, whichever ranks hold them.
-
-
-def clip_gradients(
-    parameters: Sequence[nn.Parameter],
-    counted: Sequence[nn.Parameter],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    beside: Mapping[MeshGroup, dist.ProcessGroup],
-) -> torch.Tensor:
-    """Scale the gradients of this rank so that the norm over all ranks is at most ``max_norm``. All ranks must call it.
-
-    Args:
-        parameters: the parameters of this rank.
-        counted: those of them that this rank counts; of the copies of a parameter, one rank counts one.
-        max_norm: the largest norm that is left as it is.
-        norm_type: the exponent of the norm, positive; ``inf`` for the largest absolute value.
-        device: the device of this rank.
-        group: the ranks.
-        beside: the ranks that have other pieces of the same parameters.
-
-    Returns:
-        The norm before clipping, float64, the same on every rank.
-
-    Raises:
-        PipelineError: SK802 for a ``max_norm`` or ``norm_type`` that is not a positive number.
-    """
-    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if not is_number(value) or value <= 0:
-            raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a positive number.")
-    norms = [
-        _norm(p.grad, norm_type, device) * copies_of(p, beside) ** (-1 / norm_type)
-        for p in counted
-        if p.grad is not None
-    ]
-    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-    total = own.to(torch.float64)
-    for ranks in (*beside.values(), group):
-        every = [torch.zeros_like(total) for _ in range(dist.get_world_size(ranks))]
-        # Norms are gathered, not summed as powers, which could overflow.
-        dist.all_gather(every, total, group=ranks)
-        total = torch.linalg.vector_norm(torch.stack(every), norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_tensor(parameter.grad).mul_(factor)
-    return total
 
 
 def _norm(grad: torch.Tensor, norm_type: float, device: torch.device) -> torch.Tensor:
