@@ -29,7 +29,7 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, SplitError, listed
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.runtime.devices.accelerators import move_tensors, replace_tensor, tables_of
+from splitkit.runtime.devices.accelerators import move_tensors, replace_tensors, tables_of
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.load_weights import empty_like
 from splitkit.runtime.generation.before_stages import (
@@ -615,10 +615,7 @@ def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.T
     unsaved = {name: old for name, old in held.items() if name not in saved and old.is_meta}
     filled = folder.read_unsaved({name: empty_like(old, torch.device("cpu")) for name, old in unsaved.items()})
     new |= {id(unsaved[name]): buffer for name, buffer in filled.items()}
-    tables = tables_of(model)
-    for old in held.values():
-        if id(old) in new:
-            replace_tensor(tables, old, new[id(old)])
+    replace_tensors(tables_of(model), new)
     return {name: new.get(id(tensor), tensor) for name, tensor in held.items()}
 
 
