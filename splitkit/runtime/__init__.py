@@ -5,8 +5,7 @@ from splitkit.runtime.folder.load import open_stages
 from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.folder.training_checkpoint import open_checkpoints
 from splitkit.runtime.folder.whole_model import save_pretrained
-from splitkit.runtime.generation.decoder_memory import decoder_memory
-from splitkit.runtime.generation.encoder_caches import decoder_cache
+from splitkit.runtime.generation.encoder_caches import decoder_cache, decoder_memory
 from splitkit.runtime.ranks.measurements import StepRecorder
 from splitkit.runtime.ranks.pipeline import pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule

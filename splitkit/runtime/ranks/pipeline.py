@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from splitkit._torch import pytree
 from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import PipelineError
-from splitkit.graph.shards import copies_of, groups_met, local_tensor, mesh_groups
+from splitkit.graph.shards import copies_of, groups_met, is_sharded, local_tensor, mesh_groups
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.batch_dims import BatchDims
 from splitkit.runtime.ranks.evaluation import (
     FixedAtCapture,
     require_gradients,
@@ -30,10 +31,10 @@ from splitkit.runtime.ranks.evaluation import (
     split_like,
 )
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch
+from splitkit.runtime.ranks.microbatches import BatchDims, BatchSplitter, DividedBatch
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
-from splitkit.runtime.ranks.planned_stage import HostQueue, graphs_of, moves_values
+from splitkit.runtime.ranks.planned_stage import HostQueue, PlannedStage, graphs_of
 from splitkit.runtime.ranks.rank_agreement import (
     from_every,
     require_process_group,
@@ -42,11 +43,10 @@ from splitkit.runtime.ranks.rank_agreement import (
 )
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages, require_meshes_of
 from splitkit.runtime.ranks.replicas import (
+    RngChannel,
     SharedParameters,
-    microbatch_seed,
     replicas,
     require_replicable,
-    rng_channel,
     row_of_rank,
 )
 from splitkit.runtime.ranks.stage import Batch, RankStages
@@ -59,12 +59,16 @@ from splitkit.runtime.ranks.stage_chain import (
     own_loss,
 )
 from splitkit.runtime.ranks.stage_weights import (
-    ComparedRanks,
+    LOADED,
+    ComparedOptimizer,
     OtherTensors,
+    copies,
     require_same_beside,
     require_same_model,
+    require_same_optimizers,
+    require_same_tensors,
     reshard,
-    shard,
+    shard_like,
     sum_shards,
     tensors_of_stages,
 )
@@ -138,7 +142,7 @@ def pipeline(
     return Pipeline(split, schedule, microbatches, loss, reduction, batch_dims, group, device, seed)
 
 
-class Pipeline(ComparedRanks):
+class Pipeline:
     """See `pipeline`.
 
     Attributes:
@@ -169,7 +173,9 @@ class Pipeline(ComparedRanks):
     ) -> None:
         require_process_group()
         self._chain = chain_of_any(split)
-        _require_no_loss(split, loss)
+        if loss is not None and isinstance(split, StagedStep):
+            remedy = "Capture it with this one: capture_joint(model, ..., loss=...)."
+            raise PipelineError("SK802", "a training step has its own loss", remedy)
         self.split: StageSource = self._chain.split
         self.group, self.rank = group, dist.get_rank(group)
         self.device = device_of_rank(device, group)
@@ -198,9 +204,10 @@ class Pipeline(ComparedRanks):
             self.order.rank_of,
             self.replicas,
             (),
-            global_ranks(group),
-            self.device,
-            time_limit(group),
+            rank=self.rank,
+            ranks=global_ranks(group),
+            device=self.device,
+            limit=time_limit(group),
         )
         self._agreement = StepAgreement(group, self.device, progress)
         if isinstance(split, StageFolder):
@@ -215,8 +222,9 @@ class Pipeline(ComparedRanks):
         met = groups_met(gm.graph for part in self._chain.split.parts.values() for gm in graphs_of(part))
         self.meshes, self._is_forward_alone = mesh_groups(held) | met, isinstance(split, Split) and bool(met)
         self._agreement.together(lambda: self._require_same_beside({"schedule": what, **same}))
-        self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, trained, None
-        self._others = OtherTensors.of(self._chain, self.stages)
+        self._weights_changed, self._compared_at, self._trains = True, 0, trained
+        self._optimizer: ComparedOptimizer | None = None
+        self._others = OtherTensors(self._chain, self.stages)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs, batch_dims)
         self._batch_dims = dict(batch_dims or {})
@@ -226,7 +234,10 @@ class Pipeline(ComparedRanks):
         self._rank_stages: dict[bool, RankStages] = {}
         self._progress = progress
         progress.names = self.borders
-        self._channel = rng_channel(self._chain, self.order.rank_of, self.replicas, group, self.device)
+        self._channel: RngChannel | None = None
+        if self.device.type != "cpu":  # the CPU waits for nothing
+            ranks_of = [*map(self.replicas.rank_at, self.order.rank_of)]
+            self._channel = RngChannel(self._chain.facts.draws, ranks_of, self.rank, group)
         self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
@@ -314,7 +325,10 @@ class Pipeline(ComparedRanks):
                 )
         if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:
             raise PipelineError("SK801", f"{sharded[0]} is sharded", "Choose what trains before shard().", sharded)
-        if lost := [name for name in self._untrainable() if chosen.get(name)]:
+        signature = self.split.joint.signature if isinstance(self.split, PlannedParts) else None
+        parameters = {} if signature is None else signature.parameters
+        graded = () if signature is None else set(signature.gradients.values())
+        if lost := [name for held, name in parameters.items() if held not in graded and chosen.get(name)]:
             raise PipelineError(
                 "SK802",
                 f"the training step has no gradient of {lost[0]}, which did not require grad at capture",
@@ -438,7 +452,108 @@ class Pipeline(ComparedRanks):
         Raises:
             PipelineError: SK801 if there is only one pipeline, or parameters that are sharded already and no ``mesh``.
         """
-        shard(self.modules, self.replicas, self._shared_parameters.tied, mesh)
+        if self.replicas.mesh is None:
+            what = "there is one pipeline to shard over"
+            raise PipelineError("SK801", what, "Give all parts several replicas: splitkit train --dp 2 --fsdp.")
+        if mesh is None and any(is_sharded(parameter) for part in self.modules for parameter in part.parameters()):
+            raise PipelineError(
+                "SK801",
+                "the parameters are sharded already, and FSDP2 needs another dimension of the same mesh",
+                'Give the dimension along which the stages have replicas: pipe.shard(mesh["dp"]).',
+            )
+        tied = set(self._shared_parameters.tied)
+        for part in self.modules:
+            fully_shard(part, mesh=mesh or self.replicas.mesh["dp"], ignored_params=tied)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters by their names in the graph that was split."""
+        return {name: p for name, p in self.named_tensors().items() if isinstance(p, nn.Parameter)}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return this rank's parameters, each once, for an optimizer.
+
+        A rank without parameters has a single empty one, because torch's optimizers refuse an empty list.
+        """
+        return list({id(p): p for p in self.named_parameters().values()}.values()) or [self._empty]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this rank's share of the model's state dict, under the names of the unsplit model."""
+        return {name: t.detach() for name, t in self.saved_tensors().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load this rank's parameters and buffers from the state dict of the unsplit model, or of any pipeline of it.
+
+        Raises:
+            PipelineError: SK802 for a missing name or a different shape; nothing is loaded then.
+        """
+        own = self.saved_tensors()
+        for name, tensor in own.items():
+            if name not in state or state[name].shape != tensor.shape:
+                what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
+                raise PipelineError(
+                    "SK802", f"{name}{list(tensor.shape)} {what}", "Load a state of the model that was captured."
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(shard_like(tensor, state[name]))
+        self._weights_changed = True
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters and buffers by their names in the graph that was split."""
+        return tensors_of_stages(self._chain, self.stages)
+
+    def saved_tensors(self) -> dict[str, torch.Tensor]:
+        """Return `named_tensors` without non-persistent buffers and constants of the graph."""
+        saved = self.every_saved()
+        return {name: t for name, t in self.named_tensors().items() if name in saved}
+
+    def every_saved(self) -> dict[str, torch.Tensor]:
+        """Return `saved_tensors` of all stages, which other ranks train."""
+        names = self.split.qualified_names
+        return {names.get(name, name): t for name, t in self.split.module.state_dict().items()}
+
+    def compare_optimizer(self, optimizer: Optimizer) -> None:
+        """Compare the optimizers of the ranks, now and in each `compare_ranks`. All ranks must call it, before a step.
+
+        Ranks compare how often ``optimizer.step`` is called from now on, and the options (``lr``, ...) of their
+        parameter groups: of groups with the same ``name``, of parameters that several ranks have, and otherwise the
+        options that groups took from the optimizer's defaults. `open_checkpoints` calls it.
+
+        Raises:
+            PipelineError: SK804 on every rank; names the ranks, and the option.
+        """
+        self._optimizer = ComparedOptimizer(optimizer)
+        self._compare_optimizers()
+
+    def compare_ranks(self) -> None:
+        """Refuse to go on if the ranks have diverged. All ranks must call it.
+
+        They compare the parameters and buffers of which several ranks have a copy (tied ones, and those of replicas),
+        and their optimizers, if `compare_optimizer` was called. Each checkpoint calls it, and the first `infer` or
+        `evaluate` after a training step.
+
+        Raises:
+            PipelineError: SK804 on every rank; names the ranks, and the parameter or option.
+        """
+        self._compare_optimizers()
+        trained = self._trained
+        held = {**copies(self._chain, self.stages, self._others), **copies(trained._chain, trained.stages)}
+        with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
+            require_same_tensors(held, self.group, LOADED)
+        self._others.settle()
+        self._weights_changed, trained._compared_at = False, trained.steps
+
+    def _compare_optimizers(self) -> None:
+        trained = self._trained
+        own = trained._optimizer
+        facts = None if own is None else own.facts(copies(trained._chain, trained.stages))
+        with naming_lost_ranks(self._progress, "for all ranks to compare their optimizers"):
+            require_same_optimizers(facts, self.group)
+
+    @property
+    def _trained(self) -> Pipeline:
+        """The pipeline that trains these weights: this one, or the one that it evaluates."""
+        return self if self._trains is None else self._trains._trained
 
     def with_target(self, kwargs: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
         """Return the keyword inputs and the target of a step; a target that the model takes is among the inputs."""
@@ -482,11 +597,7 @@ class Pipeline(ComparedRanks):
 
     def seed_of(self, step: int, microbatch: int) -> int:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
-        return microbatch_seed(self._seed, step, self.microbatches, microbatch)
-
-    def microbatch_of(self, chunk: int) -> int:
-        """Return the number in the step of this replica's ``chunk``-th microbatch."""
-        return self._share[chunk]
+        return (self._seed * 1_000_003 + step * self.microbatches + microbatch) % 2**63
 
     def loss_of(self, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of one microbatch."""
@@ -525,15 +636,6 @@ class Pipeline(ComparedRanks):
             )
         return found
 
-    def _untrainable(self) -> frozenset[str]:
-        """Return the parameters of which a training step has no gradient, by the names that they have in the model."""
-        source = self.split
-        if not isinstance(source, PlannedParts):
-            return frozenset()
-        known = source.joint.signature
-        graded = set(known.gradients.values())
-        return frozenset(name for placeholder, name in known.parameters.items() if placeholder not in graded)
-
     def _run(
         self,
         train: bool,
@@ -546,12 +648,14 @@ class Pipeline(ComparedRanks):
     ) -> Batch:
         kind: Kind = "step" if train and not loss_everywhere else "step(loss_everywhere=True)" if train else "infer"
         has_loss = (train or evaluates) and self._chain.stages - 1 in self.stages
-        divided, agreed = self._agreement.begin(lambda: self._prepared(kind, args, kwargs, target, keep, has_loss))
-        if agreed.weights:
+        divided, outputs, compares = self._agreement.begin(
+            lambda: self._prepared(kind, args, kwargs, target, keep, has_loss)
+        )
+        if compares:
             self.compare_ranks()
         made = self._rank_stages.get(train)
         if made is None:
-            made = self._rank_stages[train] = self._stages_for(train, agreed.outputs)
+            made = self._rank_stages[train] = self._stages_for(train, outputs)
         made.set_sizes(divided.sizes, self._agreement.together)
         batch = made.batch
         batch.inputs, batch.sizes, batch.targets, batch.keep = divided.inputs, divided.sizes, divided.targets, keep
@@ -599,13 +703,15 @@ class Pipeline(ComparedRanks):
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
         changed = self._weights_changed or bool(self._others.written())
-        compares = changed or (not train and self._trained_since())
+        trained = self._trained
+        compares = changed or (not train and trained.steps != trained._compared_at)
         call = PipelineCall(kind, self.steps, divided.whole, targets, keep, compares, divided.undivided)
         return call, divided
 
     def _stages_for(self, train: bool, outputs: bool) -> RankStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
-        moving = {number for number, part in zip(self.stages, self.modules, strict=True) if moves_values(part)}
+        parts = zip(self.stages, self.modules, strict=True)
+        moving = {n for n, part in parts if isinstance(part, PlannedStage) and part.graphs.offloaded}
         row = row_of_rank(self.order, self.replicas) if train else ()
         batch = Batch(self._progress, self._share, channel=self._channel, queue=HostQueue(row, moving))
         return RankStages(self._chain, last_stage, batch, self.order, self.stages, self.device, self.replicas)
@@ -629,15 +735,6 @@ class Pipeline(ComparedRanks):
     def _share(self) -> range:
         """The microbatches of this replica."""
         return self.replicas.share(self.microbatches)
-
-
-def _require_no_loss(split: Split | StagedStep | StageFolder, loss: Loss | None) -> None:
-    if loss is not None and isinstance(split, StagedStep):
-        raise PipelineError(
-            "SK802",
-            "a training step has its own loss",
-            "Capture it with this one: capture_joint(model, ..., loss=...).",
-        )
 
 
 def _is_tensor(leaf: object) -> bool:

@@ -229,7 +229,7 @@ class ChainStage(nn.Module):
         self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
-        self.rng = RngHandover.of(chain, stage, device, batch.channel)
+        self.rng = RngHandover(chain, stage, device, batch.channel)
         if self.planned is not None:
             self.planned.device = device
 
@@ -298,17 +298,14 @@ class ChainStage(nn.Module):
         self._batch.queue.done(self._stage, number)
 
     def _watched(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
-        made = self._forward(received, number)
+        with current(self.device):
+            made = self._forward(received, number)
         if self.ran is not None and self.trains:
             self.ran(received, made if isinstance(made, tuple) else (made,))
             self.ran = None
         return made
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
-        with current(self.device):
-            return self._on_device(received, number)
-
-    def _on_device(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         values |= {node: evaluated(size, self._batch.sizes.sizes[number]) for node, size in self._computed.items()}
@@ -494,12 +491,14 @@ class RankStages:
             self._shapes = shapes
 
     def _make(self, shapes: MessageShapes) -> None:
-        chain, loss = self._chain, handed_loss if self.last_stage.loss is not None else None
+        chain = self._chain
         require_loss(chain, self.last_stage)
         modules = [ChainStage(chain, s, self.last_stage, self.batch, self._device, shapes) for s in self._numbers]
         require_support(self._order, modules)
         numbered = zip(modules, self._numbers, strict=True)
         stages = tuple(PartStage(m, s, chain.stages, self._group) for m, s in numbered)
+        # the last stage has computed the loss already
+        loss = None if self.last_stage.loss is None else lambda loss, target: loss
         self._schedule, self.stages = torch_schedule(self._order, stages, loss), stages
 
     def step(self) -> None:
@@ -511,8 +510,3 @@ class RankStages:
         with gradients_aside(p for m in modules if isinstance(m, FSDPModule) for p in cast(nn.Module, m).parameters()):
             self._schedule.step(microbatch=number, target=number if last else None, return_outputs=False)
         self._has_run = True
-
-
-def handed_loss(loss: torch.Tensor, target: object) -> torch.Tensor:
-    """Return the loss, which the last stage has computed already, as torch's ``loss_fn``."""
-    return loss
