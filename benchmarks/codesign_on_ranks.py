@@ -1,7 +1,7 @@
 """Real steps of `Pipeline` beside the other ways of ``codesign.py``, on gloo processes: ``--json`` for machines.
 
 GPT-2 in float32, one stage and one thread a process, 1F1B. All ways are planned at times measured here, for the same
-memory, and run by `splitkit.runtime.joint_pipeline` in the same processes, in turns: a round has one step of each, in
+memory, and run by `splitkit.runtime.pipeline` in the same processes, in turns: a round has one step of each, in
 another order every time. ``step`` is the time of the slowest process from a barrier to the end, the median of the
 rounds; the ratio is the median of the rounds' ratios to ours. ``peak`` is the most that the fullest process has
 allocated at once in a step, beyond what it had before.
@@ -67,11 +67,9 @@ def inside(joint: Joint, ways: Any, batch: Any, rank: int, args: argparse.Namesp
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks, timeout=timedelta(seconds=300)
     )
-    from splitkit.runtime import joint_pipeline
+    from splitkit.runtime import pipeline
 
-    pipes = {
-        name: joint_pipeline(joint, joint.split(plan), "1f1b", args.microbatches) for name, (plan, _) in ways.items()
-    }
+    pipes = {name: pipeline(joint.split(plan), "1f1b", args.microbatches) for name, (plan, _) in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in pipes}
     peaks: dict[str, int] = {}
     for name, pipe in pipes.items():

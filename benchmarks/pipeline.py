@@ -49,7 +49,7 @@ from torch.nn.functional import cross_entropy
 import splitkit as sk
 from splitkit.policies import AtMarkers, Stages
 from splitkit.runtime import pipeline
-from splitkit.runtime.ranks.step_agreement import Agreed, digest_of_tensors
+from splitkit.runtime.ranks.step_agreement import digest_of_tensors
 from splitkit.testing import models
 
 RANKS = 2
@@ -210,7 +210,7 @@ class Prepared:
         def made(rank: int) -> Step:
             pipe = pipeline(split, "1f1b", self.count, loss=self.case.loss)
             if not compared:
-                pipe._agreement.begin = lambda prepare: (prepare()[1], Agreed(outputs=False, weights=False))
+                pipe._agreement.begin = lambda prepare: (prepare()[1], False, False)
             parameters = pipe.parameters()
 
             def step() -> None:

@@ -36,7 +36,6 @@ class CarriedPlan:
         recompute: layer -> whether backward computes it again.
         by_stage: whether a stage that is recomputed saves only its inputs, not the inputs of each layer.
         devices: the device of each stage, as the plan names it; empty where it names none.
-        training: whether the plan is for training.
         microbatch: the samples in a microbatch, if the graph says so.
     """
 
@@ -48,7 +47,6 @@ class CarriedPlan:
     recompute: tuple[bool, ...] = ()
     by_stage: bool = False
     devices: tuple[str, ...] = ()
-    training: bool = False
     microbatch: int = 1
 
     @property
@@ -59,7 +57,8 @@ class CarriedPlan:
     @property
     def names(self) -> list[list[str]]:
         """The modules of each stage."""
-        return self.sequence.names_of(self.cuts)
+        layers = self.sequence.layers
+        return [list(dict.fromkeys(name for i in range(*span) for name in layers[i].names)) for span in self.spans]
 
     @property
     def embeds_tokens(self) -> bool:
@@ -248,14 +247,6 @@ class LayerSequence:
         """Return how many blocks each stage has; ``cuts`` are the numbers of layers before each cut."""
         ends = [0, *cuts, len(self.layers)]
         return [sum(layer.block is not None for layer in self.layers[start:end]) for start, end in pairwise(ends)]
-
-    def names_of(self, cuts: Sequence[int]) -> list[list[str]]:
-        """Return the names of the modules of each stage."""
-        ends = [0, *cuts, len(self.layers)]
-        return [
-            list(dict.fromkeys(name for layer in self.layers[start:end] for name in layer.names))
-            for start, end in pairwise(ends)
-        ]
 
     @cached_property
     def shared_modules(self) -> Mapping[str, frozenset[int]]:

@@ -15,8 +15,8 @@ from splitkit.exports.export_format import ExportFormat, json_object, no_such_te
 _EXAMPLE = '{"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}'
 
 
-def device_map_of(carried: CarriedPlan) -> dict[str, int | str]:
-    """Return module -> device: the number of the rank, or the device that the plan names.
+def _write(carried: CarriedPlan) -> str:
+    """Write module -> device: the number of the rank, or the device that the plan names.
 
     Modules that hold weights and run in no stage of their own (the table that tied embeddings share) are on the first.
     """
@@ -30,7 +30,7 @@ def device_map_of(carried: CarriedPlan) -> dict[str, int | str]:
             holder = tensor.rpartition(".")[0]
             inside = holder and not any(name.startswith(f"{holder}.") for name in found)
             found[holder if inside else tensor] = devices[0]
-    return found
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
 def _device(text: str, rank: int) -> int | str:
@@ -38,10 +38,6 @@ def _device(text: str, rank: int) -> int | str:
     if not text:
         return rank
     return int(number or 0) if kind == "cuda" else text
-
-
-def _write(carried: CarriedPlan) -> str:
-    return json.dumps(device_map_of(carried), indent=1, ensure_ascii=False) + "\n"
 
 
 def _read(text: str) -> StagesInText:

@@ -10,12 +10,11 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit.checks import nbytes, shown
 from splitkit.costs import Costs, unit
 from splitkit.engine.pair import Pair
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import StagedStep
-from splitkit.errors import CostError, GraphError
+from splitkit.errors import GraphError
 from splitkit.exports.carried_plan import (
     CarriedPlan,
     Layer,
@@ -26,7 +25,7 @@ from splitkit.exports.carried_plan import (
 )
 from splitkit.exports.export_format import ExportFormat
 from splitkit.exports.import_plan import format_named
-from splitkit.exports.rounding import PlanPricing, Rounding, round_plan
+from splitkit.exports.rounding import Rounding, pricing_of, round_plan
 from splitkit.files import PathLike, save_text
 from splitkit.graph.dataflow import Dataflow, facts_of, module_path
 from splitkit.graph.joint_marks import is_joint
@@ -35,11 +34,11 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.purpose import planned_order, purpose
 from splitkit.pipeline.schedules import schedule_of
-from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
+from splitkit.pipeline.stage_prices import run_order
 from splitkit.pipeline.synthesize import order_to_csv
 from splitkit.plans.parts import PARENT, UNSAID, Part, PartKey
 from splitkit.plans.record import Plan, module_of_plan, plan_of
-from splitkit.prices import Optimizer, require_costs
+from splitkit.prices import Optimizer
 from splitkit.search.model_blocks import Block, model_blocks
 from splitkit.short_repr import brief
 from splitkit.training.stage_parts import is_staged, stage_part
@@ -146,7 +145,6 @@ def export(
         recompute=_recompute(sequence, rounded, own, cuts),
         by_stage=True,
         devices=tuple(_device(plan, rounded.parts[key]) for key in own),
-        training=training,
         microbatch=_batch(flow.root),
     )
     if any(carried.recompute) and not form.recompute:
@@ -192,25 +190,6 @@ def graph_of(plan: Plan) -> fx.GraphModule:
         return root
     reason = "the plan does not know the module of its graph" if plan else "the plan places no node"
     raise GraphError("SK101", reason, "Give the split: splitkit.export(splitkit.split(gm, plan), to=...).")
-
-
-def pricing_of(
-    flow: Dataflow,
-    plan: Plan,
-    costs: Costs,
-    order: PipelineOrder | None = None,
-    memory: int | str | None = None,
-    links: str | None = None,
-    optimizer: Optimizer = None,
-) -> PlanPricing:
-    """Return the way in which a plan and its rounding are priced alike."""
-    check_stage_optimizer(optimizer)
-    if links is not None and not isinstance(links, str):
-        raise CostError(
-            "SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: exports assume equal links."
-        )
-    limit = None if memory is None else nbytes("export", "memory", memory, 1)
-    return PlanPricing.of(flow, plan, require_costs(costs), order=order, memory=limit, links=links, optimizer=optimizer)
 
 
 def _of_placed_nodes(flow: Dataflow, plan: Plan) -> Plan:
@@ -333,7 +312,7 @@ def _joint_export(
     recompute = joint_recompute(form, sequence, plan)
     keys = tuple(("forward", stage) for stage in range(stages))
     whole = saves_stage_inputs_only(sequence, plan)
-    carried = CarriedPlan(sequence, cuts, plan, keys, order, recompute, by_stage=whole, training=True)
+    carried = CarriedPlan(sequence, cuts, plan, keys, order, recompute, by_stage=whole)
     return Export(form.name, form.write(carried), form.where, plan, None, _csv(form, order))
 
 
@@ -424,7 +403,7 @@ def joint_recompute(form: ExportFormat, sequence: LayerSequence, plan: Plan) -> 
     Raises:
         PlanError: SK523 if a layer is recomputed in part.
     """
-    home = {node: i for i, layer in enumerate(sequence.layers) for node in layer.nodes}
+    home = sequence.number
     again = {home[node] for node in home if any(_is_backward(key) for key in plan.places[node])}
     kept: dict[int, list[Node]] = {}
     for node in plan.places:
@@ -447,8 +426,9 @@ def joint_recompute(form: ExportFormat, sequence: LayerSequence, plan: Plan) -> 
 
 def saves_stage_inputs_only(sequence: LayerSequence, plan: Plan) -> bool:
     """Whether what one layer hands to the next layer of its stage is computed again as well."""
-    home = {node: i for i, layer in enumerate(sequence.layers) for node in layer.nodes}
-    return any(_is_backward(key) for node in home if _leaves(node, home) for key in plan.places[node])
+    home = sequence.number
+    handed = (node for node in home if any(user in home and home[user] != home[node] for user in node.users))
+    return any(_is_backward(key) for node in handed for key in plan.places[node])
 
 
 def _is_backward(key: PartKey) -> bool:
@@ -462,8 +442,3 @@ def _goes_on(node: Node, home: Mapping[Node, int], plan: Plan) -> bool:
         home.get(user) != home[node] and any(not _is_backward(key) for key in plan.places.get(user, ()))
         for user in node.users
     )
-
-
-def _leaves(node: Node, home: Mapping[Node, int]) -> bool:
-    """Whether another layer reads a value in forward."""
-    return any(user in home and home[user] != home[node] for user in node.users)

@@ -79,12 +79,6 @@ def json_object(text: str) -> dict[str, Any] | None:
     return None
 
 
-def json_list(text: str) -> list[Any] | None:
-    """Return a list of constants, as Python or JSON writes it; None for any other text."""
-    found = literal(text.strip())
-    return found if isinstance(found, list) else None
-
-
 def literal(text: str) -> Any:
     """Return the value of a Python text of constants; None for any other."""
     try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from splitkit.errors import FileError
 from splitkit.exports.carried_plan import CarriedPlan, StagesInText
-from splitkit.exports.export_format import ExportFormat, json_list, json_object, no_such_text
+from splitkit.exports.export_format import ExportFormat, json_object, literal, no_such_text
 from splitkit.graph.dataflow import module_path
 
 _EXAMPLE = (
@@ -88,8 +88,8 @@ def _origin(node: Any) -> _Origin | None:
     """Read the metadata that torch leaves; None for a node without."""
     text = str(node.metadata_props.get(_FX_NODE, ""))
     found = re.match(r"%(\S+) : .*\[target=(?:torch\.ops\.)?([^\]]+)\]", text)
-    scopes = json_list(str(node.metadata_props.get(_SCOPES, "")))
-    if found is None or not scopes:
+    scopes = literal(str(node.metadata_props.get(_SCOPES, "")).strip())
+    if found is None or not isinstance(scopes, list) or not scopes:
         return None
     return _Origin(found[1], str(scopes[-2]) if len(scopes) > 1 else "", found[2])
 

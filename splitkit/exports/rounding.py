@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch.fx import Node
 
+from splitkit.checks import nbytes, shown
 from splitkit.costs import Costs
-from splitkit.errors import NoPlanError, PlanError
+from splitkit.errors import CostError, NoPlanError, PlanError
 from splitkit.exports.carried_plan import LayerSequence
 from splitkit.graph.dataflow import Dataflow
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.purpose import counted_optimizer
 from splitkit.pipeline.schedules import schedule_of
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stage_prices import run_order
+from splitkit.pipeline.stage_prices import check_stage_optimizer, run_order
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
-from splitkit.prices import Optimizer
+from splitkit.prices import Optimizer, require_costs
 from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.plan_figures import StagePricing
@@ -33,8 +35,6 @@ from splitkit.search.request import StageRequest
 from splitkit.units import duration, size
 
 _SLACK = 1e-9  # relative: two sums of the same prices in another order
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -121,37 +121,6 @@ class PlanPricing:
         """The graph, its prices, the schedule and the links."""
         return self.pricing.request
 
-    @classmethod
-    def of(
-        cls,
-        flow: Dataflow,
-        plan: Plan,
-        costs: Costs,
-        *,
-        order: PipelineOrder | None,
-        memory: int | None,
-        links: str | None,
-        optimizer: Optimizer,
-    ) -> PlanPricing:
-        """Return the pricing for what a plan was made for, as far as it is not said here.
-
-        As everywhere, a schedule or prices of backward mean training.
-        """
-        asked, known = plan.request, schedule_of(order) if order is not None else None
-        held = counted_optimizer(optimizer or asked.optimizer, None if order is None else order.name, costs)
-        asked = replace(
-            asked,
-            purpose="training" if held else "inference",
-            optimizer=held,
-            schedule=known.name if known is not None else None,
-            microbatches=order.microbatches if order is not None and known is not None else None,
-            links=links or asked.links,
-        )
-        made = StagePricing.of(flow, plan, costs, request=asked)
-        back = order is not None or held is not None
-        parts = tuple(plan.parts[key] for key in run_order(flow, plan))
-        return cls(replace(made, request=replace(made.request, backward=back)), order, parts, memory)
-
     def price(self, plan: Plan) -> PlanPrice:
         """Return the price of a plan."""
         return self.priced(plan)[0]
@@ -170,10 +139,41 @@ class PlanPricing:
         unit = self.pricing.unit
         return PlanPrice(figures.value, max(peaks), step, figures.traffic, unit, fits), peaks
 
-    @property
-    def has_stage_per_rank(self) -> bool:
-        """Whether each rank has one stage."""
-        return self.order is None or len(self.order.ranks) == len(self.order.rank_of)
+
+def pricing_of(
+    flow: Dataflow,
+    plan: Plan,
+    costs: Costs,
+    order: PipelineOrder | None = None,
+    memory: int | str | None = None,
+    links: str | None = None,
+    optimizer: Optimizer = None,
+) -> PlanPricing:
+    """Return the way in which a plan and its rounding are priced alike: for what the plan was made, if not said here.
+
+    As everywhere, a schedule or prices of backward mean training.
+    """
+    check_stage_optimizer(optimizer)
+    if links is not None and not isinstance(links, str):
+        raise CostError(
+            "SK322", f"links are {shown(links)}", "Name a preset, such as nvlink4: exports assume equal links."
+        )
+    limit = None if memory is None else nbytes("export", "memory", memory, 1)
+    require_costs(costs)
+    asked, known = plan.request, schedule_of(order) if order is not None else None
+    held = counted_optimizer(optimizer or asked.optimizer, None if order is None else order.name, costs)
+    asked = replace(
+        asked,
+        purpose="training" if held else "inference",
+        optimizer=held,
+        schedule=known.name if known is not None else None,
+        microbatches=order.microbatches if order is not None and known is not None else None,
+        links=links or asked.links,
+    )
+    made = StagePricing.of(flow, plan, costs, request=asked)
+    back = order is not None or held is not None
+    parts = tuple(plan.parts[key] for key in run_order(flow, plan))
+    return PlanPricing(replace(made, request=replace(made.request, backward=back)), order, parts, limit)
 
 
 def round_plan(pricing: PlanPricing, sequence: LayerSequence, plan: Plan, keys: Sequence[Hashable]) -> tuple[int, ...]:
@@ -204,9 +204,8 @@ def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tup
             f"Plan with at most {len(sequence.borders) + 1} stages, or export to a format that cuts inside layers.",
         )
     loads = loads_on_devices(sequence, pricing, stages)
-    refused = np.zeros(loads.shape, np.bool_)
     while True:
-        cuts = cheapest_cuts(loads, sequence.borders, refused)
+        cuts = cheapest_cuts(loads, sequence.borders)
         if cuts is None:
             raise NoPlanError(
                 "SK303",
@@ -218,7 +217,7 @@ def best_cuts(pricing: PlanPricing, sequence: LayerSequence, stages: int) -> tup
             return cuts
         ends = [0, *cuts, len(sequence.layers)]
         for stage in too_large:
-            refused[stage, ends[stage], ends[stage + 1]] = True
+            loads[stage, ends[stage], ends[stage + 1]] = np.inf
 
 
 def loads_on_devices(sequence: LayerSequence, pricing: PlanPricing, stages: int) -> Floats:
@@ -239,7 +238,7 @@ def _too_large(pricing: PlanPricing, sequence: LayerSequence, cuts: Sequence[int
     price, peaks = pricing.priced(sequence.plan(cuts, ""))
     if price.fits:
         return []
-    if not pricing.has_stage_per_rank:
+    if pricing.order is not None and len(pricing.order.ranks) < len(pricing.order.rank_of):
         raise NoPlanError(
             "SK303",
             f"the plan of whole modules with the fastest slowest stage takes {size(price.peak)}, and {size(limit)} are "
@@ -249,48 +248,41 @@ def _too_large(pricing: PlanPricing, sequence: LayerSequence, cuts: Sequence[int
     return [rank for rank, peak in enumerate(peaks) if peak > limit]
 
 
-def cheapest_cuts(loads: Floats, borders: Sequence[int], refused: Bools | None = None) -> tuple[int, ...] | None:
+def cheapest_cuts(loads: Floats, borders: Sequence[int]) -> tuple[int, ...] | None:
     """Return the cuts with the least greatest load, and among these with the least sum of squares; None if none exist.
 
     Args:
-        loads: (stages, n + 1, n + 1) seconds of each stage from layer i to layer j; none is empty.
+        loads: (stages, n + 1, n + 1) seconds of each stage from layer i to layer j, infinite where it must not be; none
+            is empty.
         borders: where cuts may fall, increasing.
-        refused: (stages, n + 1, n + 1) stages that must not be at their place.
     """
     ends = np.array([0, *borders, loads.shape[1] - 1])
     limits = loads[:, ends][:, :, ends]
-    if refused is not None:
-        limits = np.where(refused[:, ends][:, :, ends], np.inf, limits)
-    worst = _program(limits, np.maximum)
-    if not np.isfinite(worst[-1][0]):
+    worst, _ = _program(limits, np.maximum)
+    if not np.isfinite(worst):
         return None
-    within = limits <= worst[-1][0] * (1 + _SLACK)
-    scale = float(worst[-1][0]) or 1.0
-    _, path = _program(np.where(within, np.where(within, limits / scale, 0.0) ** 2, np.inf), np.add)[-1]
+    within = limits <= worst * (1 + _SLACK)
+    _, path = _program(np.where(within, np.where(within, limits / (worst or 1.0), 0.0) ** 2, np.inf), np.add)
     return tuple(int(ends[i]) for i in path)
 
 
-def _program(costs: Floats, join: np.ufunc) -> list[tuple[float, list[int]]]:
-    """Return, for each number of stages, the best value of reaching the last border, and the inner borders on the way.
+def _program(costs: Floats, join: np.ufunc) -> tuple[float, list[int]]:
+    """Return the best value of reaching the last border with all stages, and the inner borders on the way.
 
     Args:
         costs: (stages, b, b) of a stage between two borders; infinite where there is none.
         join: how the costs of stages make the value: their maximum or their sum.
     """
-    count = costs.shape[1]
-    value = np.where(np.arange(count) == 0, 0.0, np.inf)
+    value = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf)
     back: list[npt.NDArray[np.int64]] = []
-    found = []
     for cost in costs:
         reached = join(value[:, None], cost)
         back.append(reached.argmin(axis=0))
         value = reached.min(axis=0)
-        path, at = [], count - 1
-        for step in reversed(back):
-            at = int(step[at])
-            path.append(at)
-        found.append((float(value[-1]), path[::-1][1:]))
-    return found
+    path = [costs.shape[1] - 1]
+    for step in reversed(back):
+        path.append(int(step[path[-1]]))
+    return float(value[-1]), path[-2:0:-1]
 
 
 # The load of every run of consecutive layers as a stage: its work, and the values that it sends and receives.
@@ -323,13 +315,10 @@ def interval_loads(sequence: LayerSequence, request: StageRequest, seconds: Mapp
         for (_, pins), price in zip(model.values, prices.tolist(), strict=True):
             maker = model.units[pins[0]]
             if maker in sequence.number:  # a shared value never crosses
-                _add(total, _layers_of(sequence, (model.units[pin] for pin in pins)), price, whole=False)
+                nodes: Any = (model.units[pin] for pin in pins)
+                _add(total, {sequence.number[n] for n in nodes if n in sequence.number}, price, whole=False)
     inside = np.arange(count + 1)
     return np.where(inside[:, None] < inside[None, :], total, np.inf)
-
-
-def _layers_of(sequence: LayerSequence, nodes: Iterable[object]) -> set[int]:
-    return {sequence.number[node] for node in nodes if node in sequence.number}  # type: ignore[index]
 
 
 def _add(total: Floats, pins: Iterable[int], price: float, *, whole: bool) -> None:

@@ -5,10 +5,9 @@ from splitkit.runtime.folder.load import open_stages
 from splitkit.runtime.folder.save import save_stages
 from splitkit.runtime.folder.training_checkpoint import open_checkpoints
 from splitkit.runtime.folder.whole_model import save_pretrained
-from splitkit.runtime.generation.decoder_memory import decoder_memory
-from splitkit.runtime.generation.encoder_caches import decoder_cache
+from splitkit.runtime.generation.encoder_caches import decoder_cache, decoder_memory
 from splitkit.runtime.ranks.measurements import StepRecorder
-from splitkit.runtime.ranks.pipeline import joint_pipeline, pipeline
+from splitkit.runtime.ranks.pipeline import pipeline
 from splitkit.runtime.ranks.pipeline_module import PipelineModule
 from splitkit.runtime.ranks.rank_agreement import planned_once
 from splitkit.runtime.ranks.torch_stages import form_output, reduced_ties, stage
@@ -19,7 +18,6 @@ __all__ = [
     "decoder_cache",
     "decoder_memory",
     "form_output",
-    "joint_pipeline",
     "open_checkpoints",
     "open_stages",
     "pipeline",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import splitkit as sk
-from splitkit.runtime import joint_pipeline, pipeline, planned_once
+from splitkit.runtime import pipeline, planned_once
 
 MICROBATCHES = 4
 STAGES = {"gpipe": 2, "1f1b": 2, "interleaved1f1b": 4, "zbvzerobubble": 4}
@@ -64,7 +64,7 @@ def joint(device: str, schedule: str) -> Any:
         model.to_empty(device="cpu").load_state_dict(net("cpu").state_dict())
     policy = sk.policies.Pipeline(STAGES[schedule], schedule, microbatches=MICROBATCHES)
     plan = planned_once(found.graph_module, lambda: found.split(policy).plan)
-    return joint_pipeline(found, found.split(plan), schedule, MICROBATCHES, seed=7)
+    return pipeline(found.split(plan), schedule, MICROBATCHES, seed=7)
 
 
 def trained(kind: str, where: str, schedule: str) -> dict[str, Any]:

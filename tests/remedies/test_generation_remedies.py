@@ -21,8 +21,7 @@ from splitkit._torch import FakeTensorMode, attributes_of
 from splitkit.graph.caches import caches_of
 from splitkit.runtime.generation.before_stages import BehindEncoder, ModelTokens
 from splitkit.runtime.generation.decoder import DecoderChain
-from splitkit.runtime.generation.decoder_memory import decoder_memory
-from splitkit.runtime.generation.encoder_caches import decoder_cache, kept_caches
+from splitkit.runtime.generation.encoder_caches import decoder_cache, decoder_memory, kept_caches
 from splitkit.runtime.generation.generation_request import Request
 from splitkit.runtime.ranks.stage_chain import chain_of
 

@@ -23,7 +23,6 @@ from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Stages
 from splitkit.runtime import (
     PipelineModule,
-    joint_pipeline,
     open_checkpoints,
     open_stages,
     pipeline,
@@ -746,7 +745,7 @@ def joint_of(model, at=2):
 
 
 def test_joint_stages():
-    pipe = joint_pipeline(*joint_of(net()), SEVERAL, 2)
+    pipe = pipeline(joint_of(net())[1], SEVERAL, 2)
     with refusal("SK802", "Give {...}{...}: {...}; {...}.{...}") as caught:
         pipe.step(X[:3])
     rows = int(re.search(r"\[(\d+)", caught.value.remedy)[1])
@@ -754,14 +753,14 @@ def test_joint_stages():
     want = torch.stack([model(x).sum() for x in X[:rows].split(2)]).mean()
     assert close(pipe.step(X[:rows]).loss, want)
     with refusal("SK802", "Give a whole number."):
-        joint_pipeline(*joint_of(net()), SEVERAL, 2, seed=0.5)
+        pipeline(joint_of(net())[1], SEVERAL, 2, seed=0.5)
     managed = net()
     managed.drop = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     joint, stages = joint_of(net())
     joint.model.drop = managed.drop
     with refusal("SK801", "Use the plain model; replicas of its stages share a batch: splitkit train --dp 2."):
         pipeline(stages, SEVERAL, 2)
-    assert close(joint_pipeline(*joint_of(net()), SEVERAL, 2).step(X).loss, want) and right(made())
+    assert close(pipeline(joint_of(net())[1], SEVERAL, 2).step(X).loss, want) and right(made())
 
 
 @pytest.mark.parametrize("at", every_third(range(1, 12), 1))
@@ -784,14 +783,11 @@ def test_every_cut_of_a_model_whose_gradients_have_other_sizes(at):
 def test_stages_without_their_joint_graph():
     joint, stages = joint_of(net())
     alone = replace(stages, source=None)
-    with refusal(
-        "SK801", "Divide it by joint.split(plan), or give both: splitkit.runtime.joint_pipeline(joint, step)."
-    ):
+    with refusal("SK801", "Divide it by joint.split(plan)."):
         pipeline(alone, SEVERAL, 2)
-    found = [pipeline(stages, SEVERAL, 2).step(X).loss, joint_pipeline(joint, alone, SEVERAL, 2).step(X).loss]
+    found = pipeline(joint.split(alone.plan), SEVERAL, 2).step(X).loss
     model = net()
-    want = torch.stack([model(x).sum() for x in X.split(2)]).mean()
-    assert close(found[0], want) and close(found[1], want)
+    assert close(found, torch.stack([model(x).sum() for x in X.split(2)]).mean())
 
 
 class CastInside(Net):
@@ -862,9 +858,9 @@ JOINT = [
     Remedy(
         "SK801",
         "Capture a model that copies it.",
-        lambda: joint_pipeline(*joint_of(WritesInput(copies=False)), SEVERAL, 2),
+        lambda: pipeline(joint_of(WritesInput(copies=False))[1], SEVERAL, 2),
         lambda: stepped(
-            joint_pipeline(*joint_of(WritesInput(copies=True)), SEVERAL, 2), WritesInput(copies=True), torch.sum
+            pipeline(joint_of(WritesInput(copies=True))[1], SEVERAL, 2), WritesInput(copies=True), torch.sum
         ),
     ),
 ]

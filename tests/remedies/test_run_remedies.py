@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import splitkit as sk
-from splitkit.runtime import PipelineModule, joint_pipeline
+from splitkit.runtime import PipelineModule, pipeline
 from splitkit.runtime.generation.before_stages import BehindEmbeddings, ModelTokens
 from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.generation_request import Request
@@ -68,7 +68,7 @@ class Averages(nn.Module):
 
 def trains(model, at):
     """Whether a step in two stages, of which the second begins at a node of forward, is the model's."""
-    return stepped(joint_pipeline(*joint_of(copy.deepcopy(model), at), SEVERAL, 2), copy.deepcopy(model), torch.sum)
+    return stepped(pipeline(joint_of(copy.deepcopy(model), at)[1], SEVERAL, 2), copy.deepcopy(model), torch.sum)
 
 
 def adds(at):
@@ -77,7 +77,7 @@ def adds(at):
     joint = sk.capture_joint(model, X[:2])
     forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
     stages = stage_plan(joint.flow, {n: int(i >= at) for i, n in enumerate(forward)})
-    found = joint_pipeline(joint, joint.split(stages), SEVERAL, 2).step(X)
+    found = pipeline(joint.split(stages), SEVERAL, 2).step(X)
     want = [Averages()(x).detach() for x in X.split(2)]
     return close(found.losses, torch.stack(want)) and close(model.sum, sum(want))
 
@@ -109,7 +109,7 @@ def test_joint_stages(remedy):
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_step_with_gradients_off(off):
-    pipe, staged = made(), joint_pipeline(*joint_of(net()), SEVERAL, 2)
+    pipe, staged = made(), pipeline(joint_of(net())[1], SEVERAL, 2)
     with off():
         with refusal("SK802", "Call step outside torch.no_grad() and torch.inference_mode(); forward alone is"):
             pipe.step(X, target=T)

@@ -22,9 +22,9 @@ from splitkit.cli.mesh import joined_mesh, read_mesh
 from splitkit.graph.shards import is_sharded
 from splitkit.policies import Pipeline, Stages
 from splitkit.runtime import save_stages
+from splitkit.runtime.ranks import pipeline as ranks
 from splitkit.runtime.ranks.evaluation import require_gradients
 from splitkit.runtime.ranks.rank_device import require_meshes_of
-from splitkit.runtime.ranks.stage_weights import shard
 from splitkit.testing import models
 from splitkit.testing.tensor_parallel import shard_model
 
@@ -73,12 +73,18 @@ def joint_in_stages(mesh):
     return sk.capture_joint(sharded(mesh["tp"]), X).split(Pipeline(2, microbatches=4))
 
 
+def shard(model, mesh, along=None):
+    """Shard a model that is the one part of a rank."""
+    tied, held = SimpleNamespace(tied=()), SimpleNamespace(mesh=mesh)
+    ranks.Pipeline.shard(SimpleNamespace(modules=[model], replicas=held, _shared_parameters=tied), along)
+
+
 def test_fsdp_before_the_capture(mesh):
     with refusal("SK401", "Capture the plain model, and shard its stages afterwards: Pipeline.shard()."):
         sk.capture_joint(fully_shard(Net(1), mesh=mesh["dp"]), X)
     model = Net(1)
     assert sk.capture_joint(model, X).run(X).gradients
-    shard([model], SimpleNamespace(mesh=mesh), ())
+    shard(model, mesh)
     assert all(parameter.device_mesh == mesh["dp"] for parameter in model.parameters())
 
 
@@ -100,8 +106,8 @@ def test_a_link_for_collectives(mesh):
 def test_sharding_along_another_dimension(mesh):
     model = sharded(mesh["tp"], 1)
     with refusal("SK801", 'Give the dimension along which the stages have replicas: pipe.shard(mesh["dp"]).'):
-        shard([model], SimpleNamespace(mesh=mesh), ())
-    shard([model], SimpleNamespace(mesh=mesh), (), mesh["dp"])
+        shard(model, mesh)
+    shard(model, mesh, mesh["dp"])
     assert all(parameter.device_mesh == mesh for parameter in model.parameters())
 
 

@@ -19,7 +19,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.runtime import pipeline, planned_once
-from splitkit.runtime.ranks import signs_of_life
+from splitkit.runtime.ranks import faults
 
 LIMIT = 3.0
 
@@ -53,7 +53,7 @@ def main() -> None:
         timeout=timedelta(seconds=LIMIT),
     )  # fmt: skip
     start = time.monotonic()
-    signs_of_life.SILENCE = LIMIT / 2
+    faults.SILENCE = LIMIT / 2
     log = Log()
     logging.getLogger("splitkit.runtime").addHandler(log)
     try:

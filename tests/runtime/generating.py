@@ -19,7 +19,7 @@ import splitkit as sk
 import splitkit.runtime.generation.generator as generator_module
 from splitkit.engine.split import Split
 from splitkit.errors import SplitError
-from splitkit.runtime.generation.decoder import BorderType, Message, Ring, RingBorder
+from splitkit.runtime.generation.decoder import Message, Ring
 
 OTHERS = ("gpt2", "mamba")
 """A tied weight, states; Llama's tables cross borders. A campaign has every family."""
@@ -172,21 +172,12 @@ def fails(size: int) -> dict[str, Any]:
 
 def messages(size: int) -> dict[str, Any]:
     """Send a message round: what arrives must be what was sent, for each kind of value."""
-    kinds = (
-        BorderType(torch.float16, 3, (1, 0, 2)),
-        BorderType(scalar=float),
-        BorderType(torch.bool, 0),
-        BorderType(scalar=int),
-        BorderType(torch.float64, 2),
-        BorderType(scalar=bool),
-    )
-    crossing = RingBorder(kinds, (BorderType(torch.float32, 2),))
-    ring, rank = Ring(None, torch.device("cpu"), crossing, crossing, 2), dist.get_rank()
+    ring, rank = Ring(None, torch.device("cpu"), 2), dist.get_rank()
     same = []
     for count in (0, 1, 5, 9):
         base = torch.arange(3 * count * 2).half().reshape(count, 3, 2)
         values = (base.transpose(0, 1), 0.1, torch.tensor(True), -(2**40), torch.randn(count, 7).double(), True)
-        sent = Message(0, 3, count, True, b"note" * count, values)
+        sent = Message(3, count, True, {"note": count} if count else None, values)
         if not rank:
             torch.manual_seed(count)
             ring.send(sent)
@@ -196,12 +187,12 @@ def messages(size: int) -> dict[str, Any]:
             continue
         plain = [a == b for a, b in zip(came.values, values, strict=True) if not isinstance(a, torch.Tensor)]
         exact = [
-            torch.equal(a, b) and a.stride() == b.stride()
+            torch.equal(a, b) and (count < 2 or a.stride() == b.stride())
             for a, b in zip(came.values, values, strict=True)
             if torch.is_tensor(a)
         ]
-        heads = [getattr(came, name) == getattr(sent, name) for name in ("kind", "request", "query", "last", "note")]
-        same.append(all([*plain, *exact, *heads]) and len(came.values) == len(kinds))
+        heads = [getattr(came, name) == getattr(sent, name) for name in ("request", "query", "last", "note")]
+        same.append(all([*plain, *exact, *heads]) and len(came.values) == len(values))
     ring.finish()
     return {"same": same}
 

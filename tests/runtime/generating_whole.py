@@ -206,7 +206,7 @@ def facts() -> dict[str, Any]:
     found: dict[str, Any] = {"entering": {}, "layers": {}, "refused": []}
     for family in ("t5", "llava"):
         decoding = chain(family, 4)
-        found["entering"][family] = [len(decoding.border(stage).entering) for stage in range(4)]
+        found["entering"][family] = [int(decoding.sends_encoded(stage)) for stage in range(4)]
     for parts in (2, 4):
         decoding = chain("t5", parts)
         own = [names for stage in range(parts) if (names := decoding.constants(stage))]

@@ -14,7 +14,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.errors import SplitError
 from splitkit.graph.dataflow import module_path
-from splitkit.runtime import joint_pipeline
+from splitkit.runtime import pipeline
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 
@@ -46,7 +46,7 @@ def normed():
     joint = sk.capture_joint(model, x, loss=torch.sum)
     forward = [n for n in joint.flow.nodes if FORWARD in save_all_plan(joint.flow)[n]]
     second = next(i for i, n in enumerate(forward) if module_path(n).startswith("1"))
-    pipe = joint_pipeline(joint, stages(joint, second), "1f1b", 2)
+    pipe = pipeline(stages(joint, second), "1f1b", 2)
     pipe.step(x.repeat(2, 1))
     for _ in range(2):
         (whole(x).sum() / 2).backward()
@@ -78,17 +78,17 @@ def main():
         "gloo", init_method=os.environ["SPLITKIT_STORE"], rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
     joint = captured()
-    pipe = joint_pipeline(joint, stages(joint, 2), "1f1b", 4)
+    pipe = pipeline(stages(joint, 2), "1f1b", 4)
     say("batch", lambda: pipe.step(torch.ones(6, 8)))
     say("other batch", lambda: pipe.step(torch.full((16, 8), float(rank))))
-    first, second = (joint_pipeline(joint, stages(joint, cut), "1f1b", 4) for cut in (2, 6))
+    first, second = (pipeline(stages(joint, cut), "1f1b", 4) for cut in (2, 6))
     first.step(torch.ones(16, 8))
     torch.optim.SGD(first.parameters(), lr=0.1).step()
     say("same cut", lambda: pipe.step(torch.ones(16, 8)))
     say("other cut", lambda: second.step(torch.ones(16, 8)))
     other = captured(seed=rank)
-    say("weights", lambda: joint_pipeline(other, stages(other, 2), "1f1b", 4))
+    say("weights", lambda: pipeline(stages(other, 2), "1f1b", 4))
     torch.manual_seed(0)
     counted = sk.capture_joint(Counted(), torch.ones(4, 8), loss=torch.sum)
-    say("buffer", lambda: joint_pipeline(counted, stages(counted, 3), "1f1b", 4))
+    say("buffer", lambda: pipeline(stages(counted, 3), "1f1b", 4))
     say("spectral norm", normed)

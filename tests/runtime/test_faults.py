@@ -14,9 +14,8 @@ from launch import launch
 from splitkit import _torch
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.ranks import faults
-from splitkit.runtime.ranks.faults import Progress, is_of_network, leave
+from splitkit.runtime.ranks.faults import Progress, heard_key, is_of_network, leave
 from splitkit.runtime.ranks.replicas import Replicas
-from splitkit.runtime.ranks.signs_of_life import heard_key, note_heard
 
 RANKS = 3
 ALWAYS = ("raise", "shape", "plan", "replicas")
@@ -108,7 +107,7 @@ def test_a_rank_that_failed_goes_when_the_others_know_why(monkeypatch):
     """The store may end with it; rank 2, which is gone, never hears anything."""
     store = dist.HashStore()
     monkeypatch.setattr(_torch, "default_store", lambda: SimpleNamespace(clone=lambda: store))
-    Timer(0.2, note_heard, (store, 1)).start()
+    Timer(0.2, store.set, (heard_key(1), "")).start()
     leave(0, [0, 1, 2])
     assert store.check([heard_key(0), heard_key(1)]) and not store.check([heard_key(2)])
 
@@ -170,7 +169,7 @@ def test_another_plan_is_caught_before_the_first_step(always):
 
 def test_what_a_rank_waits_for_goes_by_its_order():
     order = PipelineOrder.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
-    at = Progress(order.ranks[0], order.rank_of, Replicas(((0,), (1,)), 0, 0, None), (("x", "mask"),))
+    at = Progress(order.ranks[0], order.rank_of, Replicas(((0,), (1,)), 0, 0, None), (("x", "mask"),), rank=0)
     assert at.waits() == "was about to run forward of microbatch 0 in stage 0"
     with at.computing(0, "F", 1):
         pass
@@ -178,7 +177,7 @@ def test_what_a_rank_waits_for_goes_by_its_order():
     assert at.waits() == wanted
     at.begun(0, "B", 1)
     assert at.waits() == "waited for the others to end the step"
-    behind = Progress(order.ranks[1], order.rank_of, Replicas(((0,), (1,)), 1, 0, None), (("x", "mask"),))
+    behind = Progress(order.ranks[1], order.rank_of, Replicas(((0,), (1,)), 1, 0, None), (("x", "mask"),), rank=1)
     assert behind.waits() == "waited for x, mask from stage 0 (rank 0), for forward of microbatch 0 in stage 1"
 
 

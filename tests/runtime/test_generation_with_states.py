@@ -11,8 +11,7 @@ import splitkit as sk
 from splitkit.errors import PipelineError
 from splitkit.graph.caches import cache_forms, caches_of
 from splitkit.runtime.devices.on_devices import PartOnDevice
-from splitkit.runtime.generation.decoder_memory import decoder_memory
-from splitkit.runtime.generation.encoder_caches import decoder_cache, kept_caches
+from splitkit.runtime.generation.encoder_caches import decoder_cache, decoder_memory, kept_caches
 from splitkit.runtime.generation.local_generator import DecoderOnDevices
 from splitkit.testing.models import build
 

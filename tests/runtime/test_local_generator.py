@@ -18,8 +18,7 @@ from splitkit.graph.caches import caches_of
 from splitkit.runtime.devices import accelerators
 from splitkit.runtime.devices.on_devices import PartOnDevice
 from splitkit.runtime.generation.decoder import DecoderChain
-from splitkit.runtime.generation.decoder_memory import decoder_memory
-from splitkit.runtime.generation.encoder_caches import EncoderCaches, decoder_cache, kept_caches
+from splitkit.runtime.generation.encoder_caches import EncoderCaches, decoder_cache, decoder_memory, kept_caches
 from splitkit.runtime.generation.local_generator import DecoderOnDevices
 from splitkit.runtime.ranks.stage_chain import chain_of
 

@@ -15,8 +15,7 @@ import splitkit as sk
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import PipelineError
 from splitkit.runtime.folder.load import decode_facts, encode_facts
-from splitkit.runtime.ranks.batch_dims import division
-from splitkit.runtime.ranks.microbatches import BatchSplitter
+from splitkit.runtime.ranks.microbatches import BatchSplitter, division
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.step_losses import reduced, shares_of
 

@@ -45,5 +45,3 @@ def test_a_folder_of_stages_knows_it():
     assert chain.facts.costly == costly_positions(captured("llama"))
     data = encode_facts(chain)
     assert decode_facts(JsonField("manifest", "facts", data)).costly == chain.facts.costly
-    del data["costly"]  # as older versions wrote it
-    assert decode_facts(JsonField("manifest", "facts", data)).costly is None

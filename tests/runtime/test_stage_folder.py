@@ -271,7 +271,7 @@ SIZES = [
     (["facts", "sizes", "captured"], {"s1": -1}, r"captured\.s1"),
     (["facts", "sizes", "ranges"], {"s1": [2]}, r"ranges\.s1"),
     (["facts", "sizes", "guards"], [None], r"guards\[0\]"),
-    (["facts", "values", "submod_0", "sizes"], [2], r"values\.submod_0\.sizes"),
+    (["facts", "values", "submod_0", "shape"], [2], r"values\.submod_0\.shape"),
 ]
 
 

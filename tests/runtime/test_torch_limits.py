@@ -59,7 +59,7 @@ def test_what_torch_does_of_it(name):
 
 @pytest.mark.parametrize("second", ["sum of two", "as large as the output"])
 def test_what_torch_gives_two_owners_is_named(second):
-    """If the gradients have memory of their own one day, torch has learnt it, and `DividedStage` may go."""
+    """If the gradients have memory of their own one day, torch has learnt it, and `PartStage.passed_on` may go."""
     modules, x = net(), torch.randn(2, 4, requires_grad=True)
     a, b = (nn.Parameter(torch.randn(4)) for _ in range(2))
     full = nn.Parameter(torch.randn(2, 4))

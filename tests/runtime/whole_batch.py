@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import splitkit as sk
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
-from splitkit.runtime import joint_pipeline, pipeline
+from splitkit.runtime import pipeline
 from splitkit.testing.pipeline_check import gradient_of, relative_difference
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
@@ -249,7 +249,7 @@ def staged(name: str) -> tuple[Any, Any]:
 def run_joint(name: str) -> list[float]:
     case = JOINT[name]
     given = {key: case[key] for key in ("reduction", "batch_dims") if key in case}
-    pipe = joint_pipeline(*staged(name), "1f1b", M, **given)
+    pipe = pipeline(staged(name)[1], "1f1b", M, **given)
     seen = []
     for batch in case["batch"]:
         model, wanted, _ = whole(case, batch)
@@ -288,7 +288,7 @@ def refusals() -> dict[str, str]:
         "evaluation": lambda: summed.evaluation(CAPTURED["a sum"][1]),
         "unknown": lambda: pipeline(split_of(CAPTURED["a sum"][0], 1), "1f1b", M, reduction="sum", batch_dims={"x": 1}),
         "mean of terms": lambda: pipeline(split_of(CAPTURED["a sum"][0], 1), "1f1b", M),
-        "joint, mean of terms": lambda: joint_pipeline(*staged("joint, a sum"), "1f1b", M),
+        "joint, mean of terms": lambda: pipeline(staged("joint, a sum")[1], "1f1b", M),
         "reduction": lambda: pipeline(split_of(CAPTURED["a sum"][0], 1), "1f1b", M, reduction="max"),
         "differs": lambda: pipeline(
             split_of(CAPTURED["a sum"][0], 1), "1f1b", M, reduction="mean" if dist.get_rank() else "sum"

@@ -16,8 +16,7 @@ from splitkit.cli.pages import plan_page, wrote
 from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.source import next_command, source_record
 from splitkit.errors import FileError, UsageError
-from splitkit.exports.export import pricing_of
-from splitkit.exports.rounding import PlanPrice
+from splitkit.exports.rounding import PlanPrice, pricing_of
 from splitkit.graph.dataflow import analyze
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.purpose import microbatches_of

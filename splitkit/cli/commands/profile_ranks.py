@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
@@ -115,7 +116,9 @@ def _profile(args: Namespace) -> dict[str, Any]:
         "microbatches": count,
         "cores": cores,
         "oversubscribed": dist.get_world_size() > cores,
-        "stages": [{k: measurements.median_or_none(times.get((s, k))) for k in "FBIW"} for s in range(chain.stages)],
+        "stages": [
+            {k: median(times[s, k]) if times.get((s, k)) else None for k in "FBIW"} for s in range(chain.stages)
+        ],
         "inside_kernels": [a.temporary_bytes - b.temporary_bytes for a, b in zip(held, known, strict=True)],
         "schedules": runs,
         "left_out": left_out,

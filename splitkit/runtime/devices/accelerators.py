@@ -138,9 +138,7 @@ def move_tensors(root: nn.Module, held: nn.Module, homes: Mapping[int, torch.dev
     for group in groups:
         device = homes[id(group[0])]
         new = group if same_device(group[0].device, device) else _moved(group, device)
-        for tensor, moved in zip(group, new, strict=True):
-            if moved is not tensor:
-                replace_tensor(tables, tensor, moved)
+        replace_tensors(tables, {id(t): moved for t, moved in zip(group, new, strict=True) if moved is not t})
 
 
 def tables_of(module: nn.Module) -> list[dict[str, Any]]:
@@ -242,12 +240,15 @@ def _set_data(tensor: torch.Tensor, new: torch.Tensor) -> bool:
     return True
 
 
-def replace_tensor(tables: list[dict[str, Any]], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Put another tensor in the place of one, wherever a dictionary has it."""
+def replace_tensors(tables: Iterable[dict[str, Any]], new: Mapping[int, torch.Tensor]) -> None:
+    """Put other tensors in the place of some, wherever a dictionary has them.
+
+    Args:
+        tables: from `tables_of`.
+        new: id of a tensor -> the other one.
+    """
     for table in tables:
-        for name, value in table.items():
-            if value is old:
-                table[name] = new
+        table.update({name: new[id(value)] for name, value in table.items() if id(value) in new})
 
 
 # Copies values between devices, concurrently with computation where devices have streams; gradients are copied back.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,9 @@ def places_of(split: Split, parts: Mapping[PartKey, torch.device]) -> DevicePlac
     for node, copied in split.copies[PARENT].items():
         if copied in nodes:
             runs.setdefault(node, []).append(nodes[copied])
-    runs = {n: _home_first(split, parts, n, where) for n, where in runs.items()}
+    for node, where in runs.items():
+        home = split.plan.places.get(node, (PARENT,))[0]
+        runs[node] = list(dict.fromkeys([parts[home], *where] if home in parts else where))
     computed = {n: d for n, d in runs.items() if n.op not in ("get_attr", "placeholder")}
     written = written_memory(split.flow, computed, steps_of(split))
     held = _held(split, parts, nodes, written)
@@ -122,14 +124,6 @@ def places_of(split: Split, parts: Mapping[PartKey, torch.device]) -> DevicePlac
         if isinstance(value, torch.Tensor) and node not in checks:
             nodes[node] = held.get(id(value), next(iter(parts.values())))
     return DevicePlaces(parts, nodes, held, written)
-
-
-def _home_first(
-    split: Split, parts: Mapping[PartKey, torch.device], node: Node, where: Sequence[torch.device]
-) -> list[torch.device]:
-    home = split.plan.places.get(node, (PARENT,))[0]
-    first = [parts[home]] if home in parts else []
-    return list(dict.fromkeys([*first, *where]))
 
 
 def _parent_nodes(split: Split, parts: Mapping[PartKey, torch.device]) -> dict[Node, torch.device]:
@@ -202,13 +196,7 @@ def _readers(
         if node.op == "call_module":
             yield node, nodes[copied]
         elif node.op == "get_attr":
-            yield from ((node, device) for device in _first_read(copied, nodes, parts))
-
-
-def _first_read(
-    node: Node, nodes: Mapping[Node, torch.device], parts: Mapping[PartKey, torch.device]
-) -> Iterable[torch.device]:
-    return [next((nodes[user] for user in node.users if user in nodes), next(iter(parts.values())))]
+            yield node, next((nodes[user] for user in copied.users if user in nodes), next(iter(parts.values())))
 
 
 def _require_dense(split: Split, runs: Mapping[Node, Sequence[torch.device]], held: Mapping[int, torch.device]) -> None:

@@ -115,11 +115,6 @@ class OnDevices(Tied):
         return dict(self._program.devices)
 
     @property
-    def part_graphs(self) -> Mapping[PartKey, fx.GraphModule]:
-        """Part -> the graph that runs on its device, in the order of execution."""
-        return dict(self._program.parts)
-
-    @property
     def parent(self) -> fx.GraphModule:
         """The graph that calls the parts and copies values between their devices."""
         return self._program.parent
@@ -222,13 +217,17 @@ class DeviceGraphs:
 
     Attributes:
         split: the split.
+        places: the devices of its parts, nodes and tensors.
+        captured: the device types on which the graph was captured.
+        callers: the values whose memory the caller may write after a call.
+        copy_streams: the streams of the copies.
         moves: the copies of each call.
     """
 
     def __init__(self, split: Split, places: DevicePlaces, held: nn.Module) -> None:
-        self.split, self._places, self._held = split, places, held
-        self._captured = captured_types(split.flow.graph, split.flow.root)
-        self._copy_streams, self._callers = CopyStreams(), callers_memory(split.flow)
+        self.split, self.places, self._held = split, places, held
+        self.captured = captured_types(split.flow.graph, split.flow.root)
+        self.copy_streams, self.callers = CopyStreams(), callers_memory(split.flow)
         self.moves: list[Move] = []
         self._foreign: dict[PartKey, list[Node]] = {}
         self.parts = {key: self._part(key) for key in split.parts}
@@ -245,14 +244,14 @@ class DeviceGraphs:
         originals = {copied: node for node, copied in split.copies[PARENT].items()}
         names = {name: key for key, name in split.names.items()}
         for old, node in new.items():
-            device = self._places.nodes.get(old)
+            device = self.places.nodes.get(old)
             if old.op in ("get_attr", "call_module") and old.target not in names:
                 self._read_held(module, node, str((originals.get(old) or old).target), device)
             if old in originals and device is not None:
-                rewrite_devices(node, device, self._captured)
+                rewrite_devices(node, device, self.captured)
         for name, key in names.items():
-            module.add_module(name, PartOnDevice(self.parts[key], self._places.parts[key]))
-        homes = {new[old]: device for old, device in self._places.nodes.items()}
+            module.add_module(name, PartOnDevice(self.parts[key], self.places.parts[key]))
+        homes = {new[old]: device for old, device in self.places.nodes.items()}
         known = {new[old]: node for old, node in originals.items()}
         self._give_foreign(graph, names, homes, known)
         _MoveWriter(self, module, graph, homes, known).write()
@@ -263,7 +262,7 @@ class DeviceGraphs:
 
     def _part(self, key: PartKey) -> fx.GraphModule:
         """Build a part: it reads tensors on its device from the shared module, and gets others as arguments."""
-        split, device = self.split, self._places.parts[key]
+        split, device = self.split, self.places.parts[key]
         before = split.parts[key].graph
         graph = _copied(before)
         new = dict(zip(before.nodes, graph.nodes, strict=True))
@@ -278,7 +277,7 @@ class DeviceGraphs:
             original = originals.get(old)
             if original is not None and old.op in ("get_attr", "call_module"):
                 value = attribute(split.flow.root, str(original.target))
-                home = self._places.tensors.get(id(value), device)
+                home = self.places.tensors.get(id(value), device)
                 if old.op == "get_attr" and isinstance(value, torch.Tensor) and home != device:
                     given = foreign.get(str(original.target))
                     if given is None:
@@ -292,7 +291,7 @@ class DeviceGraphs:
                 self._read_held(module, node, str(original.target), device)
             elif old.op == "get_attr":
                 self._read_held(module, node, str(old.target), device)
-            rewrite_devices(node, device, self._captured)
+            rewrite_devices(node, device, self.captured)
         self._foreign[key] = [original for original, _ in foreign.values()]
         module.graph = graph
         module.training = split.parts[key].training
@@ -302,7 +301,7 @@ class DeviceGraphs:
         """Make a node read an attribute of the shared module; copy graphs with hard-coded devices."""
         value = attribute(self.split.flow.root, target)
         node.target = f"{_HELD}.{target}"
-        if not isinstance(value, fx.GraphModule) or device is None or not names_devices(value, device, self._captured):
+        if not isinstance(value, fx.GraphModule) or device is None or not names_devices(value, device, self.captured):
             return
         if any(True for _ in (*value.parameters(), *value.buffers())):
             raise PipelineError(
@@ -312,7 +311,7 @@ class DeviceGraphs:
                 [node],
             )
         name = target.replace(".", "_")
-        module.add_module(name, graph_on_device(value, device, self._captured))
+        module.add_module(name, graph_on_device(value, device, self.captured))
         node.target = name
 
     def _give_foreign(
@@ -334,29 +333,9 @@ class DeviceGraphs:
                     with graph.inserting_before(first):
                         made = read[target] = graph.get_attr(f"{_HELD}.{target}")
                     made.meta, known[made] = dict(original.meta), original
-                    homes[made] = self._places.tensors[id(attribute(self.split.flow.root, target))]
+                    homes[made] = self.places.tensors[id(attribute(self.split.flow.root, target))]
                 for caller in [node] if call else list(node.users):
                     caller.args = (*caller.args, read[target])
-
-    def sender(self, source: torch.device | None, target: torch.device, original: Node | None) -> Send:
-        """Return a module that copies a value from one device to another."""
-        return Send(source, target, self._copy_streams, self.is_late(original))
-
-    def is_callers(self, original: Node | None) -> bool:
-        """Whether the caller may write the memory of a value after a call."""
-        return original is None or original in self._callers
-
-    def is_moved(self, node: Node) -> bool:
-        """Whether a value of the parent must be copied for another device."""
-        return not stays(node, self._captured)
-
-    def is_late(self, original: Node | None) -> bool:
-        """Whether a value is written, so that it must be copied only when it is read."""
-        return original in self._places.written.values
-
-    def needs(self, original: Node | None) -> torch.device | None:
-        """Return the device on which an input must be because the graph writes it there, if any."""
-        return self._places.written.homes.get(original) if original is not None else None
 
 
 @dataclass
@@ -381,10 +360,10 @@ class _MoveWriter:
     def write(self) -> None:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         made = {node: list(node.users) for node in order if node.op != "output" and not is_state_op(node)}
-        originals = {**self.originals, **values_of(self.graph, self.graphs.split)}
+        originals, graphs = {**self.originals, **values_of(self.graph, self.graphs.split)}, self.graphs
         for node, users in made.items():
             source = self.homes.get(node)
-            if (source is None and node.op != "placeholder") or not self.graphs.is_moved(node):
+            if (source is None and node.op != "placeholder") or stays(node, graphs.captured):
                 continue
             readers: dict[torch.device, list[Node]] = {}
             for user in sorted(users, key=order.__getitem__):
@@ -392,7 +371,7 @@ class _MoveWriter:
                     readers.setdefault(self.homes[user], []).append(user)
             for target, those in readers.items():
                 sent = self._move(node, source, target, those, original := originals.get(node))
-                if self.graphs.is_callers(original):
+                if original is None or original in graphs.callers:
                     self.callers.append(sent)
         if self.callers:
             self.module.add_module("release", Release())
@@ -402,12 +381,14 @@ class _MoveWriter:
     def _move(
         self, node: Node, source: torch.device | None, target: torch.device, readers: list[Node], original: Node | None
     ) -> Node:
-        if source is None and self.graphs.needs(original) == target:
+        graphs, written = self.graphs, original in self.graphs.places.written.values
+        home = None if original is None else graphs.places.written.homes.get(original)
+        if source is None and home == target:
             module: nn.Module = RequireDevice(node.name, target)
         else:
-            module = self.graphs.sender(source, target, original)
+            module = Send(source, target, graphs.copy_streams, written)
         first = readers[0]
-        if self.graphs.is_late(original):
+        if written:
             place = self.graph.inserting_before(first)
             self._require_plain(first)
         else:
@@ -416,7 +397,7 @@ class _MoveWriter:
                 after = after.next
             place = self.graph.inserting_after(after)
         with place:
-            verb = "to_written" if self.graphs.is_late(original) else "to"
+            verb = "to_written" if written else "to"
             sent = self.graph.call_module(self._named(verb, source, target, module), (node,))
         with self.graph.inserting_before(first):
             taken = self.graph.call_module(self._named("at", None, target, Receive()), (sent,))

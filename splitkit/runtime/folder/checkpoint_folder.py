@@ -185,7 +185,12 @@ def claim(folder: Path, resume: bool, needed: int = 0) -> tuple[Run, Path | None
     if last is not None:
         of_last = read_record(last)["run"].text()
         if known is not None and known.id != of_last:
-            raise _another_run(last, of_last, known.id)
+            raise FileError(
+                "SK512",
+                f"{last} is of the run {of_last:.40}, and {folder / RUN} names the run {known.id:.40}",
+                "Keep the checkpoints of one run in a folder; move the others away, or remove "
+                f"{RUN} to continue from {last}.",
+            )
         known = Run(of_last, "")
     run = Run(known.id if known is not None else os.urandom(8).hex(), os.urandom(8).hex())
     data = {"schema": SCHEMA, "kind": RUN_KIND, "run": run.id, "writer": run.writer, "started": _now()}
@@ -227,16 +232,6 @@ def place_of(folder: Path, step: int) -> Path:
     """Return the folder that a step will have: ``step-7``, or ``step-7.1`` if there is one already."""
     again = [number for other, number, _ in complete_steps(folder) if other == step]
     return folder / (f"step-{step}.{max(again) + 1}" if again else f"step-{step}")
-
-
-def digests_of_rank(draft: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Return the digests of the files that a rank has written to a step, by name.
-
-    Raises:
-        OSError: if one cannot be read.
-    """
-    written = [file.name for file in draft.iterdir()]
-    return {name: digest_of_file(draft / name) for name in _of_rank(written, rank, ranks)}
 
 
 def commit(draft: Path, place: Path, record: dict[str, Any], digests: Mapping[str, str], run: Run) -> None:
@@ -303,10 +298,10 @@ def require_undamaged(place: Path, rank: int, ranks: int) -> None:
         FileError: SK505, SK504 as `require_intact`.
     """
     digests = stored_digests(place, _instead_of(place))
-    require_intact(place, digests, _of_rank(digests, rank, ranks), _instead_of(place))
+    require_intact(place, digests, of_rank(digests, rank, ranks), _instead_of(place))
 
 
-def _of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
+def of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
     """Return the files that a rank reads: what it wrote, divided by rank modulo ``ranks`` if their number changed."""
     found = {name: _WRITER.fullmatch(name) for name in sorted(names)}
     return [name for name, match in found.items() if (int(match[1]) if match else 0) % ranks == rank]
@@ -346,14 +341,6 @@ def _object(path: Path) -> dict[str, Any]:
         if error.code == "SK504":
             raise
         raise FileError("SK505", f"{path} is damaged: {error.reason}", "Remove it, or name another folder.") from error
-
-
-def _another_run(place: Path, of_place: str, known: str) -> FileError:
-    return FileError(
-        "SK512",
-        f"{place} is of the run {of_place:.40}, and {place.parent / RUN} names the run {known:.40}",
-        f"Keep the checkpoints of one run in a folder; move the others away, or remove {RUN} to continue from {place}.",
-    )
 
 
 def _write_durably(path: Path, data: dict[str, Any]) -> None:

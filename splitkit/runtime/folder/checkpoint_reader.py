@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -123,9 +123,6 @@ class _Reader(FileSystemReader):
 
 class _Describing(pickle.Unpickler):
     """Builds the description of a checkpoint, and nothing else."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _DESCRIBING:

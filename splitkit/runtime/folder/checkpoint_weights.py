@@ -95,8 +95,9 @@ class Weights:
             _require_intact(self.place, self.digests, files_of(self.place, dict(found)))
             read_stored(self.place, dict(found))
             return
-        sources = sources_of([names for names, _ in wanted], self.files, self._renamed)
-        self._require_all([names for names, _ in wanted], sources)
+        sources = sources_of([names for names, _ in wanted], self.files, lambda: self._converted)
+        if missing := [names for names, _ in wanted if not _present(names, sources)]:
+            raise self.absent(*missing)
         for file in dict.fromkeys(
             self.files[n] for names, _ in wanted for each in _present(names, sources) for n in sources[each].names
         ):
@@ -129,12 +130,9 @@ class Weights:
             groups: for each tensor that is wanted, the names that it has in the model.
             known: the names of all parameters and buffers of the model.
         """
-        sources = sources_of(groups, self.files, self._renamed)
+        sources = sources_of(groups, self.files, lambda: self._converted)
         over = [name for target, found in sources.items() if target not in known for name in found.names]
         return without_ignored(sorted(over), self.place)
-
-    def _renamed(self) -> Mapping[str, Sources]:
-        return self._converted
 
     @cached_property
     def _converted(self) -> Mapping[str, Sources]:
@@ -146,10 +144,6 @@ class Weights:
                 if prefix + name in self.saved:
                     return prefix + name
         raise self.absent(names)
-
-    def _require_all(self, groups: Sequence[Sequence[str]], sources: Mapping[str, Sources]) -> None:
-        if missing := [names for names in groups if not _present(names, sources)]:
-            raise self.absent(*missing)
 
     def absent(self, *groups: Sequence[str]) -> FileError:
         """Return the refusal of weights that lack tensors, each given by its names."""
@@ -198,7 +192,10 @@ class _Headers:
         Raises:
             FileError: SK507 for a stored tensor that is missing or does not fit.
         """
-        refuse_trouble(name, sources, self._weights.place)
+        if sources.trouble:
+            place, held = self._weights.place, listed(sources.names, 2)
+            reason = f"{name} is in {place} as {held}, which transformers converts ({sources.trouble})"
+            raise FileError("SK507", reason, _LATER, [name])
         rows = [[(stored, self.stored(stored)) for stored in row] for row in sources.rows]
         views = [tensor.detach()]
         if len(rows) > 1:
@@ -440,21 +437,6 @@ def _merged(step: Any, rows: Mapping[str, list[str]]) -> Sources:
             return Sources(ordered, dim=dim)
         case operations:
             return Sources(ordered, trouble=listed([name for name, _ in operations], 3))
-
-
-def refuse_trouble(name: str, sources: Sources, place: Path) -> None:
-    """Refuse a tensor that transformers computes from its sources in a way that is not known here.
-
-    Raises:
-        FileError: SK507.
-    """
-    if sources.trouble:
-        raise FileError(
-            "SK507",
-            f"{name} is in {place} as {listed(sources.names, 2)}, which transformers converts ({sources.trouble})",
-            _LATER,
-            [name],
-        )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import fx, nn
@@ -39,7 +39,7 @@ from splitkit.plans.record import Plan
 from splitkit.runtime.folder.checkpoint_folder import DIGESTS, require_intact, stored_digests
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
-from splitkit.runtime.ranks.border_values import BorderValue, GraphSizes, Sizes, laid_out, memory_order
+from splitkit.runtime.ranks.border_values import BorderValue, laid_out, memory_order
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask
 from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, stage_of_calls
 from splitkit.short_repr import brief
@@ -47,7 +47,7 @@ from splitkit.short_repr import brief
 MANIFEST = "manifest.json"
 EXAMPLE = "example.safetensors"
 KIND = "splitkit stages"
-SCHEMA = 2
+SCHEMA = 3
 """Of the manifest; a folder of another schema is refused."""
 _NONE = torch.empty(0)  # reading a weight into this shape is refused
 
@@ -224,9 +224,7 @@ class StageFolder:
         if len(steps) != like.dim() or not fills_its_range(like.shape, steps):
             raise strides.damaged("null or the strides of a dense tensor")
         made = torch.empty_strided(like.shape, steps, dtype=like.dtype, device=device)
-        grad = row["requires_grad"].flag()
-        if grad and not like.is_floating_point() and not like.is_complex():
-            raise row["requires_grad"].damaged("false, for it is not a float")
+        grad = _grad_of(row, like)
         return nn.Parameter(made, grad) if row["parameter"].flag() else made.requires_grad_(grad)
 
     def _fill(self, fresh: Mapping[int, torch.Tensor]) -> None:
@@ -352,7 +350,112 @@ def _read(path: Path) -> dict[str, Any]:
         raise FileError(code, error.reason, WRITE_AGAIN) from error
 
 
-# Encodes the facts about the split graph that a pipeline needs (`ChainFacts`) as JSON data, and decodes them.
+# Encodes data as JSON by the fields of dataclasses, and decodes it by their types: the facts about the split graph that
+# a pipeline needs (`ChainFacts`), and what a stage of a training step does besides running its graphs (`StageTask`).
+
+
+def encode_data(value: Any) -> Any:
+    """Encode plain data, types of numbers, tensors on ``meta``, and containers and dataclasses of these."""
+    if isinstance(value, torch.Tensor):
+        head = {"dtype": name_of_dtype(value.dtype), "shape": list(value.shape), "order": list(memory_order(value))}
+        return {**head, "requires_grad": value.requires_grad}
+    if isinstance(value, type):
+        return value.__name__
+    if is_dataclass(value):
+        return {each.name: encode_data(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): encode_data(item) for key, item in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [encode_data(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def decode_data(kind: Any, data: JsonField) -> Any:
+    """Decode what `encode_data` has encoded, as a value of this type.
+
+    Raises:
+        FileError: SK505 for damaged data.
+    """
+    made, inner = get_origin(kind), get_args(kind)
+    if kind == Expression:
+        return _decode_size(data)
+    if kind in _PLAIN:
+        return _PLAIN[kind](data)
+    if type(None) in inner:
+        return None if data.value is None else decode_data(inner[0], data)
+    if is_dataclass(kind):
+        found = kind(**{name: decode_data(hint, data[name]) for name, hint in get_type_hints(kind).items()})  # type: ignore[operator]
+        _require_sound(found, data)
+        return found
+    if made is Mapping:
+        if inner[0] is int and not all(name.isdecimal() for name, _ in data.fields()):
+            raise data.damaged("values by number")
+        return {inner[0](name): decode_data(inner[1], item) for name, item in data.fields()}
+    items = list(data.items())
+    if made is tuple and inner[-1] is not Ellipsis:
+        if len(items) != len(inner):
+            raise data.damaged(f"a list of {len(inner)}")
+        return tuple(map(decode_data, inner, items))
+    found = [decode_data(inner[0], item) for item in items]
+    return frozenset(found) if made is frozenset else tuple(found)
+
+
+def like_of(data: JsonField) -> torch.Tensor:
+    """Return a tensor on ``meta`` with the encoded shape, dtype and order of dimensions."""
+    like = torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
+    order = tuple(data["order"].sizes()) if "order" in data.value else ()
+    if order and sorted(order) != list(range(like.dim())):
+        raise data["order"].damaged("the dimensions of the shape, each once")
+    return laid_out(like, order)
+
+
+def _grad_of(data: JsonField, like: torch.Tensor) -> bool:
+    """Return whether an encoded tensor requires a gradient."""
+    grad = data["requires_grad"].flag()
+    if grad and not like.is_floating_point() and not like.is_complex():
+        raise data["requires_grad"].damaged("false, for it is not a float")
+    return grad
+
+
+def _scalar_of(data: JsonField) -> type:
+    for kind in SCALARS:
+        if kind.__name__ == data.value:
+            return kind
+    raise data.damaged("null, bool, int or float")
+
+
+_PLAIN: Mapping[Any, Callable[[JsonField], Any]] = {
+    bool: JsonField.flag,
+    int: JsonField.whole,
+    str: JsonField.text,
+    object: lambda data: data.value,
+    type: _scalar_of,
+    torch.Tensor: lambda data: (like := like_of(data)).requires_grad_(_grad_of(data, like)),
+}
+
+
+def _require_sound(found: Any, data: JsonField) -> None:
+    """Refuse fields that do not fit each other."""
+    if isinstance(found, BorderValue):
+        if found.order and sorted(found.order) != list(range(found.like.dim())):
+            raise data["order"].damaged("the dimensions of the shape, each once")
+        if found.shape and len(found.shape) != found.like.dim():
+            raise data["shape"].damaged("a size for each dimension")
+    if isinstance(found, BorderSlots):
+        count = len(found.activations)
+        if len(found.slot_of) != len(found.gradients) or any(slot >= count for slot in found.slot_of):
+            raise data["slot_of"].damaged("a slot for each gradient")
+
+
+def _decode_size(data: JsonField) -> Expression:
+    if isinstance(data.value, str):
+        return data.text()
+    if isinstance(data.value, list):
+        name, *arguments = data.items() if data.value else [data]
+        return (name.text(), *map(_decode_size, arguments))
+    if not isinstance(data.value, int) or isinstance(data.value, bool):
+        raise data.damaged("a size")
+    return data.value
 
 
 def encode_facts(chain: Chain) -> dict[str, Any]:
@@ -361,21 +464,12 @@ def encode_facts(chain: Chain) -> dict[str, Any]:
     Raises:
         PipelineError: SK801 for a value that cannot be sent.
     """
-    facts = chain.facts
     wanted = chain.split.module.graph.output_node().all_input_nodes
     crossing = dict.fromkeys(n for stage in range(chain.stages - 1) for n in chain.border(stage, wanted))
     outputs = dict.fromkeys(n for n in wanted if n in chain.stage_of and not chain.value(n).unsendable)
-    return {
-        "values": {node.name: _encode_value(chain.value(node).sent(True)) for node in {**crossing, **outputs}},
-        "inputs": {name: None if like is None else _encode_like(like) for name, like in facts.inputs.items()},
-        "draws": list(facts.draws),
-        "writes": list(facts.writes),
-        "identity": dict(facts.identity),
-        **({"sizes": encode_sizes(facts.sizes)} if facts.sizes.inputs else {}),
-        "captured": sorted(facts.captured),
-        **({"costly": facts.costly} if facts.costly is not None else {}),
-        **({"constants": dict(facts.constants)} if facts.constants else {}),
-    }
+    values = {node.name: chain.value(node).sent(True) for node in {**crossing, **outputs}}
+    found: dict[str, Any] = encode_data(replace(chain.facts, values=values))
+    return found
 
 
 def decode_facts(data: JsonField) -> ChainFacts:
@@ -384,79 +478,19 @@ def decode_facts(data: JsonField) -> ChainFacts:
     Raises:
         FileError: SK505 for damaged data.
     """
-    inputs = {name: None if like.value is None else like_of(like) for name, like in data["inputs"].fields()}
-    sizes = decode_sizes(data["sizes"]) if "sizes" in data.value else GraphSizes()
-    return ChainFacts(
-        {name: _decode_value(value, sizes.captured) for name, value in data["values"].fields()},
-        inputs,
-        tuple(item.flag() for item in data["draws"].items()),
-        tuple(item.text() for item in data["writes"].items()),
-        {name: value.text() for name, value in data["identity"].fields()},
-        sizes,
-        frozenset(item.text() for item in data["captured"].items()),
-        data["costly"].whole() if "costly" in data.value else None,
-        {name: value.value for name, value in data["constants"].fields()} if "constants" in data.value else {},
-    )
-
-
-def like_of(data: JsonField) -> torch.Tensor:
-    """Return a tensor on ``meta`` with the encoded shape, dtype and order of dimensions."""
-    like = torch.empty(data["shape"].sizes(), dtype=dtype_of(data["dtype"]), device="meta")
-    return laid_out(like, _order_of(data, like.dim()))
-
-
-def _order_of(data: JsonField, dims: int) -> tuple[int, ...]:
-    order = tuple(data["order"].sizes()) if "order" in data.value else ()
-    if order and sorted(order) != list(range(dims)):
-        raise data["order"].damaged("the dimensions of the shape, each once")
-    return order
-
-
-def _encode_like(like: torch.Tensor) -> dict[str, Any]:
-    order = list(memory_order(like))
-    return {"dtype": name_of_dtype(like.dtype), "shape": list(like.shape), **({"order": order} if order else {})}
-
-
-def _encode_value(value: BorderValue) -> dict[str, Any]:
-    scalar = None if value.scalar is None else value.scalar.__name__
-    rest = {
-        "requires_grad": value.like.requires_grad,
-        "written": value.written,
-        "scalar": scalar,
-        "order": list(value.order),
-        **({"sizes": encode_shape(value.shape)} if value.shape else {}),
-    }
-    return {"name": value.name, **_encode_like(value.like), **rest}
-
-
-def _decode_value(data: JsonField, captured: Sizes) -> BorderValue:
-    scalar = data["scalar"]
-    kind = next((kind for kind in SCALARS if kind.__name__ == scalar.value), None)
-    if kind is None and scalar.value is not None:
-        raise scalar.damaged("null, bool, int or float")
-    like, grad = like_of(data), data["requires_grad"].flag()
-    if grad and not like.is_floating_point() and not like.is_complex():
-        raise data["requires_grad"].damaged("false, for it is not a float")
-    shape = decode_shape(data["sizes"], captured) if "sizes" in data.value else ()
-    if shape and len(shape) != like.dim():
-        raise data["sizes"].damaged("a size for each dimension")
-    like = like.requires_grad_(grad)
-    return BorderValue(
-        data["name"].text(), like, kind, data["written"].flag(), order=_order_of(data, like.dim()), shape=shape
-    )
-
-
-# Encodes the parts of stages as JSON data, and decodes them: a graph, or the graphs of a stage of a training step.
-
-
-_NAMES = (
-    "primals", "received", "sent", "saved", "deferred", "gradients_received", "gradients_sent", "waiting", "offloaded",
-)  # fmt: skip
-_POSITIONS = ("outputs", "gradients", "weight_gradients")
+    facts: ChainFacts = decode_data(ChainFacts, data)
+    shapes = [shape for _, shape in data["sizes"]["inputs"].fields()]
+    shapes += [value["shape"] for _, value in data["values"].fields()]
+    sized = [size for shape in shapes for size in shape.items()]
+    for item in (*sized, *(size for _, size in data["sizes"]["computed"].fields())):
+        size = _decode_size(item)
+        if not is_known(size) or not facts.sizes.captured.keys() >= set(symbols_in(size)):
+            raise item.damaged("an expression of known symbols and functions")
+    return facts
 
 
 def encode_part(part: nn.Module, number_of: Callable[[torch.Tensor], int]) -> dict[str, Any]:
-    """Encode a part.
+    """Encode a part: a graph, or the graphs of a stage of a training step.
 
     Args:
         part: the module of a stage.
@@ -468,21 +502,12 @@ def encode_part(part: nn.Module, number_of: Callable[[torch.Tensor], int]) -> di
     if not isinstance(part, PlannedStage):
         assert isinstance(part, fx.GraphModule)
         return graph_data.encode_graph(part, number_of)
-    task = part.task
     return {
         "training": part.training,
         "modules": {half: graph_data.encode_graph(graph, number_of) for half, graph in part.graphs.each().items()},
         "tensors": {name: number_of(tensor) for name, tensor in parameters_and_buffers(part.held).items()},
-        "values": {name: list(getattr(part.graphs, name)) for name in (*_NAMES, *_POSITIONS)},
-        "task": {
-            "inputs": list(task.inputs),
-            "updates": [[position, name] for position, name in task.updates.items()],
-            "trained": [[position, name] for position, name in task.trained.items()],
-            "loss": task.loss,
-            "tangents": [{**_encode_like(like), "of_loss": of_loss} for like, of_loss in task.tangents],
-            "before": _encode_slots(task.before),
-            "after": _encode_slots(task.after),
-        },
+        "values": {name: list(getattr(part.graphs, name)) for name in _values_of_stages()},
+        "task": encode_data(part.task),
     }
 
 
@@ -494,136 +519,17 @@ def decode_part(data: JsonField, tensor_of: Callable[[JsonField], torch.Tensor])
     """
     if "task" not in data.value:
         return graph_data.decode_graph(data, tensor_of)
-    task, values, graphs = data["task"], data["values"], data["modules"]
-    told: dict[str, Any] = {name: tuple(item.text() for item in values[name].items()) for name in _NAMES}
-    told |= {name: tuple(item.whole() for item in values[name].items()) for name in _POSITIONS}
+    graphs, values = data["modules"], data["values"]
     made = StageGraphs(
         forward=graph_data.decode_graph(graphs["forward"], tensor_of),
         backward=graph_data.decode_graph(graphs["backward"], tensor_of),
         weight=graph_data.decode_graph(graphs["weight"], tensor_of) if "weight" in graphs.value else None,
-        **told,
+        **{name: decode_data(hint, values[name]) for name, hint in _values_of_stages().items()},
     )
-    besides = StageTask(
-        tuple(item.text() for item in task["inputs"].items()),
-        _decode_pairs(task["updates"]),
-        _decode_pairs(task["trained"]),
-        None if task["loss"].value is None else task["loss"].whole(),
-        [(like_of(item), item["of_loss"].flag()) for item in task["tangents"].items()],
-        _decode_slots(task["before"]),
-        _decode_slots(task["after"]),
-    )
-    stage = PlannedStage(made, besides, {name: tensor_of(number) for name, number in data["tensors"].fields()})
-    return stage.train(data["training"].flag())
+    held = {name: tensor_of(number) for name, number in data["tensors"].fields()}
+    return PlannedStage(made, decode_data(StageTask, data["task"]), held).train(data["training"].flag())
 
 
-def _decode_pairs(data: JsonField) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for item in data.items():
-        pair = list(item.items())
-        if len(pair) != 2:
-            raise item.damaged("a position and a name")
-        found[pair[0].whole()] = pair[1].text()
-    return found
-
-
-def _encode_slots(slots: BorderSlots | None) -> dict[str, Any] | None:
-    if slots is None:
-        return None
-    return {
-        "activations": [_encode_value(value) for value in slots.activations],
-        "gradients": [_encode_value(value) for value in slots.gradients],
-        "slot_of": list(slots.slot_of),
-    }
-
-
-def _decode_slots(data: JsonField) -> BorderSlots | None:
-    if data.value is None:
-        return None
-    activations, gradients = (
-        tuple(_decode_value(item, {}) for item in data[name].items()) for name in ("activations", "gradients")
-    )
-    slots = tuple(item.whole(below=len(activations)) for item in data["slot_of"].items())
-    if len(slots) != len(gradients):
-        raise data["slot_of"].damaged("a slot for each gradient")
-    return BorderSlots(activations, gradients, slots)
-
-
-# Encodes the symbolic sizes of a graph as JSON data, and decodes them.
-
-
-def encode_sizes(sizes: GraphSizes) -> dict[str, Any]:
-    """Encode the symbolic sizes of a graph."""
-    return {
-        "inputs": {name: encode_shape(shape) for name, shape in sizes.inputs.items()},
-        "captured": dict(sizes.captured),
-        "ranges": {symbol: list(limits) for symbol, limits in sizes.ranges.items()},
-        "guards": encode_shape(sizes.guards),
-        "computed": {name: _encode(size) for name, size in sizes.computed.items()},
-        "squares": sorted(sizes.squares),
-    }
-
-
-def decode_sizes(data: JsonField) -> GraphSizes:
-    """Decode the symbolic sizes of a graph.
-
-    Raises:
-        FileError: SK505 for damaged data.
-    """
-    captured = {symbol: size.whole() for symbol, size in data["captured"].fields()}
-    return GraphSizes(
-        {name: decode_shape(shape, captured) for name, shape in data["inputs"].fields()},
-        captured,
-        {symbol: _limits(limits) for symbol, limits in data["ranges"].fields()},
-        tuple(map(_decode, data["guards"].items())),
-        {name: _known(size, captured) for name, size in data["computed"].fields()},
-        # folders that older versions wrote do not say it
-        frozenset(item.text() for item in data["squares"].items()) if "squares" in data.value else frozenset(),
-    )
-
-
-def encode_shape(shape: Sequence[Expression]) -> list[Any]:
-    """Encode expressions: numbers, names of symbols, and lists of a function and its arguments."""
-    return [_encode(size) for size in shape]
-
-
-def decode_shape(data: JsonField, captured: Sizes) -> tuple[Expression, ...]:
-    """Decode expressions that can be evaluated.
-
-    Args:
-        data: what `encode_shape` returned.
-        captured: symbol -> its size at capture.
-
-    Raises:
-        FileError: SK505 for damaged data.
-    """
-    return tuple(_known(size, captured) for size in data.items())
-
-
-def _encode(size: Expression) -> Any:
-    return [size[0], *map(_encode, size[1:])] if isinstance(size, tuple) else size
-
-
-def _known(data: JsonField, captured: Sizes) -> Expression:
-    found = _decode(data)
-    if not is_known(found) or not captured.keys() >= set(symbols_in(found)):
-        raise data.damaged("an expression of known symbols and functions")
-    return found
-
-
-def _decode(data: JsonField) -> Expression:
-    if isinstance(data.value, str):
-        return data.text()
-    if isinstance(data.value, list):
-        name, *arguments = data.items() if data.value else [data]
-        return (name.text(), *map(_decode, arguments))
-    if not isinstance(data.value, int) or isinstance(data.value, bool):
-        raise data.damaged("a size")
-    return data.value
-
-
-def _limits(data: JsonField) -> tuple[int, int | None]:
-    limits = list(data.items())
-    if len(limits) != 2:
-        raise data.damaged("a least and a largest size")
-    low, high = limits
-    return low.whole(), None if high.value is None else high.whole()
+def _values_of_stages() -> dict[str, Any]:
+    """Return the names of the fields of `StageGraphs` that are no graphs, with their types."""
+    return {name: hint for name, hint in get_type_hints(StageGraphs).items() if get_origin(hint) is tuple}

@@ -16,7 +16,7 @@ from splitkit.errors import FileError, PipelineError, listed
 from splitkit.graph.caches import ENCODER_CACHES, runs_outside
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.graph.unsaved_buffers import known_value
-from splitkit.runtime.devices.accelerators import replace_tensor, tables_of
+from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
 from splitkit.runtime.devices.on_devices import OnDevices, to_devices
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
@@ -163,13 +163,11 @@ def empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _on_devices(split: Split, devices: Devices, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> OnDevices:
     """Replace tensors of a split and put it on its devices; put the old ones back if that fails."""
     tables = [table for module in (*_graphs(split), split.module) for table in tables_of(module)]
-    for old, new in pairs:
-        replace_tensor(tables, old, new)
+    replace_tensors(tables, {id(old): new for old, new in pairs})
     try:
         return to_devices(split, devices)
     except BaseException:
-        for old, new in pairs:
-            replace_tensor(tables, new, old)
+        replace_tensors(tables, {id(new): old for old, new in pairs})
         raise
 
 

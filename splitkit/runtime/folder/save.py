@@ -98,7 +98,10 @@ def save_stages(
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        _clear(place)
+        # the stages of an earlier split go, its digests and manifest first
+        (place / DIGESTS).unlink(missing_ok=True)
+        for file in _written(place):
+            file.unlink()
         for stage, text in enumerate(texts):
             files.write_file(place / f"stage-{stage}.json", text)
             write_tensors(place / f"stage-{stage}.safetensors", held[stage])
@@ -245,13 +248,6 @@ def _index(held: Sequence[Mapping[str, torch.Tensor]], unread: Mapping[str, torc
     where = {name: f"stage-{stage}.safetensors" for stage, tensors in enumerate(held) for name in tensors}
     where |= dict.fromkeys(unread, UNREAD)
     return {"metadata": {"total_size": total}, "weight_map": where}
-
-
-def _clear(folder: Path) -> None:
-    """Remove the stages of an earlier split, its digests and manifest first."""
-    (folder / DIGESTS).unlink(missing_ok=True)
-    for file in _written(folder):
-        file.unlink()
 
 
 def _written(folder: Path) -> list[Path]:

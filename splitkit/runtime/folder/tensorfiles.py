@@ -108,23 +108,15 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return {name: _stored(path, entry, first, size) for name, entry in entries}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to a file.
-
-    Raises:
-        FileError: SK506 for a tensor that the format cannot hold.
-        OSError: if the file cannot be written.
-    """
-    write_described(path, tensors, tensors.values())
-
-
-def write_described(path: Path, described: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
+def write_tensors(
+    path: Path, described: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor] | None = None
+) -> None:
     """Write tensors to a file one at a time, so that the others need not exist yet.
 
     Args:
         path: the file.
-        described: name -> a tensor of the same shape and dtype, perhaps on ``meta``.
-        tensors: the tensors, in the same order.
+        described: name -> the tensor, or one of the same shape and dtype, perhaps on ``meta``.
+        tensors: the tensors, in the same order; by default the described ones.
 
     Raises:
         FileError: SK506 for a tensor that the format cannot hold.
@@ -144,7 +136,7 @@ def write_described(path: Path, described: Mapping[str, torch.Tensor], tensors: 
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
+        for tensor in described.values() if tensors is None else tensors:
             file.write(_bytes_of(tensor.detach().cpu().contiguous()))
 
 

@@ -49,11 +49,10 @@ from splitkit.runtime.folder.optimizer_state import (
     require_known,
     require_storable,
 )
-from splitkit.runtime.ranks.faults import global_ranks
+from splitkit.runtime.ranks.faults import beating, global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.rank_agreement import from_every
 from splitkit.runtime.ranks.replicas import subgroup, with_ranks_across
-from splitkit.runtime.ranks.signs_of_life import beating
 from splitkit.short_repr import brief
 
 T = TypeVar("T")
@@ -259,10 +258,13 @@ class CheckpointFolder:
             require_storable(name, tensor)
             tensors[MODEL + name] = tensor.detach()
         scheduler = self._scheduler
+        schedule = None
+        if scheduler is not None:
+            schedule = encode_state(_marked(scheduler.state_dict(), self._optimizer), "scheduler", tensors)
         loader = self._loader.state_dict() if rank == self._loader_rank else None
         return {
             "optimizer": encode_optimizer(self._optimizer, pipe.named_parameters(), tensors),
-            "scheduler": None if scheduler is None else encode_scheduler(scheduler, self._optimizer, tensors),
+            "scheduler": None if scheduler is None else {"class": type(scheduler).__name__, "state": schedule},
             "loader": encode_state(loader, "loader", tensors),
             "random": encode_state(random_state(pipe.device), f"random.{rank}", tensors),
             "state": encode_state(self.state, "state", tensors) if rank == 0 else None,
@@ -290,7 +292,8 @@ class CheckpointFolder:
             return self._digests(draft)
 
     def _digests(self, draft: Path) -> dict[str, str]:
-        return on_disk.digests_of_rank(draft, self._rank, dist.get_world_size(self._group))
+        written, ranks = [file.name for file in draft.iterdir()], dist.get_world_size(self._group)
+        return {n: on_disk.digest_of_file(draft / n) for n in on_disk.of_rank(written, self._rank, ranks)}
 
     def _write_beside(
         self, tensors: dict[str, torch.Tensor], record: dict[str, Any], place: Path, draft: Path
@@ -476,21 +479,6 @@ _OF_GROUPS = {"base_lrs": "initial_lr", "_last_lr": "lr", "lr_lambdas": ""}
 """Lists with a value for each group, and the option that has this value; lambdas are saved as ``None``."""
 
 _MARK = "of each group"
-
-
-def encode_scheduler(scheduler: Any, optimizer: Optimizer, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the class and the state of a scheduler as JSON-ready data.
-
-    Args:
-        scheduler: has ``state_dict`` and ``load_state_dict``.
-        optimizer: its optimizer.
-        tensors: name -> tensor; the tensors of the state are added.
-
-    Raises:
-        FileError: SK506 for what is not data.
-    """
-    state = _marked(scheduler.state_dict(), optimizer)
-    return {"class": type(scheduler).__name__, "state": encode_state(state, "scheduler", tensors)}
 
 
 def merge_schedulers(every: list[dict[str, Any] | None]) -> dict[str, Any] | None:

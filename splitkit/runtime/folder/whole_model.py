@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from splitkit import files
-from splitkit.errors import PipelineError, SplitError
+from splitkit.errors import PipelineError
 from splitkit.graph.shards import full_tensor
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.folder.tensorfiles import dtype_name, write_described
-from splitkit.runtime.ranks.faults import global_ranks
+from splitkit.runtime.folder.tensorfiles import dtype_name, write_tensors
+from splitkit.runtime.ranks.faults import beating, global_ranks
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.planned_chain import captured_model
-from splitkit.runtime.ranks.signs_of_life import beating
+from splitkit.runtime.ranks.rank_agreement import from_every, from_first
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ def save_safetensors(pipe: Pipeline, path: str | os.PathLike[str]) -> None:
         except OSError as error:
             raise files.refusal(place, error) from error
 
-    _on_first(pipe, create)
+    from_first(create, pipe.group)
     sent = (tensor for _, tensor in _sent(pipe, entries))
     if pipe.rank:
         for _ in sent:
             pass
         return
     try:
-        write_described(place, described, sent)
+        write_tensors(place, described, sent)
     except OSError as error:
         raise files.refusal(place, error) from error
 
@@ -117,7 +117,7 @@ def save_pretrained(pipe: Pipeline, model: Any, folder: str | os.PathLike[str], 
             )
 
     names = [name for entry in _entries(pipe) for name in entry.names]
-    _on_first(pipe, require_model)
+    from_first(require_model, pipe.group)
     state = full_state_dict(pipe)
     if pipe.rank == 0:
         model.save_pretrained(folder, state_dict=state, **options)
@@ -126,9 +126,8 @@ def save_pretrained(pipe: Pipeline, model: Any, folder: str | os.PathLike[str], 
 def _entries(pipe: Pipeline) -> list[_Entry]:
     """Return the tensors of the model, the same on all ranks."""
     own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pipe.state_dict().items()}
-    every: list[Any] = [None] * dist.get_world_size(pipe.group)
     with beating(dist.get_rank(), global_ranks(pipe.group), "for all ranks to gather the weights"):
-        dist.all_gather_object(every, own, group=pipe.group)
+        every = from_every(own, pipe.group)
     names_of, seen, found = _ties(pipe), set[str](), list[_Entry]()
     for source, held in enumerate(every):
         for name, (shape, dtype) in held.items():
@@ -171,16 +170,3 @@ def _sent(pipe: Pipeline, entries: list[_Entry]) -> Iterator[tuple[_Entry, torch
                     dist.recv(held, group=pipe.group, group_src=source)
             assert held is not None
             yield entry, held
-
-
-def _on_first(pipe: Pipeline, check: Callable[[], None]) -> None:
-    """Run a check on rank 0; raise its refusal on every rank."""
-    sent: list[Any] = [None]
-    if pipe.rank == 0:
-        try:
-            check()
-        except SplitError as error:
-            sent = [error]
-    dist.broadcast_object_list(sent, group=pipe.group, group_src=0)
-    if sent[0] is not None:
-        raise sent[0]

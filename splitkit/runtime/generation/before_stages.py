@@ -118,17 +118,9 @@ _GIVEN = ("inputs_embeds", "attention_mask", "position_ids")
 _LEFT_OUT = ("past_key_values", "use_cache", "cache_position", "return_dict", "logits_to_keep")
 
 
-@dataclass(frozen=True)
-class FirstInputs:
-    """What a request brings to the first stage.
-
-    Attributes:
-        tokens: what the first stage reads: tokens ``[sequences, query]``, or embeddings ``[sequences, query, hidden]``.
-        encoded: the output of an encoder, ``[sequences, positions, hidden]``.
-    """
-
-    tokens: torch.Tensor
-    encoded: torch.Tensor | None = None
+First = tuple[torch.Tensor, torch.Tensor | None]
+"""What a request brings to the first stage: tokens ``[sequences, query]`` or embeddings ``[sequences, query, hidden]``,
+and the output of an encoder, ``[sequences, positions, hidden]``."""
 
 
 class BeforeStages:
@@ -153,9 +145,9 @@ class BeforeStages:
         """Return the positions of an encoder that are cached for each sequence of a request."""
         return 0
 
-    def first(self, request: Request) -> FirstInputs:
+    def first(self, request: Request) -> First:
         """Return what the first stage reads of the prompt."""
-        return FirstInputs(self._padded(request))
+        return self._padded(request), None
 
     def next(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return what the first stage reads of the next tokens, ``[sequences]``."""
@@ -218,7 +210,7 @@ class BehindEncoder(BeforeStages):
         return int(getattr(self._config, "max_source_positions", None) or request.inputs[self._main].shape[-1])
 
     @torch.no_grad()
-    def first(self, request: Request) -> FirstInputs:
+    def first(self, request: Request) -> First:
         """As `BeforeStages.first`."""
         given = dict(request.inputs)
         if self._main == "input_ids":
@@ -228,7 +220,7 @@ class BehindEncoder(BeforeStages):
             given["input_ids"], given["attention_mask"] = (torch.tensor(x, device=self._device) for x in (rows, mask))
         with current(self._device):
             encoded = self._encoder(**given, return_dict=True)[0]
-        return FirstInputs(self._padded(request), encoded)
+        return self._padded(request), encoded
 
     def _start(self, request: Request, sequences: int) -> tuple[tuple[int, ...], ...]:
         """Return the tokens with which the decoder starts, as ``generate`` chooses them.
@@ -267,12 +259,12 @@ class BehindEmbeddings(BeforeStages):
             raise unfit(reason, "Give the images, such as pixel_values.")
         return replace(request, inputs=self._given(request))
 
-    def first(self, request: Request) -> FirstInputs:
+    def first(self, request: Request) -> First:
         """As `BeforeStages.first`."""
         tokens = self._padded(request)
         lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=self._device)[:, None]
         mask = (torch.arange(tokens.shape[1], device=self._device) >= tokens.shape[1] - lengths).long()
-        return FirstInputs(self._of(tokens, mask, request.inputs))
+        return self._of(tokens, mask, request.inputs), None
 
     def next(self, tokens: torch.Tensor) -> torch.Tensor:
         """As `BeforeStages.next`."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-import struct
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from splitkit.graph.caches import ARGUMENTS
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.generation.encoder_caches import StageEncoderCaches
 from splitkit.runtime.generation.generation_request import Request, not_on_ranks
+from splitkit.runtime.ranks.border_values import memory_order
 from splitkit.runtime.ranks.stage import result_of
 from splitkit.runtime.ranks.stage_chain import Chain
 
@@ -112,10 +113,12 @@ class DecoderChain:
         return made
 
     def _require_known(self) -> None:
-        """Refuse stages that read each other's caches, or inputs that ranks cannot make."""
+        """Refuse shared caches, inputs that ranks cannot make, and values that cannot be sent."""
         inputs, readers = self.inputs, dict[str, int]()
         known = {*self.caches, inputs.tokens, inputs.mask, inputs.positions, *([MASK] if inputs.has_encoder else [])}
         for stage in range(self.chain.stages):
+            for node in self.chain.border(stage, (self.logits,)) if stage < self.chain.stages - 1 else ():
+                self.chain.value(node).sent(False)
             for name in (str(node.target) for node in self.chain.inputs(stage)):
                 if name in self.caches:
                     keeper = self.chain.stage_of.get(self.caches[name], stage)
@@ -158,37 +161,19 @@ class DecoderChain:
 
     def live(self, stage: int) -> tuple[Node, ...]:
         """Return the values that cross the border behind a stage: tensors, and numbers that follow from sizes."""
-        return (*self._sent(stage), *self.chain.computed(stage + 1, (self.logits,)))
-
-    def _sent(self, stage: int) -> tuple[Node, ...]:
-        return self.chain.border(stage, (self.logits,))
+        return (*self.chain.border(stage, (self.logits,)), *self.chain.computed(stage + 1, (self.logits,)))
 
     def passes_tokens(self, stage: int) -> bool:
         """Whether a stage behind this one reads the tokens."""
         later = range(stage + 1, self.stages)
         return any(str(node.target) == self.inputs.tokens for s in later for node in self.chain.inputs(s))
 
-    def border(self, stage: int) -> RingBorder:
-        """Return the types of what crosses the border behind a stage; behind the last one, the next tokens.
-
-        The output of an encoder crosses with a new request, as far as stages need it.
-
-        Raises:
-            PipelineError: SK801 for a value that cannot be sent.
-        """
-        if stage == self.stages - 1:
-            return RingBorder((BorderType(torch.long, 1),))
-        values = [self.chain.value(node).sent(False) for node in self._sent(stage)]
-        types = [BorderType(v.like.dtype, v.like.dim(), v.order, v.scalar) for v in values]
-        # numbers that follow from sizes, which a folder does not describe
-        numbers = [BorderType(scalar=int)] * (len(self.live(stage)) - len(types))
-        tokens = [self._given(self.inputs.tokens)] if self.passes_tokens(stage) else []
-        needed = any(self._reads_encoder(later) for later in range(stage + 1, self.stages))
-        entering = [self._given(ENCODED)] if needed else []
-        return RingBorder((*types, *numbers, *tokens), tuple(entering))
+    def sends_encoded(self, stage: int) -> bool:
+        """Whether the output of an encoder crosses the border behind a stage with a new request."""
+        return any(self._reads_encoder(later) for later in range(stage + 1, self.stages))
 
     def require_like(self, name: str, value: torch.Tensor | None) -> None:
-        """Refuse a value of an input of another dtype than at capture: a border would read its bytes wrongly.
+        """Refuse a value of an input of another dtype than at capture, whose graphs have dtypes of their own.
 
         Raises:
             PipelineError: SK803.
@@ -202,11 +187,6 @@ class DecoderChain:
                 "Give the model in the dtype in which it was captured.",
                 [name],
             )
-
-    def _given(self, name: str) -> BorderType:
-        like = self.chain.facts.inputs[name]
-        assert like is not None
-        return BorderType(like.dtype, like.dim())
 
 
 @dataclass
@@ -366,18 +346,17 @@ def _encoded_mask(request: Request, encoded: torch.Tensor) -> torch.Tensor:
 #
 # A message says its own sizes, for those of a request change with every token::
 #
-#     header    kind, request, query, last, bytes of the note, whether values enter, bytes in all, the sizes of each
-#               tensor, the numbers
-#     payload   the note, and the tensors one after another, each from a multiple of 64 bytes on
+#     header    the bytes of the text, and of the payload
+#     payload   the text, which is JSON: the fields of the message and, for each value, the number, or the dtype, shape
+#               and order of dimensions of the tensor; and the tensors one after another, each from a multiple of 64
+#               bytes on
 #
 # Every message of the first rank but the last is answered, and at most ``window`` of them are unanswered. So a message
 # that was sent ``window`` messages ago has been received, and its memory can be given back.
 
 
-RUN, END = 0, 1
-"""The kinds of messages: run a request's next tokens, and end."""
-_FIXED = 7  # numbers of a header before sizes: kind, request, query, last, length of the note, ...
 _ALIGNMENT = 64  # bytes
+_HEAD = ("request", "query", "last", "note")
 
 
 @dataclass(frozen=True)
@@ -385,79 +364,29 @@ class Message:
     """What crosses a border for one request.
 
     Attributes:
-        kind: ``RUN`` or ``END``.
-        request: the number of the request.
+        request: the number of the request; below 0 for the end of all.
         query: the tokens of each of its sequences that are run.
         last: whether the next token is wanted; from the last rank, whether the request is done.
-        note: what else there is to say, as JSON.
-        values: tensors and numbers, as the `Border` says; none for ``END``.
+        note: what else there is to say, as data for JSON; ``None`` for nothing.
+        values: tensors and numbers.
         entering: tensors that cross the border once, with a new request; empty for all other messages.
     """
 
-    kind: int
     request: int = -1
     query: int = 0
     last: bool = False
-    note: bytes = b""
+    note: Any = None
     values: tuple[Any, ...] = ()
     entering: tuple[torch.Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class BorderType:
-    """What a value that crosses a border is in every message.
-
-    Attributes:
-        dtype: of a tensor.
-        dims: the number of dimensions.
-        order: the dimensions from the largest stride to the smallest, if that is not the usual order.
-        scalar: the type of a number; ``None`` for a tensor.
-    """
-
-    dtype: torch.dtype = torch.long
-    dims: int = 1
-    order: tuple[int, ...] = ()
-    scalar: type | None = None
-
-
-@dataclass(frozen=True)
-class RingBorder:
-    """The types of what crosses a border.
-
-    Attributes:
-        values: in every message that runs a request.
-        entering: tensors that come behind them, once for each request.
-    """
-
-    values: tuple[BorderType, ...]
-    entering: tuple[BorderType, ...] = ()
-
-    def of(self, enters: bool) -> tuple[BorderType, ...]:
-        """Return the types of what one message has."""
-        return (*self.values, *self.entering) if enters else self.values
-
-    @property
-    def length(self) -> int:
-        """The numbers of a header."""
-        return _FIXED + sum(1 if how.scalar is not None else how.dims for how in self.of(True))
 
 
 class Ring:
     """The connections of this rank with the one before and the one after it."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        received: RingBorder,
-        sent: RingBorder,
-        window: int,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, window: int) -> None:
         self._group, self._device, self._window = group, device, window
-        self._received, self._sent = received, sent
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._underway: deque[list[tuple[Any, torch.Tensor]]] = deque()
-        self._header = torch.empty(received.length, dtype=torch.long, device=device)
         # a single rank is its own neighbour
         self._own: deque[Message] = deque()
 
@@ -466,50 +395,55 @@ class Ring:
         if self.size == 1:
             self._own.append(message)
             return
-        pieces, sizes, numbers = [], list[int](), list[int]()
-        if message.note:
-            pieces.append(torch.frombuffer(bytearray(message.note), dtype=torch.uint8).to(self._device))
-        crossing = (*message.values, *message.entering)
-        for how, value in zip(self._sent.of(bool(message.entering)), crossing, strict=False):
-            if how.scalar is not None:
-                numbers.append(_as_int(value, how.scalar))
-                continue
-            sizes += value.shape
-            laid = value.permute(how.order) if how.order else value
-            pieces.append(laid.contiguous().reshape(-1).view(torch.uint8))
-        total = sum(map(_aligned, map(len, pieces)))
-        fixed = [message.kind, message.request, message.query, message.last, len(message.note)]
-        fixed += [bool(message.entering), total]
-        words = fixed + (sizes + numbers if crossing else [])
-        header = torch.zeros(self._sent.length, dtype=torch.long)
-        header[: len(words)] = torch.tensor(words)
-        self._start([header.to(self._device), _joined(pieces, total)] if total else [header.to(self._device)])
+        told, pieces = list[Any](), list[torch.Tensor]()
+        for value in (*message.values, *message.entering):
+            if isinstance(value, torch.Tensor):
+                order = memory_order(value)
+                laid = value.permute(order) if order else value
+                pieces.append(laid.contiguous().reshape(-1).view(torch.uint8))
+                told.append([str(value.dtype).removeprefix("torch."), list(laid.shape), order])
+            else:
+                told.append(value)
+        head = {name: getattr(message, name) for name in _HEAD}
+        text = json.dumps([head, told, len(message.entering)]).encode()
+        pieces.insert(0, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device))
+        whole, at = torch.empty(sum(map(_aligned, map(len, pieces))), dtype=torch.uint8, device=self._device), 0
+        for piece in pieces:
+            whole[at : at + len(piece)] = piece
+            at += _aligned(len(piece))
+        after, header = (self.rank + 1) % self.size, torch.tensor([len(text), len(whole)], device=self._device)
+        sent = [(dist.isend(t, group=self._group, group_dst=after), t) for t in (header, whole)]
+        self._underway.append(sent)
+        if len(self._underway) > self._window:
+            self._complete()
 
     def receive(self) -> Message:
         """Wait for the next message of the rank before."""
         if self.size == 1:
             return self._own.popleft()
-        before = (self.rank - 1) % self.size
-        dist.recv(self._header, group=self._group, group_src=before)
-        words = self._header.tolist()
-        kind, request, query, last, noted, enters, total = words[:_FIXED]
+        before, header = (self.rank - 1) % self.size, torch.empty(2, dtype=torch.long, device=self._device)
+        dist.recv(header, group=self._group, group_src=before)
+        length, total = header.tolist()
         payload = torch.empty(total, dtype=torch.uint8, device=self._device)
-        if total:
-            dist.recv(payload, group=self._group, group_src=before)
-        note = bytes(payload[:noted].tolist()) if noted else b""
-        types = self._received.of(bool(enters)) if kind == RUN else ()
-        values, count = _values(types, words[_FIXED:], payload, _aligned(noted)), len(self._received.values)
-        return Message(kind, request, query, bool(last), note, values[:count], values[count:])
+        dist.recv(payload, group=self._group, group_src=before)
+        head, told, entering = json.loads(payload[:length].cpu().numpy().tobytes())
+        at, values = _aligned(length), list[Any]()
+        for each in told:
+            if not isinstance(each, list):
+                values.append(each)
+                continue
+            name, shape, order = each
+            dtype = getattr(torch, name)
+            count = math.prod(shape) * dtype.itemsize
+            value = payload[at : at + count].view(dtype).view(shape)
+            at += _aligned(count)
+            values.append(value.permute([order.index(i) for i in range(len(order))]) if order else value)
+        last = len(values) - entering
+        return Message(**head, values=tuple(values[:last]), entering=tuple(values[last:]))
 
     def finish(self) -> None:
         """Wait until all messages have been received."""
         while self._underway:
-            self._complete()
-
-    def _start(self, tensors: Sequence[torch.Tensor]) -> None:
-        after = (self.rank + 1) % self.size
-        self._underway.append([(dist.isend(t, group=self._group, group_dst=after), t) for t in tensors])
-        if len(self._underway) > self._window:
             self._complete()
 
     def _complete(self) -> None:
@@ -517,40 +451,5 @@ class Ring:
             work.wait()
 
 
-def _values(types: Sequence[BorderType], words: Sequence[int], payload: torch.Tensor, at: int) -> tuple[Any, ...]:
-    """Return the values of a message, whose sizes and numbers are ``words``, and whose tensors begin ``at`` a byte."""
-    found, tensors = list[Any](), sum(how.dims for how in types if how.scalar is None)
-    numbers, sizes = iter(words[tensors:]), iter(words)
-    for how in types:
-        if how.scalar is not None:
-            found.append(_from_int(next(numbers), how.scalar))
-            continue
-        shape = [next(sizes) for _ in range(how.dims)]
-        laid = [shape[i] for i in how.order] if how.order else shape
-        count = math.prod(shape) * how.dtype.itemsize
-        value = payload[at : at + count].view(how.dtype).view(laid)
-        at += _aligned(count)
-        found.append(value.permute([how.order.index(i) for i in range(how.dims)]) if how.order else value)
-    return tuple(found)
-
-
 def _aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
-
-
-def _joined(pieces: Sequence[torch.Tensor], total: int) -> torch.Tensor:
-    if len(pieces) == 1 and len(pieces[0]) == total:
-        return pieces[0]
-    whole, at = pieces[0].new_empty(total), 0
-    for piece in pieces:
-        whole[at : at + len(piece)] = piece
-        at += _aligned(len(piece))
-    return whole
-
-
-def _as_int(value: Any, kind: type) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0]) if kind is float else int(value)
-
-
-def _from_int(value: int, kind: type) -> Any:
-    return struct.unpack("<d", struct.pack("<q", value))[0] if kind is float else kind(value)

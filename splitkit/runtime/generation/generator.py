@@ -14,9 +14,8 @@ request runs when. The last one chooses the tokens.
 from __future__ import annotations
 
 import json
-import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +28,7 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, SplitError, listed
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.runtime.devices.accelerators import move_tensors, replace_tensor, tables_of
+from splitkit.runtime.devices.accelerators import move_tensors, replace_tensors, tables_of
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.load_weights import empty_like
 from splitkit.runtime.generation.before_stages import (
@@ -42,8 +41,6 @@ from splitkit.runtime.generation.before_stages import (
 )
 from splitkit.runtime.generation.decoder import (
     ENCODED,
-    END,
-    RUN,
     DecoderChain,
     DecoderInputs,
     DecoderStage,
@@ -53,7 +50,7 @@ from splitkit.runtime.generation.decoder import (
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
 from splitkit.runtime.generation.prompt_pieces import piece
-from splitkit.runtime.ranks.faults import global_ranks, naming_failures, time_limit
+from splitkit.runtime.ranks.faults import RankProgress, global_ranks, naming_failures, time_limit
 from splitkit.runtime.ranks.rank_agreement import from_first, require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.stage_chain import chain_of
@@ -174,15 +171,13 @@ class Underway:
         tokens: the tokens to run next, ``[sequences, query]``, or their embeddings; for a prompt, the rest of
             the prompt.
         encoded: the output of an encoder, until it is sent.
-        found: the tokens that each sequence got.
-        entered: whether the other ranks know the request.
+        found: the tokens that each sequence got; empty until the first stage has begun.
     """
 
     request: Request
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     encoded: torch.Tensor | None = None
     found: list[list[int]] = field(default_factory=list)
-    entered: bool = False
 
 
 class Generator:
@@ -212,9 +207,10 @@ class Generator:
         self.stage, self._before = stage, before or BeforeStages(tokens, device)
         self._tokens, self._chunk, self._stages = tokens, chunk, decoder.stages
         self._costly = decoder.chain.facts.costly
-        received, sent = decoder.border((self.rank - 1) % decoder.stages), decoder.border(self.rank)
-        self._ring, self._sends_encoded = Ring(group, device, received, sent, in_flight), bool(sent.entering)
-        self._progress = ServingProgress(self.rank, decoder.stages, global_ranks(group), device, time_limit(group))
+        self._ring, self._sends_encoded = Ring(group, device, in_flight), decoder.sends_encoded(self.rank)
+        self._progress = ServingProgress(
+            decoder.stages, rank=self.rank, ranks=global_ranks(group), device=device, limit=time_limit(group)
+        )
         self._samplers: dict[int, Sampler | Exception] = {}
 
     __repr__ = brief
@@ -258,9 +254,9 @@ class Generator:
         line = _Line(self.limits, self.in_flight, requests, self._before, self._tokens)
         ready, left, unanswered = deque[int](), list[int](), 0
         while True:
-            refused = line.admit()
+            refused, entered = line.admit()
             yield from refused
-            ready += line.take_entered()
+            ready += entered
             if not line.underway:
                 break
             while ready and unanswered < self.in_flight:
@@ -284,19 +280,19 @@ class Generator:
             left.append(number)
             self.stage.leave(number)
             yield line.leave(number, error)
-        self._ring.send(Message(END, note=_note(left)))
+        self._ring.send(Message(note=_note(left)))
         if self._stages == 1:
             self._know(self._ring.receive().request, None, left)
 
     def _unready(self, number: int, entry: Underway) -> SplitError | None:
         """Run the modules before the stages on a new request; return the error, if it fails."""
-        if entry.entered:
+        if entry.found:
             return None
         self._progress.request, self._progress.running = number, True
         try:
-            first = self._before.first(entry.request)
-            self.stage.decoder.require_like(ENCODED, first.encoded)
-            self.stage.decoder.require_like(self.stage.decoder.inputs.tokens, first.tokens)
+            tokens, encoded = self._before.first(entry.request)
+            self.stage.decoder.require_like(ENCODED, encoded)
+            self.stage.decoder.require_like(self.stage.decoder.inputs.tokens, tokens)
         except SplitError as error:
             return error
         except Exception as error:
@@ -305,15 +301,14 @@ class Generator:
             return PipelineError("SK802", reason, "Give what the model's processor makes.")
         finally:
             self._progress.running = False
-        entry.tokens, entry.encoded = first.tokens, first.encoded
+        entry.tokens, entry.encoded = tokens, encoded
         return None
 
     def _start(self, number: int, entry: Underway, left: list[int]) -> bool:
         """Run the first stage on the next tokens of a request; return whether more of the prompt is to follow."""
-        request, encoded, entry.encoded = None if entry.entered else entry.request, entry.encoded, None
+        request, encoded, entry.encoded = None if entry.found else entry.request, entry.encoded, None
         if request is not None:
             self.stage.enter(number, request, encoded)
-            entry.entered = True
             entry.found = [[] for _ in request.decoded]
         rest, query = entry.tokens, entry.tokens.shape[1]
         if self._chunk is not None:
@@ -329,7 +324,7 @@ class Generator:
             self._ring.send(self._chosen(number, made[0], not more))
         else:
             entering = () if encoded is None or not self._sends_encoded else (encoded,)
-            self._ring.send(Message(RUN, number, query, not more, _note(left, request), made, entering))
+            self._ring.send(Message(number, query, not more, _note(left, request), made, entering))
         return more
 
     def _answer(self, underway: dict[int, Underway]) -> tuple[int, bool | None, SplitError | None]:
@@ -337,8 +332,7 @@ class Generator:
         answer = self._ring.receive()
         entry, (tokens,) = underway[answer.request], answer.values
         if answer.note:
-            told = json.loads(answer.note)
-            return answer.request, True, PipelineError(told["code"], told["reason"], told["remedy"])
+            return answer.request, True, PipelineError(**answer.note)
         if not len(tokens):
             return answer.request, None, None
         ends = self._tokens.ends_of(entry.request)
@@ -353,14 +347,14 @@ class Generator:
         """Run this rank's stage on what the rank before sends, and send on what comes out, until the end."""
         while True:
             message = self._ring.receive()
-            known = json.loads(message.note) if message.note else {"left": [], "request": None}
+            known = message.note or {"left": [], "request": None}
             request = known["request"] and Request.from_data(json.loads(known["request"]))
             for number in known["left"]:
                 self.stage.leave(number)
             self._know(message.request, request, known["left"])
             if request is not None:
                 self.stage.enter(message.request, request, *message.entering)
-            if message.kind == END:
+            if message.request < 0:
                 if not self.is_last:
                     self._ring.send(message)
                 return
@@ -371,9 +365,7 @@ class Generator:
                 self._ring.send(self._chosen(message.request, made[0], message.last))
             else:
                 entering = message.entering if self._sends_encoded else ()
-                self._ring.send(
-                    Message(RUN, message.request, message.query, message.last, message.note, made, entering)
-                )
+                self._ring.send(Message(message.request, message.query, message.last, message.note, made, entering))
 
     def _know(self, number: int, request: Request | None, left: Iterable[int]) -> None:
         """On the last rank, drop the samplers of requests that have left, and make the sampler of a new request."""
@@ -392,7 +384,7 @@ class Generator:
         """Return the answer to the first rank: the next tokens, or none within a prompt, or why there are none."""
         nothing = torch.empty(0, dtype=torch.long, device=self.device)
         if not wanted:
-            return Message(RUN, number, values=(nothing,))
+            return Message(number, values=(nothing,))
         sampler = self._samplers[number]
         try:
             if isinstance(sampler, Exception):
@@ -407,8 +399,8 @@ class Generator:
                 "reason": known.reason if known else reason,
                 "remedy": known.remedy if known else "Ask for other settings.",
             }
-            return Message(RUN, number, last=True, note=json.dumps(told).encode(), values=(nothing,))
-        return Message(RUN, number, last=sampler.done, values=(tokens,))
+            return Message(number, last=True, note=told, values=(nothing,))
+        return Message(number, last=sampler.done, values=(tokens,))
 
 
 class _Line:
@@ -427,12 +419,11 @@ class _Line:
         self._next: tuple[int, Request] | None = None
         self._held = 0
         self.underway: dict[int, Underway] = {}
-        self._fresh: list[tuple[int, Request]] = []
 
-    def admit(self) -> list[RequestResult]:
-        """Let requests enter while there is room; return the results of those that are refused."""
-        refused = list[RequestResult]()
-        while len(self.underway) + len(self._fresh) < self._places:
+    def admit(self) -> tuple[list[RequestResult], list[int]]:
+        """Let requests enter while there is room; return the results of those that are refused, and who entered."""
+        refused, entered = list[RequestResult](), list[int]()
+        while len(self.underway) < self._places:
             if self._next is None:
                 number, given = next(self._coming, (-1, None))
                 if number < 0:
@@ -451,9 +442,10 @@ class _Line:
             if room is not None and self._held + wants > room:
                 break
             self._held += wants
-            self._fresh.append(self._next)
+            entered.append(self._next[0])
+            self.underway[self._next[0]] = Underway(self._next[1])
             self._next = None
-        return refused
+        return refused, entered
 
     def _checked(self, given: Any) -> Request:
         request = given if isinstance(given, Request) else Request.from_data(given)
@@ -466,14 +458,6 @@ class _Line:
         """Return the tokens that the caches of a request may come to hold."""
         return request.cache_tokens + len(request.decoded) * self._before.encoded_positions(request)
 
-    def take_entered(self) -> list[int]:
-        """Return the numbers of the requests that entered since the last call."""
-        for number, request in self._fresh:
-            self.underway[number] = Underway(request)
-        entered = [number for number, _ in self._fresh]
-        self._fresh = []
-        return entered
-
     def leave(self, number: int, error: SplitError | None) -> RequestResult:
         """Free the place of a request, and return its result."""
         entry = self.underway.pop(number)
@@ -481,40 +465,28 @@ class _Line:
         return RequestResult(number, tuple(map(tuple, entry.found)), error)
 
 
-def _note(left: list[int], request: Request | None = None) -> bytes:
+def _note(left: list[int], request: Request | None = None) -> dict[str, Any] | None:
     if not left and request is None:
-        return b""
-    return json.dumps({"left": left, "request": request and request.to_json()}).encode()
+        return None
+    return {"left": left, "request": request and request.to_json()}
 
 
 # Says what a rank that generates is doing, for the messages about ranks that fail.
 
 
 @dataclass
-class ServingProgress:
-    """What a rank is doing.
+class ServingProgress(RankProgress):
+    """What a rank that generates is doing; it runs the stage of the same number.
 
     Attributes:
-        rank: this rank, which runs the stage of the same number.
         size: the number of ranks.
-        ranks: rank -> its rank in the default process group.
-        device: the device of this rank.
-        limit: the seconds after which the process group gives up a message.
         request: the request that it runs, or ran last; ``None`` before the first.
         running: whether it runs a request, and does not wait for one.
-        failed: whether this rank has failed.
-        watch: ends the watch of the last call, which goes on until the device has done what was queued.
     """
 
-    rank: int
     size: int
-    ranks: Sequence[int]
-    device: torch.device
-    limit: float
     request: int | None = None
     running: bool = False
-    failed: bool = False
-    watch: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
         """Forget what was done before."""
@@ -615,10 +587,7 @@ def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.T
     unsaved = {name: old for name, old in held.items() if name not in saved and old.is_meta}
     filled = folder.read_unsaved({name: empty_like(old, torch.device("cpu")) for name, old in unsaved.items()})
     new |= {id(unsaved[name]): buffer for name, buffer in filled.items()}
-    tables = tables_of(model)
-    for old in held.values():
-        if id(old) in new:
-            replace_tensor(tables, old, new[id(old)])
+    replace_tensors(tables_of(model), new)
     return {name: new.get(id(tensor), tensor) for name, tensor in held.items()}
 
 

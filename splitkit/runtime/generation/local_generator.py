@@ -12,14 +12,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx, nn
 
-from splitkit._torch import attributes_of
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ARGUMENTS, DEEPSTACK, ENCODER_CACHES, runs_outside
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.language_model import given_to_language_model
 from splitkit.plans.parts import PartKey
-from splitkit.runtime.devices.accelerators import Receive, Send, move_tensors, same_device
+from splitkit.runtime.devices.accelerators import (
+    Receive,
+    Send,
+    move_tensors,
+    replace_tensors,
+    same_device,
+    tables_of,
+)
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.devices.on_devices import Move, OnDevices, PartOnDevice
 from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
@@ -122,10 +128,7 @@ def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[
     new = {id(tensor): after[name] for name, tensor in before.items()}
     named = parameters_and_buffers(model)
     new |= {id(tensor): after[name] for name, tensor in named.items() if name in after and tensor.is_meta}
-    for module in model.modules():
-        for table in attributes_of(module)[:2]:
-            held: dict[str, Any] = table
-            held.update({name: new.get(id(tensor), tensor) for name, tensor in held.items()})
+    replace_tensors(tables_of(model), new)
 
 
 def _runs_whole(model: Any, step: ModelStep) -> nn.Module:
@@ -228,7 +231,8 @@ class ModelStep:
         inputs |= {name: empty(ids) for name, empty in self._without_images.items() if name not in inputs}
         inputs |= {name: self._no_mask(name, ids, past) for name in self._masks if name not in inputs}
         self._require_all(inputs)
-        tensors = taken_from(cache, self.decoder, ids.shape[0], lambda: self._encoded(inputs))
+        encoder = self._encoder
+        tensors = taken_from(cache, self.decoder, len(ids), lambda: encoder.compute(inputs) if encoder else ())
         logits, tensors = self.decoder.step(inputs, tensors)
         put_into(cache, self.decoder.caches, tensors)
         return _output(logits, self._cache, cache if given.get("use_cache") is not False else None, hidden)
@@ -245,10 +249,6 @@ class ModelStep:
             allowed = allowed.tril(past)
         dtype = self._wanted[name].dtype
         return allowed if dtype == torch.bool else torch.where(allowed, 0.0, torch.finfo(dtype).min).to(dtype)
-
-    def _encoded(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        assert self._encoder is not None
-        return self._encoder.compute(inputs)
 
     def _empty_cache(self) -> Any:
         from transformers import DynamicCache, EncoderDecoderCache
@@ -419,11 +419,11 @@ def taken_from(
     found = []
     for kept, place in zip(decoder.caches, places, strict=True):
         if filled[place.within]:
-            tensor = place.tensor_in(inside[place.within].layers[place.layer]).to(decoder.home(kept))
+            tensor = place.tensor_in(inside[place.within].layers[place.layer]).to(decoder.devices[kept.part])
         elif kept.constant:
             tensor = next(constants)
         else:
-            tensor = torch.zeros(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.home(kept))
+            tensor = torch.zeros(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.devices[kept.part])
         found.append(tensor)
     for inner in inside.values():
         for layer in inner.layers:
@@ -543,8 +543,10 @@ class DecoderOnDevices:
         for node in given:
             if node.name in known:
                 readers = _readers(self._parent, node)
-                if node.name not in constants:
-                    _take(self._parent, node, readers)
+                for reader in readers if node.name not in constants else ():
+                    part = self._parent.get_submodule(str(reader.target))
+                    assert isinstance(part, PartOnDevice)
+                    _take_at_first_use(cast(fx.GraphModule, part.part), reader.args.index(node))
         for node in weights:
             _copy_once(self._parent, node)
         still = {node.name for node in split.flow.graph.find_nodes(op="get_attr")} | known
@@ -552,10 +554,6 @@ class DecoderOnDevices:
         # plain arguments and results, not the model's
         self._parent.graph.set_codegen(fx.graph.CodeGen())
         self._parent.recompile()
-
-    def home(self, cache: KeptCache) -> torch.device:
-        """Return the device on which a cache stays."""
-        return self.devices[cache.part]
 
     @torch.no_grad()
     def step(self, inputs: Mapping[str, Any], caches: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -572,14 +570,6 @@ class DecoderOnDevices:
             del tensor
         outputs = self._parent.forward(*map(given.get, self.inputs))
         return outputs[0], list(outputs[1 : len(self.caches) + 1])
-
-
-def _take(parent: fx.GraphModule, given: fx.Node, readers: Sequence[fx.Node]) -> None:
-    """Let the part that reads an input take it from its box."""
-    for reader in readers:
-        part = parent.get_submodule(str(reader.target))
-        assert isinstance(part, PartOnDevice)
-        _take_at_first_use(cast(fx.GraphModule, part.part), reader.args.index(given))
 
 
 def _copy_once(parent: fx.GraphModule, weight: fx.Node) -> None:

@@ -52,10 +52,6 @@ class BorderValue:
         like = torch.empty(wanted, dtype=self.like.dtype, device="meta", requires_grad=self.like.requires_grad)
         return replace(self, like=like)
 
-    def padded_to(self, count: int) -> BorderValue:
-        """Return the value, to be sent as a flat tensor of ``count`` elements that it may not fill."""
-        return replace(self, padded=count)
-
     def sent(self, train: bool) -> BorderValue:
         """Return the value as it is sent: in training with a gradient that comes back, otherwise without.
 
@@ -97,7 +93,7 @@ class BorderValue:
         if not self.like.requires_grad:
             value = value.detach()
         if self.padded is not None:
-            return filled_up(value, self.padded)
+            return FilledUp.apply(value, self.padded)  # type: ignore[no-untyped-call]
         return non_view(value.contiguous()) if self.like.requires_grad else value.contiguous()
 
     def unpacked(self, value: torch.Tensor) -> Any:
@@ -105,7 +101,8 @@ class BorderValue:
         if self.scalar is not None:
             return self.scalar(value.item())
         if self.padded is not None:
-            value = shaped(value, [self.like.shape[i] for i in self.order or range(self.like.dim())])
+            shape = [self.like.shape[i] for i in self.order or range(self.like.dim())]
+            value = Shaped.apply(value, shape)  # type: ignore[no-untyped-call]
         elif value.requires_grad:
             # This makes the gradient contiguous, so that it can be sent.
             value = non_view(value)
@@ -114,17 +111,8 @@ class BorderValue:
         return value.clone() if self.written else value  # torch owns the received leaf
 
     def _require(self, value: Any, where: str) -> None:
-        like, tensor = self.like, isinstance(value, torch.Tensor)
-        if (
-            tensor
-            and (value.shape, value.dtype) == (like.shape, like.dtype)
-            and value.requires_grad >= like.requires_grad
-        ):
-            return
-        found = _look(value)
-        wants = _look(self.like)
-        grad = isinstance(value, torch.Tensor) and value.requires_grad
-        if found != wants or (self.like.requires_grad and not grad):
+        found, wants = _look(value), _look(self.like)
+        if found != wants or value.requires_grad < self.like.requires_grad:
             lacks = f"{found}{', without gradient' if found == wants else ''}"
             asks = f"{wants}{', with a gradient' if found == wants else ''}"
             raise PipelineError(
@@ -240,16 +228,6 @@ class Shaped(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient as a flat tensor, contiguous, so that it can be sent."""
         return _flat(grad, ctx.count), None
-
-
-def filled_up(x: torch.Tensor, count: int) -> Any:
-    """Return a flat tensor of ``count`` elements, the first of which are those of ``x``."""
-    return FilledUp.apply(x, count)  # type: ignore[no-untyped-call]
-
-
-def shaped(x: torch.Tensor, shape: Sequence[int]) -> Any:
-    """Return the first elements of a flat tensor in a shape."""
-    return Shaped.apply(x, shape)  # type: ignore[no-untyped-call]
 
 
 def _flat(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ Each stage gets the nodes that read its weights, and a node without weights is i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -86,19 +86,6 @@ def _piece(name: str, old: torch.Tensor, new: DTensor, meshes: Mapping[MeshGroup
     if piece.shape != old.shape or not mesh_groups([new]).keys() <= meshes.keys():
         raise PipelineError("SK801", f"{name} is sharded", "Evaluate before shard(), or without it.", [name])
     return nn.Parameter(piece, requires_grad=False) if isinstance(new, nn.Parameter) else piece
-
-
-def missing_inputs(found: Split, inputs: Iterable[str]) -> list[str]:
-    """Return the inputs that the graph of a split does not have."""
-    own = {str(node.target) for node in found.module.graph.find_nodes(op="placeholder")}
-    return [name for name in inputs if name not in own]
-
-
-def summed_without(lost: Sequence[str]) -> PipelineError:
-    """Return the error for an evaluation that lacks inputs by which a sum in training may be divided."""
-    reason = f"in training, losses are summed, and this graph does not have the input {lost[0]}"
-    remedy = 'Say what its losses are: pipe.evaluation(gm, reduction="mean"), "sum", or weights of your own.'
-    return PipelineError("SK802", reason, remedy, lost)
 
 
 def _stages_of_tensors(trained: StageSource) -> dict[str, set[int]]:

@@ -7,17 +7,19 @@ a rank that cannot write a line, since it was killed or stopped, the others find
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,80 +29,79 @@ from splitkit.errors import PipelineError, SplitError, message_line
 from splitkit.pipeline.order import KINDS, Action
 from splitkit.runtime.devices.accelerators import has_streams, stream_of
 from splitkit.runtime.ranks.replicas import Replicas
-from splitkit.runtime.ranks.signs_of_life import BEAT, KEY, Watch, beat_key, beating, heard_key, note_heard
+
+KEY = "splitkit: a rank failed"
+BEAT = 0.5
+"""Seconds between two beats, and those after which a wait begins to beat; shorter ones never write to the store."""
+SILENCE = 4.0
+"""Seconds without a beat after which a rank is named, the first time; not tuned. Each next time takes twice as long."""
+
+_log = logging.getLogger("splitkit.runtime")
 
 GLOO = re.compile(r"\[[^\]]*gloo[^\]]*:\d+\]")
 """The place in gloo's source that each of its errors names. Words such as "connection" are in errors of users, too."""
 
 
-class RankProgress(Protocol):
+@dataclass(kw_only=True)
+class RankProgress(ABC):
     """What a rank is doing, in words.
 
     Attributes:
+        rank: this rank.
+        ranks: rank -> its rank in the default process group.
         device: the device of this rank.
         limit: the seconds after which the process group gives up a message.
         failed: whether this rank has failed. What it wrote to the store stays there, and says nothing of later steps.
         watch: ends the watch of the last step, which goes on until the device has done the step.
     """
 
-    device: torch.device
-    limit: float
-    failed: bool
-    watch: threading.Event
+    rank: int
+    ranks: Sequence[int] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    limit: float = inf
+    failed: bool = False
+    watch: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Rank -> its rank in the default process group."""
-
+    @abstractmethod
     def begin(self) -> None:
         """Forget what was done before."""
 
+    @abstractmethod
     def state(self) -> object:
         """Return something that changes while this rank goes on."""
 
+    @abstractmethod
     def where(self) -> str:
         """Say what is being done, or began last."""
 
+    @abstractmethod
     def waits(self) -> str:
         """Say what this rank waits for next, and from which rank."""
 
+    @abstractmethod
     def waited_for(self) -> int | None:
         """Return the rank for which this one waits next, if it waits for one."""
 
 
 @dataclass
-class Progress:
-    """What a rank is doing.
+class Progress(RankProgress):
+    """What a rank is doing in a step.
 
     Attributes:
         row: the actions of this rank in a step.
         rank_of: stage -> its place in a pipeline.
         replicas: which ranks are at each place, and the place of this rank.
         names: border -> the names of the values that cross it.
-        ranks: rank -> its rank in the default process group.
-        device: the device of this rank.
-        limit: the seconds after which the process group gives up a message.
         inside: the action that is computing; ``None`` between actions.
         last: the action that began last.
-        failed: whether a step has failed here. What it wrote to the store stays there, and says nothing of later ones.
-        watch: ends the watch of the last step, which goes on until the device has done the step.
     """
 
     row: Sequence[Action]
     rank_of: Sequence[int]
     replicas: Replicas
     names: Sequence[Sequence[str]]
-    ranks: Sequence[int] = ()
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    limit: float = inf
     inside: Action | None = None
     last: Action | None = None
-    failed: bool = False
-    watch: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
     def computing(self, stage: int, kind: str, microbatch: int) -> Iterator[None]:
@@ -108,11 +109,6 @@ class Progress:
         self.inside = self.last = Action(stage, kind, microbatch)
         yield
         self.inside = None
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.replicas.rank
 
     def begin(self) -> None:
         """Forget what was done in the step before."""
@@ -196,7 +192,7 @@ def naming_failures(progress: RankProgress) -> Iterator[None]:
         PipelineError: SK805; a refusal (SK80x) of this rank is raised unchanged.
     """
     progress.begin()
-    with _watched(progress) as watch:
+    with watched(progress) as watch:
         try:
             yield
         except Exception as error:
@@ -207,22 +203,6 @@ def naming_failures(progress: RankProgress) -> Iterator[None]:
             failed = _own(progress, cause) if of_user else _others(progress, cause, watch.cause)
             leave(dist.get_rank(), progress.ranks)
             raise failed from error
-
-
-def _watched(progress: RankProgress) -> AbstractContextManager[Watch]:
-    """Let the others see in a step that this rank is alive; on an accelerator, look for failures of others too."""
-    rank, ranks = dist.get_rank(), progress.ranks
-    if progress.device.type == "cpu" or progress.failed:
-        return beating(rank, ranks)
-
-    def say(line: str) -> str:
-        found = line or first_cause(ranks, progress.rank, progress.waited_for(), False)
-        return f"SK805: {found}; rank {progress.rank} {progress.waits()}" if found else ""
-
-    progress.watch.set()
-    progress.watch = threading.Event()
-    where = rank, ranks, progress.device, progress.limit, progress.watch
-    return watched(*where, progress.state, say)
 
 
 @contextmanager
@@ -301,68 +281,48 @@ def _root(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def watched(
-    rank: int,
-    ranks: Sequence[int],
-    device: torch.device,
-    limit: float,
-    over: threading.Event,
-    progress: Callable[[], object],
-    say: Callable[[str], str],
-) -> Iterator[Watch]:
-    """Watch a step on an accelerator until its device has done it.
+def watched(progress: RankProgress) -> Iterator[Watch]:
+    """Let the others see in a step that this rank is alive; on an accelerator, until its device has done the step.
 
-    Args:
-        rank: the rank in the default process group.
-        ranks: the ranks that may fail with it, in the default process group.
-        device: the device of this rank.
-        limit: the seconds after which the process group gives up a message.
-        over: ends the watch; it is set here if the step fails, and by the caller before the next step.
-        progress: returns something that changes while this rank goes on.
-        say: makes the message of an error from what a failed rank has written; from "", it finds out who is silent,
-            and returns "" if nobody is.
+    There the watch also looks for failures of others. It ends when the step fails, and before the next step begins.
     """
-    queued, watch = list[Callable[[], bool]](), Watch(rank, [other for other in ranks if other != rank], "")
-    args = (watch, ranks, over, queued, max(limit - 2 * PATIENCE - BEAT, 0.9 * limit), progress, say)
-    threading.Thread(target=_watch, args=args, name="watch", daemon=True).start()
+    own, ranks = progress.ranks[progress.rank], progress.ranks
+    if progress.device.type == "cpu" or progress.failed:
+        with beating(own, ranks) as watch:
+            yield watch
+        return
+    progress.watch.set()
+    progress.watch = over = threading.Event()
+    queued, watch = list[Callable[[], bool]](), Watch(own, [other for other in ranks if other != own], "")
+    threading.Thread(target=_watch, args=(progress, watch, over, queued), name="watch", daemon=True).start()
     try:
         yield watch
         # a device without streams is not asked
-        queued.append(stream_of(device).record_event().query if has_streams(device) else lambda: True)
+        has_some = has_streams(progress.device)
+        queued.append(stream_of(progress.device).record_event().query if has_some else lambda: True)
     except BaseException:
         over.set()
         raise
 
 
-def _watch(
-    watch: Watch,
-    ranks: Sequence[int],
-    over: threading.Event,
-    queued: list[Callable[[], bool]],
-    patience: float,
-    progress: Callable[[], object],
-    say: Callable[[str], str],
-) -> None:
-    seen, since = progress(), time.monotonic()
+def _watch(progress: RankProgress, watch: Watch, over: threading.Event, queued: Sequence[Callable[[], bool]]) -> None:
+    patience = max(progress.limit - 2 * PATIENCE - BEAT, 0.9 * progress.limit)
+    seen, since = (progress.state(), False), time.monotonic()
     # a store that is gone shows in the main thread, which reports it
     with suppress(Exception):
         store: Any = None
         while not over.wait(BEAT) and not (queued and queued[0]()):
             store = _torch.default_store().clone() if store is None else store
-            store.add(beat_key(watch.own), 1)
-            now = (progress(), bool(queued))
+            watch.beat(store)
+            now = (progress.state(), bool(queued))
             seen, since = (seen, since) if now == seen else (now, time.monotonic())
-            line = str(store.get(KEY).decode()) if store.check([KEY]) else ""
-            if line and not watch.cause:
-                watch.cause = line
-                note_heard(store, watch.own)
-            if not line and time.monotonic() - since < patience:
+            if not watch.cause and time.monotonic() - since < patience:
                 continue
             # the main thread may get an error by itself, or need nothing more from the rank that failed
-            if line and (over.wait(PATIENCE) or (queued and queued[0]())):
+            if watch.cause and (over.wait(PATIENCE) or (queued and queued[0]())):
                 return
-            if message := say(line):
-                _end(message, watch.own, ranks)
+            if found := watch.cause or first_cause(progress.ranks, progress.rank, progress.waited_for(), False):
+                _end(f"SK805: {found}; rank {progress.rank} {progress.waits()}", watch.own, progress.ranks)
             since = time.monotonic()
 
 
@@ -441,7 +401,7 @@ def leave(own: int, ranks: Sequence[int]) -> None:
 
     def heard_by_all() -> None:
         store = _torch.default_store().clone()
-        note_heard(store, own)
+        store.set(heard_key(own), "")
         awaited = [rank for rank in ranks if rank != own]
         before, since = [-1], time.monotonic()
         while awaited and time.monotonic() - since < 3 * BEAT:
@@ -484,3 +444,121 @@ def _within(seconds: float, call: Callable[[], _T]) -> _T | None:
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
+
+
+# Shows the other ranks that this one is alive and what it waits for, and says which ranks a long wait is for.
+#
+# A call of torch that waits for another rank cannot be interrupted, and gives up after the time limit of the process
+# group only, half an hour by default. A rank that left its loop, or that is stopped, is therefore named long before, in
+# a line of the log of every rank that waits.
+
+
+@dataclass
+class Watch:
+    """The wait of a rank, and when it last saw the others beat.
+
+    Attributes:
+        own: the rank.
+        others: the ranks that it may wait for; all are ranks in the default process group.
+        waits: what it waits for together with all of them, as in "for all ranks to begin the call"; empty in a step.
+        begun: when the wait began.
+        beats: rank -> its number of beats, and when it last grew.
+        elsewhere: which ranks wait for something else, and what; empty if none do, or if the wait was short.
+        cause: what a rank that failed has reported; empty if nothing.
+    """
+
+    own: int
+    others: Sequence[int]
+    waits: str
+    begun: float = field(default_factory=time.monotonic)
+    beats: dict[int, tuple[int, float]] = field(default_factory=dict)
+    elsewhere: str = ""
+    cause: str = ""
+
+    def beat(self, store: Any) -> bool:
+        """Show that this rank is alive; return whether it hears now that a rank has failed, and of which cause."""
+        store.add(beat_key(self.own), 1)
+        if self.cause or not store.check([KEY]):
+            return False
+        self.cause = store.get(KEY).decode()
+        store.set(heard_key(self.own), "")
+        return True
+
+    def look(self, store: Any) -> None:
+        """Read the beats of the others."""
+        now = time.monotonic()
+        for rank in self.others:
+            count = store.add(beat_key(rank), 0)
+            if self.beats.get(rank, (None, 0.0))[0] != count:
+                self.beats[rank] = count, now if rank in self.beats else self.begun
+
+    def missed(self, store: Any) -> list[str]:
+        """Say which ranks are silent, or wait for something else; note the latter in `elsewhere`."""
+        now = time.monotonic()
+        silent = [rank for rank in self.others if now - self.beats[rank][1] >= SILENCE - BEAT]
+        elsewhere = []
+        for rank in set(self.others) - set(silent) if self.waits else ():
+            what = store.get(_wait_key(rank)).decode() if store.check([_wait_key(rank)]) else ""
+            if what and what != self.waits:
+                elsewhere.append(f"rank {rank} waits {what}")
+        self.elsewhere = "; ".join(elsewhere)
+        return [*(f"rank {rank} is stopped, or busy with something else" for rank in silent), *elsewhere]
+
+
+@contextmanager
+def beating(own: int, ranks: Sequence[int], waits: str = "") -> Iterator[Watch]:
+    """Write the beats of a rank while the body runs, and log whom it waits for if that takes long.
+
+    Args:
+        own: the rank in the default process group.
+        ranks: the ranks that run the body, in the default process group.
+        waits: what all of them wait for together, as in "for all ranks to begin the call"; empty inside a step.
+    """
+    over = threading.Event()
+    watch = Watch(own, [rank for rank in ranks if rank != own], waits)
+    thread = threading.Thread(target=_beat, args=(watch, over), name="beats", daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        over.set()
+        thread.join(BEAT)
+
+
+def _beat(watch: Watch, over: threading.Event) -> None:
+    # a store that is gone shows in the main thread, which reports it
+    with suppress(Exception):
+        if over.wait(BEAT):
+            return
+        store = _torch.default_store().clone()
+        store.set(_wait_key(watch.own), watch.waits)
+        next_time = SILENCE
+        while True:
+            watch.look(store)
+            if watch.beat(store):
+                doing = f"waits {watch.waits}" if watch.waits else "is in a step"
+                _log.warning("rank %d %s: %s", watch.own, doing, watch.cause)
+            waited = time.monotonic() - watch.begun
+            if not watch.cause and waited >= next_time:
+                next_time = 2 * waited
+                if missed := watch.missed(store):
+                    what = (
+                        f"waited {waited:.0f} s {watch.waits}" if watch.waits else f"been in a step for {waited:.0f} s"
+                    )
+                    _log.warning("rank %d has %s: %s", watch.own, what, "; ".join(missed))
+            if over.wait(BEAT):
+                return
+
+
+def beat_key(rank: int) -> str:
+    """Return the name in the store of the number of a rank's beats."""
+    return f"splitkit: beats of rank {rank}"
+
+
+def heard_key(rank: int) -> str:
+    """Return the name in the store of the note that a rank knows what failed."""
+    return f"splitkit: rank {rank} knows what failed"
+
+
+def _wait_key(rank: int) -> str:
+    return f"splitkit: wait of rank {rank}"

@@ -30,6 +30,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import Event, MeasuredStep
 from splitkit.runtime.ranks.pipeline import Pipeline
+from splitkit.runtime.ranks.rank_agreement import from_every
 from splitkit.runtime.ranks.replicas import RngHandover, owners_of_shared
 from splitkit.runtime.ranks.stage_chain import Chain, last_stage_of
 
@@ -75,8 +76,7 @@ class StepRecorder:
 
     def measured(self) -> MeasuredStep:
         """Return the step of median time of all recorded ones. All ranks call it."""
-        every: list[Any] = [None] * dist.get_world_size(self._pipe.group)
-        dist.all_gather_object(every, self.steps, group=self._pipe.group)
+        every = from_every(self.steps, self._pipe.group)
         whole = [number for number in self.steps if all(number in steps for steps in every)]
         if not whole:
             raise PipelineError("SK802", "no step has been recorded", "Run a step first.")
@@ -86,7 +86,7 @@ class StepRecorder:
     def _timed(self, call: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
         def timed(chunk: int, *args: Any, **kwargs: Any) -> Any:
             letter = kind if kwargs.get("full_backward", True) else "I"
-            microbatch = self._pipe.microbatch_of(chunk)
+            microbatch = self._pipe.replicas.share(self._pipe.microbatches)[chunk]
             with record_function(f"{PREFIX}{stage}{letter}{microbatch}"):
                 start = self.now()
                 found = call(chunk, *args, **kwargs)
@@ -309,7 +309,7 @@ def with_rng_states(chain: Chain, stages: Sequence[StageCosts]) -> list[StageCos
     """Add the states of random number generators that stages hand over with their activations, on CPUs."""
     found, nbytes = [], torch.get_rng_state().nbytes
     for number, stage in enumerate(stages):
-        rng = RngHandover.of(chain, number, torch.device("cpu"), None)
+        rng = RngHandover(chain, number, torch.device("cpu"), None)
         saved = stage.saved_bytes + nbytes * (rng.receives + rng.sends)
         found.append(replace(stage, saved_bytes=saved, activation_bytes=stage.activation_bytes + nbytes * rng.sends))
     return found
@@ -365,11 +365,6 @@ def _first_backward(run: ScheduleRun, stage: int) -> float:
     kind, of = run.order.columns.kind, run.order.columns.stage
     ends = run.ends[(of == stage) & ((kind == BACKWARD) | (kind == BACKWARD_WEIGHT))]
     return float(ends.min(initial=run.seconds))
-
-
-def median_or_none(found: Sequence[float] | None) -> float | None:
-    """Return the median; ``None`` of no numbers."""
-    return median(found) if found else None
 
 
 def is_divided(order: PipelineOrder) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import inf
 from typing import Any
@@ -16,12 +16,20 @@ from splitkit._torch import pytree
 from splitkit.checks import is_whole, shown
 from splitkit.errors import PipelineError
 from splitkit.graph.call_signature import input_binder
-from splitkit.graph.size_expressions import evaluated
-from splitkit.runtime.ranks.batch_dims import BatchDims, Division, Rivals, division, row_symbols
+from splitkit.graph.size_expressions import Expression, evaluated
 from splitkit.runtime.ranks.border_values import BorderValue, Sizes, laid_out, memory_order
 from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.runtime.ranks.step_agreement import form_of
 from splitkit.runtime.ranks.step_losses import Reduction, shares_of
+
+BatchDims = Mapping[str, int | None]
+"""Input -> the dimension that holds its batch; ``None`` if every microbatch gets the input as it is."""
+
+Rivals = tuple[tuple[str, int], ...]
+"""Dimensions, as (input, dimension), that may hold the batch."""
+
+Extent = tuple[int, ...]
+"""Sizes of a symbol: at capture and in a call, or in each microbatch."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class MessageShapes:
     def of(self, value: BorderValue) -> BorderValue:
         """Return how a value crosses a border."""
         count = self.padded.get(value.name)
-        return value.at(self.sizes) if count is None else value.padded_to(count)
+        return value.at(self.sizes) if count is None else replace(value, padded=count)
 
 
 def message_shapes(chain: Chain, wanted: Sequence[Node], step: StepSizes) -> MessageShapes:
@@ -126,7 +134,15 @@ class BatchSplitter:
         self._wanted, self._sizes, self._constants = chain.facts.inputs, chain.facts.sizes, chain.facts.constants
         self._needed = self._wanted.keys() if needed is None else needed
         self._likes = {name: like for name, like in self._wanted.items() if like is not None}
-        self._named = checked_dims(batch_dims, {name: like.dim() for name, like in self._likes.items()})
+        self._named = dict(batch_dims or {})
+        for name, dim in self._named.items():
+            most = self._likes[name].dim() if name in self._likes else inf if name == "target" else 0
+            if dim is not None and not (is_whole(dim) and dim < most):
+                raise PipelineError(
+                    "SK802",
+                    f"batch_dims has {name!r}: {shown(dim)}",
+                    f"Name a dimension, from 0 on, of one of {', '.join(self._likes)}, or of the target.",
+                )
 
     def divide(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, reduction: Reduction | None
@@ -152,7 +168,7 @@ class BatchSplitter:
             values = self._bound(args, rest)
             whole = {} if any(values[name] is None for name in self._likes) else values
             found = self._division(values)
-            inputs, rows = cut_inputs(values, found, self._count, self._device), found.rows or (1,) * self._count
+            inputs, rows = self._cut(values, found), found.rows or (1,) * self._count
             targets = self.targets(target, rows, found)
             if not found.rows and self._count > 1:
                 given = {name: like if values[name] is None else values[name] for name, like in self._likes.items()}
@@ -169,6 +185,17 @@ class BatchSplitter:
         batch = [own if target is None else {**own, "target": t} for own, t in zip(inputs, targets, strict=True)]
         shares = () if reduction is None else shares_of(reduction, rows, batch)
         return DividedBatch(whole, inputs, targets, StepSizes(sizes, rows, shares), error)
+
+    def _cut(self, values: Mapping[str, Any], found: Division) -> list[dict[str, Any]]:
+        """Return the inputs of each microbatch, on the device."""
+        made: list[dict[str, Any]] = [{} for _ in range(self._count)]
+        for name, value in values.items():
+            own = value.to(self._device) if isinstance(value, torch.Tensor) else value
+            dim = found.dims.get(name)
+            parts = [own] * self._count if dim is None else own.split(found.lengths[name], dim)
+            for inputs, part in zip(made, parts, strict=True):
+                inputs[name] = part
+        return made
 
     def given(self, microbatches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the inputs of each microbatch as `divide` does, where the caller has divided the batch.
@@ -407,46 +434,6 @@ def _unequal(counts: Mapping[str, int]) -> PipelineError:
     )
 
 
-def checked_dims(named: BatchDims | None, dims: Mapping[str, int]) -> BatchDims:
-    """Return the dimensions that the caller named.
-
-    Args:
-        named: input, or ``target`` -> the dimension that holds its batch.
-        dims: input -> the number of its dimensions.
-
-    Raises:
-        PipelineError: SK802 for an input that is not there, or a dimension that it does not have.
-    """
-    for name, dim in (named or {}).items():
-        most = dims.get(name, inf if name == "target" else 0)
-        if dim is not None and not (is_whole(dim) and dim < most):
-            raise PipelineError(
-                "SK802",
-                f"batch_dims has {name!r}: {shown(dim)}",
-                f"Name a dimension, from 0 on, of one of {', '.join(dims)}, or of the target.",
-            )
-    return dict(named or {})
-
-
-def cut_inputs(values: Mapping[str, Any], found: Division, count: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the inputs of each microbatch.
-
-    Args:
-        values: the inputs of a step by name.
-        found: how they are divided.
-        count: the number of microbatches.
-        device: where they go.
-    """
-    made: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, value in values.items():
-        own = value.to(device) if isinstance(value, torch.Tensor) else value
-        dim = found.dims.get(name)
-        parts = [own] * count if dim is None else own.split(found.lengths[name], dim)
-        for inputs, part in zip(made, parts, strict=True):
-            inputs[name] = part
-    return made
-
-
 def require_fit(
     given: Mapping[str, torch.Tensor],
     likes: Mapping[str, torch.Tensor],
@@ -530,3 +517,149 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _unfit(name: str, value: torch.Tensor, remedy: str) -> PipelineError:
     return PipelineError("SK802", f"{name} is {_look(value)}", remedy, [name])
+
+
+# Finds the dimension along which each input of a step is divided into microbatches.
+#
+# An input is divided along the one dimension in which it is as large as all microbatches together. If it is as large as
+# one of them, every microbatch gets it. For 4 microbatches:
+#
+#     captured                   given
+#     input_ids      [2, 16]     [8, 16]       divided along dimension 0
+#     position_ids   [3, 2, 16]  [3, 8, 16]    along dimension 1: as many rows as another input in dimension 0
+#     mask           [16, 16]    [16, 16]      goes to every microbatch
+#     x              [16, 2, 8]  [16, 8, 8]    refused unless the caller names dimension 1: it may be the sequence
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the inputs of a step are divided.
+
+    Attributes:
+        dims: input that is divided -> its dimension; every microbatch gets the others as they are.
+        lengths: input that is divided -> its size in that dimension in each microbatch.
+        unfit: input that cannot be divided -> the dimension along which it could be if the caller named it.
+        rows: microbatch -> its rows; empty if no input is divided.
+    """
+
+    dims: Mapping[str, int]
+    lengths: Mapping[str, tuple[int, ...]]
+    unfit: Mapping[str, int | None]
+    rows: tuple[int, ...]
+
+
+def division(
+    given: Mapping[str, Sequence[int]],
+    parts: Mapping[str, Sequence[Sequence[int]]],
+    named: BatchDims,
+    rows: tuple[int, ...] = (),
+) -> Division:
+    """Decide how inputs are divided.
+
+    Another dimension than 0 must be named, or have as many rows as the first input that is divided has in dimension 0.
+
+    Args:
+        given: input -> its shape.
+        parts: input -> its shape in each microbatch.
+        named: the dimensions that the caller named.
+        rows: the rows of each microbatch, if they are known already.
+    """
+    dims, unfit = dict[str, int](), dict[str, int | None]()
+    for name, shape in given.items():
+        fits = _dims_that_fit(shape, parts[name])
+        found = None if None in fits else next(iter(fits), None)
+        if not fits or (len(parts[name]) > 1 and named.get(name, found) != found):
+            unfit[name] = None
+        elif found is not None:
+            dims[name] = found
+    lengths = {name: tuple(part[dim] for part in parts[name]) for name, dim in dims.items()}
+    known = [own for name, own in lengths.items() if name in named] + [rows] * bool(rows)
+    known += [own for name, own in list(lengths.items())[:1] if dims[name] == 0]
+    unfit |= {name: dim for name, dim in dims.items() if dim > 0 and lengths[name] not in known}
+    return Division(dims, lengths, unfit, known[0] if known and dims else ())
+
+
+def _dims_that_fit(given: Sequence[int], parts: Sequence[Sequence[int]]) -> list[int | None]:
+    """Return the dimensions in which an input is as large as its parts together; ``None`` if it is like each part."""
+    if any(len(part) != len(given) for part in parts):
+        return []
+    found: list[int | None] = [None] if all(list(part) == list(given) for part in parts) else []
+    for dim, size in enumerate(given):
+        rest = [(*part[:dim], *part[dim + 1 :]) for part in parts]
+        if size == sum(part[dim] for part in parts) and all(r == (*given[:dim], *given[dim + 1 :]) for r in rest):
+            found.append(dim)
+    return found
+
+
+@dataclass(frozen=True)
+class RowSymbols:
+    """The symbols that count the rows of a graph with symbolic sizes.
+
+    Attributes:
+        groups: extent -> the symbols at dimensions that hold the batch; with more than one, inputs differ in rows.
+        rivals: dimensions that may hold the batch instead.
+    """
+
+    groups: Mapping[Extent, tuple[str, ...]]
+    rivals: Rivals
+
+
+def row_symbols(
+    shapes: Mapping[str, tuple[Expression, ...]],
+    extents: Mapping[str, Extent],
+    squares: Collection[str],
+    named: BatchDims,
+) -> RowSymbols:
+    """Return the symbols that count rows: the ones that the caller named, otherwise all of dimension 0.
+
+    Symbols of the same extent count as one size, since export does not know that ``input_ids`` and ``labels`` have the
+    same rows. A symbol that is two dimensions of one tensor, as the sequence is in attention, counts no rows.
+
+    Args:
+        shapes: input -> its shape.
+        extents: symbol -> its extent.
+        squares: symbols that are two dimensions of one tensor somewhere in the graph.
+        named: the dimensions that the caller named.
+    """
+    shapes = {name: shape for name, shape in shapes.items() if shape and named.get(name, 0) is not None}
+    kinds = {
+        name: [extents.get(size) if isinstance(size, str) else None for size in shape] for name, shape in shapes.items()
+    }
+    square = {extents[symbol] for symbol in squares if symbol in extents}
+    at = {name: named.get(name) or 0 for name in shapes}
+    asked = [name for name in shapes if name in named]
+    first = dict.fromkeys(kind for name in shapes if (kind := kinds[name][at[name]]) is not None)
+    if asked:
+        lead = [kind for name in asked if (kind := kinds[name][at[name]]) is not None]
+        beside = {kind for own in kinds.values() if not set(own).isdisjoint(lead) for kind in own}
+        lead += [kind for kind in first if lead and kind not in beside and _varies(kind)]
+    else:
+        inner = {kind for own in kinds.values() for kind in own[1:]}
+        lead = [kind for kind in first if kind not in inner] or [kind for kind in first if kind not in square]
+        lead = [kind for kind in lead if _varies(kind)] or lead
+    groups = {kind: tuple(str(shapes[n][at[n]]) for n in shapes if kinds[n][at[n]] == kind) for kind in lead}
+    return RowSymbols(groups, () if asked else tuple(_rivals(shapes, kinds, lead, square)))
+
+
+def _varies(extent: Extent) -> bool:
+    return len(set(extent)) > 1
+
+
+def _rivals(
+    shapes: Mapping[str, tuple[Expression, ...]],
+    kinds: Mapping[str, Sequence[Extent | None]],
+    lead: Collection[Extent],
+    square: Collection[Extent],
+) -> Iterator[tuple[str, int]]:
+    """Yield the dimensions that may hold the batch instead of dimension 0. Export fixes a size of 1, batch or not."""
+    doubtful = not set(square).isdisjoint(lead)
+    at = {name: own.index(kind) for name, own in kinds.items() for kind in own if kind in lead}
+    ones = [name for name, dim in at.items() if dim == 0 and shapes[name][1:2] == (1,)]
+    for name, own in kinds.items():
+        if lead and name not in at:
+            continue
+        for dim, kind in enumerate(own):
+            is_own = kind in lead and dim == at[name]
+            is_one = shapes[name][dim] == 1 and (dim < at.get(name, 0) or (dim == 1 and len(ones) == len(at)))
+            if is_one or (kind is not None and (doubtful or not (is_own or kind in square))):
+                yield name, dim

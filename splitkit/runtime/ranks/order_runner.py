@@ -34,13 +34,12 @@ def order_of(schedule: str | PipelineOrder, stages: int, microbatches: int | Non
     Args:
         schedule: the name of a schedule, or an order.
         stages: the number of stages of the split.
-        microbatches: per step; ``None`` as in `microbatches_or_usual`.
+        microbatches: per step; ``None`` for the number of an order.
         ranks: the number of ranks.
 
     Raises:
         ScheduleError: SK330 if the schedule or order does not allow these numbers.
     """
-    microbatches = microbatches_or_usual(schedule, microbatches)
     if not isinstance(schedule, PipelineOrder):
         assert microbatches is not None, "a named schedule has a usual number"
         return pipeline_order(schedule, stages, microbatches, ranks)
@@ -74,7 +73,6 @@ def placed_order(
     Raises:
         ScheduleError: SK330 as in `order_of`.
     """
-    microbatches = microbatches_or_usual(schedule, microbatches)
     each = microbatches if microbatches is None or replicas == 1 else microbatches // replicas
     try:
         return order_of(schedule, stages, each, ranks // replicas)

@@ -2,55 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from splitkit._torch import pytree
 from splitkit.checks import is_number, is_whole, shown
 from splitkit.engine.split import Split
-from splitkit.engine.staged_step import JointSource, StagedStep
+from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import PipelineError
-from splitkit.graph.shards import MeshGroup, copies_of, groups_met, local_tensor, mesh_groups
+from splitkit.graph.shards import copies_of, groups_met, is_sharded, local_tensor, mesh_groups
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.folder.load import StageFolder
-from splitkit.runtime.ranks.batch_dims import BatchDims
 from splitkit.runtime.ranks.evaluation import (
     FixedAtCapture,
-    missing_inputs,
     require_gradients,
     share_tensors,
     split_like,
-    summed_without,
 )
 from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
-from splitkit.runtime.ranks.microbatches import BatchSplitter, DividedBatch, MessageShapes, StepSizes, message_shapes
+from splitkit.runtime.ranks.microbatches import BatchDims, BatchSplitter, DividedBatch
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
-from splitkit.runtime.ranks.planned_stage import HostQueue, graphs_of, moves_values
-from splitkit.runtime.ranks.rank_agreement import require_process_group, require_same, require_same_collectives
+from splitkit.runtime.ranks.planned_stage import HostQueue, PlannedStage, graphs_of
+from splitkit.runtime.ranks.rank_agreement import (
+    from_every,
+    require_process_group,
+    require_same,
+    require_same_collectives,
+)
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages, require_meshes_of
 from splitkit.runtime.ranks.replicas import (
+    RngChannel,
     SharedParameters,
-    microbatch_seed,
     replicas,
     require_replicable,
-    rng_channel,
     row_of_rank,
 )
 from splitkit.runtime.ranks.stage import Batch, RankStages
 from splitkit.runtime.ranks.stage_chain import (
-    Chain,
-    LastStage,
     Loss,
     StageSource,
     chain_of,
@@ -59,12 +59,16 @@ from splitkit.runtime.ranks.stage_chain import (
     own_loss,
 )
 from splitkit.runtime.ranks.stage_weights import (
-    ComparedRanks,
+    LOADED,
+    ComparedOptimizer,
     OtherTensors,
+    copies,
     require_same_beside,
     require_same_model,
+    require_same_optimizers,
+    require_same_tensors,
     reshard,
-    shard,
+    shard_like,
     sum_shards,
     tensors_of_stages,
 )
@@ -138,7 +142,7 @@ def pipeline(
     return Pipeline(split, schedule, microbatches, loss, reduction, batch_dims, group, device, seed)
 
 
-class Pipeline(ComparedRanks):
+class Pipeline:
     """See `pipeline`.
 
     Attributes:
@@ -169,7 +173,9 @@ class Pipeline(ComparedRanks):
     ) -> None:
         require_process_group()
         self._chain = chain_of_any(split)
-        _require_no_loss(split, loss)
+        if loss is not None and isinstance(split, StagedStep):
+            remedy = "Capture it with this one: capture_joint(model, ..., loss=...)."
+            raise PipelineError("SK802", "a training step has its own loss", remedy)
         self.split: StageSource = self._chain.split
         self.group, self.rank = group, dist.get_rank(group)
         self.device = device_of_rank(device, group)
@@ -198,9 +204,10 @@ class Pipeline(ComparedRanks):
             self.order.rank_of,
             self.replicas,
             (),
-            global_ranks(group),
-            self.device,
-            time_limit(group),
+            rank=self.rank,
+            ranks=global_ranks(group),
+            device=self.device,
+            limit=time_limit(group),
         )
         self._agreement = StepAgreement(group, self.device, progress)
         if isinstance(split, StageFolder):
@@ -215,18 +222,22 @@ class Pipeline(ComparedRanks):
         met = groups_met(gm.graph for part in self._chain.split.parts.values() for gm in graphs_of(part))
         self.meshes, self._is_forward_alone = mesh_groups(held) | met, isinstance(split, Split) and bool(met)
         self._agreement.together(lambda: self._require_same_beside({"schedule": what, **same}))
-        self._weights_changed, self._compared_at, self._trains, self._optimizer = True, 0, trained, None
-        self._others = OtherTensors.of(self._chain, self.stages)
+        self._weights_changed, self._compared_at, self._trains = True, 0, trained
+        self._optimizer: ComparedOptimizer | None = None
+        self._others = OtherTensors(self._chain, self.stages)
         self._empty = nn.Parameter(torch.empty(0, device=self.device))
         self._inputs = BatchSplitter(self._chain, self.microbatches, self.device, self.needs, batch_dims)
         self._batch_dims = dict(batch_dims or {})
         self._shared_parameters = SharedParameters(
             self._chain, self.order.rank_of, self.replicas, group, self.parameters()
         )
-        self._rank_stages: dict[bool, SizedStages] = {}
+        self._rank_stages: dict[bool, RankStages] = {}
         self._progress = progress
         progress.names = self.borders
-        self._channel = rng_channel(self._chain, self.order.rank_of, self.replicas, group, self.device)
+        self._channel: RngChannel | None = None
+        if self.device.type != "cpu":  # the CPU waits for nothing
+            ranks_of = [*map(self.replicas.rank_at, self.order.rank_of)]
+            self._channel = RngChannel(self._chain.facts.draws, ranks_of, self.rank, group)
         self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
@@ -297,10 +308,38 @@ class Pipeline(ComparedRanks):
 
         Raises:
             PipelineError: SK804 on every rank if the ranks choose differently, SK801 for sharded parameters, SK802 for
-                stages of a folder.
+                stages of a folder, and for parameters of which the graph has no gradient.
         """
-        own = self.named_parameters()
-        set_trained(self._captured_model(), own, self._untrainable(), trains, self.group)
+        own, tensors = self.named_parameters(), parameters_and_buffers(self._captured_model())
+        whole = {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)}
+        named = names_of(whole)
+        chosen = {name: any(map(trains, named[id(parameter)])) for name, parameter in whole.items()}
+        every = from_every(chosen, self.group)
+        for rank, other in enumerate(every):
+            if different := [name for name, flag in every[0].items() if other.get(name) != flag]:
+                raise PipelineError(
+                    "SK804",
+                    f"rank {rank} chooses differently than rank 0 whether {different[0]} trains",
+                    "Pass the same function on every rank.",
+                    different,
+                )
+        if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:
+            raise PipelineError("SK801", f"{sharded[0]} is sharded", "Choose what trains before shard().", sharded)
+        signature = self.split.joint.signature if isinstance(self.split, PlannedParts) else None
+        parameters = {} if signature is None else signature.parameters
+        graded = () if signature is None else set(signature.gradients.values())
+        if lost := [name for held, name in parameters.items() if held not in graded and chosen.get(name)]:
+            raise PipelineError(
+                "SK802",
+                f"the training step has no gradient of {lost[0]}, which did not require grad at capture",
+                "Call requires_grad_() on it before capture_joint, and freeze it by train_only until it trains.",
+                lost,
+            )
+        for name, parameter in (*whole.items(), *own.items()):
+            if name in chosen and (parameter.is_floating_point() or parameter.is_complex()):
+                parameter.requires_grad_(chosen[name])
+                # A gradient of earlier steps would otherwise be applied again in each step of the optimizer.
+                parameter.grad = parameter.grad if chosen[name] else None
         if isinstance(self.split, Split):
             self._chain = chain_of(self.split)
         self._rank_stages.clear()
@@ -326,9 +365,12 @@ class Pipeline(ComparedRanks):
         """
         model = self._captured_model()
         found, own = split_like(gm, self.split), self._reduction if reduction is None else reduction
-        lost = missing_inputs(found, self.inputs)
+        known = {str(node.target) for node in found.module.graph.find_nodes(op="placeholder")}
+        lost = [name for name in self.inputs if name not in known]
         if lost and own == "sum" and reduction is None:
-            raise summed_without(lost)
+            reason = f"in training, losses are summed, and this graph does not have the input {lost[0]}"
+            remedy = 'Say what its losses are: pipe.evaluation(gm, reduction="mean"), "sum", or weights of your own.'
+            raise PipelineError("SK802", reason, remedy, lost)
         dims = {name: dim for name, dim in self._batch_dims.items() if name not in lost}
         made = Pipeline(
             found, self._schedule, self.microbatches, self._loss, own, dims, self.group, self.device, self._seed,
@@ -375,10 +417,27 @@ class Pipeline(ComparedRanks):
         Raises:
             PipelineError: SK802 for a ``max_norm`` or ``norm_type`` that is not a positive number.
         """
-        parameters = self.parameters()
-        counted = [p for p in parameters if self._shared_parameters.counts(p)]
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not is_number(value) or value <= 0:
+                raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a positive number.")
+        held = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        norms = [
+            _norm(grad, norm_type, self.device) * copies_of(p, self.meshes) ** (-1 / norm_type)
+            for p, grad in held
+            if self._shared_parameters.counts(p)
+        ]
+        own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=self.device)
+        total = own.to(torch.float64)
         with naming_lost_ranks(self._progress, "for all ranks to clip gradients"):
-            return clip_gradients(parameters, counted, max_norm, norm_type, self.device, self.group, self.meshes)
+            for ranks in (*self.meshes.values(), self.group):
+                every = [torch.zeros_like(total) for _ in range(dist.get_world_size(ranks))]
+                # Norms are gathered, not summed as powers, which could overflow.
+                dist.all_gather(every, total, group=ranks)
+                total = torch.linalg.vector_norm(torch.stack(every), norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for _, grad in held:
+            local_tensor(grad).mul_(factor)
+        return total
 
     def shard(self, mesh: DeviceMesh | None = None) -> None:
         """Shard the parameters of each stage over its replicas with FSDP2; call it before creating the optimizer.
@@ -393,7 +452,108 @@ class Pipeline(ComparedRanks):
         Raises:
             PipelineError: SK801 if there is only one pipeline, or parameters that are sharded already and no ``mesh``.
         """
-        shard(self.modules, self.replicas, self._shared_parameters.tied, mesh)
+        if self.replicas.mesh is None:
+            what = "there is one pipeline to shard over"
+            raise PipelineError("SK801", what, "Give all parts several replicas: splitkit train --dp 2 --fsdp.")
+        if mesh is None and any(is_sharded(parameter) for part in self.modules for parameter in part.parameters()):
+            raise PipelineError(
+                "SK801",
+                "the parameters are sharded already, and FSDP2 needs another dimension of the same mesh",
+                'Give the dimension along which the stages have replicas: pipe.shard(mesh["dp"]).',
+            )
+        tied = set(self._shared_parameters.tied)
+        for part in self.modules:
+            fully_shard(part, mesh=mesh or self.replicas.mesh["dp"], ignored_params=tied)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters by their names in the graph that was split."""
+        return {name: p for name, p in self.named_tensors().items() if isinstance(p, nn.Parameter)}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return this rank's parameters, each once, for an optimizer.
+
+        A rank without parameters has a single empty one, because torch's optimizers refuse an empty list.
+        """
+        return list({id(p): p for p in self.named_parameters().values()}.values()) or [self._empty]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this rank's share of the model's state dict, under the names of the unsplit model."""
+        return {name: t.detach() for name, t in self.saved_tensors().items()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load this rank's parameters and buffers from the state dict of the unsplit model, or of any pipeline of it.
+
+        Raises:
+            PipelineError: SK802 for a missing name or a different shape; nothing is loaded then.
+        """
+        own = self.saved_tensors()
+        for name, tensor in own.items():
+            if name not in state or state[name].shape != tensor.shape:
+                what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
+                raise PipelineError(
+                    "SK802", f"{name}{list(tensor.shape)} {what}", "Load a state of the model that was captured."
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(shard_like(tensor, state[name]))
+        self._weights_changed = True
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's parameters and buffers by their names in the graph that was split."""
+        return tensors_of_stages(self._chain, self.stages)
+
+    def saved_tensors(self) -> dict[str, torch.Tensor]:
+        """Return `named_tensors` without non-persistent buffers and constants of the graph."""
+        saved = self.every_saved()
+        return {name: t for name, t in self.named_tensors().items() if name in saved}
+
+    def every_saved(self) -> dict[str, torch.Tensor]:
+        """Return `saved_tensors` of all stages, which other ranks train."""
+        names = self.split.qualified_names
+        return {names.get(name, name): t for name, t in self.split.module.state_dict().items()}
+
+    def compare_optimizer(self, optimizer: Optimizer) -> None:
+        """Compare the optimizers of the ranks, now and in each `compare_ranks`. All ranks must call it, before a step.
+
+        Ranks compare how often ``optimizer.step`` is called from now on, and the options (``lr``, ...) of their
+        parameter groups: of groups with the same ``name``, of parameters that several ranks have, and otherwise the
+        options that groups took from the optimizer's defaults. `open_checkpoints` calls it.
+
+        Raises:
+            PipelineError: SK804 on every rank; names the ranks, and the option.
+        """
+        self._optimizer = ComparedOptimizer(optimizer)
+        self._compare_optimizers()
+
+    def compare_ranks(self) -> None:
+        """Refuse to go on if the ranks have diverged. All ranks must call it.
+
+        They compare the parameters and buffers of which several ranks have a copy (tied ones, and those of replicas),
+        and their optimizers, if `compare_optimizer` was called. Each checkpoint calls it, and the first `infer` or
+        `evaluate` after a training step.
+
+        Raises:
+            PipelineError: SK804 on every rank; names the ranks, and the parameter or option.
+        """
+        self._compare_optimizers()
+        trained = self._trained
+        held = {**copies(self._chain, self.stages, self._others), **copies(trained._chain, trained.stages)}
+        with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
+            require_same_tensors(held, self.group, LOADED)
+        self._others.settle()
+        self._weights_changed, trained._compared_at = False, trained.steps
+
+    def _compare_optimizers(self) -> None:
+        trained = self._trained
+        own = trained._optimizer
+        facts = None if own is None else own.facts(copies(trained._chain, trained.stages))
+        with naming_lost_ranks(self._progress, "for all ranks to compare their optimizers"):
+            require_same_optimizers(facts, self.group)
+
+    @property
+    def _trained(self) -> Pipeline:
+        """The pipeline that trains these weights: this one, or the one that it evaluates."""
+        return self if self._trains is None else self._trains._trained
 
     def with_target(self, kwargs: Mapping[str, Any], target: Any) -> tuple[dict[str, Any], Any]:
         """Return the keyword inputs and the target of a step; a target that the model takes is among the inputs."""
@@ -416,8 +576,20 @@ class Pipeline(ComparedRanks):
 
     def broadcast(self, batch: Any) -> Any:
         """Return rank 0's batch on every rank. All ranks must call it; those other than rank 0 may give ``None``."""
+        first = self.rank == 0
+        leaves, spec = pytree.tree_flatten(batch)
+        # Tensors are sent as they are, and described by empty ones; other values are pickled.
+        plain = [torch.empty(x.shape, dtype=x.dtype, device="meta") if _is_tensor(x) else x for x in leaves]
         with naming_lost_ranks(self._progress, "for all ranks to get a batch from rank 0"):
-            return broadcast_batch(batch, self.device, self.group)
+            sent: list[Any] = [pytree.tree_unflatten(plain, spec) if first else None]
+            dist.broadcast_object_list(sent, group=self.group, group_src=0)
+            likes, spec = pytree.tree_flatten(sent[0])
+            for i, like in enumerate(likes):
+                if _is_tensor(like):
+                    given = leaves[i] if first else torch.empty(like.shape, dtype=like.dtype, device=self.device)
+                    likes[i] = given.to(self.device).contiguous()
+                    dist.broadcast(likes[i], group=self.group, group_src=0)
+        return pytree.tree_unflatten(likes, spec)
 
     def divide(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, is_last: bool = True) -> DividedBatch:
         """Split the inputs and the target of a step, after `with_target`; ``is_last`` asks for the shares of losses."""
@@ -425,11 +597,7 @@ class Pipeline(ComparedRanks):
 
     def seed_of(self, step: int, microbatch: int) -> int:
         """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
-        return microbatch_seed(self._seed, step, self.microbatches, microbatch)
-
-    def microbatch_of(self, chunk: int) -> int:
-        """Return the number in the step of this replica's ``chunk``-th microbatch."""
-        return self._share[chunk]
+        return (self._seed * 1_000_003 + step * self.microbatches + microbatch) % 2**63
 
     def loss_of(self, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of one microbatch."""
@@ -447,7 +615,7 @@ class Pipeline(ComparedRanks):
     def torch_stages(self) -> tuple[PipelineStage, ...]:
         """Torch's stages of this rank for training, for the sizes of the last step; empty before the first step."""
         stages = self._rank_stages.get(True)
-        return stages.latest.stages if stages is not None and stages.latest is not None else ()
+        return () if stages is None else stages.stages
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -468,15 +636,6 @@ class Pipeline(ComparedRanks):
             )
         return found
 
-    def _untrainable(self) -> frozenset[str]:
-        """Return the parameters of which a training step has no gradient, by the names that they have in the model."""
-        source = self.split
-        if not isinstance(source, PlannedParts):
-            return frozenset()
-        known = source.joint.signature
-        graded = set(known.gradients.values())
-        return frozenset(name for placeholder, name in known.parameters.items() if placeholder not in graded)
-
     def _run(
         self,
         train: bool,
@@ -489,13 +648,16 @@ class Pipeline(ComparedRanks):
     ) -> Batch:
         kind: Kind = "step" if train and not loss_everywhere else "step(loss_everywhere=True)" if train else "infer"
         has_loss = (train or evaluates) and self._chain.stages - 1 in self.stages
-        divided, agreed = self._agreement.begin(lambda: self._prepared(kind, args, kwargs, target, keep, has_loss))
-        if agreed.weights:
+        divided, outputs, compares = self._agreement.begin(
+            lambda: self._prepared(kind, args, kwargs, target, keep, has_loss)
+        )
+        if compares:
             self.compare_ranks()
         made = self._rank_stages.get(train)
         if made is None:
-            made = self._rank_stages[train] = self._sized_stages(train, agreed.outputs)
-        stages, batch = made.of(divided.sizes), made.batch
+            made = self._rank_stages[train] = self._stages_for(train, outputs)
+        made.set_sizes(divided.sizes, self._agreement.together)
+        batch = made.batch
         batch.inputs, batch.sizes, batch.targets, batch.keep = divided.inputs, divided.sizes, divided.targets, keep
         batch.seeds = [self.seed_of(self.steps, i) for i in range(self.microbatches)]
         batch.outputs, batch.losses, batch.found = {}, {}, None
@@ -503,7 +665,7 @@ class Pipeline(ComparedRanks):
         self.steps += train
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
             with nullcontext() if self._channel is None else self._channel.step():
-                stages.step()
+                made.step()
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 self._set_losses(batch, losses)
@@ -541,21 +703,18 @@ class Pipeline(ComparedRanks):
         # only the loss reads the target, so that other ranks may leave it out
         targets = {} if target is None and self._chain.stages - 1 not in self.stages else {"the target": target}
         changed = self._weights_changed or bool(self._others.written())
-        compares = changed or (not train and self._trained_since())
+        trained = self._trained
+        compares = changed or (not train and trained.steps != trained._compared_at)
         call = PipelineCall(kind, self.steps, divided.whole, targets, keep, compares, divided.undivided)
         return call, divided
 
-    def _sized_stages(self, train: bool, outputs: bool) -> SizedStages:
+    def _stages_for(self, train: bool, outputs: bool) -> RankStages:
         last_stage = last_stage_of(self._chain, self._loss, train, outputs)
-        moving = {number for number, part in zip(self.stages, self.modules, strict=True) if moves_values(part)}
+        parts = zip(self.stages, self.modules, strict=True)
+        moving = {n for n, part in parts if isinstance(part, PlannedStage) and part.graphs.offloaded}
         row = row_of_rank(self.order, self.replicas) if train else ()
         batch = Batch(self._progress, self._share, channel=self._channel, queue=HostQueue(row, moving))
-        return SizedStages(self._chain, last_stage, batch, self._make_stages)
-
-    def _make_stages(self, last_stage: LastStage, batch: Batch, shapes: MessageShapes) -> RankStages:
-        where = self.order, self.stages, self.device, self.replicas
-        found: RankStages = self._agreement.together(lambda: RankStages(self._chain, last_stage, batch, *where, shapes))
-        return found
+        return RankStages(self._chain, last_stage, batch, self.order, self.stages, self.device, self.replicas)
 
     def _set_losses(self, batch: Batch, losses: torch.Tensor) -> None:
         """Keep the losses of this replica, ``[share]``, as the losses and the loss of the step."""
@@ -578,204 +737,8 @@ class Pipeline(ComparedRanks):
         return self.replicas.share(self.microbatches)
 
 
-def joint_pipeline(
-    joint: JointSource, step: StagedStep, *args: Any, compiled: bool = False, **options: Any
-) -> Pipeline:
-    """Return ``pipeline(step, ...)`` for the stages of a joint graph; the name that it had before `pipeline` took both.
-
-    Args:
-        joint: the joint graph.
-        step: its stages: what ``joint.split(plan)`` returns.
-        args: the schedule and the number of microbatches, as of `pipeline`.
-        compiled: whether each graph of a stage is compiled with ``torch.compile``.
-        options: the options of `pipeline`.
-    """
-    made = pipeline(replace(step, source=joint), *args, **options)
-    for part in made.modules if compiled else ():
-        part.compile()
-    return made
-
-
-def _require_no_loss(split: Split | StagedStep | StageFolder, loss: Loss | None) -> None:
-    if loss is not None and isinstance(split, StagedStep):
-        raise PipelineError(
-            "SK802",
-            "a training step has its own loss",
-            "Capture it with this one: capture_joint(model, ..., loss=...).",
-        )
-
-
-# Sends a batch that only rank 0 has read to the other ranks.
-
-
-def broadcast_batch(batch: Any, device: torch.device, group: dist.ProcessGroup | None) -> Any:
-    """Return rank 0's batch on every rank. All ranks must call it.
-
-    Args:
-        batch: tensors and other values, in dicts, lists and tuples; ignored on other ranks than 0.
-        device: the device of this rank, to which tensors are sent.
-        group: the ranks.
-    """
-    first = dist.get_rank(group) == 0
-    leaves, spec = pytree.tree_flatten(batch)
-    # Tensors are sent as they are, and described by empty ones; other values are pickled.
-    plain = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if _is_tensor(leaf) else leaf for leaf in leaves]
-    sent: list[Any] = [pytree.tree_unflatten(plain, spec) if first else None]
-    dist.broadcast_object_list(sent, group=group, group_src=0)
-    likes, spec = pytree.tree_flatten(sent[0])
-    for i, like in enumerate(likes):
-        if _is_tensor(like):
-            own = (
-                leaves[i].to(device).contiguous() if first else torch.empty(like.shape, dtype=like.dtype, device=device)
-            )
-            dist.broadcast(own, group=group, group_src=0)
-            likes[i] = own
-    return pytree.tree_unflatten(likes, spec)
-
-
 def _is_tensor(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor)
-
-
-# Holds torch's stages of a rank for the sizes of the last step, and makes new ones when a step has other sizes.
-#
-# Torch's stages receive into tensors of fixed shapes, which up to torch 2.14 they hold from one step to the next. So
-# only the stages of the last step are kept; new ones take 3 to 15 ms. All ranks see the same batches, so they make new
-# stages in the same steps.
-
-
-class SizedStages:
-    """The stages of a rank, for training or for inference.
-
-    Attributes:
-        last_stage: what the last stage does.
-        batch: the batch that the stages work on.
-        latest: the stages of the last step; ``None`` before the first one.
-    """
-
-    def __init__(
-        self,
-        chain: Chain,
-        last_stage: LastStage,
-        batch: Batch,
-        make: Callable[[LastStage, Batch, MessageShapes], RankStages],
-    ) -> None:
-        self._chain, self._make = chain, make
-        self.last_stage, self.batch = last_stage, batch
-        self.latest: RankStages | None = None
-        self._shapes: MessageShapes | None = None
-
-    def of(self, step: StepSizes) -> RankStages:
-        """Return the stages for a step. All ranks call it with the same sizes."""
-        shapes = message_shapes(self._chain, self.last_stage.wanted, step)
-        if self.latest is None or shapes != self._shapes:
-            # The old stages are freed before new ones are made.
-            self.latest = None
-            self.latest, self._shapes = self._make(self.last_stage, self.batch, shapes), shapes
-        return self.latest
-
-
-# Sets on all ranks which parameters train, and finds out anew which values at borders have a gradient.
-
-
-def set_trained(
-    model: nn.Module,
-    own: Mapping[str, nn.Parameter],
-    untrainable: Collection[str],
-    trains: Callable[[str], bool],
-    group: dist.ProcessGroup | None,
-) -> None:
-    """Set ``requires_grad`` of the parameters of the whole model. All ranks must call it.
-
-    Args:
-        model: has all parameters.
-        own: the parameters of this rank by their names in the model.
-        untrainable: the names of parameters that cannot train.
-        trains: called with the names of a parameter; it trains if the result is true for one of them.
-        group: the ranks.
-
-    Raises:
-        PipelineError: SK804 on every rank if the ranks choose different parameters; SK801 for sharded parameters; SK802
-            for parameters of which the graph has no gradient.
-    """
-    whole = {n: t for n, t in parameters_and_buffers(model).items() if isinstance(t, nn.Parameter)}
-    named = names_of(whole)
-    chosen = {name: any(map(trains, named[id(parameter)])) for name, parameter in whole.items()}
-    every: list[dict[str, bool]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(every, chosen, group=group)
-    for rank, other in enumerate(every):
-        if different := [name for name, flag in every[0].items() if other.get(name) != flag]:
-            raise PipelineError(
-                "SK804",
-                f"rank {rank} chooses differently than rank 0 whether {different[0]} trains",
-                "Pass the same function on every rank.",
-                different,
-            )
-    if sharded := [name for name, parameter in own.items() if isinstance(parameter, DTensor)]:
-        raise PipelineError("SK801", f"{sharded[0]} is sharded", "Choose what trains before shard().", sharded)
-    if lost := [name for name in untrainable if chosen.get(name)]:
-        raise PipelineError(
-            "SK802",
-            f"the training step has no gradient of {lost[0]}, which did not require grad at capture",
-            "Call requires_grad_() on it before capture_joint, and freeze it by train_only until it trains.",
-            lost,
-        )
-    for name, parameter in (*whole.items(), *own.items()):
-        if name in chosen and (parameter.is_floating_point() or parameter.is_complex()):
-            parameter.requires_grad_(chosen[name])
-            # A gradient of earlier steps would otherwise be applied again in each step of the optimizer.
-            parameter.grad = parameter.grad if chosen[name] else None
-
-
-# Clips gradients by the norm of all gradients of the model, whichever ranks hold them.
-
-
-def clip_gradients(
-    parameters: Sequence[nn.Parameter],
-    counted: Sequence[nn.Parameter],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    beside: Mapping[MeshGroup, dist.ProcessGroup],
-) -> torch.Tensor:
-    """Scale the gradients of this rank so that the norm over all ranks is at most ``max_norm``. All ranks must call it.
-
-    Args:
-        parameters: the parameters of this rank.
-        counted: those of them that this rank counts; of the copies of a parameter, one rank counts one.
-        max_norm: the largest norm that is left as it is.
-        norm_type: the exponent of the norm, positive; ``inf`` for the largest absolute value.
-        device: the device of this rank.
-        group: the ranks.
-        beside: the ranks that have other pieces of the same parameters.
-
-    Returns:
-        The norm before clipping, float64, the same on every rank.
-
-    Raises:
-        PipelineError: SK802 for a ``max_norm`` or ``norm_type`` that is not a positive number.
-    """
-    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if not is_number(value) or value <= 0:
-            raise PipelineError("SK802", f"{name} is {shown(value)}", "Give a positive number.")
-    norms = [
-        _norm(p.grad, norm_type, device) * copies_of(p, beside) ** (-1 / norm_type)
-        for p in counted
-        if p.grad is not None
-    ]
-    own = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
-    total = own.to(torch.float64)
-    for ranks in (*beside.values(), group):
-        every = [torch.zeros_like(total) for _ in range(dist.get_world_size(ranks))]
-        # Norms are gathered, not summed as powers, which could overflow.
-        dist.all_gather(every, total, group=ranks)
-        total = torch.linalg.vector_norm(torch.stack(every), norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_tensor(parameter.grad).mul_(factor)
-    return total
 
 
 def _norm(grad: torch.Tensor, norm_type: float, device: torch.device) -> torch.Tensor:

@@ -100,7 +100,7 @@ def chain_of_step(step: StagedStep) -> Chain:
         raise PipelineError(
             "SK801",
             "these stages do not know the joint graph that they were divided from",
-            "Divide it by joint.split(plan), or give both: splitkit.runtime.joint_pipeline(joint, step).",
+            "Divide it by joint.split(plan).",
         )
     _require_trainable(joint)
     borders = [border_slots(a, b) for a, b in zip(step.stages, step.stages[1:], strict=False)]

@@ -151,16 +151,22 @@ class PlannedStage(nn.Module):
                 buffer.copy_(outputs[position])
             returned = sent if task.loss is None else (outputs[task.loss].reshape(()).clone(),)
             if task.after is not None:
-                returned = (*returned, *task.after.empty_slots(len(sent), self.device))
+                slots = [value.like for value in task.after.activations[len(sent) :]]
+                returned = (*returned, *(torch.zeros_like(like, device=self.device) for like in slots))
         # an alias: what is held must not hold the function that holds it
         return tuple(v.detach() if isinstance(v, torch.Tensor) else v for v in returned), held
 
-    def run_backward(self, held: Mapping[str, Any], gradients: Sequence[torch.Tensor | None]) -> _Gradients:
+    def run_backward(
+        self, held: Mapping[str, Any], gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[Sequence[torch.Tensor | None], Mapping[int, torch.Tensor]]:
         """Run the backward graph, and the weight graph unless it is deferred.
 
         Args:
             held: what forward held.
             gradients: the gradients of what the call returned.
+
+        Returns:
+            The gradients of the received values, and position -> gradient of a parameter.
         """
         graphs, moved = self.graphs, host_values(held)
         with torch.no_grad(), current(self.device):
@@ -182,7 +188,7 @@ class PlannedStage(nn.Module):
                 else:
                     found |= self._run_weight(late)
             back = self.task.before.packed(made[:sent], self.device, "in backward") if self.task.before else []
-        return _Gradients(back, found)
+        return back, found
 
     def _crossing(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return what the backward graph takes besides saved values."""
@@ -232,14 +238,6 @@ class PlannedStage(nn.Module):
         return run
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """What backward of a stage made: gradients of the received values, and position -> gradient of a parameter."""
-
-    back: Sequence[torch.Tensor | None]
-    own: Mapping[int, torch.Tensor]
-
-
 class _StageFunction(torch.autograd.Function):
     """The forward and backward graphs of a stage as one autograd node."""
 
@@ -261,9 +259,9 @@ class _StageFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         stage, held, ctx.held = ctx.stage, ctx.held, None
-        made = stage.run_backward(held, gradients)
+        back, own = stage.run_backward(held, gradients)
         inputs = [None] * len(stage.task.inputs)
-        return None, None, None, *(made.own.get(i) for i in ctx.positions), *inputs, *made.back
+        return None, None, None, *(own.get(i) for i in ctx.positions), *inputs, *back
 
 
 def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -274,11 +272,6 @@ def _add_to(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
-
-
-def moves_values(part: nn.Module) -> bool:
-    """Whether saved values of a part wait on the host."""
-    return isinstance(part, PlannedStage) and bool(part.graphs.offloaded)
 
 
 def graphs_of(part: nn.Module) -> tuple[fx.GraphModule, ...]:
@@ -405,11 +398,6 @@ class BorderSlots:
             replace(value, like=value.like.detach().clone().requires_grad_(i in self.slot_of))
             for i, value in enumerate(self.activations)
         )
-
-    def empty_slots(self, sent: int, device: torch.device) -> list[torch.Tensor]:
-        """Return what goes to the next stage only as slots, after the ``sent`` values that it reads."""
-        likes = [value.like for value in self.activations[sent:]]
-        return [torch.zeros(like.shape, dtype=like.dtype, device=device) for like in likes]
 
     def packed(self, gradients: Sequence[torch.Tensor], device: torch.device, where: str) -> list[torch.Tensor | None]:
         """Return what goes back for each activation: its slot's gradient in the activation's shape, or ``None``."""

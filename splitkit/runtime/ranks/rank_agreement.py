@@ -54,7 +54,10 @@ def planned_once(gm: fx.GraphModule, make: Callable[[], Plan], group: dist.Proce
     sizes = zlib.crc32("\n".join(map(value_text, gm.graph.nodes)).encode())
     graphs = from_every((fingerprint(gm.graph), sizes), group)
     if any(graph != graphs[0] for graph in graphs):
-        _agree_on_order(gm, group)
+        first = from_first(lambda: listing(gm), group)
+        _refuse_other_graphs(from_every(difference(gm, first), group))
+        if dist.get_rank(group):
+            put_in_order(gm, first)
     return Plan.from_dict(gm.graph, sent)
 
 
@@ -97,14 +100,6 @@ def differs(values: Mapping[int, object], text: str) -> str:
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks in words: ``"rank 1"``, ``"ranks 1, 3"``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _agree_on_order(gm: fx.GraphModule, group: dist.ProcessGroup | None) -> None:
-    """Put the graphs of all ranks into rank 0's order, or raise SK804 on all ranks."""
-    first = from_first(lambda: listing(gm), group)
-    _refuse_other_graphs(from_every(difference(gm, first), group))
-    if dist.get_rank(group):
-        put_in_order(gm, first)
 
 
 def _refuse_other_graphs(differences: Sequence[str]) -> None:
@@ -156,7 +151,9 @@ def _require_equal(every: Sequence[Mapping[str, object]]) -> None:
     for rank, other in enumerate(every):
         for name, value in every[0].items():
             if other.get(name) != value:
-                raise _differs(rank, name, str(other.get(name)), str(value))
+                own, first = str(other.get(name)), str(value)
+                reason = f"rank {rank} has a different {name} than rank 0: {own:.24}, not {first:.24}"
+                raise PipelineError("SK804", reason, _REMEDY)
 
 
 def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
@@ -172,12 +169,6 @@ def _refuse_other_order(chain: Chain, group: dist.ProcessGroup | None) -> None:
         "the ranks captured the same nodes in different orders: a set of strings has another order in each process",
         "Plan with splitkit.runtime.planned_once, which puts the graphs into one order before they are split; or start "
         "all ranks with the same PYTHONHASHSEED.",
-    )
-
-
-def _differs(rank: int, what: str, own: str, first: str) -> PipelineError:
-    return PipelineError(
-        "SK804", f"rank {rank} has a different {what} than rank 0: {own:.24}, not {first:.24}", _REMEDY
     )
 
 
@@ -227,11 +218,6 @@ class Listing:
     digests: tuple[str, ...]
     entries: tuple[Entry, ...]
 
-    @property
-    def by_number(self) -> Mapping[int, Entry]:
-        """Number in the canonical form -> node."""
-        return {entry.number: entry for entry in self.entries if entry.number is not None}
-
 
 def listing(gm: fx.GraphModule) -> Listing:
     """Return what other ranks need to put their graph into the order of this one."""
@@ -250,7 +236,7 @@ def _entry(node: Node, number: int | None, places: Mapping[Node, int]) -> Entry:
 
 def difference(gm: fx.GraphModule, other: Listing) -> str:
     """Say where two graphs differ in what they compute or in sizes; empty if only in order and names."""
-    form, theirs = canonical_form(gm), other.by_number
+    form, theirs = canonical_form(gm), {e.number: e for e in other.entries if e.number is not None}
     if (number := form.first_difference(other.digests)) is not None:
         own = _text(_entry(form.nodes[number], number, {})) if number < len(form.nodes) else "the end"
         return f"{own}, which is {_text(theirs[number]) if number in theirs else 'the end'} on rank 0"

@@ -56,11 +56,6 @@ class Replicas:
     __repr__ = brief
 
     @property
-    def rank(self) -> int:
-        """The rank of this process in the group."""
-        return self.ranks[self.place][self.own]
-
-    @property
     def pipelines(self) -> int:
         """How many pipelines run side by side: the number of replicas at each place."""
         return len(self.ranks[0])
@@ -311,11 +306,6 @@ def _buckets(tensors: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 # a pipeline hands it over between the hosts.
 
 
-def microbatch_seed(seed: int, step: int, microbatches: int, microbatch: int) -> int:
-    """Return the seed of a microbatch of a step. It does not depend on the number of stages."""
-    return (seed * 1_000_003 + step * microbatches + microbatch) % 2**63
-
-
 class RngHandover:
     """The RNG hand-over of one stage.
 
@@ -326,25 +316,8 @@ class RngHandover:
         like: a tensor on ``meta`` like an RNG state.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        draws: bool,
-        receives: bool,
-        sends: bool,
-        device: torch.device,
-        channel: RngChannel | None = None,
-    ) -> None:
-        self.draws, self._device, self._stage, self._channel = draws, device, stage, channel
-        self.receives, self.sends = receives and channel is None, sends and channel is None
-        self._rng = DeviceRng(device)
-        self._before: torch.Tensor | None = None
-        self._passed: torch.Tensor | None = None
-        self.like = torch.empty_like(self._rng.state(), device="meta")
-
-    @classmethod
-    def of(cls, chain: Chain, stage: int, device: torch.device, channel: RngChannel | None) -> RngHandover:
-        """Return the RNG hand-over of one stage.
+    def __init__(self, chain: Chain, stage: int, device: torch.device, channel: RngChannel | None) -> None:
+        """Make the hand-over.
 
         Args:
             chain: all stages.
@@ -352,9 +325,14 @@ class RngHandover:
             device: its device.
             channel: hands the state over between hosts; ``None`` to send it with the values of the border.
         """
-        who = [s for s, draws in enumerate(chain.facts.draws) if draws]
-        first, last = (min(who), max(who)) if who else (0, 0)
-        return cls(stage, stage in who, first < stage <= last, first <= stage < last, device, channel)
+        who = [s for s, draws in enumerate(chain.facts.draws) if draws] or [0]
+        self.draws, self._device, self._stage, self._channel = chain.facts.draws[stage], device, stage, channel
+        self.receives = channel is None and who[0] < stage <= who[-1]
+        self.sends = channel is None and who[0] <= stage < who[-1]
+        self._rng = DeviceRng(device)
+        self._before: torch.Tensor | None = None
+        self._passed: torch.Tensor | None = None
+        self.like = torch.empty_like(self._rng.state(), device="meta")
 
     def begin(self, received: Sequence[torch.Tensor], seed: int, microbatch: int) -> Sequence[torch.Tensor]:
         """Set the RNG state for a microbatch, and return the received values without the state.
@@ -476,20 +454,3 @@ class RngChannel:
     def _tag(self, stage: int, microbatch: int) -> int:
         """Return the tag of a message; two ranks with several stages may send in another order than they receive."""
         return 1 + microbatch * self._stages + stage
-
-
-def rng_channel(
-    chain: Chain, rank_of: Sequence[int], replicas: Replicas, group: dist.ProcessGroup | None, device: torch.device
-) -> RngChannel | None:
-    """Return the channel of a pipeline's ranks; ``None`` on the CPU, which waits for nothing. All ranks must call it.
-
-    Args:
-        chain: the stages.
-        rank_of: stage -> its place in a pipeline.
-        replicas: which ranks are at each place.
-        group: the ranks.
-        device: the device of this rank.
-    """
-    if device.type == "cpu":
-        return None
-    return RngChannel(chain.facts.draws, [*map(replicas.rank_at, rank_of)], replicas.rank, group)

@@ -24,7 +24,7 @@ from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.devices.accelerators import current
 from splitkit.runtime.ranks.border_values import BorderValue, non_view
 from splitkit.runtime.ranks.faults import Progress
-from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes
+from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import torch_schedule
 from splitkit.runtime.ranks.planned_stage import HostQueue, PlannedStage
 from splitkit.runtime.ranks.replicas import Replicas, RngChannel, RngHandover, gradients_aside
@@ -47,28 +47,6 @@ from splitkit.runtime.ranks.step_losses import scaled
 VIEWS = frozenset(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias"))
 PRODUCTS = frozenset(f"{name}Backward0" for name in ("Mm", "Bmm", "Embedding", "Convolution", "NativeLayerNorm"))
 """Autograd nodes that compute a new tensor for each gradient, rather than pass one on."""
-
-
-class DividedStage(PipelineStage):
-    """Torch's stage, with gradients that do not alias when backward is divided.
-
-    ``stage_backward_weight`` stores the tensor that autograd returns as the gradient of a parameter. If an op passes
-    its gradient on unchanged, two parameters get the same tensor, and each later microbatch adds to both at once (torch
-    2.11 to 2.15)::
-
-        x @ w + (a + b)       a and b get the same tensor
-    """
-
-    passed_on: Sequence[Parameter] = ()
-    """The parameters whose first gradient may be the tensor of another gradient."""
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """Run torch's weight part, then copy gradients that may alias others."""
-        new = [p for p in self.passed_on if p.grad is None]
-        super().backward_weight_one_chunk(*args, **kwargs)
-        for parameter in new:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
 
 
 def divisible(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], parameters: Sequence[Any]) -> bool:
@@ -251,7 +229,7 @@ class ChainStage(nn.Module):
         self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
-        self.rng = RngHandover.of(chain, stage, device, batch.channel)
+        self.rng = RngHandover(chain, stage, device, batch.channel)
         if self.planned is not None:
             self.planned.device = device
 
@@ -320,17 +298,14 @@ class ChainStage(nn.Module):
         self._batch.queue.done(self._stage, number)
 
     def _watched(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
-        made = self._forward(received, number)
+        with current(self.device):
+            made = self._forward(received, number)
         if self.ran is not None and self.trains:
             self.ran(received, made if isinstance(made, tuple) else (made,))
             self.ran = None
         return made
 
     def _forward(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
-        with current(self.device):
-            return self._on_device(received, number)
-
-    def _on_device(self, received: tuple[torch.Tensor, ...], number: int) -> Any:
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         values |= {node: evaluated(size, self._batch.sizes.sizes[number]) for node, size in self._computed.items()}
@@ -413,8 +388,18 @@ def _border_values(
     return tuple(shapes.of(chain.value(node).sent(last_stage.loss is not None)) for node in values)
 
 
-class PartStage(DividedStage):
-    """Torch's stage of a part, with static metadata, so that torch runs nothing on made-up inputs to find shapes."""
+class PartStage(PipelineStage):
+    """Torch's stage of a part, with static metadata, so that torch runs nothing on made-up inputs to find shapes.
+
+    Where backward is divided, gradients do not alias. ``stage_backward_weight`` stores the tensor that autograd returns
+    as the gradient of a parameter. If an op passes its gradient on unchanged, two parameters get the same tensor, and
+    each later microbatch adds to both at once (torch 2.11 to 2.15)::
+
+        x @ w + (a + b)       a and b get the same tensor
+    """
+
+    passed_on: Sequence[Parameter] = ()
+    """The parameters whose first gradient may be the tensor of another gradient."""
 
     def __init__(self, module: ChainStage, number: int, count: int, group: dist.ProcessGroup | None) -> None:
         super().__init__(
@@ -439,10 +424,14 @@ class PartStage(DividedStage):
         cast(ChainStage, self.submod).backward(bwd_chunk_id, run)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run torch's weight part, while values move between host and device."""
+        """Run torch's weight part, while values move between host and device; copy gradients that may alias others."""
         module = cast(ChainStage, self.submod)
+        new = [p for p in self.passed_on if p.grad is None]
         with module.running("W", module.microbatch(bwd_chunk_id)):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            for parameter in new:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def _divide(self, received: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         """Decide after the first forward whether torch can divide backward correctly; if not, let it run as a whole."""
@@ -455,15 +444,19 @@ class PartStage(DividedStage):
 
 
 # Makes torch's stages and schedule for a rank: one set for training, one for inference.
+#
+# Torch's stages receive into tensors of fixed shapes, which up to torch 2.14 they hold from one step to the next. So
+# only the stages of the last step are kept; new ones take 3 to 15 ms. All ranks see the same batches, so they make new
+# stages in the same steps.
 
 
 class RankStages:
-    """The stages of a rank and their schedule.
+    """The stages of a rank and their schedule, for the sizes of the last step.
 
     Attributes:
+        last_stage: what the last stage does.
         batch: the batch that the stages work on.
-        outputs: whether every output reaches the last stage.
-        stages: torch's stages.
+        stages: torch's stages; none before the first step.
     """
 
     def __init__(
@@ -472,32 +465,48 @@ class RankStages:
         last_stage: LastStage,
         batch: Batch,
         order: PipelineOrder,
-        stages: Sequence[int],
+        numbers: Sequence[int],
         device: torch.device,
         replicas: Replicas,
-        shapes: MessageShapes,
     ) -> None:
-        require_loss(chain, last_stage)
-        self.batch, self.outputs = batch, last_stage.own is None
-        modules = [ChainStage(chain, s, last_stage, batch, device, shapes) for s in stages]
-        require_support(order, tuple(modules))
-        handed = handed_loss if last_stage.loss is not None else None
-        group = replicas.pipeline_group
-        self.stages = tuple(PartStage(m, s, chain.stages, group) for m, s in zip(modules, stages, strict=True))
-        self._schedule = torch_schedule(order, self.stages, handed)
-        self._last = any(m.last for m in modules)
-        self._parts, self._has_run = [chain.split.parts[chain.keys[s]] for s in stages], False
+        self.last_stage, self.batch = last_stage, batch
+        self.stages: tuple[PartStage, ...] = ()
+        self._chain, self._order, self._numbers, self._device = chain, order, numbers, device
+        self._group, self._shapes = replicas.pipeline_group, MessageShapes()
+        self._schedule: Any = None
+        self._has_run = False
+
+    def set_sizes(self, step: StepSizes, together: Callable[[Callable[[], None]], object]) -> None:
+        """Make new stages if a step has other sizes than the last one. All ranks call it with the same sizes.
+
+        Args:
+            step: the sizes.
+            together: runs something on all ranks, and raises the error of one on all.
+        """
+        shapes = message_shapes(self._chain, self.last_stage.wanted, step)
+        if not self.stages or shapes != self._shapes:
+            # The old stages are freed before new ones are made.
+            self.stages, self._schedule, self._has_run = (), None, False
+            together(lambda: self._make(shapes))
+            self._shapes = shapes
+
+    def _make(self, shapes: MessageShapes) -> None:
+        chain = self._chain
+        require_loss(chain, self.last_stage)
+        modules = [ChainStage(chain, s, self.last_stage, self.batch, self._device, shapes) for s in self._numbers]
+        require_support(self._order, modules)
+        numbered = zip(modules, self._numbers, strict=True)
+        stages = tuple(PartStage(m, s, chain.stages, self._group) for m, s in numbered)
+        # the last stage has computed the loss already
+        loss = None if self.last_stage.loss is None else lambda loss, target: loss
+        self._schedule, self.stages = torch_schedule(self._order, stages, loss), stages
 
     def step(self) -> None:
         """Run one step on the inputs in ``batch``."""
-        number = torch.tensor(self.batch.share)
+        number, last = torch.tensor(self.batch.share), self._chain.stages - 1 in self._numbers
         # torch clears the gradients of FSDP2's parameters when stages run for the first time
-        modules = [] if self._has_run else [m for part in self._parts for m in part.modules()]
+        parts = () if self._has_run else (self._chain.split.parts[self._chain.keys[s]] for s in self._numbers)
+        modules = [m for part in parts for m in part.modules()]
         with gradients_aside(p for m in modules if isinstance(m, FSDPModule) for p in cast(nn.Module, m).parameters()):
-            self._schedule.step(microbatch=number, target=number if self._last else None, return_outputs=False)
+            self._schedule.step(microbatch=number, target=number if last else None, return_outputs=False)
         self._has_run = True
-
-
-def handed_loss(loss: torch.Tensor, target: object) -> torch.Tensor:
-    """Return the loss, which the last stage has computed already, as torch's ``loss_fn``."""
-    return loss

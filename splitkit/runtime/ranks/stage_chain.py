@@ -23,7 +23,6 @@ from torch.fx import Node
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.caches import given_caches
-from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.input_overlap import check_nodes
 from splitkit.graph.losses import loss_of, named_loss, no_loss, outputs_of, tensors_in
 from splitkit.graph.node_values import Gradients
@@ -242,7 +241,7 @@ def stage_of_calls(split: StageSource) -> Mapping[Node, int]:
 def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     flow = split.flow
     written = _require_own_memory(split, stage_of)
-    needed = flow.fact(Gradients).carriers
+    needed, random = flow.fact(Gradients).carriers, {n for n, effect in flow.effects.items() if effect.random}
     originals = {copied: node for node, copied in split.copies[PARENT].items()} | dict(
         values_of(split.module.graph, split)
     )
@@ -256,7 +255,7 @@ def _facts(split: Split, stage_of: Mapping[Node, int]) -> ChainFacts:
     return ChainFacts(
         values,
         {str(node.target): meta_like(value_of(original)) for node, original in given},
-        tuple(_draws(flow, sub.nodes) for sub in split.subgraphs.values()),
+        tuple(not random.isdisjoint(sub.nodes) for sub in split.subgraphs.values()),
         tuple(sorted(str(node.target) for node in flow.written if node.op == "get_attr")),
         identity,
         graph_sizes(flow.graph, {n.name: value_of(originals[n]) for n in stage_of if n in originals}),
@@ -303,7 +302,13 @@ def _require_own_memory(split: Split, stage_of: Mapping[Node, int]) -> frozenset
         if node in homes and node.op not in ("placeholder", "get_attr"):
             for item in memory.use(node, effect)[1]:
                 if item in given and homes[first.setdefault(item, node)] != homes[node]:
-                    raise _shared(first[item], node)
+                    raise PipelineError(
+                        "SK801",
+                        f"{first[item].name} and {node.name} share memory that is written, but are in different stages",
+                        "Put all nodes that read or write it into one stage: splitkit.plan(gm, {..., "
+                        f"{first[item].name!r}: 0, {node.name!r}: 0}}), or Stages with other borders.",
+                        [first[item], node],
+                    )
     return found.values
 
 
@@ -314,21 +319,6 @@ def _homes(split: Split, stage_of: Mapping[Node, int]) -> dict[Node, int]:
         if copied in stage_of:
             homes.setdefault(node, stage_of[copied])
     return homes
-
-
-def _shared(a: Node, b: Node) -> PipelineError:
-    return PipelineError(
-        "SK801",
-        f"{a.name} and {b.name} share memory that is written, but are in different stages",
-        "Put all nodes that read or write it into one stage: splitkit.plan(gm, {..., "
-        f"{a.name!r}: 0, {b.name!r}: 0}}), or Stages with other borders.",
-        [a, b],
-    )
-
-
-def _draws(flow: Dataflow, nodes: Iterable[Node]) -> bool:
-    """Whether one of these nodes draws random numbers."""
-    return any((effect := flow.effects.get(n)) is not None and effect.random for n in nodes)
 
 
 # Decides which values the last stage needs, and how it computes the loss from them.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -19,36 +18,11 @@ from splitkit import _torch
 from splitkit.errors import PipelineError
 from splitkit.graph.shards import PIECES, is_sharded, is_sharded_over
 from splitkit.graph.storages import parameters_and_buffers
-from splitkit.runtime.ranks.faults import Progress, naming_lost_ranks
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.rank_agreement import differs, from_every, ranks_text
 from splitkit.runtime.ranks.replicas import Replicas
-from splitkit.runtime.ranks.stage_chain import Chain, StageSource
+from splitkit.runtime.ranks.stage_chain import Chain
 from splitkit.runtime.ranks.step_agreement import digest_of_tensors, form_of
-
-
-def shard(
-    modules: Sequence[nn.Module],
-    replicas: Replicas,
-    tied: Sequence[nn.Parameter],
-    mesh: DeviceMesh | None = None,
-) -> None:
-    """Shard the parts of this rank over the replicas of their stage, except tied parameters: `Pipeline.shard`.
-
-    Raises:
-        PipelineError: SK801 if there is only one pipeline, or parameters that are sharded already and no ``mesh``.
-    """
-    if replicas.mesh is None:
-        what = "there is one pipeline to shard over"
-        raise PipelineError("SK801", what, "Give all parts several replicas: splitkit train --dp 2 --fsdp.")
-    if mesh is None and any(is_sharded(parameter) for part in modules for parameter in part.parameters()):
-        raise PipelineError(
-            "SK801",
-            "the parameters are sharded already, and FSDP2 needs another dimension of the same mesh",
-            'Give the dimension along which the stages have replicas: pipe.shard(mesh["dp"]).',
-        )
-    for part in modules:
-        fully_shard(part, mesh=mesh or replicas.mesh["dp"], ignored_params=set(tied))
 
 
 def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[nn.Parameter]) -> None:
@@ -113,7 +87,7 @@ _BUILT = (
     "Build the same model on every rank: call torch.manual_seed with one seed before you make it, or load the same "
     "weights before you capture it. Weights of single stages can be loaded later: Pipeline.load_state_dict."
 )
-_LOADED = (
+LOADED = (
     "Load the same weights on every rank: Pipeline.load_state_dict with one state dict. While they train, change them "
     "on every rank in the same way. If another pipeline trains the same weights, plan both so that each weight is on "
     "the same rank."
@@ -156,7 +130,7 @@ def require_same_model(
     """
     own = range(chain.stages) if dist.get_rank(group) == 0 else stages
     held = _by_one_name(chain, {**(also or {}), **tensors_of_stages(chain, own)})
-    _require_same({name: tensor for name, tensor in held.items() if name not in without}, group, _BUILT)
+    require_same_tensors({name: tensor for name, tensor in held.items() if name not in without}, group, _BUILT)
 
 
 def require_same_beside(chain: Chain, stages: Iterable[int], group: dist.ProcessGroup) -> None:
@@ -168,7 +142,7 @@ def require_same_beside(chain: Chain, stages: Iterable[int], group: dist.Process
     pieces: Collection[str] = getattr(captured_model(chain.split), "meta", {}).get(PIECES, ())
     held = _by_one_name(chain, tensors_of_stages(chain, stages))
     same = {name: tensor for name, tensor in held.items() if not (is_sharded(tensor) or name in pieces)}
-    _require_same(same, group, _BUILT)
+    require_same_tensors(same, group, _BUILT)
 
 
 class OtherTensors:
@@ -177,14 +151,10 @@ class OtherTensors:
     If something writes one, such as the optimizer of another pipeline of the same weights, those stages miss it.
     """
 
-    def __init__(self, every: Mapping[str, torch.Tensor], own: Iterable[torch.Tensor]) -> None:
-        known = {id(t) for t in own}
+    def __init__(self, chain: Chain, stages: Iterable[int]) -> None:
+        known = {id(t) for t in tensors_of_stages(chain, stages).values()}
+        every = tensors_of_stages(chain, range(chain.stages))
         self._versions = {name: (t, _torch.version_of(t)) for name, t in every.items() if id(t) not in known}
-
-    @classmethod
-    def of(cls, chain: Chain, stages: Iterable[int]) -> OtherTensors:
-        """Return the weights of a rank that runs these stages."""
-        return cls(tensors_of_stages(chain, range(chain.stages)), tensors_of_stages(chain, stages).values())
 
     def written(self) -> dict[str, torch.Tensor]:
         """Return the weights that were written since `settle`, by name."""
@@ -193,23 +163,6 @@ class OtherTensors:
     def settle(self) -> None:
         """Take them as they are now."""
         self._versions = {name: (t, _torch.version_of(t)) for name, (t, _) in self._versions.items()}
-
-
-def require_same_copies(
-    held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, others: OtherTensors
-) -> None:
-    """Refuse different copies of a tensor that the stages of several ranks have. All ranks must call it.
-
-    Args:
-        held: the tensors of this rank's stages, and others that were written, by names that are the same on all ranks.
-        group: the ranks.
-        others: is taken as it is now if nothing differs.
-
-    Raises:
-        PipelineError: SK804 as in `require_same_model`.
-    """
-    _require_same(held, group, _LOADED)
-    others.settle()
 
 
 def copies(chain: Chain, stages: Iterable[int], others: OtherTensors | None = None) -> dict[str, torch.Tensor]:
@@ -232,9 +185,15 @@ def _by_one_name(chain: Chain, held: Mapping[str, torch.Tensor]) -> dict[str, to
     }
 
 
-def _require_same(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, remedy: str) -> None:
+def require_same_tensors(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None, remedy: str) -> None:
+    """Refuse different copies of a tensor, by names that are the same on all ranks. All ranks must call it.
+
+    Raises:
+        PipelineError: SK804 as in `require_same_model`.
+    """
     holders = Counter(name for names in from_every(list(held), group) for name in names)
-    own = {name: (_form(t), digest_of_tensors([t])) for name, t in held.items() if holders[name] > 1}
+    shown = {name: f"{form_of(t)}{' with gradient' if t.requires_grad else ''}" for name, t in held.items()}
+    own = {name: (shown[name], digest_of_tensors([t])) for name, t in held.items() if holders[name] > 1}
     every = from_every(own, group)
     names = dict.fromkeys(name for digests in every for name in digests)
     found = {name: {rank: digests[name] for rank, digests in enumerate(every) if name in digests} for name in names}
@@ -250,141 +209,6 @@ def _require_same(held: Mapping[str, torch.Tensor], group: dist.ProcessGroup | N
         where = {rank for n in different for rank, of in found[n].items() if of != next(iter(found[n].values()))}
         reason += f"; {len(different)} of {len(names)} tensors differ, on {ranks_text(sorted(where))}"
     raise PipelineError("SK804", reason, remedy, different)
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"{form_of(tensor)}{' with gradient' if tensor.requires_grad else ''}"
-
-
-# Finds ranks that have diverged while they train: copies of a weight that differ, or optimizers that do.
-
-
-# The parameters and buffers of a rank's stages, under the names of the unsplit model.
-
-
-class StageTensors:
-    """Gives access to the tensors of a rank's stages; the base of `splitkit.runtime.ranks.pipeline.Pipeline`.
-
-    Attributes:
-        split: the split, or the stages on disk.
-        stages: the numbers of this rank's stages.
-    """
-
-    split: StageSource
-    stages: tuple[int, ...]
-    _chain: Chain
-    _empty: nn.Parameter
-    _weights_changed: bool
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this rank's parameters by their names in the graph that was split."""
-        return {name: p for name, p in self.named_tensors().items() if isinstance(p, nn.Parameter)}
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters, each once, for an optimizer.
-
-        A rank without parameters has a single empty one, because torch's optimizers refuse an empty list.
-        """
-        return list({id(p): p for p in self.named_parameters().values()}.values()) or [self._empty]
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's share of the model's state dict, under the names of the unsplit model."""
-        return {name: t.detach() for name, t in self.saved_tensors().items()}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's parameters and buffers from the state dict of the unsplit model, or of any pipeline of it.
-
-        Raises:
-            PipelineError: SK802 for a missing name or a different shape; nothing is loaded then.
-        """
-        own = self.saved_tensors()
-        for name, tensor in own.items():
-            if name not in state or state[name].shape != tensor.shape:
-                what = f"has the shape {list(state[name].shape)}" if name in state else "is not in the state"
-                raise PipelineError(
-                    "SK802", f"{name}{list(tensor.shape)} {what}", "Load a state of the model that was captured."
-                )
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(shard_like(tensor, state[name]))
-        self._weights_changed = True
-
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's parameters and buffers by their names in the graph that was split."""
-        return tensors_of_stages(self._chain, self.stages)
-
-    def saved_tensors(self) -> dict[str, torch.Tensor]:
-        """Return `named_tensors` without non-persistent buffers and constants of the graph."""
-        saved = self.every_saved()
-        return {name: t for name, t in self.named_tensors().items() if name in saved}
-
-    def every_saved(self) -> dict[str, torch.Tensor]:
-        """Return `saved_tensors` of all stages, which other ranks train."""
-        names = self.split.qualified_names
-        return {names.get(name, name): t for name, t in self.split.module.state_dict().items()}
-
-
-class ComparedRanks(StageTensors):
-    """Compares the weights and the optimizers of the ranks; a base of `splitkit.runtime.ranks.pipeline.Pipeline`.
-
-    Attributes:
-        group: the ranks.
-        steps: the number of training steps.
-    """
-
-    group: dist.ProcessGroup | None
-    steps: int
-    _progress: Progress
-    _trains: ComparedRanks | None
-    _compared_at: int
-    _others: OtherTensors
-    _optimizer: ComparedOptimizer | None
-
-    def compare_optimizer(self, optimizer: Optimizer) -> None:
-        """Compare the optimizers of the ranks, now and in each `compare_ranks`. All ranks must call it, before a step.
-
-        Ranks compare how often ``optimizer.step`` is called from now on, and the options (``lr``, ...) of their
-        parameter groups: of groups with the same ``name``, of parameters that several ranks have, and otherwise the
-        options that groups took from the optimizer's defaults. `open_checkpoints` calls it.
-
-        Raises:
-            PipelineError: SK804 on every rank; names the ranks, and the option.
-        """
-        self._optimizer = ComparedOptimizer(optimizer)
-        self._compare_optimizers()
-
-    def compare_ranks(self) -> None:
-        """Refuse to go on if the ranks have diverged. All ranks must call it.
-
-        They compare the parameters and buffers of which several ranks have a copy (tied ones, and those of replicas),
-        and their optimizers, if `compare_optimizer` was called. Each checkpoint calls it, and the first `infer` or
-        `evaluate` after a training step.
-
-        Raises:
-            PipelineError: SK804 on every rank; names the ranks, and the parameter or option.
-        """
-        self._compare_optimizers()
-        trained = self._trained
-        held = {**copies(self._chain, self.stages, self._others), **copies(trained._chain, trained.stages)}
-        with naming_lost_ranks(self._progress, "for all ranks to compare their weights"):
-            require_same_copies(held, self.group, self._others)
-        self._weights_changed, trained._compared_at = False, trained.steps
-
-    def _compare_optimizers(self) -> None:
-        trained = self._trained
-        own = trained._optimizer
-        facts = None if own is None else own.facts(copies(trained._chain, trained.stages))
-        with naming_lost_ranks(self._progress, "for all ranks to compare their optimizers"):
-            require_same_optimizers(facts, self.group)
-
-    @property
-    def _trained(self) -> ComparedRanks:
-        """The pipeline that trains these weights: this one, or the one that it evaluates."""
-        return self if self._trains is None else self._trains._trained
-
-    def _trained_since(self) -> bool:
-        """Whether a training step has begun since the ranks were compared."""
-        return self._trained.steps != self._trained._compared_at
 
 
 # Compares the optimizers of the ranks: the options of their parameter groups, and how many steps they have made.

@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -162,19 +162,6 @@ class PipelineCall:
     undivided: PipelineError | None = None
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """What holds for a call on all ranks.
-
-    Attributes:
-        outputs: whether any rank asks for the outputs: all ranks must then send them.
-        weights: whether any rank wants the weights compared.
-    """
-
-    outputs: bool
-    weights: bool
-
-
 class StepAgreement:
     """The agreement of the ranks of a group on their calls."""
 
@@ -182,11 +169,15 @@ class StepAgreement:
         self._group, self._progress = group, progress
         self._device = torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else device
 
-    def begin(self, prepare: Callable[[], tuple[PipelineCall, T]]) -> tuple[T, Agreed]:
+    def begin(self, prepare: Callable[[], tuple[PipelineCall, T]]) -> tuple[T, bool, bool]:
         """Prepare a call on every rank, and compare the calls. All ranks must call it; nothing runs unless they agree.
 
         Args:
-            prepare: returns the call, and what else it prepared, which is returned.
+            prepare: returns the call, and what else it prepared.
+
+        Returns:
+            What else was prepared; whether any rank asks for the outputs, so that all ranks must send them; and whether
+            any rank wants the weights compared.
 
         Raises:
             PipelineError: SK804 on every rank if the calls differ; names the ranks, and the input that differs. The
@@ -202,7 +193,7 @@ class StepAgreement:
             if not refused and _are_same(rows):
                 if call is not None and call.undivided is not None and not divided:
                     raise call.undivided
-                return cast(T, prepared), Agreed(outputs, weights)
+                return cast(T, prepared), outputs, weights
             told = from_every((_told(failed), _described(call)), self._group)
         _raise_first([error for error, _ in told], failed, "refused the call")
         raise _difference([described for _, described in told])
@@ -218,7 +209,7 @@ class StepAgreement:
     def _rows(self, own: Sequence[int]) -> list[list[int]]:
         """Return the row of each rank: the sum of tables in which each rank fills its row only."""
         every = [[0] * len(own) for _ in range(dist.get_world_size(self._group))]
-        every[self._progress.replicas.rank] = list(own)
+        every[self._progress.rank] = list(own)
         table = torch.tensor(every, dtype=torch.int64, device=self._device)
         dist.all_reduce(table, group=self._group)
         rows: list[list[int]] = table.tolist()
@@ -227,14 +218,6 @@ class StepAgreement:
 
 _Told = tuple[str, str, str, tuple[str, ...]]
 """Code, reason, remedy and nodes of an error, for the other ranks."""
-
-
-class _Described(NamedTuple):
-    """A call in texts and digests, to say what differs."""
-
-    kind: str
-    number: int
-    given: dict[str, tuple[str, int]]
 
 
 def _attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -263,13 +246,19 @@ def _are_same(rows: Sequence[Sequence[int]]) -> bool:
     return all(len(set(column) - {0}) < 2 for column in list(zip(*rows, strict=True))[_FLAGS:])
 
 
-def _described(call: PipelineCall | None) -> _Described | None:
+def _described(call: PipelineCall | None) -> dict[str, object] | None:
+    """Return what a call is, in texts and digests: the text for ranks that differ in it -> the value."""
     if call is None:
         return None
     given = {**call.inputs, **call.targets}
-    forms = _forms(given)
-    contents = {name: digest_of_tensors(leaf_tensors(value)) for name, value in given.items()}
-    return _Described(call.kind, call.number, {name: (forms[name], contents[name]) for name in given})
+    return {
+        "{} is called on {}, and {} on {}": call.kind,
+        "the number of training steps so far is {} on {}, and {} on {}": call.number,
+        **{f"{name} is {{}} on {{}}, and {{}} on {{}}": form for name, form in _forms(given).items()},
+        **{
+            f"{n} has other values on {{1}} than on {{3}}": digest_of_tensors(leaf_tensors(v)) for n, v in given.items()
+        },
+    }
 
 
 def _told(failed: Exception | None) -> _Told | None:
@@ -290,24 +279,9 @@ def _raise_first(errors: Sequence[_Told | None], own: Exception | None, did: str
             raise PipelineError(code, f"rank {rank} {did}: {reason}", remedy, nodes)
 
 
-def _difference(calls: Sequence[_Described | None]) -> PipelineError:
+def _difference(calls: Sequence[dict[str, object] | None]) -> PipelineError:
     """Return the error that says what differs first, and on which ranks."""
     every = {rank: call for rank, call in enumerate(calls) if call is not None}
-    names = dict.fromkeys(name for call in every.values() for name in call.given)
-    given = {name: {rank: call.given[name] for rank, call in every.items() if name in call.given} for name in names}
-    found = [
-        differs({rank: call.kind for rank, call in every.items()}, "{} is called on {}, and {} on {}"),
-        differs(
-            {rank: call.number for rank, call in every.items()},
-            "the number of training steps so far is {} on {}, and {} on {}",
-        ),
-        *(
-            differs({rank: form for rank, (form, _) in of.items()}, f"{n} is {{}} on {{}}, and {{}} on {{}}")
-            for n, of in given.items()
-        ),
-        *(
-            differs({rank: digest for rank, (_, digest) in of.items()}, f"{n} has other values on {{1}} than on {{3}}")
-            for n, of in given.items()
-        ),
-    ]
+    texts = dict.fromkeys(text for call in every.values() for text in call)
+    found = (differs({rank: call[t] for rank, call in every.items() if t in call}, t) for t in texts)
     return PipelineError("SK804", next(filter(None, found), "the ranks make different calls"), _REMEDY)
