@@ -325,12 +325,6 @@ SIMPLE = [
     ),
     Remedy(
         "SK302",
-        "Ask for {...} devices at most, or leave replicas out.",
-        lambda: Stages(999, replicas=(1, 2)),
-        (lambda: split(Stages(3, replicas=(1, 2))), lambda: split(Stages(3))),
-    ),
-    Remedy(
-        "SK302",
         "Give the memory in bytes, or leave replicas out.",
         lambda: Stages(3, memory="least", replicas=(1, 2)),
         (lambda: split(Stages(3, memory=10**6, replicas=(1, 2))), lambda: split(Stages(3, memory="least"))),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from splitkit.memory.segment import OrderMemory, SegmentMemory
+from splitkit.pipeline.memory import share
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_prices import STATE_OF, StagePrices
@@ -38,6 +39,7 @@ class BorderSet:
         state: bytes of optimizer state per byte of gradient.
         whole: whether these are all borders of the graph.
         cache: (n,) bytes of cache that each unit keeps; None for none.
+        replicas: the devices of each stage, which divide what it saves and takes.
     """
 
     members: Bools
@@ -48,6 +50,7 @@ class BorderSet:
     state: int
     whole: bool
     cache: Ints | None = None
+    replicas: int = 1
 
     def stage_of(self, borders: Sequence[int]) -> Ints:
         """Return (n,) the stage of each unit, for a chain of these borders without the empty one."""
@@ -61,13 +64,16 @@ class BorderSet:
         return total
 
     def price(self, wanted: Bools) -> None:
-        """Compute the memory of the wanted (p,) stages, so that `once` and `saved` are known."""
+        """Compute the memory of the wanted (p,) stages, so that `once` and `saved` are known.
+
+        For replicas it is a lower bound: gradients of parameters among the temporary bytes are not divided.
+        """
         kept = None if self.cache is None else self.between(self.cache)
         for pair in np.flatnonzero(wanted).tolist():
             held = self.stretch(int(self.first[pair]), int(self.last[pair]))
-            self.once[pair] = held.parameters + held.gradients * (1 + self.state) + held.temporary
+            self.once[pair] = held.parameters + held.gradients * (1 + self.state) + share(held.temporary, self.replicas)
             self.once[pair] += 0 if kept is None else int(kept[pair])
-            self.saved[pair] = held.saved
+            self.saved[pair] = share(held.saved, self.replicas)
 
     @cached_property
     def once(self) -> Ints:
@@ -82,7 +88,7 @@ class BorderSet:
     @cached_property
     def crossing(self) -> Ints:
         """(2, b) bytes that cross each border, downstream and upstream."""
-        return np.array([self.messages(border) for border in range(len(self.members))], np.int64).T
+        return -(-np.array([self.messages(border) for border in range(len(self.members))], np.int64).T // self.replicas)
 
 
 class StagePeaks:
@@ -145,19 +151,26 @@ class CandidateBorders:
         prices: the memory of stages.
         problem: prices of units and values, from which orders are found.
         cache: (n,) bytes of cache that each unit keeps; None for none.
+        replicas: the devices of each stage.
     """
 
     def __init__(
-        self, placing: PlacementModel, prices: StagePrices, problem: Problem, cache: Ints | None = None
+        self,
+        placing: PlacementModel,
+        prices: StagePrices,
+        problem: Problem,
+        cache: Ints | None = None,
+        replicas: int = 1,
     ) -> None:
-        self.placing, self._prices, self._problem, self._cache = placing, prices, problem, cache
+        self.placing, self._prices, self._problem = placing, prices, problem
+        self._cache, self._replicas = cache, replicas
         self._known: dict[bytes, BorderSet] = {}
 
     @cached_property
     def all(self) -> BorderSet | None:
         """All borders if they are few, else None."""
         found = ideal_borders(self.placing, self._prices)
-        return None if found is None else replace(found, cache=self._cache)
+        return None if found is None else replace(found, cache=self._cache, replicas=self._replicas)
 
     def along(self, stage: Ints) -> Iterator[BorderSet]:
         """Yield borders along orders: the graph's own, the one of given stages, and nine others."""
@@ -166,7 +179,7 @@ class CandidateBorders:
         for order in chain([units, np.argsort(stage, kind="stable")], others):
             if (key := order.astype(np.int64).tobytes()) not in self._known:
                 found = order_borders(self.placing, self._prices, order)
-                self._known[key] = replace(found, cache=self._cache)
+                self._known[key] = replace(found, cache=self._cache, replicas=self._replicas)
             yield self._known[key]
 
 

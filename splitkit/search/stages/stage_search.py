@@ -36,7 +36,7 @@ from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.memory_search import MemoryParts, MemorySearch
 from splitkit.search.node_copies import with_copies
 from splitkit.search.placement_model import PlacementModel, TransferTimes
-from splitkit.search.request import StageRequest
+from splitkit.search.request import StageRequest, with_all_reduce
 from splitkit.search.stages.candidate_borders import CandidateBorders
 from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, named, nodes_listed
 from splitkit.search.stages.peak_search import PeakSearch
@@ -92,6 +92,10 @@ class StagePlanner:
         Raises:
             NoPlanError: SK303 when none fit.
         """
+        return self._described(*self.best())
+
+    def best(self) -> tuple[Plan, Solution]:
+        """Return the best stages that fit, without claim and note, and what is proven of them. Errors as in `plan`."""
         found, plan = self._found()
         value = self._value(plan)
         near = max(NEAR, self.tolerance)
@@ -103,7 +107,7 @@ class StagePlanner:
                 other, sent = sending._found()
                 if sending._value(sent) < value:
                     found, plan = replace(other, bound=max(bound, other.bound)), sent
-        return self._described(plan, found)
+        return plan, found
 
     def least(self) -> Plan:
         """Return the fastest stages with the lowest maximum peak found, whatever memory is given."""
@@ -174,6 +178,7 @@ class StagePlanner:
             truly=self._truly,
             devices=self._cuts_in_memory.fewest,
             clock=self.clock,
+            replicas=self.demand.replicas,
         )
 
     def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
@@ -199,7 +204,9 @@ class StagePlanner:
     @cached_property
     def _peak_search(self) -> PeakSearch:
         return PeakSearch(
-            tracks=CandidateBorders(self._placing, self.demand.stage_prices, self._problem(), self._cache_of_units),
+            tracks=CandidateBorders(
+                self._placing, self.demand.stage_prices, self._problem(), self._cache_of_units, self.demand.replicas
+            ),
             holding=self._holding,
             flights=self.demand.flights(len(self.keys), surely=False),
             sure_flights=self.demand.flights(len(self.keys), surely=True),
@@ -278,7 +285,8 @@ class StagePlanner:
     @cached_property
     def _holding(self) -> AdditiveMemory:
         demand = self.demand
-        return AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+        held = AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+        return replace(held, saved=held.saved // demand.replicas)
 
     @property
     def _cache_of_units(self) -> Ints | None:
@@ -388,13 +396,19 @@ class StagePlanner:
 
     def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
         """Return the plan of units on devices, which are the stages if no order is given."""
-        return Plan.of(self._placing.labels(stage_numbers(device, order) if order else device, self.keys))
+        plan = Plan.of(self._placing.labels(stage_numbers(device, order) if order else device, self.keys))
+        each = self.demand.replicas
+        return replace(plan, parts={key: replace(part, replicas=each) for key, part in plan.parts.items()})
 
     def _run(self, plan: Plan) -> ScheduleRun:
         return self.demand.run(self.demand.stage_prices.of(plan))
 
     def _loads(self, plan: Plan) -> Floats:
-        return self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
+        """Return the load of each stage; of replicas, with the share of a microbatch in the all-reduce of gradients."""
+        loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
+        if self.demand.replicas == 1 or self.demand.schedule is None:
+            return loads
+        return with_all_reduce(loads, self._run(plan))
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         """Return the peak bytes of each rank."""
@@ -405,6 +419,12 @@ class StagePlanner:
         if self.demand.schedule is not None:
             return tuple(map(ByteBreakdown.of_rank, self._run(plan).memory))
         return self.demand.held(plan, captured=True)
+
+    @property
+    def fair_share(self) -> float:
+        """A lower bound on the bottleneck of all stages with these replicas: all work is shared, but for single ops."""
+        seconds = self.demand.seconds.values()
+        return max(sum(seconds) / len(self.keys), max(seconds)) * (1 - 1e-12)
 
     def described(self, plan: Plan) -> Plan:
         """Return a plan of other origin with a claim and a note."""
@@ -423,16 +443,17 @@ class StagePlanner:
             return plan
         return self._described(other, self._cut(other, plan.claim.bound))
 
-    def _described(self, plan: Plan, found: Solution) -> Plan:
-        """Return the plan with its claim and a note."""
+    def _described(self, plan: Plan, found: Solution, others: float = math.inf) -> Plan:
+        """Return the plan with its claim and a note; ``others``: a lower bound for other numbers of replicas."""
         loads = self._loads(plan)
         of_rank, busiest = by_rank(loads, self._rank_of)
         value = float(of_rank.max())
-        bound = min(value, max(found.bound, self._least))
+        bound = min(value, max(found.bound, self._least), others)
         near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
         claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
         load = duration(value, unit_of(self.demand.costs)) + ("" if len(of_rank) == len(loads) else " with its rank")
-        said = f"{len(self.keys)} stages. {claim.told(load, above_mean(value, float(of_rank.mean())))}"
+        each = f" on {self.demand.replicas} devices each" if self.demand.replicas > 1 else ""
+        said = f"{len(self.keys)} stages{each}. {claim.told(load, above_mean(value, float(of_rank.mean())))}"
         words = [said, *limits(self.demand.seconds, len(of_rank))]
         if self.demand.schedule is not None:
             run = self._run(plan)
@@ -443,6 +464,30 @@ class StagePlanner:
             peak = "" if self.demand.schedule is not None else f"peak {size(held[fullest].total)} on rank {fullest}, "
             words.append(f"{peak}{purpose(self.demand.optimizer)}: {held[fullest]}")
         return replace(plan, note="; ".join(words) + timeout_note(self.tries, self.clock), claim=claim)
+
+
+def best_replicas(planners: Sequence[StagePlanner]) -> Plan:
+    """Return the best of several numbers of replicas: the shortest step or, without a schedule, the least bottleneck.
+
+    Raises:
+        NoPlanError: SK303 if none fits; of the number whose plan lacks the fewest bytes.
+    """
+    found: list[tuple[float, StagePlanner, Plan, Solution]] = []
+    bound, refused = math.inf, list[NoPlanError]()
+    for planner in planners:
+        try:
+            plan, solution = planner.best()
+        except NoPlanError as error:
+            refused.append(error)
+            bound = min(bound, planner.fair_share)
+            continue
+        step = planner._run(plan).seconds if planner.demand.schedule is not None else planner._value(plan)
+        found.append((step, planner, plan, solution))
+        bound = min(bound, max(solution.bound, planner._least))
+    if not found:
+        raise min(refused, key=lambda error: error.excess or math.inf)
+    _, planner, plan, solution = min(found, key=lambda one: one[0])
+    return planner._described(plan, solution, bound)
 
 
 # Stages that fit their memory, by `MemorySearch`: a second or two for thousands of nodes, where others time out.
@@ -467,7 +512,7 @@ class CutsInMemory:
     def plans(self) -> Iterator[Plan]:
         """Yield stages that fit; if there are none, those that need the least memory in the graph's own order."""
         sizes = tuple(limit for limit in self.limits if limit is not None)
-        if not self._one_a_rank or len(sizes) < len(self.limits) or self.demand.cache:
+        if not self._usable or len(sizes) < len(self.limits):
             return
         search = self._search(sizes)
         found = search.of(len(self.keys))
@@ -480,15 +525,16 @@ class CutsInMemory:
     def fewest(self) -> int | None:
         """Return the fewest stages found, more than there are, that fit the memory of each; None if there are none."""
         limit = self.limits[0]
-        if not self._one_a_rank or limit is None or len(set(self.limits)) > 1 or self.demand.cache:
+        if not self._usable or limit is None or len(set(self.limits)) > 1:
             return None
         found = MemorySearch(self._free, None, lambda count: (limit,) * count).fewest()
         more = found is not None and len(found.parts) > len(self.keys) and self._plan(found) is not None
         return len(found.parts) if found is not None and more else None
 
     @property
-    def _one_a_rank(self) -> bool:
-        return len(self.limits) == len(self.rank_of)
+    def _usable(self) -> bool:
+        """Whether each rank has one stage on one device, without a cache."""
+        return len(self.limits) == len(self.rank_of) and not self.demand.cache and self.demand.replicas == 1
 
     @property
     def _free(self) -> StageRequest:
