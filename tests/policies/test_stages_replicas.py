@@ -16,7 +16,7 @@ from torch import fx, nn
 import splitkit as sk
 from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.plans.parts import Part
-from splitkit.policies import Best, Devices, Stages
+from splitkit.policies import Best, Stages
 from splitkit.testing import assert_legal, assert_same
 
 DEGREES = [(1, 2), (1, 2, 4), (2, 3), (1, 3), (2,)]
@@ -275,13 +275,6 @@ def test_what_replicas_do_not_go_with_is_refused(asked, code, words):
     with pytest.raises(sk.SplitError, match=code) as refused:
         Stages(**{"n": 4, **asked})
     assert words in f"{refused.value.reason} {refused.value.remedy}"
-
-
-@pytest.mark.parametrize("replicas", [(1, 2), 2, "1", (), [True, 2]])
-def test_devices_have_one_part_each(replicas):
-    with pytest.raises(sk.errors.PolicyError, match=r"SK302.*replicas") as refused:
-        Devices(["h100"] * 2, replicas=replicas)
-    assert "Stages(8, replicas=(1, 2, 4))" in refused.value.remedy
 
 
 def test_plans_with_replicas_are_not_compared_with_others():

@@ -396,12 +396,6 @@ SIMPLE = [
         lambda: cached({a_node(): 64}),
     ),
     Remedy(
-        "SK302",
-        "{...} on equal devices.",
-        lambda: Devices(["h100"] * 2, replicas=2),
-        lambda: split(Stages(4, replicas=(1, 2, 4))),
-    ),
-    Remedy(
         "SK302", 'List at least one: ["h200", "h200"].', lambda: Devices([]), lambda: split(Devices(["h200", "h200"]))
     ),
     Remedy("SK302", "Name it.", lambda: Devices({None: "h200"}), lambda: split(Devices({"first": "h200"}))),
