@@ -95,7 +95,7 @@ COMPONENTS = [
     Component("stages: ties", _STAGES, "ties", to(lambda _: [])),
     Component("stages: cuts between blocks", rank_borders.RankBorders, "stages", to(none)),
     Component("stages: few borders, true peaks", stage_search.StagePlanner, "_few", to(none)),
-    Component("stages: even cuts", stage_search.Balancing, "along", to(none)),
+    Component("stages: even cuts", stage_search.StagePlanner, "_balanced", to(none)),
     Component("stages: annealing over links", linked_annealing.LinkedAnnealing, "annealed", to(given(1))),
     Component("stages: bound with empty stages", stage_search, "least_without_units", to(zero)),
     Component("stages: bound of ranks", stage_search, "joining_bound", to(given(1))),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +17,7 @@ from splitkit.pipeline.stage_prices import STATE_OF, StagePrices
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.solvers.line.border_chains import Chains, on_chains
-from splitkit.solvers.placement.core import core_of, orders
-from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 MOST_IDEALS = 400
 """Of more borders, only those along orders are priced; with 200 or 800, twelve requests had the same plans."""
@@ -143,51 +141,15 @@ class StagePeaks:
         return on_chains(self.track.first, self.track.last, self._sums <= capacity[:, None])
 
 
-class CandidateBorders:
-    """The sets of borders of a graph.
+def border_ideals(size: int, edges: Iterable[tuple[int, int]]) -> list[int] | None:
+    """Return all borders of a graph by size, each as bits of the units before it; None if they are too many.
 
     Args:
-        placing: the units; none of them shared.
-        prices: the memory of stages.
-        problem: prices of units and values, from which orders are found.
-        cache: (n,) bytes of cache that each unit keeps; None for none.
-        replicas: the devices of each stage.
+        size: the number of units.
+        edges: pairs of units (first, then).
     """
-
-    def __init__(
-        self,
-        placing: PlacementModel,
-        prices: StagePrices,
-        problem: Problem,
-        cache: Ints | None = None,
-        replicas: int = 1,
-    ) -> None:
-        self.placing, self._prices, self._problem = placing, prices, problem
-        self._cache, self._replicas = cache, replicas
-        self._known: dict[bytes, BorderSet] = {}
-
-    @cached_property
-    def all(self) -> BorderSet | None:
-        """All borders if they are few, else None."""
-        found = ideal_borders(self.placing, self._prices)
-        return None if found is None else replace(found, cache=self._cache, replicas=self._replicas)
-
-    def along(self, stage: Ints) -> Iterator[BorderSet]:
-        """Yield borders along orders: the graph's own, the one of given stages, and nine others."""
-        units = np.arange(len(stage))
-        others = orders(core_of(self._problem, units))
-        for order in chain([units, np.argsort(stage, kind="stable")], others):
-            if (key := order.astype(np.int64).tobytes()) not in self._known:
-                found = order_borders(self.placing, self._prices, order)
-                self._known[key] = replace(found, cache=self._cache, replicas=self._replicas)
-            yield self._known[key]
-
-
-def border_ideals(placing: PlacementModel) -> list[int] | None:
-    """Return all borders of a graph by size, each as bits of the units before it; None if they are too many."""
-    size = len(placing.units)
     before = [0] * size
-    for first, then in placing.edges:
+    for first, then in edges:
         before[then] |= 1 << first
     found: dict[int, None] = {0: None}
     level = [0]
@@ -205,7 +167,7 @@ def border_ideals(placing: PlacementModel) -> list[int] | None:
 
 def ideal_borders(placing: PlacementModel, prices: StagePrices) -> BorderSet | None:
     """Return all borders of a graph, or None if there are more than the search can go through."""
-    if (ideals := border_ideals(placing)) is None:
+    if (ideals := border_ideals(len(placing.units), placing.edges)) is None:
         return None
     members = np.array([[ideal >> unit & 1 for unit in range(len(placing.units))] for ideal in ideals], np.bool_)
     starts, ends = nested(members)
