@@ -276,7 +276,7 @@ def budgets_of(block: Block) -> tuple[Seen, list[int]]:
     """The plan with the lowest peak, and budgets from there to the peak of saving everything."""
     seen = Pool(block.problem, block.peaks)
     whole = seen.see_plan(SaveAll().assign(block.joint.flow, block.costs))
-    low = RecomputeSearch(seen, 30.0).lowest_peak()
+    low = RecomputeSearch(seen).lowest_peak()
     return low, [low.peak, *(int(low.peak + share * (whole.peak - low.peak)) for share in SHARES)]
 
 

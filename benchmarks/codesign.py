@@ -168,7 +168,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         joint = captured(name, args.layers, args.batch, args.seq)
         print(f"{name}: captured in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         costs = sk.costs.roofline(joint.graph_module, "h100")
-        positions = JointPositions.of(joint.flow)
+        positions = JointPositions(joint.flow)
         for schedule in args.schedules:
             kind = schedule_named(schedule)
             for ranks in args.ranks:

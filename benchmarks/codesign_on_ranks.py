@@ -41,7 +41,7 @@ from splitkit.testing import models
 def plans(joint: Joint, costs: Any, ranks: int, microbatches: int, share: float) -> dict[str, tuple[Any, float]]:
     """Return way -> its plan and its simulated step, all within the same share of the memory without recompute."""
     order = pipeline_order("1f1b", ranks, microbatches)
-    frontiers = StageFrontiers(StageProblems(JointPositions.of(joint.flow), costs, "sgd", False))
+    frontiers = StageFrontiers(StageProblems(JointPositions(joint.flow), costs, "sgd", False))
     whole = CutSearch(frontiers, order, None, [None] * ranks).run().best
     assert whole is not None
     memory = int(share * max(whole.run.peaks))

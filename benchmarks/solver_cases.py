@@ -151,7 +151,7 @@ def _joint_of(model: str) -> Pool:
 
 def _recomputed(model: str, share: float, seconds: float) -> Outcome:
     """Seconds computed again within a share of what can be saved; of none the least peak."""
-    search = RecomputeSearch(_joint_of(model).fresh(), 10 * seconds)
+    search = RecomputeSearch(_joint_of(model).fresh())
     if not share:
         low = search.lowest_peak()
         return Outcome((float(low.peak), search.cheapest_at(low).seconds), float(search.least_peak()), "least peak")

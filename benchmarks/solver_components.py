@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from solver_cases import Case, Outcome, cases, without_clock
 
-from splitkit.search import device_search, memory_search, placement_model, replica_search
+from splitkit.search import device_search, memory_search, placement_model
 from splitkit.search.recompute import plan_pool, recompute_search
 from splitkit.search.stages import rank_borders, stage_search
 from splitkit.solvers.placement import contract, latency_solver, set_solver, unequal_solver
@@ -95,7 +95,7 @@ COMPONENTS = [
     Component("stages: ties", _STAGES, "ties", to(lambda _: [])),
     Component("stages: cuts between blocks", rank_borders.RankBorders, "stages", to(none)),
     Component("stages: few borders, true peaks", stage_search.StagePlanner, "_few", to(none)),
-    Component("stages: even cuts", stage_search.Balancing, "along", to(none)),
+    Component("stages: even cuts", stage_search.StagePlanner, "_balanced", to(none)),
     Component("stages: annealing over links", linked_annealing.LinkedAnnealing, "annealed", to(given(1))),
     Component("stages: bound with empty stages", stage_search, "least_without_units", to(zero)),
     Component("stages: bound of ranks", stage_search, "joining_bound", to(given(1))),
@@ -116,8 +116,6 @@ COMPONENTS = [
     Component("devices: bound by messages", device_search, "least_load", to(zero)),
     Component("memory: all cuts of small graphs", memory_search.MemorySearch, "_exactly", to(nothing)),
     Component("memory: orders but the first", memory_search, "orders", to(lambda _: [])),
-    Component("replicas: fitting to memory", replica_search.ReplicaSearch, "_fitting", to(nothing)),
-    Component("replicas: stages on one device", replica_search.ReplicaSearch, "_choices", to(none)),
     Component("recompute: sown plans", plan_pool.Descent, "sow", to(nothing)),
     Component("recompute: descent to a budget", plan_pool.Descent, "under", to(nothing)),
     Component("recompute: descent in time", plan_pool.Descent, "cheaper", to(nothing)),

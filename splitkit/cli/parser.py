@@ -198,7 +198,7 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
         "--replicas",
         type=numbers,
         metavar="LIST",
-        help="numbers of replicas that a stage may have, such as 1,2,4; each replica runs a share of the microbatches. "
+        help="numbers of replicas that stages may have, such as 1,2,4; each replica runs a share of the microbatches. "
         "--stages or --devices is then the number of devices (default: 1)",
     )
     group.add_argument(

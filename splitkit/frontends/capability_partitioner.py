@@ -15,9 +15,20 @@ from splitkit.engine.fuse_partitions import fuse_partitions, fusible_nodes
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import Dataflow, analyze, require_graph
 from splitkit.graph.dependences import Before, all_dependences
-from splitkit.search.adjacent import Load, PartitionLimits, by_levels, by_readers, fewest_partitions, loads_of
-from splitkit.search.transparent import ALWAYS_TRANSPARENT, border_nodes, computing_calls
-from splitkit.search.tuple_members import Partitions, move_members, owners_of
+from splitkit.search.adjacent import (
+    ALWAYS_TRANSPARENT,
+    Load,
+    PartitionLimits,
+    Partitions,
+    border_nodes,
+    by_levels,
+    by_readers,
+    computing_calls,
+    fewest_partitions,
+    loads_of,
+    move_members,
+    owners_of,
+)
 
 
 class CapabilityBasedPartitioner:

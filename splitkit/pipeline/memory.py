@@ -383,11 +383,6 @@ def ring_rounds(replicas: int) -> int:
     return 2 * (replicas - 1)
 
 
-def ring_seconds(nbytes: float, replicas: int, latency: float, bandwidth: float) -> float:
-    """Return the seconds of a ring all-reduce of ``nbytes`` over ``replicas`` devices."""
-    return ring_rounds(replicas) * (latency + nbytes / replicas / bandwidth)
-
-
 def replica_of(whole: StageCosts, replicas: int, gradients: int = 0) -> StageCosts:
     """Return the costs of one replica of a stage for its share of a microbatch.
 

@@ -92,10 +92,6 @@ def _memory(policy: Any) -> int | tuple[int | None, ...] | None:
 # Checks schedules, microbatches and replicas of a policy, and fills in their defaults.
 
 
-MOST_REPLICATED = 64
-"""The most devices for which plans with replicas are searched."""
-
-
 def require_schedule(policy: object, schedule: str | None, microbatches: int | None, stages: int) -> None:
     """Refuse a schedule that does not allow these numbers of stages and microbatches.
 
@@ -128,9 +124,6 @@ def require_replicas(
         PolicyError: SK302 for options that do not work with replicas; says which do.
     """
     name = f"{type(policy).__name__}(replicas={tuple(degrees)})"
-    if devices > MOST_REPLICATED:
-        remedy = f"Ask for {MOST_REPLICATED} devices at most, or leave replicas out."
-        raise PolicyError("SK302", f"{name} for {devices} devices", remedy)
     if least:
         raise PolicyError("SK302", f"{name} with memory='least'", "Give the memory in bytes, or leave replicas out.")
     if schedule is None:

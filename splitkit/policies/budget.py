@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, inf, isfinite
+from math import ceil, isfinite
 from typing import Literal
 
-from splitkit.checks import is_number, is_whole, is_word, nbytes, seconds, shown
+from splitkit.checks import is_number, is_whole, is_word, nbytes, shown
 from splitkit.costs import Costs
 from splitkit.costs.links import HostLink, Offload, require_offload, room_of_host
 from splitkit.costs.named import priced, require_price
@@ -74,8 +74,6 @@ class Budget:
         budget: the bytes as an int or a text such as ``"1.5GiB"``; or a float from 0.0 to 1.0, the share of what can be
             saved; or ``"least"``. ``None`` if a card is given.
         of: ``"peak"`` or ``"saved"``, the quantity that is bounded.
-        time_limit: the seconds after which the search ends with the best plan so far, so that a slower machine may find
-            a worse plan; by default there is no limit.
         candidates: policies or plans of your own; the result is no worse than any of them that fits. To pass what
             torch's partitioner saves, write ``Remat(lambda node: node.name in pair.saved)``.
         price: ``"fused"`` for seconds under Inductor, on the device of the costs (`splitkit.costs.named`); by
@@ -96,7 +94,6 @@ class Budget:
 
     budget: int | float | str | None = None
     of: Literal["peak", "saved"] = "peak"
-    time_limit: float | None = None
     candidates: tuple[PolicyLike, ...] = ()
     price: Literal["fused"] | None = None
     pool: PlanPool | None = field(default=None, repr=False, compare=False)
@@ -116,8 +113,6 @@ class Budget:
             raise PolicyError("SK302", text, "List policies or plans: (SaveAll(), Remat(['aten.mm'])).")
         for candidate in candidates:
             require_policy(candidate)
-        if self.time_limit is not None:
-            seconds(self, "time_limit", self.time_limit)
         if self.pool is not None and not isinstance(self.pool, PlanPool):
             raise PolicyError("SK302", f"Budget has pool={self.pool!r:.200}", "Give a splitkit.policies.PlanPool().")
         require_price(self, self.price)
@@ -220,7 +215,7 @@ class Budget:
         whole = pool.see_plan(eager_plan(joint))
         for candidate in self.candidates:
             pool.see_plan(as_plan(candidate, joint, costs))
-        search = RecomputeSearch(pool, inf if self.time_limit is None else self.time_limit)
+        search = RecomputeSearch(pool)
         if self.budget == LEAST:
             return self._least(search)
         limit, bound = self._limit(joint, search, whole), 0.0
@@ -276,7 +271,7 @@ class Budget:
             least = search.cheapest_at(search.lowest_peak())
             proven = f"No plan's peak is below {size(search.least_peak())}"
         exact = f"{self._taken(least)} bytes, the {'fewest' if self.of == 'saved' else 'least'} found"
-        return least.choice.plan(f"{self._told(least, exact, search)}. {proven}{search.ending}")
+        return least.choice.plan(f"{self._told(least, exact, search)}. {proven}")
 
     def _told(self, seen: Seen, about: str, search: RecomputeSearch) -> str:
         """Return what a plan takes, as sentences without the last full stop; ``about`` is said of the limited bytes."""
@@ -289,13 +284,13 @@ class Budget:
     def _note(self, limit: int, best: Seen, bound: float, search: RecomputeSearch) -> str:
         told = self._told(best, f"within {size(limit)}", search)
         if not best.seconds:
-            return told + search.ending
+            return told
         # The bound is infinite if no plan in graph order fits, and the plan has another order.
         bound = min(bound, best.seconds) if isfinite(bound) else 0.0
         of = "" if self.of == "saved" else " in graph order"
         least, gap = duration(bound, best.choice.savings.time_unit), 1 - bound / best.seconds
         proven = f"less than {least}, which is {gap:.2%} less" if gap >= _EXACT else "less"
-        return f"{told}. No plan{of} recomputes {proven}{search.ending}"
+        return f"{told}. No plan{of} recomputes {proven}"
 
     def _infeasible(self, limit: int, lowest: Seen, search: RecomputeSearch) -> NoPlanError:
         taken = self._taken(lowest)

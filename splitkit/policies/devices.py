@@ -56,7 +56,6 @@ class Devices:
             it, the note says so.
         tokens: for inference: the tokens of all requests in flight; every device must leave room for their KV cache.
         cache: with tokens, node or its name -> bytes of cache per token, as in `Stages`.
-        replicas: must be 1; `Stages` can replicate stages over several equal devices.
     """
 
     devices: Sequence[str | Device] | Mapping[PartKey, str | Device]
@@ -68,14 +67,10 @@ class Devices:
     together: Sequence[str] = ()
     only: Mapping[str, Collection[PartKey]] = field(default_factory=dict)
     seconds: float = 10.0
-    replicas: int | Sequence[int] = (1,)
     tokens: int = 0
     cache: Mapping[str | Node, int] | None = None
 
     def __post_init__(self) -> None:
-        if not (is_whole(self.replicas) and self.replicas == 1) and items_of(self.replicas) != [1]:
-            text, remedy = f"Devices: replicas is {shown(self.replicas)}", "Stages(8, replicas=(1, 2, 4)) has replicas,"
-            raise PolicyError("SK302", text, f"{remedy} on equal devices.")
         if (
             isinstance(self.devices, str | bytes)
             or not isinstance(self.devices, Sequence | Mapping)

@@ -13,7 +13,8 @@ from torch.fx import Node
 from splitkit.checks import count, is_whole, settle
 from splitkit.costs import Costs
 from splitkit.errors import NoPlanError, PolicyError
-from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of
+from splitkit.graph.dataflow import Dataflow, enough_nodes, module_path, readers_of, waits_for
+from splitkit.graph.dependences import nodes_after
 from splitkit.graph.node_selection import no_module
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
@@ -107,20 +108,12 @@ def _plan(flow: Dataflow, starts: Sequence[Node], loose: Collection[Node], note:
     """
     begin = [flow.index[node] for node in starts]
     stage = {node: max(0, bisect_right(begin, flow.index[node]) - 1) for node in flow.nodes}
-    free, readers, behind = set(loose), readers_of(flow), _behind(flow)
+    free, readers = set(loose), readers_of(flow)
+    behind = nodes_after({node: waits_for(flow, node) for node in flow.nodes})
     for node in reversed(flow.nodes):
         if node in free and readers[node]:
-            stage[node] = min(stage[later] for later in (*readers[node], *behind.get(node, ())))
+            stage[node] = min(stage[later] for later in behind[node])
     return Plan.of(stage, note)
-
-
-def _behind(flow: Dataflow) -> dict[Node, list[Node]]:
-    """Return node -> the nodes that must run after it because of an effect."""
-    found: dict[Node, list[Node]] = {}
-    for node in flow.nodes:
-        for before in flow.after.get(node, ()):
-            found.setdefault(before, []).append(node)
-    return found
 
 
 def _starts_of(flow: Dataflow, names: Sequence[str], start: Node) -> list[Node]:

@@ -14,6 +14,7 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.purpose import counted_optimizer, microbatches_of
+from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.offloaded import Offloaded
@@ -23,8 +24,7 @@ from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
 from splitkit.search.pipelines.joint_positions import JointPositions, staged_plan
-from splitkit.search.pipelines.offload_cut_search import OffloadCutSearch, RankHost, StageTransfers
-from splitkit.search.pipelines.planned_pipeline import PlannedPipeline
+from splitkit.search.pipelines.offload_cut_search import OffloadCutSearch, StageTransfers
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.short_repr import options
@@ -33,6 +33,23 @@ from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, in_words, size
 
 _ROUNDING = 2e-5  # of the integer programs that prove bounds
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPipeline:
+    """A plan of pipeline stages with the simulated step that it was chosen for.
+
+    Attributes:
+        plan: the plan.
+        run: the step.
+        limits: the bytes of each rank, ``None`` without limit.
+        recompute: the seconds that each stage computes again.
+    """
+
+    plan: Plan
+    run: ScheduleRun
+    limits: tuple[int | None, ...]
+    recompute: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -126,7 +143,7 @@ class Pipeline:
         """Return the problems of all stages of a joint graph, for `found`."""
         optimizer = counted_optimizer(self.optimizer, self.schedule, checked(costs))
         divided = schedule_named(self.schedule).divided
-        return StageProblems(JointPositions.of(flow), costs, optimizer, divided, recompute=self.recompute)
+        return StageProblems(JointPositions(flow), costs, optimizer, divided, recompute=self.recompute)
 
     def found(self, problems: StageProblems) -> PlannedPipeline:
         """Return the plan with its simulated step. Errors as in `assign`.
@@ -143,7 +160,7 @@ class Pipeline:
             raise NoPlanError("SK303", reason, f"Ask for at most {most}.")
         found = search.run()
         if found.best is None:
-            raise self._infeasible(frontiers, found, search.smallest())
+            raise self._infeasible(frontiers, found, search.smallest)
         best = found.best
         again = tuple(point.seconds for point in best.points)
         return PlannedPipeline(self._plan(frontiers, found, best), best.run, self._limits, again)
@@ -153,8 +170,8 @@ class Pipeline:
         if self.offload is None:
             return CutSearch(*given)
         require_seconds(frontiers.problems.costs)
-        transfers = StageTransfers(frontiers.problems, HostLink.of(self.offload))
-        return OffloadCutSearch(*given, RankHost(transfers, room_of_host(self, self.host)))
+        link, host = HostLink.of(self.offload), room_of_host(self, self.host)
+        return OffloadCutSearch(*given, StageTransfers(frontiers.problems, link, host))
 
     def _plan(self, frontiers: StageFrontiers, found: FoundCuts, best: ScoredCuts) -> Plan:
         choices = [frontiers.choice(*span, point) for span, point in zip(best.spans, best.points, strict=True)]

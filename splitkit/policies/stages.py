@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
@@ -11,21 +10,17 @@ from torch.fx import Node
 from splitkit.checks import Memory, count, degrees, fraction, is_word, memory_of, seconds, settle
 from splitkit.costs import Costs, Links
 from splitkit.costs.links import as_links
-from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.purpose import counted_optimizer, microbatches_of, ranks_of, require_replicas, require_schedule
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer
-from splitkit.search.replica_scoring import ReplicaScoring
-from splitkit.search.replica_search import ReplicaSearch
 from splitkit.search.request import StageRequest
 from splitkit.search.stages.cache_options import CacheOptions, cache_of, check_cache
-from splitkit.search.stages.stage_search import StagePlanner
+from splitkit.search.stages.stage_search import StagePlanner, best_replicas
 from splitkit.search.stages.token_search import InferenceStages
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.solution import timeout_note
 
 # The share of `seconds` that is turned into a number of solver steps. The rest is room for the other searches of a
 # plan, and for slower machines, which need longer for the same steps.
@@ -58,13 +53,12 @@ class Stages:
     separate them. What only counts or records, such as the counter of a batch norm, is in the stage of its module
     (`splitkit.pipeline.inseparable_nodes`).
 
-    With ``replicas``, a stage may run on several devices in data parallel. Each of its d devices has all parameters of
-    the stage, and 1/d of every microbatch, of the time and of the activations. The parts of the plan say how many
-    devices they use (`Part.replicas`). Loads are per device, and devices are balanced, not stages. A message between
-    stages on d and e devices takes 1 / min(d, e) of its time. With links and a schedule, a ring all-reduce sums the
-    gradients once per step; it moves 2 (d - 1) / d of their bytes, and each microbatch bears an equal share. The
-    shortest simulated step then decides, since a pipeline with fewer stages fills sooner. PipeDream (SOSP 2019), DAPPLE
-    (PPoPP 2021) and Piper (NeurIPS 2021) plan replicas in this way::
+    With ``replicas``, each stage may run on several devices in data parallel, all stages on equally many. Each of the d
+    devices has all parameters of the stage, and 1/d of every microbatch, of the time, of the activations and of the
+    messages. The parts of the plan say how many devices they use (`Part.replicas`). Loads are per device. With links
+    and a schedule, a ring all-reduce sums the gradients once per step; it moves 2 (d - 1) / d of their bytes, and each
+    microbatch bears an equal share. Stages are planned for each number that is allowed. With a schedule, the shortest
+    simulated step decides, since a pipeline with fewer stages fills sooner::
 
         Stages(8, schedule="1f1b", links="nvlink4", replicas=(1, 2, 4))
 
@@ -97,8 +91,8 @@ class Stages:
             the note says so.
         tolerance: relative, from 0 to 1: how much slower the slowest stage may be than the best that was found if that
             makes stages more even, and how much less even stages may be if that reduces traffic.
-        replicas: the numbers of devices that a stage may use, such as ``(1, 2, 4)``; ``n`` is then the number of
-            devices; some may stay unused.
+        replicas: the numbers of devices that each stage may use, such as ``(1, 2, 4)``; ``n`` is then the number of
+            devices, of which those stay unused that are not enough for another stage.
         objective: ``"tokens"`` or ``"throughput"``, for inference; ``None``: the slowest stage, without a cache.
         tokens: with ``objective="throughput"``, the tokens of all requests in flight, whose cache must fit.
         cache: node, or its name -> bytes of cache per token; by default the result of `splitkit.extend.cache_bytes`.
@@ -160,12 +154,12 @@ class Stages:
         """Return a plan of another such policy, whose schedule alone differs, as this one's: it has the same loads."""
         return replace(self._staging(flow, costs).retold(plan), request=PlanRequest(), policy="")
 
-    def _staging(self, flow: Dataflow, costs: Costs) -> StagePlanner:
+    def _staging(self, flow: Dataflow, costs: Costs, replicas: int = 1) -> StagePlanner:
         memory = None if is_word(self.memory, "least") else self.memory
         links = as_links(self.links)
         optimizer = counted_optimizer(self.optimizer, self.schedule, costs)
         asked = self.schedule, self.microbatches, memory, links, optimizer
-        demand = StageRequest(self, flow, costs, *asked, backward=optimizer is not None)
+        demand = StageRequest(self, flow, costs, *asked, backward=optimizer is not None, replicas=replicas)
         if self.schedule is not None or self.memory is not None:
             demand.analyze()
         counted = _ALONE if self.schedule is None and links is None else _ONCE if self.memory is None else _COUNTED
@@ -187,14 +181,21 @@ class Stages:
         return self._degrees != (1,)
 
     def _with_replicas(self, flow: Dataflow, costs: Costs) -> Plan:
-        """Plan replicated stages on at most ``n`` devices, no slower than stages of one device each."""
-        enough_nodes(flow, 1)
-        microbatches = microbatches_of(self.microbatches, self.n) if self.schedule else None
-        staging = replace(self, replicas=(1,), microbatches=microbatches)._staging(flow, costs)
-        demand = replace(staging.demand, policy=self)
-        worth = ReplicaScoring(demand, self.n, self._degrees, self.tolerance, demand.limits(self.n))
-        single = None
-        if self._degrees[0] == 1 and len(flow.nodes) >= self.n:
-            with suppress(NoPlanError):
-                single = staging.plan()
-        return ReplicaSearch(worth, self.seconds, single, timeout_note(staging.tries)).plan()
+        """Plan stages of each number of replicas on at most ``n`` devices, and return the best of these plans."""
+        each = [count for count in self._degrees if self.n // count <= len(flow.nodes)]
+        enough_nodes(flow, self.n // (each or self._degrees)[-1])
+        return best_replicas([self._of_replicas(count)._staging(flow, costs, count) for count in each])
+
+    def _of_replicas(self, replicas: int) -> Stages:
+        """Return the policy for stages on so many devices each, with its part of the time."""
+        stages, sizes = self.n // replicas, memory_of(self, self.memory, self.n)
+        groups = (sizes[stage * replicas : (stage + 1) * replicas] for stage in range(stages))
+        least = [min((one for one in group if one is not None), default=None) for group in groups]
+        return replace(
+            self,
+            n=stages,
+            replicas=(1,),
+            microbatches=microbatches_of(self.microbatches, self.n) if self.schedule else None,
+            memory=None if self.memory is None else least,
+            seconds=self.seconds / len(self._degrees),
+        )

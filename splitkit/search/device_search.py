@@ -34,7 +34,6 @@ from splitkit.prices import unit_of
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.search.request import StageRequest
-from splitkit.search.stages.candidate_borders import CandidateBorders
 from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, nodes_listed
 from splitkit.search.stages.peak_search import PeakSearch
 from splitkit.search.stages.stage_search import NEAR
@@ -424,7 +423,10 @@ class DeviceSearch:
         demand, device, travel = self.demand, np.array(way), self._travel
         cache = [sum(demand.cache.get(node, 0) for node in members) for members in self._placing.members]
         return PeakSearch(
-            tracks=CandidateBorders(self._placing, demand.stage_prices, self._problem(), np.array(cache, np.int64)),
+            placing=self._placing,
+            prices=demand.stage_prices,
+            problem=self._problem(),
+            cache=np.array(cache, np.int64),
             holding=self._holding,
             flights=demand.flights(len(way), surely=False),
             sure_flights=demand.flights(len(way), surely=True),

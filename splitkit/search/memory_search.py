@@ -30,6 +30,7 @@ from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan, keep_books
 from splitkit.search.memory_cuts import Limits, MemoryCuts
 from splitkit.search.request import StageRequest
+from splitkit.search.stages.candidate_borders import border_ideals
 from splitkit.solvers.placement.core import core_of, orders
 from splitkit.solvers.placement.problem import Problem, Slot
 
@@ -345,7 +346,7 @@ class MemorySearch:
 #     traffic[k, B] = min over ideals A within B of traffic[k - 1, A] + bytes that cross at B
 
 
-_MOST, _MOST_ASKED = 400, 4_000  # ideals; parts whose memory is asked for
+_MOST_ASKED = 4_000  # parts whose memory is asked for
 
 Ideal = int
 """The positions of its nodes, as bits."""
@@ -365,10 +366,7 @@ class MemoryIdeals:
     """
 
     def __init__(self, size: int, edges: Sequence[tuple[int, int]], line: Callable[[list[int]], MemoryCuts]) -> None:
-        self._size, self._line, self._whole = size, line, (1 << size) - 1
-        self._before = [0] * size
-        for first, then in edges:
-            self._before[then] |= 1 << first
+        self._size, self._edges, self._line, self._whole = size, edges, line, (1 << size) - 1
         self._sums: dict[tuple[Ideal, Ideal], tuple[tuple[int, int], tuple[int, int]]] = {}
         self._traffic: dict[Ideal, int] = {}
 
@@ -434,17 +432,9 @@ class MemoryIdeals:
     @cached_property
     def _ideals(self) -> list[Ideal]:
         """Return all ideals, from the smallest to the largest."""
-        found, level = [0], {0}
-        while level:
-            level = {ideal | 1 << node for ideal in level for node in self._ready(ideal)}
-            found += sorted(level)
-            if len(found) > _MOST:
-                raise TooManyPartsError
-        return found
-
-    def _ready(self, ideal: Ideal) -> list[int]:
-        outside = (node for node in range(self._size) if not ideal >> node & 1)
-        return [node for node in outside if not self._before[node] & ~ideal]
+        if (found := border_ideals(self._size, self._edges)) is None:
+            raise TooManyPartsError
+        return sorted(found, key=lambda ideal: (ideal.bit_count(), ideal))
 
 
 def _positions(ideal: Ideal) -> list[int]:

@@ -70,6 +70,20 @@ class TransferTimes:
         pairs = np.ix_(places, places)
         return replace(self, latency=self.latency[pairs], bandwidth=self.bandwidth[pairs])
 
+    def grouped(self, sizes: Sequence[int]) -> TransferTimes:
+        """Return the times between groups of so many places in a row, each with its share of every value.
+
+        A message between groups of a and b places takes as long as the largest share that one place sends or receives,
+        1 / min(a, b), over the slowest link between the two groups.
+        """
+        starts = np.cumsum([0, *sizes[:-1]])
+        latency = np.maximum.reduceat(np.maximum.reduceat(self.latency, starts, axis=0), starts, axis=1)
+        bandwidth = np.minimum.reduceat(np.minimum.reduceat(self.bandwidth, starts, axis=0), starts, axis=1)
+        bandwidth = bandwidth * np.minimum.outer(sizes, sizes)
+        np.fill_diagonal(latency, 0.0)
+        np.fill_diagonal(bandwidth, np.inf)
+        return replace(self, latency=latency, bandwidth=bandwidth)
+
     @property
     def joins(self) -> bool:
         """Whether some places belong to one rank."""

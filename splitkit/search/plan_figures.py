@@ -22,14 +22,13 @@ from splitkit.pipeline.purpose import by_rank, microbatches_of, request_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import run_order
-from splitkit.plans.parts import PARENT, UNSAID, Part, PartKey, PlanRequest
+from splitkit.plans.parts import PARENT, UNSAID, PartKey, PlanRequest
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import require_parts
 from splitkit.prices import unit_of
 from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
-from splitkit.search.replica_scoring import ReplicaScoring
-from splitkit.search.request import StageRequest
+from splitkit.search.request import StageRequest, with_all_reduce
 from splitkit.units import duration, size
 
 
@@ -221,7 +220,7 @@ class StagePricing:
         request, model = self.request, self.model
         if self.replicated:  # each device has its share of the microbatch
             own = np.array([stage.forward + stage.backward for stage in stages or ()], np.float64)
-            return own, self._shared_loads(plan, devices, [stage.replicas for stage in stages or ()])
+            return own, self._shared_loads(plan, devices, stages or ())
         if isinstance(request, DeviceRequest):
             kinds, travel, cpus = request.kinds, request.travel(request.keys), request.cpus
             return model.loads(plan, devices, kinds, None), model.loads(plan, devices, kinds, travel, cpus)
@@ -238,13 +237,14 @@ class StagePricing:
             found[self.device_of(key)] += seconds
         return np.array(list(found.values()), np.float64)
 
-    def _shared_loads(self, plan: Plan, devices: Sequence[PartKey], replicas: Sequence[int]) -> Any:
+    def _shared_loads(self, plan: Plan, devices: Sequence[PartKey], stages: Sequence[StageCosts]) -> Any:
         """Return (d,) seconds of each device of each part, with its transfers and its share of the all-reduce."""
-        number = {key: i for i, key in enumerate(devices)}
-        places = {node: tuple(number[key] for key in keys) for node, keys in plan.items()}
-        parts: dict[PartKey, Part] = {i: Part(i, replicas=count) for i, count in enumerate(replicas)}
-        scoring = ReplicaScoring(self.request, sum(replicas), tuple(sorted(set(replicas))), 0.0, ())
-        return scoring.loads(Plan(places, parts))
+        request, replicas = self.request, [stage.replicas for stage in stages]
+        rows = [{node: s / count for node, s in request.seconds.items()} for count in replicas]
+        model = PlacementModel(request.flow, request.prices, rows)
+        loads = model.loads(plan, devices, range(len(rows)), request.travel_of_replicas(replicas))
+        run = self.run(stages)
+        return loads if run is None else with_all_reduce(loads, run)
 
     def stages(self, plan: Plan) -> tuple[StageCosts, ...] | None:
         """Return the costs of the parts as stages, in run order.

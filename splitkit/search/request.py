@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 from torch.fx import Node
 
 from splitkit.checks import Memory, memory_of
@@ -26,6 +27,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer, checked
 from splitkit.search.placement_model import TransferTimes
 from splitkit.search.stages.candidate_borders import InFlight
+from splitkit.solvers.placement.problem import Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +40,14 @@ class StageRequest:
         costs: prices of its nodes; in training their backward is added.
         schedule: the schedule of the pipeline whose stages the parts are; ``None`` for no pipeline.
         microbatches: microbatches of a step; ``None`` for two per stage.
-        memory: bytes of each rank.
+        memory: bytes of each rank, that is, of each of its replicas.
         links: the links between ranks; ``None`` for free transfers.
         optimizer: the optimizer whose state each stage holds.
         cache: node -> bytes of the cache that it keeps, for inference.
         steps: the steps of the decoder that keeps it; ``None`` for no decoder, or one that only runs as captured.
         tokens: the tokens of all sequences together in that cache.
         backward: whether times include backward even without a schedule; with one they always do.
+        replicas: the number of devices of each stage, which stand in a row; times and bytes are those of one of them.
     """
 
     policy: object
@@ -59,6 +62,7 @@ class StageRequest:
     cache: Mapping[Node, int] = field(default_factory=dict)
     steps: DecoderSteps | None = None
     tokens: int = 0
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "costs", checked(self.costs))
@@ -79,8 +83,8 @@ class StageRequest:
 
     @cached_property
     def seconds(self) -> Mapping[Node, float]:
-        """Seconds of every placeable node."""
-        return {node: self.prices.seconds(node) for node in self.flow.nodes}
+        """Seconds of every placeable node on each device that runs it."""
+        return {node: self.prices.seconds(node) / self.replicas for node in self.flow.nodes}
 
     @property
     def inseparable(self) -> Sequence[Sequence[Node]]:
@@ -107,7 +111,15 @@ class StageRequest:
 
     def travel(self, places: Sequence[Hashable]) -> TransferTimes | None:
         """Return the transfer times between these ends of the links; ``None`` if transfers are free."""
+        if self.replicas > 1:
+            return self.travel_of_replicas([self.replicas] * len(places))
         return None if self.links is None else TransferTimes.over(self.links, places, training=self.training)
+
+    def travel_of_replicas(self, replicas: Sequence[int]) -> TransferTimes | None:
+        """Return the transfer times between stages on so many devices each; ``None`` if transfers are free."""
+        if self.links is None:
+            return None
+        return TransferTimes.over(self.links, range(sum(replicas)), training=self.training).grouped(replicas)
 
     def run(self, stages: Sequence[StageCosts]) -> ScheduleRun:
         """Simulate a step of the schedule; of one microbatch without a schedule."""
@@ -168,3 +180,9 @@ class StageRequest:
         """Return what each stage holds in flight; see `InFlight.of`."""
         run = self.run([StageCosts(1.0, 1.0, 1.0)] * stages) if self.schedule else None
         return InFlight.of(run, stages, surely=surely)
+
+
+def with_all_reduce(loads: Floats, run: ScheduleRun) -> Floats:
+    """Return the loads with a microbatch's share of the all-reduce of gradients, which replicas run once a step."""
+    total: Floats = loads + np.array(run.syncs or (0.0,)) / run.order.microbatches
+    return total

@@ -33,7 +33,7 @@ def test_it_is_never_slower(codesign, name, schedule):
     costs, links = roofline(joint.graph_module, "h100"), Links.preset("nvlink4")
     kind = schedule_named(schedule)
     order = pipeline_order(schedule, 2 if kind.is_single else 4, 4)
-    problems = StageProblems(JointPositions.of(joint.flow), costs, "adam", kind.divided)
+    problems = StageProblems(JointPositions(joint.flow), costs, "adam", kind.divided)
     frontiers = StageFrontiers(problems)
     whole = CutSearch(frontiers, order, links, [None] * 2).run().best
     compared = 0

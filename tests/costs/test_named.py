@@ -168,7 +168,7 @@ def test_fused_plans_are_the_better_ones_where_kernels_fuse():
     given = costs.roofline(joint.graph_module, MINE)
     taken = []
     for price in (None, "fused"):
-        pair = joint.split(Budget(0.65, of="saved", price=price, time_limit=10), given)
+        pair = joint.split(Budget(0.65, of="saved", price=price), given)
         prices = costs.fused(pair.backward, MINE)
         taken.append(sum(map(prices.seconds, pair.backward.graph.nodes)))
     assert len(savings(joint.flow, given).ops) > 50 and taken[1] < taken[0]

@@ -19,7 +19,7 @@ from torch.fx.passes.operator_support import OperatorSupport, create_op_support
 import splitkit as sk
 from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
 from splitkit.graph.dependences import all_dependences
-from splitkit.search.tuple_members import has_cycle
+from splitkit.search.adjacent import has_cycle
 
 PARTITIONERS = {"torch": infra.CapabilityBasedPartitioner, "splitkit": sk.CapabilityBasedPartitioner}
 

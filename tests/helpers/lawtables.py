@@ -132,7 +132,7 @@ JOINT_LAWS: dict[str, Policy] = {
     "MinCut": MinCut(),
     "MinCut, fewest bytes": MinCut(0.0),
     "Precompute": Precompute(),
-    "Precompute listed, of recompute": Precompute(RecomputeAll(), movable=every_third),
+    "Precompute of recompute": Precompute(RecomputeAll()),
     "Budget, all": Budget(1.0),
     "Budget, peak": Lower(0.97, of="peak"),
     "Budget, saved": Lower(0.6, of="saved"),

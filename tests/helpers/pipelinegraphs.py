@@ -101,7 +101,7 @@ def all_choices(problem):
 
 def brute_force(flow, costs, stages, schedule, microbatches, memory=None, links=None, optimizer="adam"):
     """The shortest simulated step within the memory over all cuts and all choices; infinite if there is none."""
-    positions = JointPositions.of(flow)
+    positions = JointPositions(flow)
     problems = StageProblems(positions, costs, optimizer, schedule_named(schedule).divided)
     order = pipeline_order(schedule, stages, microbatches)
     best, count = float("inf"), 0
@@ -121,7 +121,7 @@ def brute_force(flow, costs, stages, schedule, microbatches, memory=None, links=
 
 def brute_force_offload(flow, costs, stages, schedule, microbatches, memory, link, host=None):
     """The shortest simulated step over all cuts, all choices of recompute and all sets of values on the host."""
-    positions = JointPositions.of(flow)
+    positions = JointPositions(flow)
     problems = StageProblems(positions, costs, "adam", schedule_named(schedule).divided)
     transfers = StageTransfers(problems, link)
     order = pipeline_order(schedule, stages, microbatches)

@@ -131,8 +131,6 @@ FIELDS = {
         "objective": (*WORD, None), "pieces": (*NEVER, 0, 2, 1.5, INF, HUGE, "1"), "optimizer": WORD, "seconds": TIME,
         "together": (*NEVER, None, 5, "layers.*"),
         "only": (*NEVER, None, 5, "layers.*", {1: [0]}, {"layers.0": 0}, {"layers.0": []}, {"layers.0": [7]})}),
-    "Devices, replicas": (placed(Devices), {"devices": ["h200", "h200"]}, {
-        "replicas": (*NEVER, None, 0, 2, [], [2], [1, 2], "1")}),
     "Devices, latency": (placed(Devices), {"devices": ["h200", "h200"], "objective": "latency"}, {
         "pieces": (*NEVER, None, 0, 1.5, INF, "1"), "seconds": TIME}),
     "MemoryBudget": (placed(MemoryBudget), {"memory": "1GiB"}, {
@@ -156,7 +154,7 @@ FIELDS = {
         "n": (*COUNT, None), "seed": (NAN, None, "x", [], 1.5, True, INF), "parent": SHARE, "copies": SHARE}),
     "RoundRobin": (placed(RoundRobin), {}, {"n": (*COUNT, None)}),
     "Budget": (halved(Budget), {"budget": "least"}, {
-        "budget": (*SIZE, 1.5, "0.5"), "of": (*WORD, None), "time_limit": (*NEVER, 0, HUGE, "1"),
+        "budget": (*SIZE, 1.5, "0.5"), "of": (*WORD, None),
         "candidates": (*NEVER, None, 5, [3], "SaveAll"), "price": WORD, "pool": NEVER}),
     "Budget, card": (halved(Budget), {"card": "1GiB"}, {
         "card": (*SIZE, 1.5), "optimizer": (*NEVER, 5, "lots"), "accumulate": (*NEVER[:7], None, 0, 1, "yes"),
@@ -176,7 +174,7 @@ FIELDS = {
         "price": (*NEVER, None, INF, np.float32("inf"), HUGE, 1e308, "1e11"), "size": (NAN, 5)}),
     "Remat": (halved(Remat), {}, {
         "modules": (*NEVER, None, 5, []), "keep": (NAN, -1, None, b"mm", [None], torch.tensor(2), object())}),
-    "Precompute": (halved(Precompute), {}, {"base": (*NEVER, None, SaveAll), "movable": (NAN, -1, [None])}),
+    "Precompute": (halved(Precompute), {}, {"base": (*NEVER, None, SaveAll)}),
     "SplitBackward": (halved(SplitBackward), {}, {
         "price": (*NEVER, INF, np.float32("inf"), HUGE, 1e308, "1e11"),
         "policy": (NAN, -1, None, 1j, b"80GiB", "SaveAll", ["x"], [None], int, SaveAll)}),

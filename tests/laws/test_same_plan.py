@@ -89,12 +89,6 @@ def test_a_plan_depends_on_nothing_but_graph_prices_and_policy():
     assert [name for name in differ if CUT not in f"{here[name]}{there[name]}"] == []
 
 
-def test_a_limit_of_time_that_does_not_bind_changes_no_plan():
-    joint, costs = step_of(1)
-    plan = Budget(0.85).assign(joint.flow, costs)
-    assert written(plan) == written(Budget(0.85, time_limit=3600).assign(joint.flow, costs))
-
-
 class Net(nn.Module):
     """The ``number``-th of many small nets, no two alike."""
 

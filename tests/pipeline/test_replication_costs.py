@@ -8,7 +8,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import ScheduleError
-from splitkit.pipeline.memory import replica_of, ring_seconds, undivided
+from splitkit.pipeline.memory import replica_of, undivided
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.plans.parts import Part
@@ -32,12 +32,6 @@ def test_gradients_that_several_nodes_add_to_are_there_twice():
     assert undivided([8, 8, 4], 12) == 8 + 2 * 8
     assert undivided([], 0) == 0
     assert undivided([4], 12) == 4 + 8, "what no node is known to read may be of one"
-
-
-def test_a_ring_sends_twice_what_each_has_but_for_a_share():
-    assert ring_seconds(100, 4, 0.0, 10.0) == pytest.approx(2 * 3 / 4 * 100 / 10)
-    assert ring_seconds(100, 4, 1.0, 10.0) == pytest.approx(2 * 3 * (1 + 100 / 4 / 10))
-    assert ring_seconds(100, 1, 1.0, 10.0) == 0.0
 
 
 def test_a_step_of_replicas_by_hand():

@@ -87,7 +87,7 @@ def test_numbers_that_do_not_go_together_are_refused():
 @pytest.mark.parametrize("name", these_first(["chain", "normed"], ["gpt2", "llama", "t5"]))
 def test_stages_hold_and_send_what_the_plan_counted_on(name):
     joint = captured(name).joint
-    frontiers = StageFrontiers(StageProblems(JointPositions.of(joint.flow), prices(name), "adam", divided=False))
+    frontiers = StageFrontiers(StageProblems(JointPositions(joint.flow), prices(name), "adam", divided=False))
     positions = frontiers.problems.positions
     size = len(positions.forward)
     for cut in positions.legal[:: max(1, len(positions.legal) // 8)].tolist():

@@ -325,12 +325,6 @@ SIMPLE = [
     ),
     Remedy(
         "SK302",
-        "Ask for {...} devices at most, or leave replicas out.",
-        lambda: Stages(999, replicas=(1, 2)),
-        (lambda: split(Stages(3, replicas=(1, 2))), lambda: split(Stages(3))),
-    ),
-    Remedy(
-        "SK302",
         "Give the memory in bytes, or leave replicas out.",
         lambda: Stages(3, memory="least", replicas=(1, 2)),
         (lambda: split(Stages(3, memory=10**6, replicas=(1, 2))), lambda: split(Stages(3, memory="least"))),
@@ -400,12 +394,6 @@ SIMPLE = [
         "Give a whole number of bytes per token.",
         lambda: cached({a_node(): 1.5}),
         lambda: cached({a_node(): 64}),
-    ),
-    Remedy(
-        "SK302",
-        "{...} on equal devices.",
-        lambda: Devices(["h100"] * 2, replicas=2),
-        lambda: split(Stages(4, replicas=(1, 2, 4))),
     ),
     Remedy(
         "SK302", 'List at least one: ["h200", "h200"].', lambda: Devices([]), lambda: split(Devices(["h200", "h200"]))

@@ -19,7 +19,6 @@ from splitkit.costs.measuring_run import require_steps
 from splitkit.costs.recorded import costs_of
 from splitkit.graph.ops import declared as declarations
 from splitkit.pipeline.stage_costs import StageCosts
-from splitkit.pipeline.synthesize import load_order
 from splitkit.policies import Remat, Stages
 
 X = torch.linspace(-1, 1, 64).reshape(4, 16)
@@ -180,18 +179,6 @@ def test_a_plan_without_a_price_of_a_node():
 
 
 # ------------------------------------------------------------ SK330: orders and numbers of stages
-
-
-def test_an_order_of_stages_that_are_replicated(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.py").write_text(FACTORY)
-    words = "plan my.py:net --schedule 1f1b"
-    with refusal("SK330", "Give all stages the same number of replicas, or leave --order out."):
-        command(f"{words} --devices 3xh200 --replicas 1,2 --order order.csv")
-    ranks = command(f"{words} --devices 3xh200 --replicas 1,2")["ranks"]
-    assert [rank["replicas"] for rank in ranks] == [1, 2]
-    ranks = command(f"{words} --devices 4xh200 --replicas 2 --order order.csv")["ranks"]
-    assert [rank["replicas"] for rank in ranks] == [2, 2] and len(load_order(tmp_path / "order.csv").ranks) == 2
 
 
 def test_the_links_of_a_file(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def descent_of(joint):
     seen = pool.Pool(savings(joint.flow, roofline(joint.graph_module)), Peaks(joint.flow))
     for runs in (True, False):  # what `sow` begins with
         seen.see(np.full(len(seen.savings.ops), runs))
-    return Descent(seen, float("inf"))
+    return Descent(seen)
 
 
 def test_layers_play_the_same_parts():

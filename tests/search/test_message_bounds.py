@@ -14,9 +14,8 @@ from placedgraphs import Prices
 import splitkit as sk
 from splitkit.costs import Link, Links
 from splitkit.policies import Stages
-from splitkit.search.node_copies import with_copies
 from splitkit.search.placement_model import PlacementModel, TransferTimes
-from splitkit.search.traffic_bounds import least_load, least_without_units
+from splitkit.search.traffic_bounds import least_load, least_without_units, with_copies
 from splitkit.solvers.placement.problem import Slot
 from splitkit.solvers.placement.solution import loads as loads_of
 

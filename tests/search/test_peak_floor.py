@@ -31,7 +31,7 @@ def test_no_plan_is_below_what_any_other_plan_proves(made, seed):
 def bound_of(flow):
     """In KiB, and the peak of the lowest plan."""
     problem = savings(flow, unit(flow.root))
-    search = RecomputeSearch(pool.Pool(problem, Peaks(flow)), 10.0)
+    search = RecomputeSearch(pool.Pool(problem, Peaks(flow)))
     low = search.lowest_peak()
     return search.least_peak() >> 10, low.peak >> 10
 
@@ -58,6 +58,6 @@ def test_what_may_not_be_computed_again_is_there_between():
 def test_masks_and_logits_leave_no_room_below_what_is_found():
     joint = captured_example("gpt2", "joint", layers=1, width=64, heads=2, batch=4, seq=64, vocab=2003).graph
     problem = savings(joint.flow, roofline(joint.graph_module))
-    search = RecomputeSearch(pool.Pool(problem, Peaks(joint.flow)), 20.0)
+    search = RecomputeSearch(pool.Pool(problem, Peaks(joint.flow)))
     low = search.lowest_peak()
     assert search.least_peak() <= low.peak <= 1.01 * search.least_peak()

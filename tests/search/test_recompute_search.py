@@ -38,12 +38,6 @@ def planned_deep():
     return joint, prices, plan, len(seen)
 
 
-def test_the_note_says_that_the_clock_cut_a_search_short():
-    joint, prices = step_of(1)
-    assert "cut short" in Budget(0.85, time_limit=1e-6).assign(joint.flow, prices).note
-    assert "cut short" not in Budget(0.85).assign(joint.flow, prices).note
-
-
 @pytest.mark.campaign  # how long a refusal takes, not what it says
 def test_a_refusal_of_a_budget_simulates_at_most_twice_as_many_plans_as_a_plan():
     joint, prices, _, planned = planned_deep()

@@ -17,7 +17,6 @@ from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command
 from splitkit.costs import Costs
-from splitkit.errors import ScheduleError
 from splitkit.pipeline.order_messages import OrderedMessages
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.run import RankRow, ScheduleRun, rows_of_parts
@@ -82,11 +81,9 @@ def plan_for_devices(args: Namespace) -> Outcome:
 
 
 def _next(args: Namespace, work: CapturedModel, ranks: Sequence[RankRow]) -> str | None:
-    """Return the command that runs the plan, or trains it if it has a schedule; none if ranks refuse its replicas."""
+    """Return the command that runs the plan, or trains it if it has a schedule."""
     if args.schedule is None:
         return next_command(work.source, args.output)
-    if len({rank.replicas for rank in ranks}) > 1:
-        return None
     schedule = args.order or args.schedule_text
     return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), schedule)
 
@@ -129,14 +126,7 @@ def _ranks(
 
 
 def _ordered(run: ScheduleRun) -> OrderedMessages:
-    """Order the messages of a simulated step.
-
-    Raises:
-        ScheduleError: SK330 if stages have different numbers of replicas.
-    """
-    if len(set(run.replicas)) > 1:
-        text = f"--order for stages with {', '.join(map(str, run.replicas))} replicas"
-        raise ScheduleError("SK330", text, "Give all stages the same number of replicas, or leave --order out.")
+    """Order the messages of a simulated step."""
     transport = run.transport
     assert transport is not None, "of a simulated step"
     devices = [name for names in transport.devices for name in names]

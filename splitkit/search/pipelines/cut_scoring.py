@@ -264,11 +264,10 @@ class CutScoring:
         return [self.choices.frontiers.costs(*span, point) for span, point in zip(spans, points, strict=True)]
 
     def _points(self, spans: Sequence[Span], reserves: Sequence[int]) -> tuple[Points, Moved] | None:
-        points: list[FrontierPoint | None] = [None] * len(spans)
+        points: list[Points] = []
         for rank, load in enumerate(self.choices.loads):
             found = self.choices.of(rank, [spans[stage] for stage in load.stages], reserves[rank])
             if found is None:
                 return None
-            for stage, point in zip(load.stages, found, strict=True):
-                points[stage] = point
-        return tuple(point for point in points if point is not None), ()
+            points.append(found)
+        return self._by_stage(points), ()

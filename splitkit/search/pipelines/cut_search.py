@@ -27,9 +27,9 @@ from splitkit.search.model_blocks import model_blocks
 from splitkit.search.pipelines.cut_scoring import CutScoring, ScoredCuts
 from splitkit.search.pipelines.joint_positions import bytes_across
 from splitkit.search.pipelines.rank_choice import RankChoice, rank_loads, warm_up
-from splitkit.search.pipelines.stage_frontiers import StageFrontiers, problem_key
+from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
-from splitkit.search.pipelines.step_bound import ProvenStep, StepBound, fixed_bytes
+from splitkit.search.pipelines.step_bound import ProvenStep, SpanHulls, StepBound, fixed_bytes
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.solvers.line.path_bound import LineCuts, first_wait, least_path, least_sum, nearest_cuts
 
@@ -86,14 +86,9 @@ class CutTimes:
 
     def _lagrangian(self) -> tuple[Floats, Floats]:
         """Return (l,) prices in seconds a byte, and (l, n + 1) sums of the pieces' least cost before each cut."""
-        corners, known = list[Floats](), dict[object, Floats]()
-        for start, end in zip(self.cuts, self.cuts[1:], strict=False):
-            problem = self.problems.problem(int(start), int(end), relaxed=True).savings
-            key = problem_key(problem)
-            if key not in known:
-                hull = Hull(problem)
-                known[key] = np.array([(c.first, c.second * hull.tick) for c in hull.corners], np.float64)
-            corners.append(known[key])
+        hulls = SpanHulls(self.problems, self.cuts)
+        pieces = [hulls.of(at, at + 1, relaxed=True) for at in range(len(self.cuts) - 1)]
+        corners = [np.array([(c.first, c.second * hull.tick) for c in hull.corners], np.float64) for hull in pieces]
         slopes = [-np.diff(c[:, 1]) / np.diff(c[:, 0]) for c in corners if len(c) > 1]
         prices = np.unique(np.concatenate(slopes)) if slopes else np.zeros(0)
         if len(prices) > _PRICES:
@@ -131,71 +126,8 @@ class CutTimes:
         return False
 
 
-# A lower bound on the step of given cuts: a simulation with the least times that their stages can have.
-#
-# A simulated step is not longer if stages are quicker, so this holds for everything that the stages may save.
-
-
 _RANGES = 60  # shares of what may run in forward or backward that are simulated for a bound
 _SMALL = 150  # ops of a stage for which an integer program is solved
-
-
-class LeastStep:
-    """The bounds for one graph, schedule and memory."""
-
-    def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None) -> None:
-        self.choices, self.order, self.links = choices, order, links
-        self.problems = choices.frontiers.problems
-
-    def of(self, ends: Sequence[int], enough: float | None = None) -> float:
-        """Return a lower bound on the step of some cuts; infinite if a rank cannot hold its stages.
-
-        Args:
-            ends: the cuts.
-            enough: look for a sharper bound, up to this.
-        """
-        spans, exact = list(zip((0, *ends[:-1]), ends, strict=True)), enough is not None
-        costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
-        for rank, load in enumerate(self.choices.loads):
-            fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
-            for stage, count in zip(load.stages, load.surely().tolist(), strict=True):
-                limit, again = self.choices.limits[rank], 0.0
-                if limit is not None:
-                    made = self.problems.peaks.gradients[list(spans[stage])]
-                    left = limit - fixed - int(made[1] - made[0])
-                    frontier = self.choices.frontiers.of(*spans[stage])
-                    bound = frontier.least if exact and len(frontier.problem.ops) <= _SMALL else frontier.bound
-                    again = bound(left // max(1, count)) if left >= 0 else np.inf
-                if not np.isfinite(again):
-                    return float("inf")
-                costs[stage] = self.problems.least_seconds(*spans[stage], again)
-        either = np.array([self.problems.either[b] - self.problems.either[a] for a, b in spans])
-        return self._with_shares(costs, either, 0.0 if enough is None else enough)
-
-    def _with_shares(self, costs: Sequence[StageCosts], either: Floats, enough: float) -> float:
-        """Return a lower bound on the step if each stage has any share of ``either`` in forward, the rest in backward.
-
-        Halve the range of a share where the bound is lowest: each range counts with the least that is in either half.
-        """
-
-        def bound(low: Floats, high: Floats) -> float:
-            early, late = (low * either).tolist(), ((1.0 - high) * either * (not self.problems.divided)).tolist()
-            shared = [
-                replace(c, forward=c.forward + f, backward_input=c.backward_input + b)
-                for c, f, b in zip(costs, early, late, strict=True)
-            ]
-            return simulate_schedule(shared, self.order, links=self.links).seconds
-
-        low, high, number = np.zeros(len(costs)), np.ones(len(costs)), 0
-        ranges = [(bound(low, high), number, low, high)]
-        while ranges[0][0] < enough and number < _RANGES and either.any():
-            _, _, low, high = heapq.heappop(ranges)
-            stage = int(np.argmax((high - low) * either))
-            middle, change = (low[stage] + high[stage]) / 2, np.arange(len(low)) == stage
-            for pair in ((low, np.where(change, middle, high)), (np.where(change, middle, low), high)):
-                number += 1
-                heapq.heappush(ranges, (bound(*pair), number, *pair))
-        return ranges[0][0]
 
 
 Ints = NDArray[np.int64]
@@ -259,7 +191,6 @@ class CutSearch:
         self.scoring: CutScoring = CutScoring(self.choices, order, links)
         self.cuts = candidate_cuts(self.problems)
         self.single = order.rank_of == tuple(range(self.stages))
-        self._least = LeastStep(self.choices, order, links)
         self._time = self.problems.seconds[self.cuts]
 
     def run(self) -> FoundCuts:
@@ -283,7 +214,7 @@ class CutSearch:
 
     def _lean_ones(self) -> list[ScoredCuts]:
         """Return the cuts with the lowest peak if they fit: what a refusal names is found with more memory, too."""
-        found = self.smallest()
+        found = self.smallest
         return [self.scoring.relaxed(found)] if self.scoring.fits(found) else []
 
     def _fitting(self, candidates: Iterable[tuple[int, ...]]) -> list[ScoredCuts]:
@@ -317,16 +248,9 @@ class CutSearch:
         """Return the bound for any order of actions, with candidates; arguments as for `StepBound.run`."""
         return StepBound(self.choices, self.order, self.links, self.cuts).run(seeds, below)
 
-    def like(self, limits: Sequence[int | None]) -> CutSearch:
-        """Return the same search with other limits."""
-        return CutSearch(self.frontiers, self.order, self.links, limits)
-
-    def smallest(self) -> ScoredCuts:
-        """Return the lowest peak that was found; what is looked at does not depend on the limits."""
-        return self._smallest
-
     @cached_property
-    def _smallest(self) -> ScoredCuts:
+    def smallest(self) -> ScoredCuts:
+        """The lowest peak that was found; what is looked at does not depend on the limits."""
         if self.few and len(self.problems.whole.ops) <= _TINY:
             last = len(self.cuts) - 1
             every = [(*inner, last) for inner in combinations(range(1, last), self.stages - 1)]
@@ -369,7 +293,7 @@ class CutSearch:
         least = []
         for inner in combinations(range(1, len(self.cuts) - 1), self.stages - 1):
             ends = tuple(int(self.cuts[e]) for e in (*inner, len(self.cuts) - 1))
-            least.append((self._least.of(ends), ends))
+            least.append((self.least_step(ends), ends))
         heapq.heapify(least)
         exact: set[tuple[int, ...]] = set()
         lowest = float("inf")  # of the cuts that were scored
@@ -386,8 +310,61 @@ class CutSearch:
             else:
                 exact.add(ends)
                 enough = np.inf if best is None else best.seconds
-                heapq.heapreplace(least, (max(bound, self._least.of(ends, enough)), ends))
+                heapq.heapreplace(least, (max(bound, self.least_step(ends, enough)), ends))
         return min([lowest, *(bound for bound, _ in least[:1])]), best
+
+    def least_step(self, ends: Sequence[int], enough: float | None = None) -> float:
+        """Return a lower bound on the step of some cuts; infinite if a rank cannot hold its stages.
+
+        It is a simulation with the least times that their stages can have. A simulated step is not longer if stages are
+        quicker, so this holds for everything that the stages may save.
+
+        Args:
+            ends: the cuts.
+            enough: look for a sharper bound, up to this.
+        """
+        spans, exact = list(zip((0, *ends[:-1]), ends, strict=True)), enough is not None
+        costs: list[StageCosts] = [StageCosts(0.0, 0.0)] * len(spans)
+        for rank, load in enumerate(self.choices.loads):
+            fixed = sum(self.choices.fixed(spans[stage]) for stage in load.stages)
+            for stage, count in zip(load.stages, load.surely().tolist(), strict=True):
+                limit, again = self.choices.limits[rank], 0.0
+                if limit is not None:
+                    made = self.problems.peaks.gradients[list(spans[stage])]
+                    left = limit - fixed - int(made[1] - made[0])
+                    frontier = self.choices.frontiers.of(*spans[stage])
+                    bound = frontier.least if exact and len(frontier.problem.ops) <= _SMALL else frontier.bound
+                    again = bound(left // max(1, count)) if left >= 0 else np.inf
+                if not np.isfinite(again):
+                    return float("inf")
+                costs[stage] = self.problems.least_seconds(*spans[stage], again)
+        either = np.array([self.problems.either[b] - self.problems.either[a] for a, b in spans])
+        return self._with_shares(costs, either, 0.0 if enough is None else enough)
+
+    def _with_shares(self, costs: Sequence[StageCosts], either: Floats, enough: float) -> float:
+        """Return a lower bound on the step if each stage has any share of ``either`` in forward, the rest in backward.
+
+        Halve the range of a share where the bound is lowest: each range counts with the least that is in either half.
+        """
+
+        def bound(low: Floats, high: Floats) -> float:
+            early, late = (low * either).tolist(), ((1.0 - high) * either * (not self.problems.divided)).tolist()
+            shared = [
+                replace(c, forward=c.forward + f, backward_input=c.backward_input + b)
+                for c, f, b in zip(costs, early, late, strict=True)
+            ]
+            return simulate_schedule(shared, self.order, links=self.links).seconds
+
+        low, high, number = np.zeros(len(costs)), np.ones(len(costs)), 0
+        ranges = [(bound(low, high), number, low, high)]
+        while ranges[0][0] < enough and number < _RANGES and either.any():
+            _, _, low, high = heapq.heappop(ranges)
+            stage = int(np.argmax((high - low) * either))
+            middle, change = (low[stage] + high[stage]) / 2, np.arange(len(low)) == stage
+            for pair in ((low, np.where(change, middle, high)), (np.where(change, middle, low), high)):
+                number += 1
+                heapq.heappush(ranges, (bound(*pair), number, *pair))
+        return ranges[0][0]
 
     @property
     def looked_at(self) -> tuple[int, int]:

@@ -51,7 +51,6 @@ class Crossing:
     nbytes: int
 
 
-@dataclass(frozen=True, eq=False)
 class JointPositions:
     """The positions of the nodes of a joint graph, and the cuts that are possible.
 
@@ -70,70 +69,38 @@ class JointPositions:
         legal: (c,) the positions at which a cut is possible, in order.
     """
 
-    flow: JointFlow
-    forward: tuple[Node, ...]
-    place: dict[Node, int]
-    late: frozenset[Node]
-    activations: tuple[Crossing, ...]
-    gradients: tuple[Crossing, ...]
-    ties: frozenset[Node]
-    legal: Ints
-
-    @classmethod
-    def of(cls, flow: JointFlow) -> JointPositions:
-        """Place the nodes of a joint graph."""
-        return _Placing(flow).positions()
-
-    def readers(self, value: Node) -> Iterator[Node]:
-        """Yield the placeable nodes that read a value, or members of it."""
-        return _readers(self.flow, value)
-
-
-def _readers(flow: JointFlow, value: Node) -> Iterator[Node]:
-    for user in value.users:
-        if flow.is_placeable(flow.producer(user)) and flow.producer(user) is not flow.producer(value):
-            yield flow.producer(user)
-        elif user in flow.followers:
-            yield from _readers(flow, user)
-
-
-class _Placing:
-    """Finds the positions; ``blocked[p]`` counts the reasons against a cut at p, as differences."""
-
     def __init__(self, flow: JointFlow) -> None:
         self.flow = flow
         home = save_all_plan(flow)
         self.forward = tuple(n for n in flow.nodes if home.home(n) == FORWARD)
-        self.backward = tuple(n for n in flow.nodes if home.home(n) != FORWARD)
+        self._backward = tuple(n for n in flow.nodes if home.home(n) != FORWARD)
         self.place = {node: i for i, node in enumerate(self.forward)}
         self._forwards = set(self.forward)
-        self.blocked = np.zeros(len(self.forward) + 2, np.int64)
+        self._blocked = np.zeros(len(self.forward) + 2, np.int64)
+        """The number of reasons against a cut at each position, as differences."""
         self.late = frozenset(self._late())
         self.ties = frozenset(self._sums_of_parameters())
-
-    def positions(self) -> JointPositions:
-        """Place backward, and find what crosses and where cuts are possible."""
-        owners = forward_owners(self.flow.graph)
-        for node in self.backward:
+        owners = forward_owners(flow.graph)
+        for node in self._backward:
             if node not in self.late:
                 self._place_gradient(node, owners.get(node))
-        for node in reversed(self.backward):
+        for node in reversed(self._backward):
             if node in self.late:
                 self._place_late(node)
-        activations, gradients = tuple(self._activations()), tuple(self._gradients())
+        self.activations, self.gradients = tuple(self._activations()), tuple(self._gradients())
         self._keep_together()
-        free = np.cumsum(self.blocked)[: len(self.forward)] == 0
+        free = np.cumsum(self._blocked)[: len(self.forward)] == 0
         free[:1] = False
-        return JointPositions(
-            self.flow,
-            self.forward,
-            self.place,
-            self.late,
-            activations,
-            gradients,
-            self.ties,
-            np.flatnonzero(free),
-        )
+        self.legal: Ints = np.flatnonzero(free)
+
+    def readers(self, value: Node) -> Iterator[Node]:
+        """Yield the placeable nodes that read a value, or members of it."""
+        for user in value.users:
+            reader = self.flow.producer(user)
+            if self.flow.is_placeable(reader) and reader is not self.flow.producer(value):
+                yield reader
+            elif user in self.flow.followers:
+                yield from self.readers(user)
 
     def _late(self) -> Iterator[Node]:
         """Yield the nodes of backward that depend on no gradient."""
@@ -141,7 +108,7 @@ class _Placing:
         for node in self.flow.index:
             if node.op != "output" and any(read in tainted for read in node.all_input_nodes):
                 tainted.add(node)
-        yield from (n for n in self.backward if n not in tainted)
+        yield from (n for n in self._backward if n not in tainted)
 
     def _sums_of_parameters(self) -> Iterator[Node]:
         """Yield the sums of terms of gradients, which stages may compute apart."""
@@ -152,8 +119,8 @@ class _Placing:
     def _place_gradient(self, node: Node, owner: Node | None) -> None:
         """Place a node that depends on a gradient: no later than the gradients that it reads."""
         reads = self.flow.inputs(node)
-        low = max((self.place[r] for r in reads if r in self.place and self._is_forward(r)), default=0)
-        high = min((self.place[r] for r in reads if r in self.place and not self._is_forward(r)), default=None)
+        low = max((self.place[r] for r in reads if r in self.place and r in self._forwards), default=0)
+        high = min((self.place[r] for r in reads if r in self.place and r not in self._forwards), default=None)
         own = self.place[self.flow.producer(owner)] if owner is not None else len(self.forward) - 1
         own = max(own, low)
         self.place[node] = own if high is None else min(own, high)
@@ -161,20 +128,17 @@ class _Placing:
 
     def _place_late(self, node: Node) -> None:
         """Place a node that depends on no gradient where it is read last in the order of stages."""
-        reads = [self.place[r] for r in self.flow.inputs(node) if self._is_forward(r)]
-        readers = [self.place[r] for r in _readers(self.flow, node) if r in self.place]
+        reads = [self.place[r] for r in self.flow.inputs(node) if r in self._forwards]
+        readers = [self.place[r] for r in self.readers(node) if r in self.place]
         low = max(reads, default=0)
         self.place[node] = max(readers, default=low)
         self._forbid(self.place[node], low)
 
-    def _is_forward(self, node: Node) -> bool:
-        return node in self._forwards
-
     def _forbid(self, low: int, high: int) -> None:
         """Allow no cut above ``low`` up to ``high``."""
         if low < high:
-            self.blocked[low + 1] += 1
-            self.blocked[high + 1] -= 1
+            self._blocked[low + 1] += 1
+            self._blocked[high + 1] -= 1
 
     def _activations(self) -> Iterator[Crossing]:
         """Yield what forward sends on; views of parameters stay with their readers."""
@@ -185,7 +149,7 @@ class _Placing:
             if maker not in self._forwards or isinstance(value_of(value), tuple | list):
                 continue
             made = self.place[maker]
-            last = max((self.place[r] for r in _readers(flow, value)), default=made)
+            last = max((self.place[r] for r in self.readers(value)), default=made)
             if last <= made:
                 continue
             if value in trained:
@@ -201,7 +165,7 @@ class _Placing:
             if not (own or given) or isinstance(value_of(value), tuple | list):
                 continue
             made = last_stage if given else self.place[maker]
-            readers = [self.place[r] for r in _readers(self.flow, value) if r not in self.ties]
+            readers = [self.place[r] for r in self.readers(value) if r not in self.ties]
             last = min(readers, default=made)
             if last < made:
                 yield Crossing(value, made, last, value_bytes(value))

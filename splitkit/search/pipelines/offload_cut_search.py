@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from math import ceil, inf
 
@@ -26,8 +26,17 @@ from splitkit.pipeline.order import PipelineOrder, StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.pipelines.cut_scoring import CutScoring, Moved, ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
-from splitkit.search.pipelines.rank_choice import Points, RankChoice, RankLoads, Span, freed_rate, rank_loads
-from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontier, StageFrontiers
+from splitkit.search.pipelines.rank_choice import (
+    Points,
+    RankChoice,
+    RankLoads,
+    Span,
+    fitting_points,
+    live_bytes,
+    rank_loads,
+    with_less_recompute,
+)
+from splitkit.search.pipelines.stage_frontiers import FrontierPoint, StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblem, StageProblems
 from splitkit.training.choices import Choice, Ints
 from splitkit.training.flow import output_nodes
@@ -39,27 +48,23 @@ _MOST = 2**60  # bytes; stands for no limit
 _HALVINGS = 8  # of the memory, for a refusal that says what would do
 
 
-@dataclass(frozen=True, eq=False)
-class RankHost:
-    """The host of each rank.
+class OffloadScoring(CutScoring):
+    """Scores cuts without offload, and with several ways to offload; the shortest step counts.
 
-    Attributes:
-        transfers: what stages can move over its link.
-        nbytes: the bytes that each rank may have there.
+    It chooses what the stages of a rank recompute, and which saved values go to the host, within the rank's memory. In
+    the steady state of a pipeline a rank computes, for each microbatch, all of its stages once. As long as the copies
+    of a microbatch take no longer in either direction, no action waits for them. So values are offloaded up to a share
+    of that time, and what the memory still lacks is recomputed. Shares are tried and simulated, since a step also has a
+    beginning and an end, where ranks have less to do.
     """
 
-    transfers: StageTransfers
-    nbytes: float = inf
-
-
-class OffloadScoring(CutScoring):
-    """Scores cuts without offload, and with several ways to offload; the shortest step counts."""
-
-    def __init__(self, choices: RankChoice, order: PipelineOrder, links: Links | None, host: RankHost) -> None:
+    def __init__(
+        self, choices: RankChoice, order: PipelineOrder, links: Links | None, transfers: StageTransfers
+    ) -> None:
         super().__init__(choices, order, links)
-        self.transfers = host.transfers
+        self.transfers = transfers
         self.loads = rank_loads(order, offload=True)
-        self._offload = OffloadChoice(choices, host.transfers, self.loads, host.nbytes)
+        self._values: dict[tuple[Span, FrontierPoint], dict[int, int]] = {}
 
     def _score(self, ends: tuple[int, ...]) -> ScoredCuts | None:
         best = super()._score(ends)
@@ -78,12 +83,73 @@ class OffloadScoring(CutScoring):
         points: dict[int, FrontierPoint] = {}
         moved: dict[int, tuple[int, ...]] = {}
         for rank, load in enumerate(self.choices.loads):
-            found = self._offload.of(rank, [spans[stage] for stage in load.stages], share, reserves[rank])
+            found = self._choose(rank, [spans[stage] for stage in load.stages], share, reserves[rank])
             if found is None:
                 return None
-            points |= zip(load.stages, found.points, strict=True)
-            moved |= zip(load.stages, found.moved, strict=True)
+            points |= zip(load.stages, found[0], strict=True)
+            moved |= zip(load.stages, found[1], strict=True)
         return tuple(points[s] for s in range(len(spans))), tuple(moved[s] for s in range(len(spans)))
+
+    def _choose(
+        self, rank: int, spans: Sequence[Span], share: float | None, reserve: int = 0
+    ) -> tuple[Points, Moved] | None:
+        """Return the points of a rank's stages, and the storages that each moves; ``None`` if it does not fit.
+
+        Args:
+            rank: the rank.
+            spans: the positions of its stages.
+            share: the share of its time in which the link may be busy; ``None``: stages recompute as little as they
+                can, and the largest values are offloaded until the rest fits, however long that takes.
+            reserve: bytes that are left free, for messages.
+        """
+        found = [self.choices.frontiers.of(*span) for span in spans]
+        counts = self.loads[rank].surely().tolist()
+
+        @cache
+        def order(points: Points) -> _Order:
+            return self._with(rank, spans, points, share, reserve)
+
+        def lacks(points: Points) -> float:
+            return order(points).lacks
+
+        points = fitting_points(found, counts, lacks, again=share is not None)
+        return None if points is None else order(with_less_recompute(found, counts, lacks, points)).chosen()
+
+    def _with(self, rank: int, spans: Sequence[Span], points: Points, share: float | None, reserve: int) -> _Order:
+        """Return the values of some points in the order in which they are offloaded, as far as the link takes them."""
+        values = [self._movable(span, point) for span, point in zip(spans, points, strict=True)]
+        loads, link = self.loads[rank], self.transfers.link
+        gone = loads.away.max(axis=0, initial=0).tolist()
+        counts = loads.surely().tolist()
+        order = sorted(
+            ((stage, storage) for stage, own in enumerate(values) for storage in own if gone[stage]),
+            key=lambda pair: (-values[pair[0]][pair[1]] * (1 if share is None else gone[pair[0]]), pair),
+        )
+        problems = self.choices.frontiers.problems
+        busy = sum(float(problems.seconds[b] - problems.seconds[a]) for a, b in spans)
+        busy += sum(point.seconds for point in points)
+        most, taken = inf if share is None else share * busy, list[tuple[int, int]]()
+        out = back = host = 0.0
+        for stage, storage in order:
+            nbytes = values[stage][storage]
+            there = host + nbytes * counts[stage]
+            later = out + link.out.seconds(nbytes), back + link.back.seconds(nbytes)
+            if max(later) <= most and there <= self.transfers.host:
+                (out, back), host = later, there
+                taken.append((stage, storage))
+        limit = self.choices.limits[rank]
+        known = [self.choices.bytes_of(span) for span in spans]
+        free = inf if limit is None else limit - reserve - sum(fixed for fixed, _ in known)
+        return _Order(points, taken, values, loads, [waits for _, waits in known], free)
+
+    def _movable(self, span: Span, point: FrontierPoint) -> dict[int, int]:
+        """Return storage -> bytes of what a stage can move at a point."""
+        key = span, point
+        if key not in self._values:
+            problem, choice = self.choices.frontiers.problem(*span), self.choices.frontiers.choice(*span, point)
+            sizes = problem.savings.nbytes
+            self._values[key] = {s: int(sizes[s]) for s in self.transfers.movable(problem, choice)}
+        return self._values[key]
 
     def _costs(self, spans: Sequence[Span], points: Points, moved: Moved) -> list[StageCosts]:
         costs = super()._costs(spans, points, moved)
@@ -99,7 +165,7 @@ class OffloadCutSearch(CutSearch):
     """A search for one graph, schedule, memory and host.
 
     Attributes:
-        host: the host of each rank.
+        transfers: what stages can move to the host of each rank.
     """
 
     def __init__(
@@ -108,15 +174,11 @@ class OffloadCutSearch(CutSearch):
         order: PipelineOrder,
         links: Links | None,
         limits: Sequence[int | None],
-        host: RankHost,
+        transfers: StageTransfers,
     ) -> None:
         super().__init__(frontiers, order, links, limits)
-        self.host = host
-        self.scoring: OffloadScoring = OffloadScoring(self.choices, order, links, host)
-
-    def like(self, limits: Sequence[int | None]) -> CutSearch:
-        """Return the same search with other limits."""
-        return OffloadCutSearch(self.frontiers, self.order, self.links, limits, self.host)
+        self.transfers = transfers
+        self.scoring: OffloadScoring = OffloadScoring(self.choices, order, links, transfers)
 
     def run(self) -> FoundCuts:
         """Search, and prove a bound."""
@@ -141,157 +203,32 @@ class OffloadCutSearch(CutSearch):
         return FoundCuts(best, bound, self.looked_at, len(self.scoring.tried), self.frontiers.classes, self.single)
 
     @cached_property
-    def _smallest(self) -> ScoredCuts:
+    def smallest(self) -> ScoredCuts:
         """The lowest peak with offload: some cuts are planned for ever less memory than is enough without."""
-        best = CutSearch(self.frontiers, self.order, self.links, self.limits).smallest()
+        best = CutSearch(self.frontiers, self.order, self.links, self.limits).smallest
         ends = dict.fromkeys([best.ends, *(tuple(int(self.cuts[e]) for e in each) for each in self._tight())])
         for each in ends:
             low, high = 0, max(best.run.peaks)
             for _ in range(_HALVINGS):
                 middle = (low + high) // 2
-                found = self.like([middle] * len(self.limits)).scoring.of(each)
+                limited = OffloadCutSearch(
+                    self.frontiers, self.order, self.links, [middle] * len(self.limits), self.transfers
+                )
+                found = limited.scoring.of(each)
                 low, high = (middle, high) if found is None else (low, max(found.run.peaks))
                 best = best if found is None else min(best, found, key=lambda scored: max(scored.run.peaks))
         return best
 
     def _relaxed(self, seconds: float) -> list[int | None]:
         """Return the memory of each rank and what it can have on the host at once in a step of so many seconds."""
-        link = self.host.transfers.link
+        link = self.transfers.link
         rate = min(link.out.bandwidth, link.back.bandwidth)
         each = min(seconds * rate / self.order.microbatches, float(_MOST))
         found: list[int | None] = []
         for limit, load in zip(self.limits, self.scoring.loads, strict=True):
-            away = min(each * int(load.away.max(initial=0)), self.host.nbytes, float(_MOST))
+            away = min(each * int(load.away.max(initial=0)), self.transfers.host, float(_MOST))
             found.append(None if limit is None else limit + ceil(away))
         return found
-
-
-# Chooses what the stages of a rank recompute, and which saved values go to the host, within the rank's memory.
-#
-# In the steady state of a pipeline a rank computes, for each microbatch, all of its stages once. As long as the copies
-# of a microbatch take no longer in either direction, no action waits for them. So values are offloaded up to a share
-# of that time, and what the memory still lacks is recomputed. Shares are tried and simulated, since a step also has a
-# beginning and an end, where ranks have less to do.
-
-
-@dataclass(frozen=True, eq=False)
-class RankOffload:
-    """What a rank does.
-
-    Attributes:
-        points: the points of its stages.
-        moved: for each stage, the storages of its problem that go to the host.
-    """
-
-    points: Points
-    moved: tuple[tuple[int, ...], ...]
-
-
-class OffloadChoice:
-    """The choices of all ranks.
-
-    Attributes:
-        ranks: the choices without offload, with the memory of each rank.
-        transfers: what stages can move.
-        loads: what each rank holds at once, and has on the host.
-        host: the bytes that each rank has on the host.
-    """
-
-    def __init__(
-        self, ranks: RankChoice, transfers: StageTransfers, loads: Sequence[RankLoads], host: float = inf
-    ) -> None:
-        self.ranks, self.transfers, self.loads, self.host = ranks, transfers, loads, host
-        self._values: dict[tuple[Span, FrontierPoint], dict[int, int]] = {}
-
-    def of(self, rank: int, spans: Sequence[Span], share: float | None, reserve: int = 0) -> RankOffload | None:
-        """Return the choice of a rank; ``None`` if it does not fit.
-
-        Args:
-            rank: the rank.
-            spans: the positions of its stages.
-            share: the share of its time in which the link may be busy; ``None``: stages recompute as little as they
-                can, and the largest values are offloaded until the rest fits, however long that takes.
-            reserve: bytes that are left free, for messages.
-        """
-        found = [self.ranks.frontiers.of(*span) for span in spans]
-        fitted = (self._one if len(spans) == 1 else self._several)(rank, spans, found, share, reserve)
-        if fitted is None:
-            return None
-        now = fitted
-        counts = self.loads[rank].surely().tolist()
-        for stage in sorted(range(len(spans)), key=lambda s: -fitted.points[s].seconds):
-            left = -now.lacks / max(1, counts[stage])
-            more = found[stage].within(now.points[stage].saved + left)
-            if more is not None and more.seconds < now.points[stage].seconds:
-                points = (*now.points[:stage], more, *now.points[stage + 1 :])
-                changed = self._with(rank, spans, points, share, reserve)
-                now = changed if changed.lacks <= 0 else now
-        return now.chosen()
-
-    def _one(
-        self, rank: int, spans: Sequence[Span], found: Sequence[StageFrontier], share: float | None, reserve: int
-    ) -> _Order | None:
-        """Return the point of the only stage: less is saved as long as the link cannot take enough."""
-        count, allowed = max(1, int(self.loads[rank].surely()[0])), inf
-        while (point := found[0].within(allowed)) is not None:
-            now = self._with(rank, spans, (point,), share, reserve)
-            if now.lacks <= 0 or share is None:
-                return now if now.lacks <= 0 else None
-            allowed = min(point.saved - 1.0, point.saved - now.lacks / count)
-        return None
-
-    def _several(
-        self, rank: int, spans: Sequence[Span], found: Sequence[StageFrontier], share: float | None, reserve: int
-    ) -> _Order | None:
-        """Return points of several stages: recompute where a second frees the most, until the link takes the rest."""
-        corners = [frontier.corners() for frontier in found]
-        at, counts = [0] * len(spans), self.loads[rank].surely().tolist()
-        now = self._with(rank, spans, tuple(own[0] for own in corners), share, reserve)
-        while now.lacks > 0:
-            rates = [freed_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
-            step = int(np.argmax(rates))
-            if rates[step] < 0 or share is None:
-                return None
-            at[step] += 1
-            points = tuple(own[i] for own, i in zip(corners, at, strict=True))
-            now = self._with(rank, spans, points, share, reserve)
-        return now
-
-    def _with(self, rank: int, spans: Sequence[Span], points: Points, share: float | None, reserve: int) -> _Order:
-        """Return the values of some points in the order in which they are offloaded, as far as the link takes them."""
-        values = [self._movable(span, point) for span, point in zip(spans, points, strict=True)]
-        loads, link = self.loads[rank], self.transfers.link
-        gone = loads.away.max(axis=0, initial=0).tolist()
-        counts = loads.surely().tolist()
-        order = sorted(
-            ((stage, storage) for stage, own in enumerate(values) for storage in own if gone[stage]),
-            key=lambda pair: (-values[pair[0]][pair[1]] * (1 if share is None else gone[pair[0]]), pair),
-        )
-        problems = self.ranks.frontiers.problems
-        busy = sum(float(problems.seconds[b] - problems.seconds[a]) for a, b in spans)
-        busy += sum(point.seconds for point in points)
-        most, taken = inf if share is None else share * busy, list[tuple[int, int]]()
-        out = back = host = 0.0
-        for stage, storage in order:
-            nbytes = values[stage][storage]
-            there = host + nbytes * counts[stage]
-            later = out + link.out.seconds(nbytes), back + link.back.seconds(nbytes)
-            if max(later) <= most and there <= self.host:
-                (out, back), host = later, there
-                taken.append((stage, storage))
-        limit = self.ranks.limits[rank]
-        known = [self.ranks.bytes_of(span) for span in spans]
-        free = inf if limit is None else limit - reserve - sum(fixed for fixed, _ in known)
-        return _Order(points, taken, values, loads, [waits for _, waits in known], free)
-
-    def _movable(self, span: Span, point: FrontierPoint) -> dict[int, int]:
-        """Return storage -> bytes of what a stage can move at a point."""
-        key = span, point
-        if key not in self._values:
-            problem, choice = self.ranks.frontiers.problem(*span), self.ranks.frontiers.choice(*span, point)
-            sizes = problem.savings.nbytes
-            self._values[key] = {s: int(sizes[s]) for s in self.transfers.movable(problem, choice)}
-        return self._values[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,10 +253,8 @@ class _Order:
 
     @cached_property
     def _held(self) -> Ints:
-        saved = np.array([point.saved for point in self.points], np.int64)
-        later = np.array([s if w is None else w for s, w in zip(saved.tolist(), self.waits, strict=True)], np.int64)
         extra = np.array([point.temporary for point in self.points], np.int64)
-        held: Ints = self.loads.saved @ saved + self.loads.waiting @ later + extra[self.loads.runs]
+        held: Ints = live_bytes(self.loads, self.points, self.waits) + extra[self.loads.runs]
         return held
 
     @cached_property
@@ -333,7 +268,7 @@ class _Order:
             moved[stage] += self.values[stage][storage]
         return float((self._held - self.loads.away @ moved).max(initial=0)) - self.free
 
-    def chosen(self) -> RankOffload:
+    def chosen(self) -> tuple[Points, Moved]:
         """Return the choice with the shortest beginning of the order that is enough."""
         low, high = 0, len(self.order)  # a longer beginning frees more
         while low < high:
@@ -342,7 +277,7 @@ class _Order:
         moved: list[list[int]] = [[] for _ in self.points]
         for stage, storage in self.order[:high]:
             moved[stage].append(storage)
-        return RankOffload(self.points, tuple(tuple(sorted(own)) for own in moved))
+        return self.points, tuple(tuple(sorted(own)) for own in moved)
 
 
 # Which saved values of a stage can go to the host, and how long their copies take beside its forward and backward.
@@ -354,10 +289,11 @@ class StageTransfers:
     Attributes:
         problems: the problems of all stages.
         link: the link of each rank to its host.
+        host: the bytes that each rank may have there.
     """
 
-    def __init__(self, problems: StageProblems, link: HostLink) -> None:
-        self.problems, self.link = problems, link
+    def __init__(self, problems: StageProblems, link: HostLink, host: float = inf) -> None:
+        self.problems, self.link, self.host = problems, link, host
         flow, peaks = problems.flow, problems.peaks
         seconds = {node: problems.costs.seconds(node) for node in flow.nodes}
         self._seconds = [sum(seconds.get(node, 0.0) for node in ops) for ops in peaks.order.ops]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -136,8 +136,9 @@ class RankChoice:
         found = [self.frontiers.of(*span) for span in spans]
         if limit is None:
             return tuple(point for f in found if (point := f.within(float("inf"))) is not None)
-        held = self._held(rank, spans, limit - reserve)
-        return held.of_one(found[0]) if len(found) == 1 else held.of_several(found)
+        held, counts = self._held(rank, spans, limit - reserve), self.loads[rank].surely().tolist()
+        points = fitting_points(found, counts, held.excess, held.free / max(1, counts[0]))
+        return points if points is None or len(found) == 1 else with_less_recompute(found, counts, held.excess, points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,44 +160,75 @@ class _Held:
 
         If ``quick``, without the temporary bytes, which take time to find.
         """
-        saved = np.array([point.saved for point in points], np.int64)
-        later = np.array([s if w is None else w for s, w in zip(saved.tolist(), self.waits, strict=True)], np.int64)
-        live = self.loads.saved @ saved + self.loads.waiting @ later
+        live = live_bytes(self.loads, points, self.waits)
         if quick or int(live.max(initial=0)) > self.free >= 0:
             return int(live.max(initial=0)) - self.free
         extra = np.array([point.temporary for point in points], np.int64)
         live += extra[self.loads.runs]
         return int(live.max(initial=0)) - self.free
 
-    def of_one(self, frontier: StageFrontier) -> Points | None:
-        """Return the point of the only stage; less is saved as long as what it takes while it computes is too much."""
-        count = max(1, int(self.loads.surely()[0]))
-        allowed = self.free / count
-        while (point := frontier.within(allowed)) is not None:
-            if (over := self.excess((point,))) <= 0:
-                return (point,)
-            allowed = min(point.saved - 1.0, point.saved - over / count)
-        return None
 
-    def of_several(self, frontiers: Sequence[StageFrontier]) -> Points | None:
-        """Return points of several stages: recompute where a second frees the most bytes, then use up what is left."""
-        corners = [frontier.corners() for frontier in frontiers]
-        counts, at = self.loads.surely().tolist(), [0] * len(frontiers)
-        points = tuple(own[0] for own in corners)
-        while self.excess(points) > 0:
-            rates = [freed_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
-            step = int(np.argmax(rates))
-            if rates[step] < 0:
-                return None
-            at[step] += 1
-            points = tuple(own[i] for own, i in zip(corners, at, strict=True))
-        for stage in sorted(range(len(points)), key=lambda s: -points[s].seconds):
-            left = -self.excess(points) / max(1, counts[stage])
-            more = frontiers[stage].within(points[stage].saved + left)
-            if more is not None and more.seconds < points[stage].seconds:
-                changed = (*points[:stage], more, *points[stage + 1 :])
-                points = changed if self.excess(changed) <= 0 else points
-        return points
+def live_bytes(loads: RankLoads, points: Points, waits: Sequence[int | None]) -> Ints:
+    """Return (v,) the bytes of all microbatches at each moment, without the temporary ones.
+
+    Args:
+        loads: what the rank holds at once.
+        points: the points of its stages.
+        waits: bytes of each stage that wait for the weight part, ``None`` for all that it saves.
+    """
+    saved = np.array([point.saved for point in points], np.int64)
+    later = np.array([s if w is None else w for s, w in zip(saved.tolist(), waits, strict=True)], np.int64)
+    live: Ints = loads.saved @ saved + loads.waiting @ later
+    return live
+
+
+def fitting_points(
+    frontiers: Sequence[StageFrontier],
+    counts: Sequence[int],
+    lacks: Callable[[Points], float],
+    allowed: float = float("inf"),
+    *,
+    again: bool = True,
+) -> Points | None:
+    """Return points of a rank's stages that fit: a single stage saves less as long as it is too much; several stages
+    recompute where a second frees the most bytes.
+
+    Args:
+        frontiers: the frontiers of the stages.
+        counts: the microbatches that each stage holds.
+        lacks: points -> the bytes that they lack, not positive if they fit.
+        allowed: the most that a single stage may save of a microbatch.
+        again: whether stages may recompute more than at first.
+    """
+    if len(frontiers) == 1:
+        while (point := frontiers[0].within(allowed)) is not None:
+            if (over := lacks((point,))) <= 0 or not again:
+                return (point,) if over <= 0 else None
+            allowed = min(point.saved - 1.0, point.saved - over / max(1, counts[0]))
+        return None
+    corners, at = [frontier.corners() for frontier in frontiers], [0] * len(frontiers)
+    points = tuple(own[0] for own in corners)
+    while lacks(points) > 0:
+        rates = [freed_rate(own, i, count) for own, i, count in zip(corners, at, counts, strict=True)]
+        step = int(np.argmax(rates))
+        if rates[step] < 0 or not again:
+            return None
+        at[step] += 1
+        points = tuple(own[i] for own, i in zip(corners, at, strict=True))
+    return points
+
+
+def with_less_recompute(
+    frontiers: Sequence[StageFrontier], counts: Sequence[int], lacks: Callable[[Points], float], points: Points
+) -> Points:
+    """Use up what points that fit leave free; arguments as for `fitting_points`."""
+    for stage in sorted(range(len(points)), key=lambda s: -points[s].seconds):
+        left = -lacks(points) / max(1, counts[stage])
+        more = frontiers[stage].within(points[stage].saved + left)
+        if more is not None and more.seconds < points[stage].seconds:
+            changed = (*points[:stage], more, *points[stage + 1 :])
+            points = changed if lacks(changed) <= 0 else points
+    return points
 
 
 def freed_rate(corners: Sequence[FrontierPoint], at: int, count: int) -> float:

@@ -6,8 +6,6 @@ import hashlib
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
-from time import monotonic
 
 import numpy as np
 
@@ -169,17 +167,16 @@ _NEAR = 0.97  # what is above this fraction of the peak counts as high
 class Descent:
     """A search for better plans near those of a pool; every plan that it tries goes into the pool.
 
-    Counts of tries end it, so that it is the same in every process and on every machine, unless ``until`` is given.
+    Counts of tries end it, so that it is the same in every process and on every machine.
 
     Attributes:
         pool: simulates the plans.
-        until: a deadline, by ``time.monotonic``.
         free: ops that may be saved and may be recomputed.
         groups: groups of these ops that play the same part in each layer.
     """
 
-    def __init__(self, pool: Pool, until: float = inf) -> None:
-        self.pool, self.savings, self.until = pool, pool.savings, until
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.savings = pool, pool.savings
         free = np.zeros(len(self.savings.ops), np.bool_)
         free[self.savings.maker[self.savings.savable]] = True
         self.free = np.flatnonzero(free & ~self.savings.fixed)
@@ -198,8 +195,6 @@ class Descent:
         if effort == 1:
             masks = (group for group in sorted(self.groups, key=lambda group: -len(group)))
         for _, mask in zip(range(effort * self._tries), masks, strict=False):
-            if monotonic() > self.until:
-                return
             most = np.ones(len(self.savings.ops), np.bool_)
             most[mask] = False
             self.pool.see(most)
@@ -238,7 +233,7 @@ class Descent:
             improved = False
             moves = (group[best.runs[group]] for group in (*_many(self.groups), *self.free[:, None]))
             for move in sorted((m for m in moves if len(m)), key=lambda m: -float(price[m].sum())):
-                if not tries or monotonic() > self.until:
+                if not tries:
                     return
                 changed = best.runs.copy()
                 changed[move] = False
@@ -298,7 +293,7 @@ class _Descent:
 
     def _done(self) -> bool:
         within = self.budget is not None and self.best.peak <= self.budget
-        return within or self.left <= 0 or monotonic() > self.descent.until
+        return within or self.left <= 0
 
     def _step(self, changed: Bools) -> bool:
         choice = self.descent.savings.choose(changed)

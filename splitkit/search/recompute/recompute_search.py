@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from math import inf
-from time import monotonic
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array
@@ -154,29 +153,20 @@ _CUTS = 12  # prices at which candidates are cut
 class RecomputeSearch:
     """Searches for plans of one joint graph; every plan that it meets goes into the pool.
 
-    Counts end every search: of programs, nodes of their trees, and tries. Seconds end it only where they are given.
+    Counts end every search: of programs, nodes of their trees, and tries.
 
     Attributes:
         pool: the plans seen.
-        until: a deadline, by ``time.monotonic``.
     """
 
-    def __init__(self, pool: Pool, seconds: float = inf) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool, self.savings = pool, pool.savings
-        self.until, self._share = monotonic() + seconds, seconds / 3
         self._problem = recompute_problem(self.savings)
         self._program = Program(self._problem)
 
     def anew(self) -> RecomputeSearch:
-        """Return a search with the same deadline that knows nothing of what this one saw."""
-        other = RecomputeSearch(self.pool.fresh())
-        other.until, other._share = self.until, self._share
-        return other
-
-    @property
-    def ending(self) -> str:
-        """Return what a note says of a search that the clock ended."""
-        return "; cut short by time_limit: another machine may find another plan" if monotonic() > self.until else ""
+        """Return a search that knows nothing of what this one saw."""
+        return RecomputeSearch(self.pool.fresh())
 
     @cached_property
     def _moments(self) -> MomentLimits:
@@ -184,7 +174,7 @@ class RecomputeSearch:
 
     @cached_property
     def _descent(self) -> Descent:
-        return Descent(self.pool, self.until)
+        return Descent(self.pool)
 
     @cached_property
     def _floors(self) -> MemoryFloors:
@@ -198,11 +188,11 @@ class RecomputeSearch:
         """Look for plans that save at most ``budget`` bytes; return a lower bound on their seconds."""
         problem = self.savings
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, budget)
-        found = self._program.beside([limit], self._left(), _WINDOW, GAP)
+        found = self._program.beside([limit], inf, _WINDOW, GAP)
         if found.runs is not None:
             self.pool.see(found.runs)
         bound = found.bound
-        if found.gap > 2 * GAP:  # without a limit of time, only a large graph's
+        if found.gap > 2 * GAP:  # only a large graph's
             hull = Hull(problem)
             near, bound = hull.within(budget), max(bound, hull.bound(budget))
             if near is not None:
@@ -266,7 +256,7 @@ class RecomputeSearch:
         low = int(self._floors.least.max(initial=0))
         for _ in range(_HALVINGS):
             best = self.pool.lowest()
-            if best.peak - low <= _CLOSE * best.peak or monotonic() > self.until:
+            if best.peak - low <= _CLOSE * best.peak:
                 break
             budget = (low + best.peak) // 2
             floors, bound = self._above_floors(budget)
@@ -274,8 +264,7 @@ class RecomputeSearch:
                 self._below(budget, floors)
             low = budget if self.pool.lowest().peak > budget else low
         for others in (True, False):
-            if monotonic() < self.until:
-                self._descent.lower(others=others)
+            self._descent.lower(others=others)
         return self.pool.lowest()
 
     def cheapest_at(self, low: Seen) -> Seen:
@@ -291,10 +280,10 @@ class RecomputeSearch:
         """Return the limits that matter to every plan within a budget, and the bound that follows."""
         limits: list[Limit] = []
         while True:
-            saved, bound = self._program.relaxed(limits, self._left())
+            saved, bound = self._program.relaxed(limits, inf)
             broken = [] if bound == np.inf else list(self._floors.over(saved, budget))
             limits += broken
-            if not broken or not self._left():
+            if not broken:
                 return limits, bound
 
     def _closer(self, budget: int, floors: list[Limit], bound: float) -> float:
@@ -304,7 +293,7 @@ class RecomputeSearch:
         limits, program, whole = list(floors), self._program, False
         snapshots: dict[int, Snapshot] = {}
         for _ in range(_ROUNDS):
-            found = (program.search if whole else program.near)(limits, self._left(), _GAP)
+            found = (program.search if whole else program.near)(limits, inf, _GAP)
             bound = max(bound, found.bound)
             if bound == np.inf:
                 break
@@ -313,7 +302,7 @@ class RecomputeSearch:
             broken = list(self._floors.over(saved_storages(seen.choice).astype(np.float64), budget))
             fresh = list(self._snapshots.over(trace, budget, snapshots))
             settled = seen.peak <= budget or not (broken or fresh)
-            if self._is_proven(budget, bound) or not self._left() or (settled and (whole or program.width > _COLUMNS)):
+            if self._is_proven(budget, bound) or (settled and (whole or program.width > _COLUMNS)):
                 break
             whole = whole or settled
             limits += broken
@@ -323,7 +312,7 @@ class RecomputeSearch:
 
     def _rounded(self, program: Program, limits: list[Limit]) -> Bools:
         """Return the choice that recomputes what the relaxation recomputes rather than saves."""
-        saved = program.relaxed(limits, self._left())[0] > 0.5
+        saved = program.relaxed(limits, inf)[0] > 0.5
         runs = np.ones(len(self.savings.ops), np.bool_)
         runs[self.savings.maker[saved[self.savings.storage]]] = False
         return runs
@@ -355,17 +344,13 @@ class RecomputeSearch:
 
     def _refine(self, limits: list[Limit]) -> None:
         """Look a little longer for a better plan within the limits of one found near a relaxation."""
-        found = self._program.search(limits, self._left(), _GAP, _NODES)
+        found = self._program.search(limits, inf, _GAP, _NODES)
         if found.runs is not None:
             self.pool.see(found.runs)
 
-    def _left(self) -> float:
-        """Return the seconds that the next program may take."""
-        return max(0.0, min(self._share, self.until - monotonic()))
-
     def _solve(self, limits: list[Limit]) -> RecomputeSolution:
-        found = self._program.near(limits, self._left(), _GAP)
-        return self._program.search(limits, self._left(), _GAP) if found.runs is None and found.bound < inf else found
+        found = self._program.near(limits, inf, _GAP)
+        return self._program.search(limits, inf, _GAP) if found.runs is None and found.bound < inf else found
 
 
 def recompute_problem(savings: Savings) -> RecomputeProblem:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from splitkit.memory.segment import OrderMemory, SegmentMemory
+from splitkit.pipeline.memory import share
 from splitkit.pipeline.order import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.stage_prices import STATE_OF, StagePrices
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.placement_model import PlacementModel, TransferTimes
 from splitkit.solvers.line.border_chains import Chains, on_chains
-from splitkit.solvers.placement.core import core_of, orders
-from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 MOST_IDEALS = 400
 """Of more borders, only those along orders are priced; with 200 or 800, twelve requests had the same plans."""
@@ -38,6 +37,7 @@ class BorderSet:
         state: bytes of optimizer state per byte of gradient.
         whole: whether these are all borders of the graph.
         cache: (n,) bytes of cache that each unit keeps; None for none.
+        replicas: the devices of each stage, which divide what it saves and takes.
     """
 
     members: Bools
@@ -48,6 +48,7 @@ class BorderSet:
     state: int
     whole: bool
     cache: Ints | None = None
+    replicas: int = 1
 
     def stage_of(self, borders: Sequence[int]) -> Ints:
         """Return (n,) the stage of each unit, for a chain of these borders without the empty one."""
@@ -61,13 +62,16 @@ class BorderSet:
         return total
 
     def price(self, wanted: Bools) -> None:
-        """Compute the memory of the wanted (p,) stages, so that `once` and `saved` are known."""
+        """Compute the memory of the wanted (p,) stages, so that `once` and `saved` are known.
+
+        For replicas it is a lower bound: gradients of parameters among the temporary bytes are not divided.
+        """
         kept = None if self.cache is None else self.between(self.cache)
         for pair in np.flatnonzero(wanted).tolist():
             held = self.stretch(int(self.first[pair]), int(self.last[pair]))
-            self.once[pair] = held.parameters + held.gradients * (1 + self.state) + held.temporary
+            self.once[pair] = held.parameters + held.gradients * (1 + self.state) + share(held.temporary, self.replicas)
             self.once[pair] += 0 if kept is None else int(kept[pair])
-            self.saved[pair] = held.saved
+            self.saved[pair] = share(held.saved, self.replicas)
 
     @cached_property
     def once(self) -> Ints:
@@ -82,7 +86,7 @@ class BorderSet:
     @cached_property
     def crossing(self) -> Ints:
         """(2, b) bytes that cross each border, downstream and upstream."""
-        return np.array([self.messages(border) for border in range(len(self.members))], np.int64).T
+        return -(-np.array([self.messages(border) for border in range(len(self.members))], np.int64).T // self.replicas)
 
 
 class StagePeaks:
@@ -137,44 +141,15 @@ class StagePeaks:
         return on_chains(self.track.first, self.track.last, self._sums <= capacity[:, None])
 
 
-class CandidateBorders:
-    """The sets of borders of a graph.
+def border_ideals(size: int, edges: Iterable[tuple[int, int]]) -> list[int] | None:
+    """Return all borders of a graph by size, each as bits of the units before it; None if they are too many.
 
     Args:
-        placing: the units; none of them shared.
-        prices: the memory of stages.
-        problem: prices of units and values, from which orders are found.
-        cache: (n,) bytes of cache that each unit keeps; None for none.
+        size: the number of units.
+        edges: pairs of units (first, then).
     """
-
-    def __init__(
-        self, placing: PlacementModel, prices: StagePrices, problem: Problem, cache: Ints | None = None
-    ) -> None:
-        self.placing, self._prices, self._problem, self._cache = placing, prices, problem, cache
-        self._known: dict[bytes, BorderSet] = {}
-
-    @cached_property
-    def all(self) -> BorderSet | None:
-        """All borders if they are few, else None."""
-        found = ideal_borders(self.placing, self._prices)
-        return None if found is None else replace(found, cache=self._cache)
-
-    def along(self, stage: Ints) -> Iterator[BorderSet]:
-        """Yield borders along orders: the graph's own, the one of given stages, and nine others."""
-        units = np.arange(len(stage))
-        others = orders(core_of(self._problem, units))
-        for order in chain([units, np.argsort(stage, kind="stable")], others):
-            if (key := order.astype(np.int64).tobytes()) not in self._known:
-                found = order_borders(self.placing, self._prices, order)
-                self._known[key] = replace(found, cache=self._cache)
-            yield self._known[key]
-
-
-def border_ideals(placing: PlacementModel) -> list[int] | None:
-    """Return all borders of a graph by size, each as bits of the units before it; None if they are too many."""
-    size = len(placing.units)
     before = [0] * size
-    for first, then in placing.edges:
+    for first, then in edges:
         before[then] |= 1 << first
     found: dict[int, None] = {0: None}
     level = [0]
@@ -192,7 +167,7 @@ def border_ideals(placing: PlacementModel) -> list[int] | None:
 
 def ideal_borders(placing: PlacementModel, prices: StagePrices) -> BorderSet | None:
     """Return all borders of a graph, or None if there are more than the search can go through."""
-    if (ideals := border_ideals(placing)) is None:
+    if (ideals := border_ideals(len(placing.units), placing.edges)) is None:
         return None
     members = np.array([[ideal >> unit & 1 for unit in range(len(placing.units))] for ideal in ideals], np.bool_)
     starts, ends = nested(members)

@@ -42,6 +42,7 @@ class MemoryFit:
         optimizer: the optimizer whose state counts, for errors.
         devices: how many devices with the same memory would do, more than there are, verified; None if not known.
         clock: the deadline.
+        replicas: the devices that have one memory each, for errors.
     """
 
     policy: object
@@ -56,6 +57,7 @@ class MemoryFit:
     truly: Callable[[Solution, Plan], tuple[Solution, Plan]] | None = None
     devices: Callable[[], int | None] | None = None
     clock: Clock = field(default_factory=endless_clock)
+    replicas: int = 1
 
     def best(self, problem: Problem) -> tuple[Solution, Plan]:
         """Return the best placement that fits; its bound is that of the problem with sums alone, a relaxation.
@@ -156,13 +158,15 @@ class MemoryFit:
         most = max(known, key=lambda one: one.total)
         reason = f"what the parts hold does not fit {given}, for {purpose(self.optimizer)}: the fullest of the best "
         reason += f"plan found holds {most.told}; {named(node)} alone holds {size(int(alone[largest]))}"
-        remedy = f"Give {most.total} bytes ({size(most.total)}) to each of {len(self.limits)} devices"
+        remedy = f"Give {most.total} bytes ({size(most.total)}) to each of {len(self.limits) * self.replicas} devices"
         remedy += ": for that there is a plan"
         if self.clock.is_over():
             reason += "; time ended the search: more `seconds` may find a plan"
         more = self.devices and self.devices()
         remedy += f"; with what each has, there is one for {more} devices." if more else "."
-        return NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, [node])
+        error = NoPlanError("SK303", f"{type(self.policy).__name__}: {reason}", remedy, [node])
+        error.excess = self.lacks(plan)
+        return error
 
 
 def nodes_listed(nodes: Sequence[Node]) -> str:

@@ -8,19 +8,28 @@ is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 import numpy as np
 
+from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.search.additive_memory import AdditiveMemory
-from splitkit.search.placement_model import TransferTimes
-from splitkit.search.stages.candidate_borders import BorderSet, CandidateBorders, InFlight, StagePeaks, loads_between
+from splitkit.search.placement_model import PlacementModel, TransferTimes
+from splitkit.search.stages.candidate_borders import (
+    BorderSet,
+    InFlight,
+    StagePeaks,
+    ideal_borders,
+    loads_between,
+    order_borders,
+)
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.border_chains import Chains, count_of
-from splitkit.solvers.placement.problem import Floats, Ints
+from splitkit.solvers.placement.core import core_of, orders
+from splitkit.solvers.placement.problem import Floats, Ints, Problem
 
 MOST_UNITS = 5_000
 """Beyond so many units nothing is looked for."""
@@ -38,7 +47,9 @@ class PeakSearch:
     """One search by true peaks.
 
     Attributes:
-        tracks: where stages can begin and end.
+        placing: the units; none of them shared.
+        prices: the memory of stages.
+        problem: prices of units and values, from which orders are found.
         holding: additive lower bounds on the memory of units.
         flights: about how many microbatches each stage holds.
         sure_flights: how many it holds for certain.
@@ -47,11 +58,15 @@ class PeakSearch:
         travel: transfer times at a border; None if transfers are free.
         tolerance: relative; how much slower the bottleneck may be where that balances the stages.
         peaks: (n,) stages -> peak bytes of each rank.
+        cache: (n,) bytes of cache that each unit keeps; None for none.
+        replicas: the devices of each stage.
         stretches: how many segments of orders may still be priced.
         clock: the deadline of the search.
     """
 
-    tracks: CandidateBorders
+    placing: PlacementModel
+    prices: StagePrices
+    problem: Problem
     holding: AdditiveMemory
     flights: InFlight
     sure_flights: InFlight
@@ -60,9 +75,28 @@ class PeakSearch:
     travel: TransferTimes | None
     tolerance: float
     peaks: Callable[[Ints], Sequence[int]]
+    cache: Ints | None = None
+    replicas: int = 1
     stretches: int = 30_000
     clock: Clock = field(default_factory=endless_clock, repr=False)
     _simulated: dict[bytes, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    _known: dict[bytes, BorderSet] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def all_borders(self) -> BorderSet | None:
+        """All borders if they are few, else None."""
+        found = ideal_borders(self.placing, self.prices)
+        return None if found is None else replace(found, cache=self.cache, replicas=self.replicas)
+
+    def _along(self, stage: Ints) -> Iterator[BorderSet]:
+        """Yield borders along orders: the graph's own, the one of given stages, and nine others."""
+        units = np.arange(len(stage))
+        others = orders(core_of(self.problem, units))
+        for order in chain([units, np.argsort(stage, kind="stable")], others):
+            if (key := order.astype(np.int64).tobytes()) not in self._known:
+                found = order_borders(self.placing, self.prices, order)
+                self._known[key] = replace(found, cache=self.cache, replicas=self.replicas)
+            yield self._known[key]
 
     def least(self, known: Ints) -> Ints:
         """Return (n,) stages with the lowest maximum peak found over the limited ranks, at most that of ``known``.
@@ -223,7 +257,7 @@ class PeakSearch:
 
     def _loads(self, track: BorderSet) -> Floats:
         """Return (k, p) seconds of each stage in each place, including values that only pass through."""
-        return loads_between(track, self.tracks.placing, self.travel, len(self.rank_of))
+        return loads_between(track, self.placing, self.travel, len(self.rank_of))
 
     def _usable(self, known: Ints, capacity: Floats) -> Iterator[StagePeaks]:
         """Yield all borders if they are few, else those along orders."""
@@ -232,12 +266,11 @@ class PeakSearch:
         if self._all is not None and self._all.unpriced(capacity).sum() <= _SETS:
             yield self._all
             return
-        along: Iterable[BorderSet] = self.tracks.along(known)
-        yield from (StagePeaks(track, self.holding, self.flights) for track in along)
+        yield from (StagePeaks(track, self.holding, self.flights) for track in self._along(known))
 
     @cached_property
     def _all(self) -> StagePeaks | None:
-        return None if (track := self.tracks.all) is None else StagePeaks(track, self.holding, self.sure_flights)
+        return None if (track := self.all_borders) is None else StagePeaks(track, self.holding, self.sure_flights)
 
     def _affordable(self, peaks: StagePeaks, capacity: Floats) -> bool:
         """Return whether the stages between these borders can still be priced."""

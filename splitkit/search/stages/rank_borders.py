@@ -139,6 +139,7 @@ class RankBorders:
                 backward_input=float(inputs) if number else 0.0,
                 backward_weight=float(weights if number else weights + inputs),
                 activation_bytes=int(nbytes),
+                replicas=self.demand.replicas,
             )
             for number, ((forward, inputs, weights), nbytes) in enumerate(zip(times, sent, strict=True))
         ]
@@ -189,8 +190,8 @@ class RankBorders:
     def _times(self) -> Floats:
         """(n + 1, 3) seconds of forward and of both parts of backward, of all units before each place."""
         prices, members = self.demand.stage_prices, self.placing.members
-        times = [prices.times(members[unit]) for unit in self._order.tolist()]
-        return np.concatenate([np.zeros((1, 3)), np.cumsum(np.array(times, np.float64), axis=0)])
+        times = np.array([prices.times(members[unit]) for unit in self._order.tolist()], np.float64)
+        return np.concatenate([np.zeros((1, 3)), np.cumsum(times / self.demand.replicas, axis=0)])
 
     @cached_property
     def _work(self) -> Floats:

@@ -34,14 +34,12 @@ from splitkit.plans.parts import Claim, PartKey, above_mean, evenness
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
 from splitkit.search.memory_search import MemoryParts, MemorySearch
-from splitkit.search.node_copies import with_copies
 from splitkit.search.placement_model import PlacementModel, TransferTimes
-from splitkit.search.request import StageRequest
-from splitkit.search.stages.candidate_borders import CandidateBorders
+from splitkit.search.request import StageRequest, with_all_reduce
 from splitkit.search.stages.memory_fit import MemoryFit, bad_problems, named, nodes_listed
 from splitkit.search.stages.peak_search import PeakSearch
 from splitkit.search.stages.rank_borders import RankBorders
-from splitkit.search.traffic_bounds import least_load, least_without_units
+from splitkit.search.traffic_bounds import least_load, least_without_units, with_copies
 from splitkit.solvers.clock import Clock, endless_clock
 from splitkit.solvers.line.balanced_blocks import block_of_each, even_blocks
 from splitkit.solvers.line.priced_cuts import best_borders
@@ -56,6 +54,8 @@ from splitkit.units import duration, size
 NEAR = 1e-3
 """Relative: where there is less to gain, what is near the best is not searched again."""
 _MOST_LINKED = 5_000  # units that are moved one by one where links differ
+_ROUNDING = 1e-9  # relative; larger than the rounding errors of sums, and no gain that anybody notices
+_MOST_PRICED = 5_000  # units that are cut again where cuts are paid for, in time that grows with their square
 _SENT = 0.5  # of the seconds, for stages that send what others compute again: the bound is there
 
 
@@ -92,6 +92,10 @@ class StagePlanner:
         Raises:
             NoPlanError: SK303 when none fit.
         """
+        return self._described(*self.best())
+
+    def best(self) -> tuple[Plan, Solution]:
+        """Return the best stages that fit, without claim and note, and what is proven of them. Errors as in `plan`."""
         found, plan = self._found()
         value = self._value(plan)
         near = max(NEAR, self.tolerance)
@@ -103,7 +107,7 @@ class StagePlanner:
                 other, sent = sending._found()
                 if sending._value(sent) < value:
                     found, plan = replace(other, bound=max(bound, other.bound)), sent
-        return self._described(plan, found)
+        return plan, found
 
     def least(self) -> Plan:
         """Return the fastest stages with the lowest maximum peak found, whatever memory is given."""
@@ -155,7 +159,7 @@ class StagePlanner:
     def _few(self) -> Iterator[Plan]:
         """Return, where memory is short and borders are few, the fastest of all stages that fit by true peaks."""
         plain = self._plain
-        if self._limited and (search := plain._peak_search).tracks.all is not None:
+        if self._limited and (search := plain._peak_search).all_borders is not None:
             size = len(plain._placing.units)
             yield from map(plain._plan_of, search.within(np.arange(size) * len(self.keys) // size))
 
@@ -172,8 +176,9 @@ class StagePlanner:
             fit=stages_fit,
             optimizer=self.demand.optimizer,
             truly=self._truly,
-            devices=self._cuts_in_memory.fewest,
+            devices=self._fewest,
             clock=self.clock,
+            replicas=self.demand.replicas,
         )
 
     def _truly(self, found: Solution, plan: Plan, *, lowest: bool = False) -> tuple[Solution, Plan]:
@@ -183,13 +188,50 @@ class StagePlanner:
         plans = [plain._plan_of(stage) for stage in plain._peak_search.choices(known, lowest=lowest)]
         lacks = self._fitting.lacks
         if not lowest and all(map(lacks, plans)):
-            plans = min([plans, *([own] for own in self._cuts_in_memory.plans())], key=lambda its: lacks(its[0]))
+            plans = min([plans, *([own] for own in self._cuts_in_memory())], key=lambda its: lacks(its[0]))
         best = plans[plain._preferred([plain._measures(choice) for choice in plans])]
         return replace(found, solver="true peaks"), best
 
+    def _cuts_in_memory(self) -> Iterator[Plan]:
+        """Yield stages that fit, by `MemorySearch`: a second or two for thousands of nodes, where others time out.
+
+        If there are none, yield those that need the least memory in the graph's own order.
+        """
+        sizes = tuple(limit for limit in self._limits if limit is not None)
+        if not self._one_a_device or len(sizes) < len(self._limits):
+            return
+        search = self._memory_search(sizes)
+        found = search.of(len(self.keys))
+        if found is None:
+            for count, need in search.needs():
+                found = self._memory_search((need,) * count).of(count)
+        if found is not None and (plan := self._plan_of_parts(found)) is not None:
+            yield plan
+
+    def _fewest(self) -> int | None:
+        """Return the fewest stages found, more than there are, that fit the memory of each; None if there are none."""
+        limit = self._limits[0]
+        if not self._one_a_device or limit is None or len(set(self._limits)) > 1:
+            return None
+        found = MemorySearch(replace(self.demand, memory=None), None, lambda count: (limit,) * count).fewest()
+        more = found is not None and len(found.parts) > len(self.keys) and self._plan_of_parts(found) is not None
+        return len(found.parts) if found is not None and more else None
+
     @property
-    def _cuts_in_memory(self) -> CutsInMemory:
-        return CutsInMemory(self.demand, self.keys, self._limits, self._rank_of)
+    def _one_a_device(self) -> bool:
+        """Whether each device has one stage, without a cache."""
+        return len(self._limits) == len(self.keys) and not self.demand.cache and self.demand.replicas == 1
+
+    def _memory_search(self, sizes: tuple[int, ...]) -> MemorySearch:
+        return MemorySearch(replace(self.demand, memory=None), len(self.keys), lambda count: sizes[:count])
+
+    def _plan_of_parts(self, found: MemoryParts) -> Plan | None:
+        """Return the plan of some parts; None if they separate nodes that a pipeline must keep together."""
+        part_of = {node: number for number, nodes in enumerate(found.parts) for node in nodes}
+        if any(len({part_of[node] for node in group}) > 1 for group in self.demand.inseparable):
+            return None
+        keys = self.keys if len(found.parts) == len(self.keys) else tuple(range(len(found.parts)))
+        return Plan.of({node: keys[part_of[node]] for node in self.demand.flow.nodes})
 
     @cached_property
     def _plain(self) -> StagePlanner:
@@ -199,7 +241,11 @@ class StagePlanner:
     @cached_property
     def _peak_search(self) -> PeakSearch:
         return PeakSearch(
-            tracks=CandidateBorders(self._placing, self.demand.stage_prices, self._problem(), self._cache_of_units),
+            placing=self._placing,
+            prices=self.demand.stage_prices,
+            problem=self._problem(),
+            cache=self._cache_of_units,
+            replicas=self.demand.replicas,
             holding=self._holding,
             flights=self.demand.flights(len(self.keys), surely=False),
             sure_flights=self.demand.flights(len(self.keys), surely=True),
@@ -278,7 +324,8 @@ class StagePlanner:
     @cached_property
     def _holding(self) -> AdditiveMemory:
         demand = self.demand
-        return AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+        held = AdditiveMemory.of(self._placing, demand.stage_prices.activations, demand.optimizer, demand.cache)
+        return replace(held, saved=held.saved // demand.replicas)
 
     @property
     def _cache_of_units(self) -> Ints | None:
@@ -320,7 +367,7 @@ class StagePlanner:
         )
         with bad_problems(self.demand.policy, self._placing):
             found = solve(problem)
-            if len(found.order) < len(self.keys) and prefer is not None:  # else `Balancing` fills the others
+            if len(found.order) < len(self.keys) and prefer is not None:  # else `_balanced` fills the others
                 filled = solve(replace(problem, fill=True), prefer=self._weigher())
                 proven = min(filled.bound, least_without_units(self._placing, self._travel))
                 found = replace(filled, bound=max(found.bound, proven), timed_out=found.timed_out or filled.timed_out)
@@ -333,20 +380,68 @@ class StagePlanner:
 
     def _again(self, problem: Problem, found: Solution) -> Iterator[Solution]:
         """Balance stages along orders; improve all of these where links differ or ranks have several stages."""
-        held = self._held_in_stages
-        capacity = np.array([device.capacity for device in problem.devices])
         at = stage_numbers(found.device, found.order)
-        tolerances = tuple(dict.fromkeys((self.tolerance, 0.0)))
-        even = Balancing(
-            self._placing, self.demand.costs, len(self.keys), self._travel, held, capacity, found.bound, tolerances,
-            self.clock,
-        )  # fmt: skip
-        starts = [at, *even.along(at)]
+        starts = [at, *self._balanced(problem, found, at)]
         yield from (self._moved(found, stage) for stage in starts[1:])
         if (self._uneven or len(self._limits) < len(self.keys)) and problem.units <= _MOST_LINKED:
+            held, capacity = self._held_in_stages, np.array([device.capacity for device in problem.devices])
             linked = self._placing.linked(problem, self._travel, held, capacity, np.array(self._rank_of))
             for stage in {stage.tobytes(): stage for stage in starts}.values():
                 yield self._moved(found, linked.annealed(stage, self.clock))
+
+    def _balanced(self, problem: Problem, found: Solution, stage: Ints) -> Iterator[Ints]:
+        """Return (n,) stages of the units: balanced ones along the graph's own order and along orders of given stages.
+
+        An order of given stages has one stage after the other. Solvers put units that take no time anywhere; each
+        order is also tried with those units in the stage of their readers.
+        """
+        orders = [np.arange(len(stage)), np.argsort(stage, kind="stable")]
+        tolerances = tuple(dict.fromkeys((self.tolerance, 0.0)))
+        if self._travel is None:
+            orders.append(np.argsort(self._sunk(stage), kind="stable"))
+        orders = [o for i, o in enumerate(orders) if not any(np.array_equal(o, before) for before in orders[:i])]
+        divisions: list[list[list[int]]] = []
+        for order in orders:
+            if divisions and self.clock.is_over():
+                break
+            divisions.append(self._divisions(problem, found, order, stage, tolerances))
+        for near in range(len(tolerances)):
+            for order, division in zip(orders, divisions, strict=False):
+                if near < len(division):
+                    even = np.empty(len(stage), np.int64)
+                    even[order] = block_of_each(division[near], len(stage))
+                    yield even
+
+    def _divisions(
+        self, problem: Problem, found: Solution, order: Ints, stage: Ints, tolerances: Sequence[float]
+    ) -> list[list[int]]:
+        """Return the positions of the borders in an order, for each tolerance; nothing if none fit or the order is too
+        long.
+        """
+        placing, travel, stages = self._placing, self._travel, len(self.keys)
+        work, capacity = placing.seconds[0], np.array([device.capacity for device in problem.devices])
+        if travel is None and not np.isfinite(capacity).any():
+            value = float(np.bincount(stage, work, stages).max())
+            prices = placing.crossing(order)[1, :-1]
+            even = [
+                even_blocks(work[order], stages, _limit(found.bound, value, near), prices, near) for near in tolerances
+            ]
+            return [cuts for cuts in even if cuts is not None]
+        if len(order) > _MOST_PRICED:
+            return []
+        prices = np.zeros((stages - 1, len(order) + 1)) if travel is None else placing.cut_prices(order, travel)
+        return best_borders(work[order], prices, self._held_in_stages[:, order], capacity, tolerances)
+
+    def _sunk(self, stage: Ints) -> Ints:
+        """Return the stages with units that take no time moved to their readers, where fewer bytes cross then.
+
+        Otherwise labels that only the loss reads would be shifted in the first stage.
+        """
+        placing = self._placing
+        found = {node: int(stage[unit]) for node, unit in placing.index.items()}
+        bound = {node for members in placing.members if len(members) > 1 for node in members}
+        _sink(placing.flow, self.demand.costs, found, bound)
+        return np.array([found[unit] for unit in placing.units], np.int64)
 
     def _moved(self, found: Solution, stage: Ints) -> Solution:
         return replace(found, device=stage, order=tuple(range(len(self.keys))))
@@ -388,13 +483,19 @@ class StagePlanner:
 
     def _plan_of(self, device: Ints, order: tuple[int, ...] = ()) -> Plan:
         """Return the plan of units on devices, which are the stages if no order is given."""
-        return Plan.of(self._placing.labels(stage_numbers(device, order) if order else device, self.keys))
+        plan = Plan.of(self._placing.labels(stage_numbers(device, order) if order else device, self.keys))
+        each = self.demand.replicas
+        return replace(plan, parts={key: replace(part, replicas=each) for key, part in plan.parts.items()})
 
     def _run(self, plan: Plan) -> ScheduleRun:
         return self.demand.run(self.demand.stage_prices.of(plan))
 
     def _loads(self, plan: Plan) -> Floats:
-        return self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
+        """Return the load of each stage; of replicas, with the share of a microbatch in the all-reduce of gradients."""
+        loads = self._placing.loads(plan, self.keys, [0] * len(self.keys), self._travel)
+        if self.demand.replicas == 1 or self.demand.schedule is None:
+            return loads
+        return with_all_reduce(loads, self._run(plan))
 
     def _peaks(self, plan: Plan) -> tuple[int, ...]:
         """Return the peak bytes of each rank."""
@@ -405,6 +506,12 @@ class StagePlanner:
         if self.demand.schedule is not None:
             return tuple(map(ByteBreakdown.of_rank, self._run(plan).memory))
         return self.demand.held(plan, captured=True)
+
+    @property
+    def fair_share(self) -> float:
+        """A lower bound on the bottleneck of all stages with these replicas: all work is shared, but for single ops."""
+        seconds = self.demand.seconds.values()
+        return max(sum(seconds) / len(self.keys), max(seconds)) * (1 - 1e-12)
 
     def described(self, plan: Plan) -> Plan:
         """Return a plan of other origin with a claim and a note."""
@@ -423,16 +530,17 @@ class StagePlanner:
             return plan
         return self._described(other, self._cut(other, plan.claim.bound))
 
-    def _described(self, plan: Plan, found: Solution) -> Plan:
-        """Return the plan with its claim and a note."""
+    def _described(self, plan: Plan, found: Solution, others: float = math.inf) -> Plan:
+        """Return the plan with its claim and a note; ``others``: a lower bound for other numbers of replicas."""
         loads = self._loads(plan)
         of_rank, busiest = by_rank(loads, self._rank_of)
         value = float(of_rank.max())
-        bound = min(value, max(found.bound, self._least))
+        bound = min(value, max(found.bound, self._least), others)
         near, even = max(found.tolerance, self.tolerance), evenness(of_rank.tolist())
         claim = Claim("bottleneck", value, bound, found.solver, self.keys[busiest], near, even)
         load = duration(value, unit_of(self.demand.costs)) + ("" if len(of_rank) == len(loads) else " with its rank")
-        said = f"{len(self.keys)} stages. {claim.told(load, above_mean(value, float(of_rank.mean())))}"
+        each = f" on {self.demand.replicas} devices each" if self.demand.replicas > 1 else ""
+        said = f"{len(self.keys)} stages{each}. {claim.told(load, above_mean(value, float(of_rank.mean())))}"
         words = [said, *limits(self.demand.seconds, len(of_rank))]
         if self.demand.schedule is not None:
             run = self._run(plan)
@@ -445,157 +553,34 @@ class StagePlanner:
         return replace(plan, note="; ".join(words) + timeout_note(self.tries, self.clock), claim=claim)
 
 
-# Stages that fit their memory, by `MemorySearch`: a second or two for thousands of nodes, where others time out.
+def best_replicas(planners: Sequence[StagePlanner]) -> Plan:
+    """Return the best of several numbers of replicas: the shortest step or, without a schedule, the least bottleneck.
 
-
-@dataclass(frozen=True, eq=False)
-class CutsInMemory:
-    """Cuts of a few orders of the graph by true peaks.
-
-    Attributes:
-        demand: the request.
-        keys: the names of the stages.
-        limits: bytes of each rank, None for no limit.
-        rank_of: the rank of each stage.
+    Raises:
+        NoPlanError: SK303 if none fits; of the number whose plan lacks the fewest bytes.
     """
-
-    demand: StageRequest
-    keys: tuple[PartKey, ...]
-    limits: Sequence[int | None]
-    rank_of: Sequence[int]
-
-    def plans(self) -> Iterator[Plan]:
-        """Yield stages that fit; if there are none, those that need the least memory in the graph's own order."""
-        sizes = tuple(limit for limit in self.limits if limit is not None)
-        if not self._one_a_rank or len(sizes) < len(self.limits) or self.demand.cache:
-            return
-        search = self._search(sizes)
-        found = search.of(len(self.keys))
-        if found is None:
-            for count, need in search.needs():
-                found = self._search((need,) * count).of(count)
-        if found is not None and (plan := self._plan(found)) is not None:
-            yield plan
-
-    def fewest(self) -> int | None:
-        """Return the fewest stages found, more than there are, that fit the memory of each; None if there are none."""
-        limit = self.limits[0]
-        if not self._one_a_rank or limit is None or len(set(self.limits)) > 1 or self.demand.cache:
-            return None
-        found = MemorySearch(self._free, None, lambda count: (limit,) * count).fewest()
-        more = found is not None and len(found.parts) > len(self.keys) and self._plan(found) is not None
-        return len(found.parts) if found is not None and more else None
-
-    @property
-    def _one_a_rank(self) -> bool:
-        return len(self.limits) == len(self.rank_of)
-
-    @property
-    def _free(self) -> StageRequest:
-        return replace(self.demand, memory=None)
-
-    def _search(self, sizes: tuple[int, ...]) -> MemorySearch:
-        return MemorySearch(self._free, len(self.keys), lambda count: sizes[:count])
-
-    def _plan(self, found: MemoryParts) -> Plan | None:
-        """Return the plan of some parts; None if they separate nodes that a pipeline must keep together."""
-        part_of = {node: number for number, nodes in enumerate(found.parts) for node in nodes}
-        if any(len({part_of[node] for node in group}) > 1 for group in self.demand.inseparable):
-            return None
-        keys = self.keys if len(found.parts) == len(self.keys) else tuple(range(len(found.parts)))
-        return Plan.of({node: keys[part_of[node]] for node in self.demand.flow.nodes})
+    found: list[tuple[float, StagePlanner, Plan, Solution]] = []
+    bound, refused = math.inf, list[NoPlanError]()
+    for planner in planners:
+        try:
+            plan, solution = planner.best()
+        except NoPlanError as error:
+            refused.append(error)
+            bound = min(bound, planner.fair_share)
+            continue
+        step = planner._run(plan).seconds if planner.demand.schedule is not None else planner._value(plan)
+        found.append((step, planner, plan, solution))
+        bound = min(bound, max(solution.bound, planner._least))
+    if not found:
+        raise min(refused, key=lambda error: error.excess or math.inf)
+    _, planner, plan, solution = min(found, key=lambda one: one[0])
+    return planner._described(plan, solution, bound)
 
 
-# Balance stages along orders of the graph, where the bottleneck leaves a choice.
-
-
-_ROUNDING = 1e-9  # relative; larger than the rounding errors of sums, and no gain that anybody notices
-_MOST_PRICED = 5_000  # units that are cut again where cuts are paid for, in time that grows with their square
-
-
-@dataclass(frozen=True, eq=False)
-class Balancing:
-    """How stages are balanced.
-
-    Attributes:
-        placing: the units.
-        costs: bytes of values.
-        stages: the number of stages.
-        travel: transfer times at a border; None if transfers are free.
-        held: (stages, n) bytes of the units in each stage.
-        capacity: (stages,) bytes of each stage; infinite for no limit.
-        bound: a lower bound on the seconds of the bottleneck.
-        tolerances: relative slack on the bottleneck and on balance; each is tried.
-        clock: after its end one order has to do.
-    """
-
-    placing: PlacementModel
-    costs: Costs
-    stages: int
-    travel: TransferTimes | None
-    held: Ints
-    capacity: Floats
-    bound: float
-    tolerances: tuple[float, ...]
-    clock: Clock = field(default_factory=endless_clock)
-
-    def along(self, stage: Ints) -> Iterator[Ints]:
-        """Return (n,) stages of the units: balanced ones along the graph's own order and along orders of given stages.
-
-        An order of given stages has one stage after the other. Solvers put units that take no time anywhere; each
-        order is also tried with those units in the stage of their readers.
-        """
-        orders = [np.arange(len(stage)), np.argsort(stage, kind="stable")]
-        if self.travel is None:
-            orders.append(np.argsort(self._sunk(stage), kind="stable"))
-        orders = [o for i, o in enumerate(orders) if not any(np.array_equal(o, before) for before in orders[:i])]
-        divisions: list[list[list[int]]] = []
-        for order in orders:
-            if divisions and self.clock.is_over():
-                break
-            divisions.append(self._divisions(order, stage))
-        for near in range(len(self.tolerances)):
-            for order, division in zip(orders, divisions, strict=False):
-                if near < len(division):
-                    found = np.empty(len(stage), np.int64)
-                    found[order] = block_of_each(division[near], len(stage))
-                    yield found
-
-    def _divisions(self, order: Ints, stage: Ints) -> list[list[int]]:
-        """Return the positions of the borders in an order, for each tolerance; nothing if none fit or the order is too
-        long.
-        """
-        work, limited = self.placing.seconds[0], bool(np.isfinite(self.capacity).any())
-        if self.travel is None and not limited:
-            value = float(np.bincount(stage, work, self.stages).max())
-            prices = self.placing.crossing(order)[1, :-1]
-            found = [
-                even_blocks(work[order], self.stages, self._limit(value, near), prices, near)
-                for near in self.tolerances
-            ]
-            return [cuts for cuts in found if cuts is not None]
-        if len(order) > _MOST_PRICED:
-            return []
-        prices = np.zeros((self.stages - 1, len(order) + 1))
-        if self.travel is not None:
-            prices = self.placing.cut_prices(order, self.travel)
-        return best_borders(work[order], prices, self.held[:, order], self.capacity, self.tolerances)
-
-    def _limit(self, value: float, tolerance: float) -> float:
-        """Return a limit on the bottleneck: within the tolerance of the bound if reachable, else of the value."""
-        near = self.bound * (1 + tolerance)
-        return near if value <= near else value * (1 + tolerance)
-
-    def _sunk(self, stage: Ints) -> Ints:
-        """Return the stages with units that take no time moved to their readers, where fewer bytes cross then.
-
-        Otherwise labels that only the loss reads would be shifted in the first stage.
-        """
-        placing = self.placing
-        found = {node: int(stage[unit]) for node, unit in placing.index.items()}
-        bound = {node for members in placing.members if len(members) > 1 for node in members}
-        _sink(placing.flow, self.costs, found, bound)
-        return np.array([found[unit] for unit in placing.units], np.int64)
+def _limit(bound: float, value: float, tolerance: float) -> float:
+    """Return a limit on the bottleneck: within the tolerance of the bound if reachable, else of the value."""
+    near = bound * (1 + tolerance)
+    return near if value <= near else value * (1 + tolerance)
 
 
 def _sink(flow: Dataflow, costs: Costs, stage: dict[Node, int], bound: Collection[Node]) -> None:

@@ -11,7 +11,7 @@ nodes, in any order of them: it leaves activations out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -24,10 +24,8 @@ from splitkit.checks import Memory
 from splitkit.costs import unit_of
 from splitkit.errors import NoPlanError
 from splitkit.graph.node_values import cache_bytes
-from splitkit.memory.segment import SegmentMemory
 from splitkit.pipeline.decoder_step import DecoderSteps, graph_of_nodes
 from splitkit.pipeline.memory import ByteBreakdown, cache_room
-from splitkit.pipeline.stage_prices import StagePrices
 from splitkit.plans.parts import Claim, PartKey
 from splitkit.plans.record import Plan
 from splitkit.search.additive_memory import AdditiveMemory
@@ -193,7 +191,7 @@ class TokenSearch:
         if tokens < 1:
             raise self._no_token(plan)
         bound = self._bound(tokens, along)
-        proof = "all borders" if self._borders.track.whole else "cuts of the graph's order, sums"
+        proof = "all borders" if self._track.whole else "cuts of the graph's order, sums"
         claim = Claim("tokens", tokens, max(bound, tokens), proof, self.keys[room.index(tokens)])
         return replace(plan, claim=claim, note=self._note(plan, claim))
 
@@ -276,7 +274,7 @@ class TokenSearch:
 
     def _bound(self, tokens: int, along: int | None) -> int:
         """Return an upper bound on the tokens of every plan that computes each node once."""
-        if self._borders.track.whole and along is not None:
+        if self._track.whole and along is not None:
             return along
         spare = float(sum(self._limits)) - float(self._least_held.sum())
         low, high = tokens, max(tokens, int(spare // float(self._per_token.sum())))
@@ -297,22 +295,22 @@ class TokenSearch:
 
     def _tokens_by_pair(self, capacity: Floats) -> LazyChains:
         """Return the chains whose costs are tokens below 0; infinite for stages that do not fit."""
-        track = self._borders.track
+        track = self._track
         fixed, per_token = track.between(self._fixed), track.between(self._per_token)
-        costs = _tokens(capacity[:, None] - fixed - self._borders.least, per_token)
+        costs = _tokens(capacity[:, None] - fixed - self._least, per_token)
         least = partial(self._tokens_of, capacity)
         return LazyChains(track.first, track.last, -costs, lambda pair: -least(pair), self.clock.is_over)
 
     def _loads_by_pair(self, tokens: int, capacity: Floats) -> LazyChains:
         """Return the chains whose costs are seconds; infinite for stages without room for so many tokens."""
-        track = self._borders.track
+        track = self._track
         loads = loads_between(track, self._placing, self._travel, len(self.keys))
         if self._travel is None:
             # Among stages that are about equally fast, those between which fewer bytes go.
             share = track.crossing[0] / max(1, track.crossing[0].max())
             nudge = self.tolerance * loads.max() / 2
             loads = loads + nudge * (share[track.first] + share[track.last])
-        spare = capacity[:, None] - track.between(self._fixed) - self._borders.least
+        spare = capacity[:, None] - track.between(self._fixed) - self._least
         costs = np.where(spare >= tokens * track.between(self._per_token), loads, np.inf)
 
         def price(pair: int) -> Floats:
@@ -324,9 +322,9 @@ class TokenSearch:
     def _tokens_of(self, capacity: Floats, pair: int) -> Floats:
         """Return (k,) the tokens for which each rank has room beside the stage between a pair of borders."""
         if pair not in self._known:
-            held = self._borders.held(pair)
+            held = self._track.stretch(int(self._track.first[pair]), int(self._track.last[pair]))
             self._known[pair] = held.parameters + held.temporary
-        ends = self._borders.track
+        ends = self._track
         per_token = self._sums[ends.last[pair]] - self._sums[ends.first[pair]]
         return _tokens(capacity - self._known[pair], np.full(len(self.keys), per_token))
 
@@ -351,10 +349,10 @@ class TokenSearch:
     @cached_property
     def _sums(self) -> Floats:
         """(b,) bytes of cache per token before each border."""
-        return np.asarray(self._borders.track.members @ self._per_token.astype(np.float64), np.float64)
+        return np.asarray(self._track.members @ self._per_token.astype(np.float64), np.float64)
 
     def _plan(self, borders: Sequence[int]) -> Plan:
-        return Plan.of(self._placing.labels(self._borders.track.stage_of(borders), self.keys))
+        return Plan.of(self._placing.labels(self._track.stage_of(borders), self.keys))
 
     def _cache_of(self, plan: Plan) -> list[int]:
         """Return the bytes of cache per token of each stage."""
@@ -383,8 +381,25 @@ class TokenSearch:
         return PlacementModel(demand.flow, demand.prices, [demand.seconds], together=demand.inseparable)
 
     @cached_property
-    def _borders(self) -> CacheBorders:
-        return CacheBorders.of(self._placing, self.demand.stage_prices, self._fixed + self._per_token)
+    def _track(self) -> BorderSet:
+        """All borders of the graph if they are few, else those along its own order."""
+        placing, prices = self._placing, self.demand.stage_prices
+        if (track := ideal_borders(placing, prices)) is not None:
+            return track
+        order = np.arange(len(placing.units))
+        messages = prices.memory.order([placing.nodes(order)]).messages[placing.places(order)]
+        return order_borders(placing, prices, order, _places(messages, self._fixed + self._per_token))
+
+    @cached_property
+    def _least(self) -> Floats:
+        """(p,) a lower bound on the activations of each stage: along an order those of the node that needs the most."""
+        track, order = self._track, np.arange(len(self._placing.units))
+        if track.whole:
+            return np.zeros(len(track.first))
+        alone = self.demand.stage_prices.memory.order([self._placing.nodes(order)]).single_nodes()[3]
+        between = np.maximum.reduceat(alone, self._placing.places(order)[track.members.sum(axis=1)][:-1])
+        rows = [np.maximum.accumulate(between[start:]) for start in range(len(between))]  # as `track.first` has them
+        return np.concatenate(rows).astype(np.float64)
 
     @cached_property
     def _fixed(self) -> Ints:
@@ -426,41 +441,6 @@ _MOST_BORDERS = 1_000  # of 250 units, 62 borders gave room for as many tokens a
 _SMALL = 1e-6  # of all bytes: what holds less, such as a norm, needs no border of its own
 
 
-@dataclass(frozen=True, eq=False)
-class CacheBorders:
-    """Borders, and the memory between them.
-
-    Attributes:
-        track: the borders.
-        least: (p,) a lower bound on the activations of the stage between each pair of borders.
-    """
-
-    track: BorderSet
-    least: Floats
-
-    @classmethod
-    def of(cls, placing: PlacementModel, prices: StagePrices, held: Ints) -> CacheBorders:
-        """Return all borders of the graph if they are few, else those along its own order.
-
-        Args:
-            placing: the units.
-            prices: the memory of stages.
-            held: (n,) bytes of weights and of cache per token of each unit.
-        """
-        if (track := ideal_borders(placing, prices)) is not None:
-            return cls(track, np.zeros(len(track.first)))
-        order = np.arange(len(placing.units))
-        line, ends = prices.memory.order([placing.nodes(order)]), placing.places(order)
-        places = _places(line.messages[ends], held)
-        track = order_borders(placing, prices, order, places)
-        alone = line.single_nodes()[3]
-        return cls(track, _greatest(alone)(ends[places][track.first], ends[places][track.last]))
-
-    def held(self, pair: int) -> SegmentMemory:
-        """Return the memory of the stage between a pair of borders."""
-        return self.track.stretch(int(self.track.first[pair]), int(self.track.last[pair]))
-
-
 def _places(messages: Ints, held: Ints) -> Ints:
     """Return (b,) positions of an order: all, or one for each way to divide the weights and the cache.
 
@@ -484,22 +464,3 @@ def _places(messages: Ints, held: Ints) -> Ints:
         some = equal[np.linspace(0, len(equal) - 1, _MOST_BORDERS - len(below)).astype(np.int64)]
         inner = np.concatenate([below, some])
     return np.unique(np.concatenate([[0], inner, [size]])).astype(np.int64)
-
-
-def _greatest(values: Ints) -> Callable[[Ints, Ints], Floats]:
-    """Return a function from starts and ends to the greatest value between them (a sparse table)."""
-    table = [values]
-    while (width := 1 << len(table)) <= len(values):
-        half = table[-1]
-        table.append(np.maximum(half[: len(values) - width + 1], half[width // 2 : len(values) - width // 2 + 1]))
-
-    def greatest(start: Ints, end: Ints) -> Floats:
-        level = np.log2(np.maximum(1, end - start)).astype(np.int64)
-        found = np.zeros(len(start))
-        for number in np.unique(level).tolist():
-            at = np.flatnonzero(level == number)
-            rows = table[number]
-            found[at] = np.maximum(rows[start[at]], rows[end[at] - (1 << number)])
-        return found
-
-    return greatest

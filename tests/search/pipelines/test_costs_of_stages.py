@@ -19,7 +19,7 @@ from splitkit.search.pipelines.stage_problems import StageProblems
 
 
 def assert_same_costs(joint, costs, seed, tries=3):
-    problems = StageProblems(JointPositions.of(joint.flow), costs, "adam", False)
+    problems = StageProblems(JointPositions(joint.flow), costs, "adam", False)
     legal, dice = problems.positions.legal.tolist(), random.Random(seed)
     for share in (0.0, 0.4, 1.0)[:tries]:
         cuts = sorted(dice.sample(legal, min(dice.randint(1, 3), len(legal))))

@@ -24,7 +24,7 @@ FIRST = [(0, "1f1b"), (2, "gpipe"), (4, "zbv")]
 
 def prepared(flow, costs, stages, schedule, microbatches, memory, links=None):
     order = pipeline_order(schedule, stages, microbatches)
-    problems = StageProblems(JointPositions.of(flow), costs, "adam", schedule == "zbv")
+    problems = StageProblems(JointPositions(flow), costs, "adam", schedule == "zbv")
     return CutSearch(StageFrontiers(problems), order, links, [memory] * len(order.ranks))
 
 
@@ -73,7 +73,7 @@ class Quick(Prices):
 @pytest.mark.parametrize("seed", range(4))
 def test_of_too_many_cuts_those_that_send_the_fewest_bytes_are_looked_at(seed):
     flow, costs = random_joint(seed, ops=9)
-    problems = StageProblems(JointPositions.of(flow), Quick(costs.known), "adam", False)
+    problems = StageProblems(JointPositions(flow), Quick(costs.known), "adam", False)
     legal = problems.positions.legal
     sent = bytes_across(problems.positions.activations, legal) + bytes_across(problems.positions.gradients, legal)
     sent = dict(zip(legal.tolist(), sent.tolist(), strict=True))
@@ -111,7 +111,7 @@ def test_few_cuts_near_the_leanest_ones_are_looked_at(monkeypatch):
     monkeypatch.setattr(cut_search, "_LEAN", 12)
     monkeypatch.setattr(CutSearch, "_leaner", counted)
     made = prepared(*random_joint(8, ops=9), 3, "1f1b", 3, None)
-    least = max(made.smallest().run.peaks)
+    least = max(made.smallest.run.peaks)
     first, *near = [[tuple(int(made.cuts[e]) for e in ends) for ends in each] for each in asked]
     assert [len(each) for each in near] == [7, 5]
     assert least == min(max(made.scoring.leanest(ends).run.peaks) for ends in [*first, *chain.from_iterable(near)])

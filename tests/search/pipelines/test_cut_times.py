@@ -18,7 +18,7 @@ from splitkit.search.pipelines.stage_problems import StageProblems
 def test_bounds_hold_for_all_stages_and_say_something(seed):
     flow, costs = random_joint(seed, ops=5)
     order = pipeline_order("1f1b", 2, 3)
-    frontiers = StageFrontiers(StageProblems(JointPositions.of(flow), costs, "adam", False))
+    frontiers = StageFrontiers(StageProblems(JointPositions(flow), costs, "adam", False))
     problems, loads = frontiers.problems, rank_loads(order)
     whole = max(CutSearch(frontiers, order, None, [None] * 2).run().best.run.peaks)
     cuts = candidate_cuts(problems, 2)  # in a piece of a single op there is nothing to recompute

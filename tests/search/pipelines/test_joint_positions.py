@@ -15,7 +15,7 @@ def later(reads_late):
     h.back("g2", 1, "t", "f1").back("g1", 1, "g2", "f0").back("g0", 1, "g1", *(["f2"] if reads_late else []))
     for name in ("f0", "f1", "f2", "g0", "g1", "g2"):
         h[name].meta["seq_nr"] = int(name[1])
-    return h, JointPositions.of(h.flow("f2", "g0"))
+    return h, JointPositions(h.flow("f2", "g0"))
 
 
 def require_directions(positions):
@@ -40,6 +40,6 @@ def test_a_gradient_that_reads_a_later_value_forbids_the_cut_between():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_values_go_on_and_gradients_go_back_over_each_cut(seed):
-    positions = JointPositions.of(random_joint(seed, ops=7)[0])
+    positions = JointPositions(random_joint(seed, ops=7)[0])
     assert len(positions.legal)
     require_directions(positions)

@@ -36,7 +36,7 @@ def layers(skip=False):
 
 
 def test_a_gradient_that_is_kept_makes_another_stage():
-    problems = StageProblems(JointPositions.of(layers()), Prices({}), "adam", False)
+    problems = StageProblems(JointPositions(layers()), Prices({}), "adam", False)
     frontiers = StageFrontiers(problems)
     taken = {}
     for start in (1, 2, 3):
@@ -48,7 +48,7 @@ def test_a_gradient_that_is_kept_makes_another_stage():
 
 
 def test_what_passes_through_a_stage_is_held_and_makes_another_stage():
-    frontiers = StageFrontiers(StageProblems(JointPositions.of(layers(skip=True)), Prices({}), "adam", False))
+    frontiers = StageFrontiers(StageProblems(JointPositions(layers(skip=True)), Prices({}), "adam", False))
     one, three = frontiers.of(2, 3), frontiers.of(4, 5)  # layers 1 and 3
     assert [p.saved - 1024 for p in one.corners()] == [p.saved for p in three.corners()] and one is not three
 
@@ -70,7 +70,7 @@ def chain(ops, read):
 def test_a_stage_with_few_values_has_all_choices_that_no_other_one_beats(start, end, small):
     seconds = {f"f{i}": i + 1.0 for i in range(11)}
     frontier = StageFrontiers(
-        StageProblems(JointPositions.of(chain(11, {2, 5, 6, 8})), Prices(seconds), "adam", False)
+        StageProblems(JointPositions(chain(11, {2, 5, 6, 8})), Prices(seconds), "adam", False)
     ).of(start, end)
     savings, held = frontier.problem.savings, frontier.problem.held
     choices = [savings.choose(np.array(runs)) for runs in product((False, True), repeat=len(savings.ops))]
@@ -86,6 +86,6 @@ def test_a_stage_with_few_values_has_all_choices_that_no_other_one_beats(start, 
 def test_a_stage_that_computes_nothing_again_has_one_choice():
     seconds = {f"f{i}": i + 1.0 for i in range(11)}
     flow = chain(11, {2, 5, 6, 8})
-    problems = StageProblems(JointPositions.of(flow), Prices(seconds), "adam", False, recompute=False)
+    problems = StageProblems(JointPositions(flow), Prices(seconds), "adam", False, recompute=False)
     frontier = StageFrontiers(problems).of(0, 11)
     assert frontier.small and [point.seconds for point in frontier.every] == [0.0]

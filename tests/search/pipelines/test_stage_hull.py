@@ -14,7 +14,7 @@ from splitkit.search.recompute.pareto_cuts import Hull
 @pytest.mark.parametrize("seed", range(8))
 def test_bounds_hold_and_corners_reach_them(seed):
     flow, costs = random_joint(seed, ops=5)
-    problems = StageProblems(JointPositions.of(flow), costs, "adam", False)
+    problems = StageProblems(JointPositions(flow), costs, "adam", False)
     savings = problems.problem(0, len(problems.positions.forward)).savings
     every, hull = all_choices(savings), Hull(savings)
     sizes = sorted({choice.nbytes for choice in every})

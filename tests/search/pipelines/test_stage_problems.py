@@ -19,7 +19,7 @@ KIB = 1024
 def test_what_is_not_trained_has_no_gradient_and_no_state(optimizer, state):
     h = Hand().inputs(w=2, x=3).op("f0", 1, "x", "w").op("f1", 1, "f0").gradients(t=1)
     flow = h.back("g1", 1, "t", "f0").back("gw", 2, "g1", "x").flow("f1", "gw")
-    frontiers = StageFrontiers(StageProblems(JointPositions.of(flow), Prices({}), optimizer, False))
+    frontiers = StageFrontiers(StageProblems(JointPositions(flow), Prices({}), optimizer, False))
     costs = frontiers.costs(0, 2, frontiers.of(0, 2).corners()[0])
     assert (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes) == (5 * KIB, 2 * KIB, 2 * state * KIB)
     choices = RankChoice(frontiers, rank_loads(pipeline_order("gpipe", 1, 1)), [None])

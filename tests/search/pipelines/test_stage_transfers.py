@@ -17,7 +17,7 @@ def movable(saved, outputs="out"):
     """The names of what can go if these values are saved."""
     h = Hand().inputs(x=1, w=1).op("f", 4, "x", "w").view("v", "f").op("out", 1, "v").gradients(t=1)
     flow = h.back("g", 1, "t", "f", "v").back("gx", 1, "g").flow(outputs, "gx")
-    problems = StageProblems(JointPositions.of(flow), Prices({}), "adam", False)
+    problems = StageProblems(JointPositions(flow), Prices({}), "adam", False)
     problem = problems.problem(0, len(problems.positions.forward))
     savings = problem.savings
     kept = np.array([value.name in saved for value in savings.values])

@@ -25,7 +25,7 @@ FIRST = [(seed, kind) for seed, kind in enumerate(KINDS)]
 
 def searching(flow, costs, schedule, stages, microbatches, memory, links=None):
     order = pipeline_order(schedule, stages, microbatches)
-    problems = StageProblems(JointPositions.of(flow), costs, "adam", schedule_named(schedule).divided)
+    problems = StageProblems(JointPositions(flow), costs, "adam", schedule_named(schedule).divided)
     return CutSearch(StageFrontiers(problems), order, links, [memory] * len(order.ranks))
 
 
@@ -54,7 +54,7 @@ def test_no_plan_is_quicker_than_the_bound(seed, schedule):
 def spans(request):
     """Problems of a divided backward, their tables, and the numbers and positions of all stages."""
     flow, costs = random_joint(request.param, ops=5)
-    problems = StageProblems(JointPositions.of(flow), costs, "adam", divided=True)
+    problems = StageProblems(JointPositions(flow), costs, "adam", divided=True)
     cuts = candidate_cuts(problems)
     return problems, SpanTables(problems, cuts), [(i, j, int(cuts[i]), int(cuts[j])) for i, j in pairs(len(cuts))]
 
