@@ -364,7 +364,7 @@ class RecomputeSearch:
         return max(0.0, min(self._share, self.until - monotonic()))
 
     def _solve(self, limits: list[Limit]) -> RecomputeSolution:
-        found = self._program.near(limits, self._left(), _GAP)
+        found = self._program.beside(limits, self._left(), 0, _GAP)
         return self._program.search(limits, self._left(), _GAP) if found.runs is None and found.bound < inf else found
 
 

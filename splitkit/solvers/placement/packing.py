@@ -211,6 +211,14 @@ class Nets:
                 summed[key] = summed.get(key, 0.0) + cost
         return cls(list(summed), np.array(list(summed.values()), np.float64))
 
+    def of_units(self, size: int) -> list[list[int]]:
+        """Return the nets of each of so many units."""
+        found: list[list[int]] = [[] for _ in range(size)]
+        for net, pins in enumerate(self.pins):
+            for pin in pins:
+                found[pin].append(net)
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class _Move:
@@ -300,14 +308,17 @@ class SetTable:
 
     def _lay_out(self, nets: Nets) -> None:
         """Build the transitions; where there are too many states, the cheapest open nets are dropped."""
-        of_unit, last = self._indexed(nets)
+        place = np.empty(self._size, np.int64)
+        place[self._order] = np.arange(self._size)
+        last = [int(place[list(pins)].max()) for pins in nets.pins]  # the place of the last pin of each net
+        of_unit = nets.of_units(self._size)
         left_out: set[int] = set()
         opened: list[int] = []
         states: dict[_State, int] = {(): 0}
         costs = nets.costs.tolist()
-        for place, unit in enumerate(self._order):
+        for at, unit in enumerate(self._order):
             mine = set(of_unit[unit]) - left_out
-            held = [net for net in dict.fromkeys([*opened, *sorted(mine)]) if last[net] > place]
+            held = [net for net in dict.fromkeys([*opened, *sorted(mine)]) if last[net] > at]
             while True:
                 kept = [net for net in held if net not in left_out]
                 after, found = self._entered(unit, opened, states, kept, mine, costs)
@@ -341,18 +352,6 @@ class SetTable:
                 found.setdefault((taken, load, turn), []).append((row, target))
         return after, found
 
-    def _indexed(self, nets: Nets) -> tuple[list[list[int]], dict[int, int]]:
-        """The nets of each unit, and the place of the last pin of each net."""
-        place = np.empty(self._size, np.int64)
-        place[self._order] = np.arange(self._size)
-        of_unit: list[list[int]] = [[] for _ in range(self._size)]
-        last: dict[int, int] = {}
-        for net, pins in enumerate(nets.pins):
-            last[net] = int(place[list(pins)].max())
-            for pin in pins:
-                of_unit[pin].append(net)
-        return of_unit, last
-
 
 @dataclass(frozen=True, eq=False)
 class BestSets:
@@ -384,16 +383,9 @@ class BestSets:
 
 def narrow_order(size: int, nets: Nets) -> Ints:
     """Return an order of the units in which few nets are open at a time, built greedily."""
-    of_unit: list[list[int]] = [[] for _ in range(size)]
-    for net, pins in enumerate(nets.pins):
-        for pin in pins:
-            of_unit[pin].append(net)
-    return min((_narrow(size, nets, of_unit, start) for start in _starts(size, of_unit)), key=lambda found: found[0])[1]
-
-
-def _starts(size: int, of_unit: list[list[int]]) -> list[int]:
-    """Return some units to start from: those with the fewest nets."""
-    return sorted(range(size), key=lambda unit: (len(of_unit[unit]), unit))[:4]
+    of_unit = nets.of_units(size)
+    starts = sorted(range(size), key=lambda unit: (len(of_unit[unit]), unit))[:4]  # with the fewest nets
+    return min((_narrow(size, nets, of_unit, start) for start in starts), key=lambda found: found[0])[1]
 
 
 def _narrow(size: int, nets: Nets, of_unit: list[list[int]], start: int) -> tuple[tuple[int, int], Ints]:

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import Core, colour_order
+from splitkit.solvers.placement.core import Core, colour_order, strong_components
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.stages.order_dp import StageRanks
 
@@ -241,8 +239,7 @@ def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set
 
 def cycles(edges: Ints, size: int) -> bool:
     """Return whether a graph has a cycle; self-loops do not count."""
-    matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(size, size))
-    return bool(connected_components(matrix, connection="strong")[0] < size)
+    return len(np.unique(strong_components(edges, size))) < size
 
 
 def _holders(problem: Problem, device: Ints) -> tuple[Ints, Ints]:

@@ -19,7 +19,7 @@ from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import BIG, Core
+from splitkit.solvers.placement.core import BIG, Core, order_by_key, value_lists
 from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
 from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, fits, stage_loads
@@ -126,23 +126,11 @@ class BorderBound:
 
 def _descendants(core: Core) -> Bools:
     """Return (n, n) whether the second unit is the first one or a descendant of it."""
-    after: list[list[int]] = [[] for _ in range(core.size)]
-    missing = np.zeros(core.size, np.int64)
-    before: list[list[int]] = [[] for _ in range(core.size)]
-    for unit, then in core.edges.tolist():
-        after[unit].append(then)
-        before[then].append(unit)
-        missing[unit] += 1
+    after = value_lists(core.edges[:, 0], core.edges[:, 1], core.size)
     closed: Bools = np.eye(core.size, dtype=np.bool_)
-    ready = np.flatnonzero(missing == 0).tolist()
-    while ready:
-        unit = ready.pop()
+    for unit in order_by_key(core, np.zeros(core.size))[::-1].tolist():
         for then in after[unit]:
             closed[unit] |= closed[then]
-        for first in before[unit]:
-            missing[first] -= 1
-            if not missing[first]:
-                ready.append(first)
     return closed
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import BIG, Core
+from splitkit.solvers.placement.core import BIG, Core, value_lists
 from splitkit.solvers.placement.problem import Bools, Ints
 from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, stage_loads
 
@@ -286,12 +286,8 @@ class Dominance:
 def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, Ints]:
     """Return pairs of ideals: one, and the same with one more unit, which is at least as good to extend."""
     members = found.members(core.size).view(np.bool_)
-    before: list[list[int]] = [[] for _ in range(core.size)]
-    for first, then in core.edges.tolist():
-        before[then].append(first)
-    nets: list[list[int]] = [[] for _ in range(core.size)]
-    for net, pin in zip(core.pin_nets.tolist(), core.pins.tolist(), strict=True):
-        nets[pin].append(net)
+    before = value_lists(core.edges[:, 1], core.edges[:, 0], core.size)
+    nets = value_lists(core.pins, core.pin_nets, core.size)
     # Which ideal has one unit more is found by a hash, with a fixed seed. Ideals of one hash are told apart below: a
     # pair may be missed, so that less is dropped, but no wrong one is found.
     factors = np.random.default_rng(0).integers(2**63, size=len(found.bits), dtype=np.uint64) * 2 + 1
@@ -456,10 +452,10 @@ class _Growing:
         self._decided: Words = np.zeros(len(self.bits), np.uint64)
         self._room = _room(core, device_steps, self._limit)
         self._checked = 1
-        self._before = [_mask(units, core.size) for units in _listed(core.edges[:, ::-1], core.size)]
+        before = value_lists(core.edges[:, 1], core.edges[:, 0], core.size)
+        self._before = [_mask(units, core.size) for units in before]
         self._after = _descendants(core, order)
-        pairs = np.stack([core.pins, core.pin_nets], axis=1)
-        self._nets = _listed(pairs, core.size)
+        self._nets = value_lists(core.pins, core.pin_nets, core.size)
         self._pins = [_mask(units.tolist(), core.size) for units in np.split(core.pins, core.starts[1:-1])]
 
     @property
@@ -564,17 +560,9 @@ def _most_held(held: Ints, work: Ints, limit: int) -> int:
     return int(held[by_density[: within + 1]].sum())
 
 
-def _listed(pairs: Ints, size: int) -> list[list[int]]:
-    """Return for each unit the units that it is paired with."""
-    lists: list[list[int]] = [[] for _ in range(size)]
-    for unit, other in pairs.tolist():
-        lists[unit].append(other)
-    return lists
-
-
 def _descendants(core: Core, order: Ints) -> list[Words]:
     """Return for each unit the mask of itself and its descendants."""
-    after = _listed(core.edges, core.size)
+    after = value_lists(core.edges[:, 0], core.edges[:, 1], core.size)
     masks = [_mask([unit], core.size) for unit in range(core.size)]
     for unit in order[::-1].tolist():
         for then in after[unit]:

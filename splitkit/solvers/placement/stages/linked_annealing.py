@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.line.priced_cuts import Floats, Ints
+from splitkit.solvers.placement.core import value_lists
+from splitkit.solvers.placement.problem import Floats, Ints
 
 _STEPS, _ROUND = 4_000, 50  # steps in all, and between two looks at the clock
 _HOT, _COLD = 0.5, 0.0005  # first and last temperature; the energy is the logarithm of the greatest load
@@ -70,7 +71,8 @@ class LinkedAnnealing:
         random = np.random.default_rng(0)
         now, best = stage.copy(), stage.copy()
         value, least = self._energy(now)
-        before, after = self._neighbours()
+        first, then = self.edges.T
+        before, after = value_lists(then, first, len(stage)), value_lists(first, then, len(stage))
         for step in range(_STEPS if len(stage) > 1 else 0):
             if clock is not None and step % _ROUND == 0 and clock.is_over():
                 break
@@ -108,11 +110,3 @@ class LinkedAnnealing:
 
     def _fits(self, stage: Ints, unit: int, to: int) -> bool:
         return bool(self.held[to][stage == to].sum() + self.held[to][unit] <= self.capacity[to])
-
-    def _neighbours(self) -> tuple[list[list[int]], list[list[int]]]:
-        before: list[list[int]] = [[] for _ in self.work]
-        after: list[list[int]] = [[] for _ in self.work]
-        for first, then in self.edges.tolist():
-            before[then].append(first)
-            after[first].append(then)
-        return before, after
