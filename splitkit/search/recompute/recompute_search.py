@@ -304,7 +304,8 @@ class RecomputeSearch:
         limits, program, whole = list(floors), self._program, False
         snapshots: dict[int, Snapshot] = {}
         for _ in range(_ROUNDS):
-            found = (program.search if whole else program.near)(limits, self._left(), _GAP)
+            left = self._left()
+            found = program.search(limits, left, _GAP) if whole else program.beside(limits, left, 0, _GAP)
             bound = max(bound, found.bound)
             if bound == np.inf:
                 break
