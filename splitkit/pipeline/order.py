@@ -171,18 +171,6 @@ class PipelineOrder:
     def __post_init__(self) -> None:
         _check(self)
 
-    @classmethod
-    def parse(cls, ranks: Iterable[str], name: str = "custom") -> PipelineOrder:
-        """Read a text for each rank: ``["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]``, or the lines of torch's ``_dump_csv``.
-
-        In an overlapped pair ``(0F3;3B1)OVERLAP_F_B`` the first action runs first, as in torch. Sends and receives are
-        left out.
-
-        Raises:
-            ScheduleError: SK331 if the texts are not an order; names what cannot be read.
-        """
-        return cls(name, tuple(tuple(_parsed(line)) for line in ranks))
-
     @cached_property
     def columns(self) -> Columns:
         """The actions as arrays."""
@@ -218,16 +206,6 @@ def action_of(word: str) -> Action:
     found = ACTION.fullmatch(word)
     assert found is not None
     return Action(int(found[1]), found[2], int(found[3]))
-
-
-def _parsed(line: str) -> Iterator[Action]:
-    for word in filter(None, re.split(r"[\s,;()]+", line)):
-        if ACTION.fullmatch(word):
-            yield action_of(word)
-        elif not OTHER_CELL.fullmatch(word):
-            raise ScheduleError(
-                "SK331", f"{word!r} is not an action", "Write stage, F, B, I or W, and microbatch: 3F0."
-            )
 
 
 def _check(order: PipelineOrder) -> None:
