@@ -5,7 +5,6 @@ The exact solvers add and compare whole numbers only, because sums of floats rou
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import connected_components
 
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
+from splitkit.solvers.topological import in_turn
 
 BIG = 2**61
 """Larger than any load."""
@@ -331,31 +331,9 @@ def _neighbours(core: Core) -> tuple[list[list[int]], list[list[int]]]:
     return value_lists(first, then, core.size), value_lists(then, first, core.size)
 
 
-def _in_turn(after: list[list[int]], before: list[list[int]], place: Callable[[int, int], Any]) -> Iterator[int]:
-    """Yield the units in topological order, always the first of the ready ones.
-
-    Args:
-        after: the units after each unit.
-        before: the units before each unit.
-        place: (unit that becomes ready, number of units taken) -> its place among the ready ones, the least first.
-    """
-    missing = [len(units) for units in before]
-    heap = [(place(unit, 0), unit) for unit, count in enumerate(missing) if not count]
-    heapq.heapify(heap)
-    taken = 0
-    while heap:
-        _, unit = heapq.heappop(heap)
-        yield unit
-        taken += 1
-        for then in after[unit]:
-            missing[then] -= 1
-            if not missing[then]:
-                heapq.heappush(heap, (place(then, taken), then))
-
-
 def _sorted(after: list[list[int]], before: list[list[int]], place: Callable[[int, int], Any]) -> Ints:
-    """Return the order of `_in_turn`."""
-    return np.array(list(_in_turn(after, before, place)), np.int64)
+    """Return the order of `in_turn`."""
+    return np.array(list(in_turn(after, before, place)), np.int64)
 
 
 def _depth_first(after: list[list[int]], before: list[list[int]], rank: list[int]) -> Ints:
@@ -375,7 +353,7 @@ def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> In
         return int(opened - sum(cost[net] for net in nets[unit] if open_pins[net] == 1)), -taken
 
     order: list[int] = []
-    for unit in _in_turn(after, before, place):
+    for unit in in_turn(after, before, place):
         order.append(unit)
         for net in nets[unit]:
             open_pins[net] -= 1
