@@ -139,18 +139,6 @@ def test_two_uneven_stages_with_transfers_under_1f1b():
     ]
 
 
-def test_the_same_without_overlap():
-    """Ranks send behind an action and receive before the next.
-
-    Rank 0: F0 0-1, sends 1-2, F1 2-3, sends 3-4. Rank 1: receives 1-2, F0 2-5, B0 5-7, sends 7-9, receives the second
-    activation 9-10, F1 10-13, B1 13-15, sends 15-17. Rank 0: receives 7-9, B0 9-11, receives 15-17, B1 17-19.
-    """
-    stages = [StageCosts(1, 1, 1, activation_bytes=4), StageCosts(3, 1, 1, input_gradient_bytes=8)]
-    run = simulate_schedule(stages, "1f1b", 2, links=Links.uniform(4), overlap=False)
-    assert times(run, 0) == {"0F0": (0, 1), "0F1": (2, 3), "0B0": (9, 11), "0B1": (17, 19)}
-    assert times(run, 1) == {"1F0": (2, 5), "1B0": (5, 7), "1F1": (10, 13), "1B1": (13, 15)}
-
-
 def test_messages_of_one_pair_of_ranks_travel_one_at_a_time():
     stages = [StageCosts(1, 1, activation_bytes=5), StageCosts(1, 1, input_gradient_bytes=0)]
     run = simulate_schedule(stages, "gpipe", 3, links=Links.uniform(1))
@@ -305,12 +293,12 @@ def cases(draw):
     name, ranks = draw(NAMES), draw(st.integers(1, 4))
     count = ranks * schedule_named(name).usual_stages_per_rank
     stages = draw(st.lists(STAGES, min_size=count, max_size=count))
-    return name, stages, 2 * ranks * draw(st.integers(1, 2)), draw(LINKS), draw(st.booleans())
+    return name, stages, 2 * ranks * draw(st.integers(1, 2)), draw(LINKS)
 
 
 def simulated(case, stages=None):
-    name, own, microbatches, links, overlap = case
-    return simulate_schedule(stages or own, name, microbatches, links=links, overlap=overlap)
+    name, own, microbatches, links = case
+    return simulate_schedule(stages or own, name, microbatches, links=links)
 
 
 @SMALL
@@ -374,20 +362,9 @@ def test_a_longer_stage_never_shortens_the_step(case, data):
 
 @SMALL
 @given(cases())
-def test_overlap_never_costs_time(case):
-    name, stages, microbatches, links, _ = case
-    together, apart = (simulated((name, stages, microbatches, links, overlap)) for overlap in (True, False))
-    assert together.seconds <= apart.seconds + 1e-9
-    assert np.all(together.starts <= apart.starts + 1e-9)
-    if links is None:
-        assert np.array_equal(together.starts, apart.starts)
-
-
-@SMALL
-@given(cases())
 def test_more_microbatches_never_shorten_the_step(case):
-    name, stages, microbatches, links, overlap = case
-    double = simulated((name, stages, 2 * microbatches, links, overlap))
+    name, stages, microbatches, links = case
+    double = simulated((name, stages, 2 * microbatches, links))
     assert double.seconds >= simulated(case).seconds - 1e-9
 
 

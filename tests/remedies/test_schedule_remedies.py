@@ -62,9 +62,9 @@ def messages(*rows):
     return bool(MessageOrder("mine", plain.ranks, tuple(tuple(row.split()) for row in rows)).entries)
 
 
-def offloading(**options):
+def offloading(schedule="1f1b"):
     stage = StageCosts(1.0, 2.0, saved_bytes=100, copies=StageCopies(100, 0.1, 0.1, 0.1, 0.1))
-    return sk.simulate_schedule([stage] * 2, "1f1b", 4, **options).seconds > 0
+    return sk.simulate_schedule([stage] * 2, schedule, 4).seconds > 0
 
 
 FIRST, LAST = "0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"
@@ -118,9 +118,9 @@ SIMPLE = [
     Remedy("SK330", "Name one for each {...}.", lambda: step(devices=["a"]), lambda: step(devices=["a", "b"])),
     Remedy(
         "SK330",
-        "Leave out overlap=False, and give the actions without messages.",
-        lambda: offloading(overlap=False),
-        lambda: offloading(),
+        "Give the actions without messages.",
+        lambda: offloading(order_messages(TWO, "1f1b", 4).order),
+        offloading,
     ),
     Remedy(
         "SK330",

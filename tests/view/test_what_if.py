@@ -21,7 +21,7 @@ def priced():
 
 @pytest.mark.parametrize(("schedule", "links", "more"), [
     ("1f1b", "nvlink4", {}),
-    ("gpipe", None, {"overlap": False}),
+    ("gpipe", None, {}),
     ("interleaved-1f1b", "pcie4", {"ranks": 2, "static_buffers": True}),
 ])  # fmt: skip
 def test_every_row_is_what_the_simulator_says(priced, schedule, links, more):
