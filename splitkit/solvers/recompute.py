@@ -193,7 +193,10 @@ class Program:
         if result.x is None:
             return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, self._bound(result))
         free = self._next_to((result.x > _WHOLE) & (result.x < 1 - _WHOLE), ops)
-        found = self._whole(limits, seconds, gap, self._fixed(result.x, free))
+        free[self.ops + self.storages :] = True
+        low = np.where(free | (result.x < 0.5), 0.0, self._most)
+        high = np.where(free | (result.x > 0.5), self._most, 0.0)
+        found = self._whole(limits, seconds, gap, Bounds(low, high))
         return replace(found, bound=min(self._bound(result), found.price))
 
     def _next_to(self, fractions: Bools, count: int) -> Bools:
@@ -210,12 +213,6 @@ class Program:
         free[np.argsort(far, kind="stable")[:count]] = True
         free[self.ops + problem.storage[free[problem.maker]]] = True
         return free | fractions
-
-    def _fixed(self, x: Floats, free: Bools) -> Bounds:
-        """Return bounds that fix all ops and storages that are not free to their value in a relaxation."""
-        free = free.copy()
-        free[self.ops + self.storages :] = True
-        return Bounds(np.where(free | (x < 0.5), 0.0, self._most), np.where(free | (x > 0.5), self._most, 0.0))
 
     def _whole(
         self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement.core import BIG, Core, value_lists
 from splitkit.solvers.placement.problem import Bools, Ints
-from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, stage_loads
+from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, least_paid, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets for which the table of pins is kept in memory
 _CLOSE = 256  # bisection ends when the interval is 1/256 of the value; then the minimum is computed directly
@@ -436,14 +436,7 @@ class _Growing:
         self._effort = effort
         self._device_steps = device_steps
         self._limit = limit - 1  # loads are whole numbers: below the limit is at most this
-        paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu]
-        # A level takes `reach` least work for each unit of the load: a device of a slow class counts for less, so that
-        # what it pays for nets counts for less too. The least of that is certain, whoever pays.
-        paid = [
-            c if r >= 1 else np.floor(c * r).astype(np.int64)
-            for c, r in zip(core.costs, class_speeds(core), strict=True)
-        ]
-        self._cost = np.min([paid[k] for k in paying], axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
+        self._cost = least_paid(core)
         self.bits: Words = np.zeros(((core.size + 63) // 64, 1), np.uint64)
         self.inside = np.zeros(1, np.int64)  # least work of what is in
         self._out: Words = self.bits.copy()  # units that are out, and all after them, decided or not
@@ -467,7 +460,7 @@ class _Growing:
         self._effort.spend(len(self.bits) * self.count)
         # Units are decided in a topological order, so what is before a unit is decided, and an ideal without one of
         # these units is never asked for it again: each ideal of the decided units comes out once.
-        ready = self._holds(self._before[unit])
+        ready = self._has(self._before[unit], all_of_it=True)
         cut, closed = self._crossing.copy(), self._crossing.copy()
         for net in self._nets[unit]:
             cost = self._cost[net]
@@ -476,7 +469,7 @@ class _Growing:
             # The net begins to cross with the first pin that is decided otherwise than those before it, and counts
             # once: for later pins neither all nor none of those before them are in.
             pins = self._pins[net] & self._decided
-            none, full = self._none(pins), self._holds(pins)
+            none, full = self._has(pins, all_of_it=False), self._has(pins, all_of_it=True)
             cut += np.where(full & ~none, cost, 0)  # the unit is out, all pins so far were in
             closed += np.where(none & ~full, cost, 0)  # the unit is in, all pins so far were out
         word, bit = unit >> 6, np.uint64(1 << (unit & 63))
@@ -520,19 +513,12 @@ class _Growing:
             allowed[level] &= (bytes_in <= room) & (bytes_out <= room_left)
         return allowed
 
-    def _holds(self, mask: Words) -> Bools:
-        """Return which ideals have all units of a mask."""
-        holds = np.ones(self.count, np.bool_)
+    def _has(self, mask: Words, *, all_of_it: bool) -> Bools:
+        """Return which ideals have all units of a mask, or none of them."""
+        found = np.ones(self.count, np.bool_)
         for word in np.flatnonzero(mask).tolist():
-            holds &= (self.bits[word] & mask[word]) == mask[word]
-        return holds
-
-    def _none(self, mask: Words) -> Bools:
-        """Return which ideals have no unit of a mask."""
-        none = np.ones(self.count, np.bool_)
-        for word in np.flatnonzero(mask).tolist():
-            none &= (self.bits[word] & mask[word]) == 0
-        return none
+            found &= (self.bits[word] & mask[word]) == (mask[word] if all_of_it else 0)
+        return found
 
 
 def _room(core: Core, device_steps: DeviceSteps, limit: int) -> list[tuple[int, int]]:
