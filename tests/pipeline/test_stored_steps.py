@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
-from ownorders import own_order
+from ownorders import idle_of, own_order
 from storedmodels import chain, forward
 from storedtexts import assert_stored, assert_stored_row
 
@@ -61,7 +61,7 @@ def test_a_step_of_each_schedule(name, count):
         run = sk.simulate_schedule(stages, name, 4, ranks=2, **options)
         row = {
             "order": [" ".join(map(str, rank)) for rank in run.order.ranks],
-            "seconds": [run.seconds, run.busy, run.bubble, run.idle],
+            "seconds": [run.seconds, run.busy, run.bubble, idle_of(run)],
             "bytes": [run.peaks, run.in_flight, run.in_flight_of_stages, [m.to_dict() for m in run.memory]],
             "told": [str(run), run.told, run.figures, run.fullest(), run.limiting_rank, run.busiest_rank],
             "moments": [sum(nbytes for _, nbytes in rank) for rank in memory_over_time(run)],
