@@ -166,7 +166,8 @@ def least_paid(core: Core) -> Ints:
         for kind, costs, speed in zip(core.kinds, core.costs, class_speeds(core), strict=True)
         if not kind.cpu
     ]
-    return np.min([*paid, np.full(core.costs.shape[1], 0 if not paid else BIG)], axis=0)
+    least: Ints = np.min([*paid, np.full(core.costs.shape[1], BIG if paid else 0)], axis=0)
+    return least
 
 
 # Stages of a core's units, with their loads and bytes in whole numbers.
