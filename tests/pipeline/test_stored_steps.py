@@ -57,7 +57,7 @@ def steps():
 @pytest.mark.parametrize(("name", "count"), steps())
 def test_a_step_of_each_schedule(name, count):
     stages = STAGES * (count // 2)
-    for options in ({}, {"links": SLOW}, {"links": SLOW, "overlap": False}, {"links": SLOW, "static_buffers": True}):
+    for options in ({}, {"links": SLOW}, {"links": SLOW, "static_buffers": True}):
         run = sk.simulate_schedule(stages, name, 4, ranks=2, **options)
         row = {
             "order": [" ".join(map(str, rank)) for rank in run.order.ranks],
