@@ -103,7 +103,7 @@ COMPONENTS = [
     Component("all: shared values sent", placement_model.PlacementModel, "shared_seconds", to(0.0)),
     Component("sets: annealing", _SETS, "_anneal", to(nothing)),
     Component("sets: joining", _SETS, "_join", to(nothing)),
-    Component("sets: cover", _SETS, "_cover", to(nothing)),
+    Component("sets: cover", set_solver.CoverBound, "run", to(zero)),
     Component("sets: integer program", _SETS, "_program", to(nothing)),
     Component("latency: chained", latency_solver, "chain_placements", to(lambda _: [])),
     Component("latency: list scheduling", latency_solver, "list_schedules", to(lambda *_: [])),

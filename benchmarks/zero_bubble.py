@@ -84,7 +84,8 @@ def hand_order(stages: int, microbatches: int, warm_up: int) -> PipelineOrder:
 
 def span(run: ScheduleRun) -> float:
     """Return the longest time of a rank from the start of its first action to the end of its last."""
-    return max(run.seconds - first - last for first, _, last in run.idle)
+    of = [run.order.columns.rank == rank for rank in range(run.ranks)]
+    return max(float(run.ends[own].max() - run.starts[own].min()) for own in of)
 
 
 def rate(cost: float, work: float) -> float:

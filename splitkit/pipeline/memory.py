@@ -276,14 +276,11 @@ def message_changes(run: StepTrace) -> Iterator[Changes]:
     forward, remote = kind == FORWARD, rank != rank[data]
     begin, end = 2 * number, 2 * number + 1  # places
     if not run.static_buffers:
-        read = number[(data >= 0) & remote & forward]
-        times = run.departures[data[read]], run.starts[read]
-        on_each = -(-on[stage[data[read]]] // replicas[read])
-        yield from _held(rank[read], on_each, *times, np.full(len(read), _SOONEST), begin[read])
-        read = number[(data >= 0) & remote & ~forward]
-        times = run.departures[data[read]], run.ends[read]
-        back_each = -(-back[stage[data[read]]] // replicas[read])
-        yield from _held(rank[read], back_each, *times, np.full(len(read), _SOONEST), end[read])
+        for way, nbytes, stop, last in ((forward, on, run.starts, begin), (~forward, back, run.ends, end)):
+            read = number[(data >= 0) & remote & way]
+            each = -(-nbytes[stage[data[read]]] // replicas[read])
+            soonest = np.full(len(read), _SOONEST)
+            yield from _held(rank[read], each, run.departures[data[read]], stop[read], soonest, last[read])
     read = number[(data >= 0) & ~remote & ~forward]
     made = data[read]
     own = -(-back[stage[made]] // replicas[read])

@@ -15,8 +15,8 @@ communicator, which first waits for the computation issued so far; the action th
 every ``isend`` of a process group that is bound to a device). ``"pair"`` has a communicator for each pair of ranks,
 shared by both directions, as ``isend`` and ``irecv`` of an unbound group have (torch 2.13, pytorch#175712).
 
-In the stricter *blocking* model each entry of a row waits until the entry before it is over. Over gloo a message waits
-for no other one. Each model has all the waits of those before it in the list gloo, pair, rank, blocking.
+Over gloo a message waits for no other one. Each model has all the waits of those before it in the list gloo, pair,
+rank.
 
 An order deadlocks in a model if and only if the waits form a cycle: of the entries that never run, each waits for
 another one of them, and these are finitely many. So an order that has no deadlock in one model has none in those before
@@ -34,6 +34,7 @@ from typing import Literal, NamedTuple, get_args
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import ACTION, FORWARD, OTHER_CELL, PipelineOrder, action_of
+from splitkit.solvers.topological import in_turn
 
 Communicators = Literal["rank", "pair"]
 
@@ -132,17 +133,21 @@ def is_message(cell: str) -> bool:
     return _MESSAGE.fullmatch(cell) is not None
 
 
-def waits(order: MessageOrder, blocking: bool = False) -> Waits:
-    """Return what each action and message waits for with the communicators of the order, or in the blocking model.
+def waits(order: MessageOrder) -> Waits:
+    """Return what each action and message waits for with the communicators of the order.
 
     Raises:
         ScheduleError: SK331 if they deadlock; names a ring of waits: the ranks, entries and peers.
     """
-    before = _before(order, blocking)
-    there = [node for node, needs in enumerate(before) if needs or node < len(order.columns.rank)]
-    sequence = _sorted(there, before)
+    before = _before(order)
+    behind: list[list[int]] = [[] for _ in before]
+    for node, needs in enumerate(before):
+        for need in needs:
+            behind[need].append(node)
+    there = {node for node, needs in enumerate(before) if needs or node < len(order.columns.rank)}
+    sequence = [node for node in in_turn(behind, before, lambda _, taken: taken) if node in there]
     if len(sequence) < len(there):
-        raise _deadlock(order, before, set(there).difference(sequence))
+        raise _deadlock(order, before, there.difference(sequence))
     return Waits(before, sequence)
 
 
@@ -190,13 +195,13 @@ def _require_complete(order: MessageOrder, rank: int, row: Sequence[RowEntry]) -
             raise ScheduleError("SK331", f"rank {rank} never sends: {ends_of(order, maker)[0]} is missing", _REMEDY)
 
 
-def _before(order: MessageOrder, blocking: bool) -> list[list[int]]:
+def _before(order: MessageOrder) -> list[list[int]]:
     """Return node -> the nodes for which it waits, as in `Waits`."""
     rank, data = order.columns.rank.tolist(), order.links.data.tolist()
     count = len(rank)
     before: list[list[int]] = [[] for _ in range(2 * count)]
     for row in order.entries:
-        computed, last = -1, -1
+        computed = -1
         queued = dict[int, int]()
         for what, action, _ in row:
             if what in ("SEND", "RECV"):
@@ -212,26 +217,7 @@ def _before(order: MessageOrder, blocking: bool) -> list[list[int]]:
                     before.append([])
                 before[node] += [need for need in (computed, count + need if need >= 0 else -1) if need >= 0]
                 computed = node
-            if blocking and last >= 0:
-                before[node].append(last)
-            last = node
     return before
-
-
-def _sorted(nodes: Sequence[int], before: Sequence[Sequence[int]]) -> list[int]:
-    """Sort nodes topologically; those on a cycle, and those after one, are left out."""
-    missing = {node: len(before[node]) for node in nodes}
-    behind: dict[int, list[int]] = {node: [] for node in nodes}
-    for node in nodes:
-        for need in before[node]:
-            behind[need].append(node)
-    found = [node for node in nodes if not missing[node]]
-    for node in found:  # grows
-        for other in behind[node]:
-            missing[other] -= 1
-            if not missing[other]:
-                found.append(other)
-    return found
 
 
 def _deadlock(order: MessageOrder, before: Sequence[Sequence[int]], stuck: set[int]) -> ScheduleError:

@@ -56,37 +56,32 @@ class Action(NamedTuple):
 _INTERVAL = 6
 """Time slots from one microbatch to the next: F, I and W of the two stages of a rank."""
 
-_Block = list[tuple[int, str, int]]
-"""The actions of a rank for one microbatch without weight parts: (time slot, kind, stage)."""
-
 
 def v_min(stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
     """Return V-Min: each action of the block directly follows the previous one."""
-    blocks = []
     # Without the delay, F of a rank's first stage and I of its second one would fall into the same slot (mod 6).
     late = 2 if ranks % 3 == 0 else 0
-    for rank in range(ranks):
-        times = rank, 2 * ranks - 1 - rank, 2 * ranks + late + rank, 4 * ranks + late - 1 - rank
-        blocks.append(_block(times, rank, stages - 1 - rank))
-    return [_row(block, microbatches) for block in blocks]
+    times = ((r, 2 * ranks - 1 - r, 2 * ranks + late + r, 4 * ranks + late - 1 - r) for r in range(ranks))
+    return [_row(at, rank, stages - 1 - rank, microbatches) for rank, at in enumerate(times)]
 
 
 def v_half(stages: int, microbatches: int, ranks: int) -> list[list[Action]]:
     """Return V-Half: forward on the way to the last rank, and the input part there, wait one slot per rank."""
-    blocks = []
     late = 3 if ranks % 2 == 0 else 0
-    for rank in range(ranks):
-        times = 2 * rank, 3 * ranks - 2 - rank, 3 * ranks - 1 + late + 2 * rank, 6 * ranks - 2 + late - rank
-        blocks.append(_block(times, rank, stages - 1 - rank))
-    return [_row(block, microbatches) for block in blocks]
+    times = ((2 * r, 3 * ranks - 2 - r, 3 * ranks - 1 + late + 2 * r, 6 * ranks - 2 + late - r) for r in range(ranks))
+    return [_row(at, rank, stages - 1 - rank, microbatches) for rank, at in enumerate(times)]
 
 
-def _block(times: Sequence[int], first: int, second: int) -> _Block:
-    return list(zip(times, "FFII", (first, second, second, first), strict=True))
+def _row(times: Sequence[int], first: int, second: int, microbatches: int) -> list[Action]:
+    """Merge the blocks of all microbatches by time, with a weight part in each slot in which nothing else runs.
 
-
-def _row(block: _Block, microbatches: int) -> list[Action]:
-    """Merge the blocks of all microbatches by time, with a weight part in each slot in which nothing else runs."""
+    Args:
+        times: the time slots of a block: forward of the first and of the second stage, their input parts back again.
+        first: the first stage of the rank.
+        second: the second stage of the rank.
+        microbatches: of a step.
+    """
+    block = list(zip(times, "FFII", (first, second, second, first), strict=True))
     at = {t + _INTERVAL * m: Action(stage, kind, m) for m in range(microbatches) for t, kind, stage in block}
     assert len(at) == len(block) * microbatches, "two actions of a rank at one time"
     return list(_with_weight_parts(at))
@@ -171,18 +166,6 @@ class PipelineOrder:
     def __post_init__(self) -> None:
         _check(self)
 
-    @classmethod
-    def parse(cls, ranks: Iterable[str], name: str = "custom") -> PipelineOrder:
-        """Read a text for each rank: ``["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]``, or the lines of torch's ``_dump_csv``.
-
-        In an overlapped pair ``(0F3;3B1)OVERLAP_F_B`` the first action runs first, as in torch. Sends and receives are
-        left out.
-
-        Raises:
-            ScheduleError: SK331 if the texts are not an order; names what cannot be read.
-        """
-        return cls(name, tuple(tuple(_parsed(line)) for line in ranks))
-
     @cached_property
     def columns(self) -> Columns:
         """The actions as arrays."""
@@ -218,16 +201,6 @@ def action_of(word: str) -> Action:
     found = ACTION.fullmatch(word)
     assert found is not None
     return Action(int(found[1]), found[2], int(found[3]))
-
-
-def _parsed(line: str) -> Iterator[Action]:
-    for word in filter(None, re.split(r"[\s,;()]+", line)):
-        if ACTION.fullmatch(word):
-            yield action_of(word)
-        elif not OTHER_CELL.fullmatch(word):
-            raise ScheduleError(
-                "SK331", f"{word!r} is not an action", "Write stage, F, B, I or W, and microbatch: 3F0."
-            )
 
 
 def _check(order: PipelineOrder) -> None:
@@ -320,21 +293,16 @@ def _needs(order: PipelineOrder) -> tuple[Ints, Ints]:
 def _deadlock(order: PipelineOrder, following: Sequence[int], done: bytearray) -> ScheduleError:
     """Return an error that says which ranks wait, at which action, and for what."""
     flat, there = [a for actions in order.ranks for a in actions], set(chain.from_iterable(order.ranks))
-    lines = []
-    for rank, (number, (data, own)) in enumerate(zip(following, _at(order, following), strict=True)):
+    needs, lines = [column.tolist() for column in _needs(order)], []
+    for rank, number in enumerate(following):
         if number < len(flat) and order.columns.rank[number] == rank:
+            data, own = needs[0][number], needs[1][number]
             need = own if done[data] else data
             name = flat[need] if need >= 0 else _missing(flat[number], need == data)
             where = f"of rank {order.rank_of[name.stage]}" if name in there else "that no rank runs"
             lines.append(f"rank {rank} waits at {flat[number]} for {name} {where}")
     text = f"{order.name} never ends: " + "; ".join(lines)
     return ScheduleError("SK331", text, "Change the order so that the action that is waited for comes first.")
-
-
-def _at(order: PipelineOrder, numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the dependences of these actions; none for numbers past the last."""
-    data, own = _needs(order)
-    return [(int(data[n]), int(own[n])) if n < len(data) else (_NOTHING, _NOTHING) for n in numbers]
 
 
 def _missing(action: Action, data: bool) -> Action:
@@ -430,6 +398,7 @@ def times_with_copies(
     rank, data = order.columns.rank.tolist(), order.links.data.tolist()
     stage, microbatch = order.columns.stage.tolist(), order.columns.microbatch.tolist()
     released, asked, windows = _by_action(order, copies)
+    comes = [0.0 if moved is None else moved.back for moved in copies]
     free, idle = [0.0] * len(order.ranks), [0.0] * len(order.ranks) ** 2
     out, back = [0.0] * len(order.ranks), [0.0] * len(order.ranks)
     left: dict[tuple[int, int], float] = {}
@@ -442,7 +411,7 @@ def times_with_copies(
             start = max(start, arrivals[need])
         for other in asked.get(i, ()):
             begun[other] = max(back[own], start)
-            back[own] = begun[other] + _of(copies, other).back
+            back[own] = begun[other] + comes[other[0]]
         end = start + durations[i]
         if moved is not None and window is not None and window.made == i:
             left[key] = out[own] = max(out[own] + moved.out, start + moved.out_end)
@@ -455,12 +424,6 @@ def times_with_copies(
         free[own] = max([end, *(left[other] for other in released.get(i, ()))])
         starts[i], ends[i], departures[i], arrivals[i], goes_on[i] = start, end, departure, arrival, free[own]
     return starts, ends, departures, arrivals, goes_on
-
-
-def _of(copies: Sequence[StageCopies | None], key: tuple[int, int]) -> StageCopies:
-    found = copies[key[0]]
-    assert found is not None
-    return found
 
 
 _Keys = dict[int, list[tuple[int, int]]]

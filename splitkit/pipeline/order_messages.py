@@ -24,7 +24,6 @@ on each communicator the preemptive schedule of its messages between the longest
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +36,7 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import LinkTimes
 from splitkit.short_repr import brief
 from splitkit.solvers.solve_sequence import SequencingProblem, sequenced
+from splitkit.solvers.topological import in_turn
 from splitkit.units import duration
 
 
@@ -109,20 +109,14 @@ def order_messages(
         CostError: SK322 as `splitkit.simulate_schedule`.
     """
     step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices)
-    _require_work(step.order)
+    if idle := [rank for rank, actions in enumerate(step.order.ranks) if not actions]:  # which torch does not run
+        raise ScheduleError("SK330", f"rank {idle[0]} of {step.order.name} has no stage", "Put a stage there.")
     problem, makers = _problem(step, communicators)
     found = sequenced(problem)
     rows = _rows(step.order, problem, makers, found.starts)
     order = MessageOrder(step.order.name, step.order.ranks, rows, communicators)
     run = simulate_schedule(stages, order, links=links, devices=devices)
     return OrderedMessages(order, run, min(found.bound, run.seconds))
-
-
-def _require_work(order: PipelineOrder) -> None:
-    """Refuse ranks without actions, which torch does not run."""
-    idle = [rank for rank, actions in enumerate(order.ranks) if not actions]
-    if idle:
-        raise ScheduleError("SK330", f"rank {idle[0]} of {order.name} has no stage", "Put a stage there.")
 
 
 def _problem(step: PricedStep, communicators: Communicators) -> tuple[SequencingProblem, list[int]]:
@@ -165,20 +159,11 @@ def _rows(
 
 
 def _sequence(problem: SequencingProblem, starts: Sequence[float], count: int) -> Iterator[int]:
-    """Yield all operations, the ``count`` actions by their ends and messages by their starts, none before its needs."""
+    """Return all operations, ``count`` actions by their ends and messages by their starts, none before its needs."""
     ends = [start + duration for start, duration in zip(starts, problem.durations, strict=True)]
     # of messages that start at one time on a communicator, those that take no time are first
     keys = [(ends[i] if i < count else start, ends[i]) for i, start in enumerate(starts)]
-    missing = [len(needs) for needs in problem.before]
-    heap = [(keys[i], i) for i, needs in enumerate(missing) if not needs]
-    heapq.heapify(heap)
-    while heap:
-        _, node = heapq.heappop(heap)
-        yield node
-        for other in problem.behind[node]:
-            missing[other] -= 1
-            if not missing[other]:
-                heapq.heappush(heap, (keys[other], other))
+    return in_turn(problem.behind, problem.before, lambda node, _: keys[node])
 
 
 def _cells(order: PipelineOrder) -> tuple[tuple[str, ...], ...]:

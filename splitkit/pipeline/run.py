@@ -40,21 +40,6 @@ class ScheduleRun(ShownOverTime, StepTrace):
         """Rank -> the fraction of the step in which it computes nothing, from 0 to 1."""
         return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
 
-    @cached_property
-    def idle(self) -> tuple[tuple[float, float, float], ...]:
-        """Rank -> the seconds in which it computes nothing: before its first action, between actions, after the last.
-
-        The first are the warm-up, which waits for the stages before; the second wait for messages; the third are the
-        tail, in which other ranks finish the step. They sum to the rank's bubble.
-        """
-        rank, found = self.order.columns.rank, []
-        for own in range(self.ranks):
-            of = rank == own
-            first = float(self.starts[of].min(initial=self.seconds))
-            last = float(self.ends[of].max(initial=first))
-            found.append((first, max(0.0, last - first - self.busy[own]), self.seconds - last))
-        return tuple(found)
-
     @property
     def unit(self) -> str:
         """The measure of all times: ``"s"``, or that of nominal prices."""

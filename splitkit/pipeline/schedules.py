@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splitkit.checks import shown
 from splitkit.errors import ScheduleError, nearest
@@ -47,6 +47,11 @@ def _no_equal_rounds(stages: int, microbatches: int, ranks: int) -> tuple[str, s
     return f"they do not go into {rounds} equal rounds", f"Use {near[0]} or {near[1]} microbatches."
 
 
+def _of_torch(name: str, **fields: Any) -> Schedule:
+    """Return a schedule whose order is read off torch's class."""
+    return Schedule(name, partial(_torchs, f"Schedule{name}"), torch_class=f"Schedule{name}", **fields)
+
+
 _BUILT_IN = (
     Schedule("GPipe", window=unlimited, torch_class="ScheduleGPipe", swept=True),
     Schedule(
@@ -57,48 +62,27 @@ _BUILT_IN = (
         swept=True,
     ),
     Schedule("Eager1F1B", window=twice_as_stages_behind, word="eager-1f1b"),
-    Schedule(
+    _of_torch(
         "Interleaved1F1B",
-        partial(_torchs, "ScheduleInterleaved1F1B"),
         stages_per_rank=None,
-        torch_class="ScheduleInterleaved1F1B",
         word="interleaved-1f1b",
         refusal=_no_equal_rounds,
         swept=True,
     ),
-    Schedule(
-        "LoopedBFS",
-        partial(_torchs, "ScheduleLoopedBFS"),
-        stages_per_rank=None,
-        torch_class="ScheduleLoopedBFS",
-        word="looped-bfs",
-    ),
-    Schedule(
+    _of_torch("LoopedBFS", stages_per_rank=None, word="looped-bfs"),
+    _of_torch(
         "InterleavedZeroBubble",
-        partial(_torchs, "ScheduleInterleavedZeroBubble"),
         stages_per_rank=None,
         divided=True,
-        torch_class="ScheduleInterleavedZeroBubble",
         word="interleaved-zero-bubble",
         refusal=_no_equal_rounds,
     ),
-    Schedule(
-        "ZBVZeroBubble",
-        partial(_torchs, "ScheduleZBVZeroBubble"),
-        stages_per_rank=2,
-        placement="V",
-        divided=True,
-        torch_class="ScheduleZBVZeroBubble",
-        word="zbv",
-        swept=True,
-    ),
-    Schedule(
+    _of_torch("ZBVZeroBubble", stages_per_rank=2, placement="V", divided=True, word="zbv", swept=True),
+    _of_torch(
         "DualPipeV",
-        partial(_torchs, "ScheduleDualPipeV"),
         stages_per_rank=2,
         placement="V",
         divided=True,
-        torch_class="ScheduleDualPipeV",
         refusal=partial(_fewer_than_stages, "ZBVZeroBubble"),
     ),
     Schedule("V-Half", v_half, stages_per_rank=2, placement="V", divided=True),

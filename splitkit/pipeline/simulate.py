@@ -42,24 +42,18 @@ def simulate_schedule(
     ranks: int | None = None,
     links: str | LinkTimes | None = None,
     devices: Sequence[Hashable] | None = None,
-    overlap: bool = True,
     static_buffers: bool = False,
 ) -> ScheduleRun:
     """Simulate one step of a pipeline: each action starts when its rank is free and its inputs have arrived.
 
     The simulation takes time linear in the number of actions.
 
-    A message leaves when the action that makes it ends; stages of one rank exchange values at no cost.
-
-    * ``overlap=True``: ranks compute while messages travel. From one rank to another they travel one at a time, in
-      the order in which they are made; the two directions, and other pairs of ranks, do not delay each other.
-    * ``overlap=False``: a rank computes nothing while it sends (right after the action) or receives (right before the
-      action that reads). Both ends do so at the same time if both are free; otherwise each spends the time when it gets
-      to it, through a buffer, so an order that does not deadlock with overlap does not deadlock without it either.
+    A message leaves when the action that makes it ends; stages of one rank exchange values at no cost. Ranks compute
+    while messages travel. From one rank to another they travel one at a time, in the order in which they are made; the
+    two directions, and other pairs of ranks, do not delay each other.
 
     In an order of actions and messages (`splitkit.pipeline.message_order.MessageOrder`), messages wait for one another
-    on the communicators of both ranks, and every message waits until both ranks have come to it. With
-    ``overlap=False`` each entry of a row waits until the one before it is over.
+    on the communicators of both ranks, and every message waits until both ranks have come to it.
 
     The replicas of a stage act as one rank. A message between stages of a and b replicas takes as long as the larger
     share, 1 / min(a, b), over the slowest of their links. After its last action a rank all-reduces the gradients of its
@@ -75,7 +69,6 @@ def simulate_schedule(
         links: how long messages take, or the name of a preset (``"nvlink4"``); ``None`` for no time.
         devices: the names of the ranks in ``links``, ``0 .. ranks - 1`` if not given; with replicas those of all
             devices, the devices of the first rank first.
-        overlap: whether ranks compute while they send and receive.
         static_buffers: whether every stage holds a receive buffer for each microbatch all the time, as on torch
             2.11 and 2.13, and, except under GPipe and 1F1B, what it sent until the end of the step; otherwise a
             buffer exists from when its message leaves until it is read (close to torch 2.15).
@@ -85,7 +78,7 @@ def simulate_schedule(
             if an order of your own never ends.
         CostError: SK322 if two ranks that talk have no link, or ``links`` is not a set of links.
     """
-    step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices, overlap=overlap)
+    step = price_actions(stages, schedule, microbatches, ranks=ranks, links=links, devices=devices)
     starts, ends, leaves, arrives, *goes_on = (np.array(column, float) for column in _times(step))
     given = static_buffers, step.syncs, step.transport
     return ScheduleRun(step.order, step.stages, starts, ends, leaves, arrives, *given, *goes_on)
@@ -122,13 +115,12 @@ def price_actions(
     ranks: int | None = None,
     links: str | LinkTimes | None = None,
     devices: Sequence[Hashable] | None = None,
-    overlap: bool = True,
 ) -> PricedStep:
     """Return the order of a step and the seconds of its actions and messages; arguments as in `simulate_schedule`."""
     order, links = _order(stages, schedule, microbatches, ranks), _links_of(links)
     replicas = _replicas(order, stages)
     names = _names(replicas, devices)
-    transport = Transport(links, names, overlap)
+    transport = Transport(links, names)
     _, stage, kind, _ = order.columns
     table = {
         FORWARD: [s.forward for s in stages],
@@ -137,8 +129,8 @@ def price_actions(
         BACKWARD_WEIGHT: [s.backward_weight for s in stages],
     }
     durations = np.array([table[k] for k in range(len(LETTERS))], float)[kind, stage].tolist()
-    messages, result = _messages(order, stages, transport), kind * len(stages) + stage
-    channels, travel = (np.array(column)[result].tolist() for column in (messages.channel, messages.seconds))
+    result = kind * len(stages) + stage
+    channels, travel = (np.array(column)[result].tolist() for column in _messages(order, stages, transport))
     syncs = () if links is None or max(replicas) == 1 else _syncs(order, stages, names, links)
     return PricedStep(order, tuple(stages), durations, channels, travel, syncs, transport)
 
@@ -211,20 +203,12 @@ def _syncs(
     return tuple(total)
 
 
-@dataclass(frozen=True)
-class _Messages:
-    """The cost of handing on the results of actions, by kind * stages + stage.
-
-    Attributes:
-        channel: a number for each pair of ranks, -1 where nothing travels.
-        seconds: how long the message takes.
+def _messages(
+    order: PipelineOrder, stages: Sequence[StageCosts], transport: Transport
+) -> tuple[list[int], list[float]]:
+    """Return how the results of actions are handed on, by kind * stages + stage: a number for the pair of ranks, -1
+    where nothing travels, and the seconds of the message.
     """
-
-    channel: list[int]
-    seconds: list[float]
-
-
-def _messages(order: PipelineOrder, stages: Sequence[StageCosts], transport: Transport) -> _Messages:
     count = len(stages)
     channel, seconds = [-1] * (len(LETTERS) * count), [0.0] * (len(LETTERS) * count)
     for stage in range(count):
@@ -238,7 +222,7 @@ def _messages(order: PipelineOrder, stages: Sequence[StageCosts], transport: Tra
             for kind in kinds:
                 channel[kind * count + stage] = here * len(order.ranks) + there
                 seconds[kind * count + stage] = took
-    return _Messages(channel, seconds)
+    return channel, seconds
 
 
 def _times(step: PricedStep) -> tuple[list[float], ...]:
@@ -246,17 +230,16 @@ def _times(step: PricedStep) -> tuple[list[float], ...]:
 
     If stages copy to the host, a fifth list says when the rank of each action goes on.
     """
-    order, overlap = step.order, step.transport.overlap
+    order = step.order
     copies = [stage.copies for stage in step.stages]
     if any(copies):
-        if isinstance(order, MessageOrder) or not overlap:
-            text = "stages that offload need messages that overlap with computation, without an order of their own"
-            raise ScheduleError("SK330", text, "Leave out overlap=False, and give the actions without messages.")
+        if isinstance(order, MessageOrder):
+            text = "stages that offload need messages without an order of their own"
+            raise ScheduleError("SK330", text, "Give the actions without messages.")
         return times_with_copies(order, step.durations, step.channels, step.travel, copies)
     if isinstance(order, MessageOrder):
-        return times_of_messages(order, step.durations, step.travel, blocking=not overlap)
-    run = _overlapped if overlap else _in_turn
-    return run(order, order.columns.rank.tolist(), step.durations, step.channels, step.travel)
+        return times_of_messages(order, step.durations, step.travel)
+    return _overlapped(order, order.columns.rank.tolist(), step.durations, step.channels, step.travel)
 
 
 def _overlapped(
@@ -279,23 +262,6 @@ def _overlapped(
     return starts, ends, departures, arrivals
 
 
-def _in_turn(
-    order: PipelineOrder, rank: list[int], durations: list[float], channels: list[int], travel: list[float]
-) -> tuple[list[float], ...]:
-    """Let ranks send, receive and compute one after the other."""
-    data = order.links.data.tolist()
-    free = [0.0] * len(order.ranks)
-    starts, ends, departures, arrivals = ([0.0] * len(rank) for _ in range(4))
-    for i in order.links.sequence:
-        start, need = free[rank[i]], data[i]
-        if need >= 0:
-            start = max(start, departures[need]) + (travel[need] if channels[need] >= 0 else 0.0)
-        end = start + durations[i]
-        free[rank[i]] = arrival = end + (travel[i] if channels[i] >= 0 else 0.0)
-        starts[i], ends[i], departures[i], arrivals[i] = start, end, end, arrival
-    return starts, ends, departures, arrivals
-
-
 # Gives times to the actions and messages of a step whose messages are in a given order.
 
 
@@ -303,7 +269,6 @@ def times_of_messages(
     order: MessageOrder,
     durations: Sequence[float],
     travel: Sequence[float],
-    blocking: bool = False,
 ) -> tuple[list[float], ...]:
     """Return start and end of every action, and when its message leaves and arrives (its end, if it sends none).
 
@@ -314,12 +279,8 @@ def times_of_messages(
         order: the order of actions and messages.
         durations: seconds of each action of ``order.columns``.
         travel: seconds of the message that each action computes.
-        blocking: whether each entry of a row waits for the entry before it.
-
-    Raises:
-        ScheduleError: SK331 if messages deadlock in the blocking model.
     """
-    found, count = waits(order, blocking), len(durations)
+    found, count = waits(order), len(durations)
     takes = [*durations, *travel, *[0.0] * (len(found.before) - 2 * count)]
     starts, ends = [0.0] * len(takes), [0.0] * len(takes)
     for node in found.sequence:

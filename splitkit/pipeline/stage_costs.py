@@ -85,29 +85,22 @@ class StageCosts:
     collectives: tuple[Exchange, ...] = dataclass_field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.unit, str):
+            raise ScheduleError("SK332", f"unit is {shown(self.unit)}", 'Give a text: "s", "nodes".')
+        if not is_whole(self.replicas, 1) or int(self.replicas) > MOST:
+            raise ScheduleError("SK332", f"replicas is {shown(self.replicas)}", "Give a whole number, 1 or more.")
         for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
+            value, whole = getattr(self, field.name), field.name.endswith("_bytes")
+            is_figure = whole or field.name in ("forward", "backward_input", "backward_weight")
+            if not is_figure or (value is None and field.default is None):
                 continue
-            if field.name == "copies":
-                _require_copies(value, self.saved_bytes)
-                continue
-            if field.name == "collectives":
-                continue
-            if field.name == "unit":
-                if not isinstance(value, str):
-                    raise ScheduleError("SK332", f"unit is {shown(value)}", 'Give a text: "s", "nodes".')
-                continue
-            if field.name == "replicas":
-                if not is_whole(value, 1) or int(value) > MOST:
-                    raise ScheduleError("SK332", f"replicas is {shown(value)}", "Give a whole number, 1 or more.")
-                continue
-            whole = field.name.endswith("_bytes")
             fits, most = (is_whole, MOST_BYTES) if whole else (is_number, MOST_SECONDS)
             if not fits(value) or (int(value) if whole else float(value)) > most:
                 what = "a whole number of bytes" if whole else "seconds"
                 remedy = f"Give {what}, 0 or more, {most:.0e} at most."
                 raise ScheduleError("SK332", f"{field.name} is {shown(value)}", remedy)
+        if self.copies is not None:
+            _require_copies(self.copies, self.saved_bytes)
 
     @property
     def fixed_bytes(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.fx import Node
@@ -42,7 +42,6 @@ def stage_costs(
     *,
     optimizer: PlannedOptimizer = "planned",
     activations: Activations | None = None,
-    weight_part: WeightPart = "torch",
 ) -> tuple[StageCosts, ...]:
     """Return the cost of each part for one microbatch of the captured size, in the order in which the parts run.
 
@@ -59,8 +58,6 @@ def stage_costs(
     * ``deferred_bytes`` is an upper bound on the bytes that wait for the weight part if a schedule divides backward.
       Torch's way, which pipelines use, keeps everything that the graph still holds, also captures gradients, and has no
       input part in the first stage: all of its backward is ``backward_weight``.
-      With separate graphs for the two parts, the inputs and the output gradients of all layers with parameters wait
-      (``weight_part="own"``), or of products and embeddings only (``"mincut"``).
     * ``temporary_bytes`` is an upper bound on what forward or backward hold beyond that: gradients that share memory
       (of a sum's two addends) are counted separately. Parameters have a gradient from an earlier microbatch, so a new
       one is counted as well.
@@ -87,11 +84,9 @@ def stage_costs(
             inference; by default what the plan was made for, and Adam if it does not say.
         activations: the result of `splitkit.memory.saved_storages.activations` for the graph, if it is
             known; by default for the device of ``costs``.
-        weight_part: who divides backward: ``"torch"``; ``"own"`` for graphs of your own, in which the input part
-            computes only what it needs; or ``"mincut"`` for graphs that `splitkit.policies.SplitBackward` divides.
 
     Raises:
-        PolicyError: SK302 for an unknown optimizer or way to divide backward.
+        PolicyError: SK302 for an unknown optimizer.
         PlanError: SK207 if a part that backward recomputes has side effects, SK208 if nodes have no part: the parent
             has no stage.
         CycleError: SK203 if parts wait for each other in a cycle.
@@ -103,7 +98,7 @@ def stage_costs(
     plan_of_them = parts if isinstance(parts, Plan) else Plan({})
     used = costs_of_plan(plan_of_them, facts) if costs is None else require_costs(costs)
     held = plan_of_them.request.counting(optimizer)
-    return StagePrices(facts, used, held, activations, weight_part).of(parts)
+    return StagePrices(facts, used, held, activations).of(parts)
 
 
 @dataclass
@@ -115,7 +110,6 @@ class StagePrices:
         costs: prices of its nodes.
         optimizer: as in `stage_costs`.
         activations: as in `stage_costs`.
-        weight_part: as in `stage_costs`.
         divided: whether a schedule divides backward; if not, `StageCosts.deferred_bytes` are not computed.
         kernels: device that parts are planned on -> its kernels, where devices differ; by default as ``costs`` say.
         apart: whether the gradients that parts receive are left out, for a simulated step, which counts its messages.
@@ -125,7 +119,6 @@ class StagePrices:
     costs: Costs
     optimizer: Optimizer = "adam"
     activations: Activations | None = None
-    weight_part: WeightPart = "torch"
     divided: bool = True
     kernels: Mapping[PartKey, str] = field(default_factory=dict)
     apart: bool = False
@@ -136,7 +129,6 @@ class StagePrices:
 
     def __post_init__(self) -> None:
         check_stage_optimizer(self.optimizer)
-        checked_weight_part(self.weight_part)
         given: object = self.activations
         if given is not None and not isinstance(given, Activations):
             remedy = "Give splitkit.memory.saved_storages.activations of the graph, or none."
@@ -198,13 +190,12 @@ class StagePrices:
         if self.optimizer is None:
             return stages
         if self.divided:
-            waits = deferred_bytes(memory, parts, homes, [stage.saved_bytes for stage in stages], self.weight_part)
-            whole = [recompute and (i > 0 or self.weight_part != "torch") for i, recompute in enumerate(again)]
+            waits = deferred_bytes(memory, parts, homes, [stage.saved_bytes for stage in stages])
             stages = [
-                replace(stage, deferred_bytes=0 if at_once else nbytes)
-                for stage, nbytes, at_once in zip(stages, waits, whole, strict=True)
+                replace(stage, deferred_bytes=0 if i and recompute else nbytes)
+                for i, (stage, nbytes, recompute) in enumerate(zip(stages, waits, again, strict=True))
             ]
-        if self.weight_part == "torch" and stages:
+        if stages:
             stages[0] = replace(stages[0], backward_input=0.0, backward_weight=stages[0].backward)
         return stages
 
@@ -397,16 +388,7 @@ class _Times:
 #
 #     x ── linear ── gelu ── linear ── add ── out       captured: the gradients of both linears and of out (the second
 #      └───────────────────────────────┘               linear and out have one: an addend has the gradient of the sum)
-#
-# With separate graphs for the two parts (as in *Zero Bubble Pipeline Parallelism*, Qi et al. 2023), only the values
-# that nodes with parameters saved are needed, and the gradients of their results. If the input part also finishes the
-# gradients of norms and biases, which are quick reductions of large values, only those of products are
-# (`splitkit.policies.SplitBackward`).
 
-
-WeightPart = Literal["torch", "own", "mincut"]
-"""How backward is divided: by torch's pipelining; by separate graphs for the two parts, of which the weight part has
-all that the input part does not need (``"own"``); or by graphs with the fewest bytes in between (``"mincut"``)."""
 
 # Ops whose backward is a product for each factor.
 _PRODUCTS = frozenset(
@@ -421,12 +403,6 @@ _Gradient = tuple[Node, bool]
 """The memory of a gradient: the value, and whether its gradient comes from the next stage."""
 
 
-def checked_weight_part(way: object) -> None:
-    """Raise SK302 for an unknown way to divide backward."""
-    if not is_word(way, "torch", "own", "mincut"):
-        raise PolicyError("SK302", f"weight_part is {shown(way)}", "Use 'torch', 'own' or 'mincut'.")
-
-
 def is_product(root: nn.Module, node: Node) -> bool:
     """Whether a node of a forward graph is a matrix product or a convolution."""
     target = target_of(root, node)
@@ -438,26 +414,18 @@ def deferred_bytes(
     parts: Sequence[Sequence[Node]],
     homes: Mapping[Node, int],
     saved: Sequence[int],
-    way: WeightPart,
 ) -> list[int]:
     """Return upper bounds on the bytes that each stage holds from the end of the input part to the end of the weight
-    part.
-
-    Torch's way includes the received and the sent gradients, and runs no input part in the first stage.
+    part, the received and the sent gradients included; the first stage has no input part.
 
     Args:
         memory: the memory of the graph's nodes, with training.
         parts: the nodes of each stage in order.
         homes: node -> the stage whose copy others read, for nodes in several stages.
         saved: stage -> its saved bytes.
-        way: how backward is divided.
     """
     stages = _Stages(memory, parts, homes)
-    found = []
-    for number, nbytes in enumerate(saved):
-        stage = _Stage(stages, number)
-        found.append(stage.by_torch(nbytes) if way == "torch" else stage.by_own_graphs(products=way == "mincut"))
-    return found
+    return [_Stage(stages, number).deferred(nbytes) for number, nbytes in enumerate(saved)]
 
 
 @dataclass(frozen=True)
@@ -521,7 +489,7 @@ class _Stage:
         effects = stages.memory.flow.effects
         self._writes = any(effects[node].writes for node, touched in self._nodes.items() if touched.contributes)
 
-    def by_torch(self, saved: int) -> int:
+    def deferred(self, saved: int) -> int:
         """See `deferred_bytes`."""
         came = [(value, True) for value in self._given]
         if not self._number:
@@ -530,19 +498,8 @@ class _Stage:
         gradients = [*map(self._memory, self._results(captures)), *map(self._sent, self._come)]
         return saved - self._released(captures) + self._sum([*came, *gradients])
 
-    def by_own_graphs(self, products: bool) -> int:
-        """See `deferred_bytes`."""
-        nodes = [node for node in self._nodes if self._trains(node) and (not products or self._defers(node))]
-        kept = {storage for node in nodes for storage in self._nodes[node].saves}
-        return self._storages(kept) + self._sum(self._memory(v) for v in self._results(nodes))
-
     def _trains(self, node: Node) -> bool:
         return any(not isinstance(read, Node) for read in self._nodes[node].contributes)
-
-    def _defers(self, node: Node) -> bool:
-        """Whether a node with parameters has a weight gradient that takes time: a product, or all of its backward."""
-        values = [read for read in self._nodes[node].contributes if isinstance(read, Node)]
-        return not values or is_product(self._all.memory.flow.root, node)
 
     def _captures(self) -> list[Node]:
         """Return the nodes at which the path of a parameter meets the path of an input of the stage."""

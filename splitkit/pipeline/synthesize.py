@@ -431,13 +431,11 @@ class SynthesizedOrder:
         np.maximum.at(ends, self.order.columns.rank, self.run.ends)
         if self.run.syncs:
             ends += np.array(self.run.syncs)
-        return tuple((ends - self._starts).tolist())
-
-    @property
-    def _starts(self) -> np.ndarray[Any, Any]:
-        starts = np.full(self.run.ranks, np.inf)
-        np.minimum.at(starts, self.order.columns.rank, self.run.starts)
-        return starts if self.objective == "span" else np.zeros(self.run.ranks)
+        if self.objective == "span":
+            starts = np.full(self.run.ranks, np.inf)
+            np.minimum.at(starts, self.order.columns.rank, self.run.starts)
+            ends -= starts
+        return tuple(ends.tolist())
 
     @property
     def value(self) -> float:

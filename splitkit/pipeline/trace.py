@@ -134,12 +134,10 @@ class Transport:
     Attributes:
         links: prices of messages; ``None``: they take no time.
         devices: rank -> the names of its devices in ``links``.
-        overlap: whether ranks compute while messages travel.
     """
 
     links: LinkTimes | None
     devices: Sequence[Sequence[Hashable]]
-    overlap: bool = True
 
     def seconds(self, source: int, target: int, nbytes: float) -> float:
         """Return the seconds of one message between two ranks, over the slowest link between their devices.

@@ -26,7 +26,7 @@ from splitkit.graph.node_values import Gradients
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.solvers.placement.core import strong_components
-from splitkit.solvers.placement.link_model import LinkPrices
+from splitkit.solvers.placement.link_model import LinkPrices, UnequalLinks
 from splitkit.solvers.placement.problem import BadProblemError, Bools, Floats, Ints, Problem, Slot
 from splitkit.solvers.placement.stages.linked_annealing import LinkedAnnealing
 
@@ -254,20 +254,18 @@ class PlacementModel:
         self, problem: Problem, travel: TransferTimes | None, held: Ints, capacity: Floats, device: Ints
     ) -> LinkedAnnealing:
         """Return the problem with each link as it is, and with the stages of a device together."""
-        pins, travel = [pins for _, pins in self.values], travel or TransferTimes.free(len(capacity))
-        return LinkedAnnealing(
-            work=problem.seconds[0],
-            edges=problem.edges,
-            nbytes=self.value_bytes,
-            pins=np.array([pin for value in pins for pin in value], np.int64),
-            starts=np.concatenate([[0], np.cumsum([len(value) for value in pins])]).astype(np.int64),
-            latency=travel.latency,
-            speed=travel.bandwidth,
-            again=travel.again,
-            held=held,
+        count, size = held.shape
+        linked = UnequalLinks.of(
+            work=np.tile(problem.seconds[0], (count, 1)),
+            nbytes=problem.nbytes,
             capacity=capacity,
-            device=device,
+            cpu=np.zeros(count, np.bool_),
+            edges=problem.edges,
+            prices=self.prices(travel or TransferTimes.free(count)),
+            group=np.arange(size),
+            acyclic=True,
         )
+        return LinkedAnnealing(linked, held, device)
 
     def problem(
         self,

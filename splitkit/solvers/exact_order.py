@@ -26,12 +26,10 @@ class BranchResult:
     Attributes:
         best: the best order below the value that was given; ``None`` if there is none, or none was found.
         whole: whether all orders were covered, so that none is better than ``best`` or the given value.
-        nodes: the number of states.
     """
 
     best: TimedRows | None
     whole: bool
-    nodes: int
 
 
 def branch(problem: OrderProblem, windows: Windows, value: float, most_nodes: int) -> BranchResult:
@@ -76,7 +74,6 @@ class _Branching:
         self.seen: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Kept]] = {}
         channels = sorted({c for pair in problem.channels for c in pair if c >= 0})
         self.channel = {channel: place for place, channel in enumerate(channels)}
-        self.nodes = 0
 
     def run(self) -> BranchResult:
         problem = self.problem
@@ -95,11 +92,11 @@ class _Branching:
         stack = [root]
         while stack:
             node = stack.pop()
-            self.nodes += 1
-            if self.nodes > self.most:
-                return BranchResult(self.best, False, self.nodes)
+            self.most -= 1
+            if self.most < 0:
+                return BranchResult(self.best, False)
             stack.extend(reversed(self._children(node)))
-        return BranchResult(self.best, True, self.nodes)
+        return BranchResult(self.best, True)
 
     def _children(self, node: _Node) -> list[_Node]:
         """Return the states after the next choice, that with the earliest deadline first."""

@@ -111,11 +111,13 @@ class TimedRows:
 
     Attributes:
         rows: the actions of each rank.
+        starts: the start of each of them.
         value: the largest end of a rank, `OrderProblem.late` included.
         ends: rank -> the end of its last action.
     """
 
     rows: Rows
+    starts: list[list[float]]
     value: float
     ends: tuple[float, ...]
 
@@ -129,6 +131,7 @@ class StepState:
         free: rank -> when it is free.
         held: rank -> bytes that it holds.
         rows: the actions of each rank so far.
+        starts: the start of each of them.
     """
 
     def __init__(self, problem: OrderProblem) -> None:
@@ -138,6 +141,7 @@ class StepState:
         self.arrivals[0][F].extend([0.0] * problem.microbatches)
         self.free, self.held = [0.0] * problem.ranks, [0] * problem.ranks
         self.rows: Rows = [[] for _ in range(problem.ranks)]
+        self.starts: list[list[float]] = [[] for _ in range(problem.ranks)]
         self._idle: dict[int, float] = {}
 
     def start(self, stage: int, kind: int) -> float | None:
@@ -160,6 +164,7 @@ class StepState:
         """Run an action; return the stage that gets its message, -1 for none."""
         problem, rank = self.problem, self.problem.rank_of[stage]
         self.rows[rank].append((stage, kind))
+        self.starts[rank].append(start)
         self.counts[stage][kind] += 1
         self.held[rank] += problem.uses[stage][kind].change
         end = self.free[rank] = start + problem.seconds[stage][kind]
@@ -175,7 +180,7 @@ class StepState:
     def timed(self) -> TimedRows:
         """Return the order when all actions have run."""
         value = max(end + late for end, late in zip(self.free, self.problem.late, strict=True))
-        return TimedRows(self.rows, value, tuple(self.free))
+        return TimedRows(self.rows, self.starts, value, tuple(self.free))
 
 
 def time_rows(problem: OrderProblem, rows: Sequence[Sequence[tuple[int, int]]]) -> TimedRows | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -64,11 +65,6 @@ def _in_time(problem: OrderProblem, stage: int, share: float) -> int:
     own = problem.seconds[stage][F]
     fit = math.ceil(min(share * (there + back) / own, problem.microbatches)) if own else problem.microbatches
     return min(problem.microbatches, fit + 1)
-
-
-def schedule_by_rule(problem: OrderProblem, rule: ListRule) -> TimedRows | None:
-    """Return the order that a rule makes; ``None`` if memory lets it not go on."""
-    return ListScheduler(problem, rule).schedule()
 
 
 Choice = tuple[float, int, int]
@@ -181,8 +177,6 @@ _RULE_ACTIONS = 400_000
 """The actions that list scheduling may schedule in all."""
 _CELLS = 15_000_000
 """The work of windows, in states of a stage."""
-_HALVINGS = 12
-"""How many values windows should be tried for; where stages are too many for that, they are tightened for a few."""
 _NODES = 12_000
 """The states that branching may visit."""
 _BRANCHED = 100
@@ -222,7 +216,7 @@ def search_order(problem: OrderProblem, known: Iterable[Rows] = (), effort: floa
     start = [found for rows in (rows_one_by_one(problem), *known) if (found := time_rows(problem, rows)) is not None]
     if not start:
         return None
-    return _OrderSearch(problem, min(start, key=_value), effort).run()
+    return _OrderSearch(problem, min(start, key=lambda timed: timed.value), effort).run()
 
 
 def rows_one_by_one(problem: OrderProblem) -> Rows:
@@ -247,23 +241,6 @@ def row_peak(problem: OrderProblem, row: Row) -> int:
         most = max(most, held + use.peak)
         held += use.change
     return most
-
-
-def _affordable(problem: OrderProblem, cells: float) -> set[int]:
-    """Return the stages whose windows the work limit allows, three at least: evenly spaced, with the first and last.
-
-    The first and the last stage alone gave the whole bound on the published problems with little memory.
-    """
-    last = problem.stages - 1
-    for count in range(problem.stages, 3, -1):
-        chosen = {round(number * last / (count - 1)) for number in range(count)}
-        if sum(window_cells(problem, stage) for stage in chosen) <= cells:
-            return chosen
-    return {0, last // 2, last}
-
-
-def _value(timed: TimedRows) -> float:
-    return timed.value
 
 
 class _OrderSearch:
@@ -295,7 +272,7 @@ class _OrderSearch:
         for rule, _ in zip(
             list_rules(self.problem), range(max(8, int(self.effort * _RULE_ACTIONS) // self.actions)), strict=False
         ):
-            found = schedule_by_rule(self.problem, rule)
+            found = ListScheduler(self.problem, rule).schedule()
             if found is not None:
                 values[rule.most] = min(values.get(rule.most, found.value), found.value)
                 self._take(found)
@@ -305,8 +282,8 @@ class _OrderSearch:
 
     def _by_windows(self) -> None:
         """Approach the best order from the bound: first just below it, as windows are often that tight."""
-        left, share = self.effort * _CELLS, 0.0
-        chosen = _affordable(self.problem, left / _HALVINGS)
+        left, share, last = self.effort * _CELLS, 0.0, self.problem.stages - 1
+        chosen = {0, last // 2, last}  # windows of the others raised no bound of 29 problems
         cells = sum(window_cells(self.problem, stage) for stage in chosen)
         high = self.best.value * (1 - TOLERANCE)
         while left >= cells and high - self.bound > _CLOSE * abs(high):
@@ -324,7 +301,7 @@ class _OrderSearch:
 
     def _within(self, windows: Windows) -> Iterator[TimedRows]:
         for most, late, inputs_first in product(self.limits, (0.0, 0.25), (False, True)):
-            found = schedule_in_windows(self.problem, windows, DeadlineRule(most, late, inputs_first))
+            found = DeadlineScheduler(self.problem, windows, DeadlineRule(most, late, inputs_first)).schedule()
             if found is not None:
                 yield found
 
@@ -399,18 +376,16 @@ class DeadlineRule:
     inputs_first: bool
 
 
-def schedule_in_windows(problem: OrderProblem, windows: Windows, rule: DeadlineRule) -> TimedRows | None:
-    """Return the order that a rule makes; ``None`` if memory lets it not go on. It need not keep within the windows."""
-    return _DeadlineScheduler(problem, windows, rule).schedule()
+class DeadlineScheduler(ListScheduler):
+    """Chooses within windows; the order need not keep within them."""
 
-
-class _DeadlineScheduler(ListScheduler):
     def __init__(self, problem: OrderProblem, windows: Windows, rule: DeadlineRule) -> None:
         super().__init__(problem, ListRule(rule.most, 0.0, False))
         self.due = windows.forward_to.tolist(), windows.input_to.tolist()
         self.deadlines = rule
 
     def choice(self, rank: int) -> Choice | None:
+        """Return the next action of a rank: of those that are ready, the one with the earliest deadline."""
         now, ready, known = self.state.free[rank], list[Choice](), list[Choice]()
         next_due = math.inf
         for stage in self.problem.of_rank[rank]:
@@ -465,7 +440,7 @@ def improve_rows(problem: OrderProblem, start: TimedRows, evaluations: int, enou
     best, used, tabu = start, 0, set[str]()
     while best.value > enough:
         following = None
-        for rows in _neighbours(problem, best.rows):
+        for rows in _neighbours(problem, best):
             key = repr(rows)
             if key in tabu:
                 continue
@@ -487,9 +462,9 @@ def _rank_of_order(timed: TimedRows) -> tuple[float, float]:
     return timed.value, sum(timed.ends)
 
 
-def _neighbours(problem: OrderProblem, rows: Rows) -> Iterator[Rows]:
+def _neighbours(problem: OrderProblem, timed: TimedRows) -> Iterator[Rows]:
     """Yield the orders that one move away from the critical path makes."""
-    starts, path = _critical(problem, rows)
+    rows, starts, path = timed.rows, timed.starts, _critical(problem, timed)
     for rank, place in path:
         row = rows[rank]
         if place and row[place - 1][0:2] != row[place]:
@@ -518,13 +493,14 @@ def _gaps(problem: OrderProblem, row: Row, starts: list[float]) -> Iterator[int]
     yield len(row)
 
 
-def _critical(problem: OrderProblem, rows: Rows) -> tuple[list[list[float]], list[_Place]]:
-    """Return the start of every action, and the places of a longest path from its end to its start."""
-    starts, maker = _starts(problem, rows)
+def _critical(problem: OrderProblem, timed: TimedRows) -> list[_Place]:
+    """Return the places of a longest path, from its end to its start."""
+    rows, starts = timed.rows, timed.starts
     ends = [
         starts[r][-1] + problem.seconds[row[-1][0]][row[-1][1]] + problem.late[r] if row else -1.0
         for r, row in enumerate(rows)
     ]
+    makers = _makers(rows)
     rank = ends.index(max(ends))
     path = [(rank, len(rows[rank]) - 1)]
     while True:
@@ -535,35 +511,21 @@ def _critical(problem: OrderProblem, rows: Rows) -> tuple[list[list[float]], lis
             if starts[rank][place - 1] + problem.seconds[stage][kind] >= start * (1 - 1e-12):
                 path.append((rank, place - 1))
                 continue
-        if (rank, place) not in maker:
-            return starts, path
-        path.append(maker[rank, place])
+        if (maker := makers.get((rank, place))) is None:
+            return path
+        path.append(maker)
 
 
-def _starts(problem: OrderProblem, rows: Rows) -> tuple[list[list[float]], dict[_Place, _Place]]:
-    """Return the start of every action, and the action whose message it waits for."""
-    from splitkit.solvers.order_problem import StepState
-
-    state, at = StepState(problem), [0] * problem.ranks
-    starts: list[list[float]] = [[] for _ in rows]
+def _makers(rows: Rows) -> dict[_Place, _Place | None]:
+    """Return for each action the one whose message it waits for, ``None`` if there is none."""
     places: dict[tuple[int, int, int], _Place] = {}
-    maker: dict[_Place, _Place] = {}
-    ready = list(range(problem.ranks))
-    while ready:
-        rank = ready.pop()
-        while at[rank] < len(rows[rank]):
-            stage, kind = rows[rank][at[rank]]
-            start = state.start(stage, kind)
-            if start is None:
-                break
-            number, here = state.counts[stage][kind], (rank, at[rank])
-            places[stage, kind, number] = here
-            source = places.get((stage - 1 if kind == 0 else stage + 1, kind, number)) if kind != W else None
-            if source is not None:
-                maker[here] = source
-            starts[rank].append(start)
-            at[rank] += 1
-            target = state.run(stage, kind, start)
-            if target >= 0 and problem.rank_of[target] != rank:
-                ready.append(problem.rank_of[target])
-    return starts, maker
+    for rank, row in enumerate(rows):
+        counts = Counter[tuple[int, int]]()
+        for place, action in enumerate(row):
+            places[(*action, counts[action])] = rank, place
+            counts[action] += 1
+    return {
+        here: places.get((stage - 1 if kind == F else stage + 1, kind, number))
+        for (stage, kind, number), here in places.items()
+        if kind != W
+    }

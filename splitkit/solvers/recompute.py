@@ -178,10 +178,14 @@ class Program:
         return self._whole(limits, seconds, gap, self._any, nodes)
 
     def beside(self, limits: Sequence[Limit], seconds: float, ops: int, gap: float = GAP) -> RecomputeSolution:
-        """Return a choice near the best in a time that hardly grows with the problem; small problems go to `search`.
+        """Return a whole choice near the best fractional one, whose value is the bound, in a time that hardly grows
+        with the problem; problems of no more than ``ops`` ops go to `search`. No choice may exist near it.
 
-        Otherwise it works as `near`, but ``ops`` ops next to the fractional ones are open too: with one limit, what
-        `near` leaves unused is less than a layer of a network takes, so a few layers are enough to use it up.
+        Values that are whole in the relaxation are fixed, and the best choice of the few others is searched (relaxation
+        enforced neighbourhood search: Berthold 2014). A vertex of the relaxation has about as many fractional values as
+        there are limits, because without limits all vertices are whole. ``ops`` ops next to them are open too: with one
+        limit, what is left unused without them is less than a layer of a network takes, so a few layers are enough to
+        use it up.
         """
         if self.ops <= ops:
             return self.search(limits, seconds, gap)
@@ -189,7 +193,10 @@ class Program:
         if result.x is None:
             return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, self._bound(result))
         free = self._next_to((result.x > _WHOLE) & (result.x < 1 - _WHOLE), ops)
-        found = self._whole(limits, seconds, gap, self._fixed(result.x, free))
+        free[self.ops + self.storages :] = True
+        low = np.where(free | (result.x < 0.5), 0.0, self._most)
+        high = np.where(free | (result.x > 0.5), self._most, 0.0)
+        found = self._whole(limits, seconds, gap, Bounds(low, high))
         return replace(found, bound=min(self._bound(result), found.price))
 
     def _next_to(self, fractions: Bools, count: int) -> Bools:
@@ -206,27 +213,6 @@ class Program:
         free[np.argsort(far, kind="stable")[:count]] = True
         free[self.ops + problem.storage[free[problem.maker]]] = True
         return free | fractions
-
-    def _fixed(self, x: Floats, free: Bools) -> Bounds:
-        """Return bounds that fix all ops and storages that are not free to their value in a relaxation."""
-        free = free.copy()
-        free[self.ops + self.storages :] = True
-        return Bounds(np.where(free | (x < 0.5), 0.0, self._most), np.where(free | (x > 0.5), self._most, 0.0))
-
-    def near(self, limits: Sequence[Limit], seconds: float, gap: float = GAP) -> RecomputeSolution:
-        """Return a whole choice near the best fractional choice, whose value is the bound.
-
-        Values that are whole in the relaxation are fixed, and the best choice of the few others is searched (relaxation
-        enforced neighbourhood search: Berthold 2014). A vertex of the relaxation has about as many fractional values as
-        there are limits, because without limits all vertices are whole. No choice may exist near it.
-        """
-        result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
-        bound = self._bound(result)
-        if result.x is None:
-            return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, bound)
-        fractions = (result.x > _WHOLE) & (result.x < 1 - _WHOLE)
-        found = self._whole(limits, seconds, gap, self._fixed(result.x, fractions))
-        return replace(found, bound=min(bound, found.price))
 
     def _whole(
         self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES

@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import pairwise, product
 from typing import NamedTuple
 
+from splitkit.solvers.topological import in_turn
+
 VISITS = 1_000_000
 """How many operations each search may give a start: one to three seconds."""
 _ROUNDING = 1e-9  # relative; a schedule so near its bound is taken for the shortest
@@ -335,14 +337,8 @@ class SequencingProblem:
     @cached_property
     def sequence(self) -> list[int]:
         """All operations in a topological order of the precedences."""
-        missing = [len(needs) for needs in self.before]
-        found = [operation for operation, count in enumerate(missing) if not count]
-        for operation in found:  # grows
-            for other in self.behind[operation]:
-                missing[other] -= 1
-                if not missing[other]:
-                    found.append(other)
-        assert len(found) == len(missing), "precedences without cycles"
+        found = list(in_turn(self.behind, self.before, lambda _, taken: taken))
+        assert len(found) == len(self.before), "precedences without cycles"
         return found
 
     @cached_property

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from launch import command
+from ownorders import own_order
 
 import splitkit as sk
 from splitkit.cli.commands.profile_ranks import _pairs, _text
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import MeasuredStep
@@ -122,7 +122,7 @@ def test_stages_are_timed_one_after_the_other():
     order = one_by_one(pipeline_order("zbv", 4, 2), 2)
     assert order.rank_of == (0, 1, 1, 0) and order.microbatches == 2
     assert " ".join(map(str, order.ranks[0])) == "0F0 3F0 3B0 0B0 0F1 3F1 3I1 0I1 3W1 0W1"
-    whole = one_by_one(PipelineOrder.parse(["0F0 0B0", "1F0 1B0"]), 2)
+    whole = one_by_one(own_order(["0F0 0B0", "1F0 1B0"]), 2)
     assert {a.kind for row in whole.ranks for a in row} == {"F", "B"}
 
 
@@ -135,7 +135,7 @@ def test_measured_times_replace_those_of_the_prices():
 
 
 def test_what_a_stage_alone_was_measured_to_hold_raises_its_temporary_bytes():
-    order = one_by_one(PipelineOrder.parse(["0F0 0B0", "1F0 1B0"]), 1)
+    order = one_by_one(own_order(["0F0 0B0", "1F0 1B0"]), 1)
     stages = [StageCosts(1, 1, temporary_bytes=5), StageCosts(1, 1, temporary_bytes=50)]
     # (the most, what lasts) before an action and during it: forward of stage 0 takes 20 inside, its backward 14 with
     # what comes before it; stage 1 at most 30, and 200 before its first action, which no action takes

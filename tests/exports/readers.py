@@ -33,10 +33,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decodermodels import Decoder, captured, ids, stages
+from ownorders import own_order
 
 import splitkit as sk
 from splitkit.exports.onnx_stages import annotate_onnx
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.record import checkpointed
 
 CUTS = ("layers.2", "layers.5")
@@ -182,7 +182,7 @@ def torchtitan():
     distributed.init_process_group("gloo")
     one = planned(model, "layers.3")
     rows = ["0F0 1F0 1B0 0B0 0F1 0F2 1F1 1B1 0B1 1F2 0F3 1B2 0B2 1F3 1B3 0B3"]
-    found = sk.export(one, to="torchtitan", schedule=PipelineOrder.parse(rows))
+    found = sk.export(one, to="torchtitan", schedule=own_order(rows))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "order.csv").write_text(found.schedule_csv, newline="")
         config = _titan_config(found.text.replace("order.csv", f"{folder}/order.csv"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from decodermodels import Decoder, TwoLists, Wrapped, captured, homes, ids, stages
+from ownorders import own_order
 from torch import nn
 
 import splitkit as sk
@@ -17,7 +18,6 @@ from splitkit.exports.carried_plan import CarriedPlan, Layer, LayerSequence
 from splitkit.exports.format_list import WRITES
 from splitkit.exports.import_plan import FORMATS, format_of
 from splitkit.exports.megatron import megatron_layout
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.plans.parts import Part, PlanRequest
 from splitkit.plans.record import checkpointed
@@ -207,7 +207,7 @@ class TestSchedules:
         assert [ranks[name] for name in ("tok_embeddings", "layers.0", "layers.2", "norm")] == [0, 1, 0, 1]
 
     def test_uneven_stages_on_ranks(self, decoder):
-        uneven = PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 2B0"])
+        uneven = own_order(["0F0 1F0 1B0 0B0", "2F0 2B0"])
         assert sk.export(decoder, to="torch", schedule=uneven).schedule_csv.startswith("0F0,1F0")
         with pytest.raises(PlanError, match="SK523.*3 stages are on 2 ranks"):
             sk.export(decoder, to="torchtitan", schedule=uneven)
@@ -216,7 +216,7 @@ class TestSchedules:
 
     def test_placements_that_no_schedule_of_torchtitan_has(self, decoder):
         split = cut(decoder, "layers.0", "layers.2", "norm")
-        order = PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 3F0 3B0 2B0"])
+        order = own_order(["0F0 1F0 1B0 0B0", "2F0 3F0 3B0 2B0"])
         with pytest.raises(PlanError, match="SK523.*in a loop or a V there, and here on the ranks 0, 0, 1, 1"):
             sk.export(split, to="torchtitan", schedule=order)
 
@@ -229,7 +229,7 @@ class TestSchedules:
         with pytest.raises(ScheduleError, match="SK330"):
             sk.export(decoder, to="torch", schedule="zbv")
         with pytest.raises(PlanError, match="SK523.*has 1 stages, but the plan has 3"):
-            sk.export(decoder, to="torch", schedule=PipelineOrder.parse(["0F0 0B0"]))
+            sk.export(decoder, to="torch", schedule=own_order(["0F0 0B0"]))
         for to in ("deepspeed", "galvatron", "nnscaler"):
             with pytest.raises(PlanError, match="SK523.*but not Eager1F1B"):
                 sk.export(decoder, to=to, schedule="eager-1f1b", microbatches=4)

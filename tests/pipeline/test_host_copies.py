@@ -102,8 +102,6 @@ def test_a_slow_link_paces_the_step():
 
 def test_what_is_not_simulated_is_refused():
     stage = StageCosts(1.0, 2.0, saved_bytes=1, copies=StageCopies(1, 1.0, 1.0, 1.0, 1.0))
-    with pytest.raises(ScheduleError, match="SK330"):
-        simulate_schedule([stage] * 2, "1f1b", 2, overlap=False)
     with pytest.raises(ScheduleError, match="SK332.*2 bytes go to the host"):
         replace(stage, copies=StageCopies(2, 1.0, 1.0, 1.0, 1.0))
     with pytest.raises(ScheduleError, match="SK332"):

@@ -57,7 +57,6 @@ def filled(points, times):
         ("1f1b", {"links": LINKS}),
         ("1f1b", {"links": LINKS, "static_buffers": True}),
         ("eager-1f1b", {"links": LINKS, "static_buffers": True}),
-        ("gpipe", {"links": LINKS, "overlap": False}),
         ("interleaved-1f1b", {"links": LINKS, "ranks": 2}),
         ("interleaved-1f1b", {"static_buffers": True, "ranks": 2}),
         ("interleaved-zero-bubble", {"links": LINKS, "ranks": 2}),

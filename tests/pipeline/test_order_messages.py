@@ -11,10 +11,10 @@ from campaigns import few_of_many
 from hypothesis import assume
 from hypothesis import strategies as st
 from message_oracle import Machine, all_rows, seconds_of, with_rows
+from ownorders import own_order
 
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.message_order import MessageOrder, is_message, waits
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.order_messages import order_messages
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_of
 from splitkit.pipeline.simulate import StageCosts, price_actions, simulate_schedule, times_of_messages
@@ -22,7 +22,6 @@ from splitkit.pipeline.synthesize import load_order, order_from_csv, order_to_cs
 from splitkit.pipeline.torch_orders import torch_cells
 from splitkit.solvers.solve_sequence import sequenced
 
-MODELS = list(itertools.product(("rank", "pair"), (False, True)))
 NAMES = [schedule.word for schedule in known_schedules()]
 
 
@@ -83,24 +82,24 @@ def test_rows_deadlock_exactly_if_running_them_does_and_take_the_time_that_it_ta
     rng = random.Random(len(str(cells)))
     step = price_actions(stages_of(len(order.rank_of), rng), order, links=Seconds(rng))
     ended = []
-    for communicators, blocking in MODELS:
+    for communicators in ("rank", "pair"):
         made = object.__new__(MessageOrder)  # unchecked
         vars(made).update(name=order.name, ranks=order.ranks, cells=cells, communicators=communicators)
-        machine = Machine(cells, communicators, blocking)
+        machine = Machine(cells, communicators)
         ended.append(machine.run(seconds_of(order, step.durations, step.travel)))
         if not ended[-1]:
             with pytest.raises(ScheduleError, match="its messages wait for one another"):
-                waits(made, blocking)
+                waits(made)
             continue
-        starts, ends, leaves, arrives = times_of_messages(made, step.durations, step.travel, blocking)
+        starts, ends, leaves, arrives = times_of_messages(made, step.durations, step.travel)
         at = {cell: (rank, i) for rank, row in enumerate(machine.rows) for i, cell in enumerate(row)}
         for i, action in enumerate(a for row in order.ranks for a in row):
             assert (starts[i], ends[i]) == (machine.begun[at[str(action)]], machine.over[at[str(action)]])
             if i in made.readers:
                 send = at[f"{action.stage}SEND_{'F' if action.kind == 'F' else 'B'}{action.microbatch}"]
                 assert (leaves[i], arrives[i]) == (machine.begun[send], machine.over[send])
-    rank, rank_blocking, pair, pair_blocking = ended
-    assert rank_blocking == pair_blocking <= rank <= pair
+    rank, pair = ended
+    assert rank <= pair
     for communicators, runs in (("rank", rank), ("pair", pair)):
         if runs:
             assert with_rows(order, cells, communicators).entries == made.entries
@@ -110,12 +109,12 @@ def test_rows_deadlock_exactly_if_running_them_does_and_take_the_time_that_it_ta
 
 
 TINY = [
-    PipelineOrder.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
-    PipelineOrder.parse(["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"]),
-    PipelineOrder.parse(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1I1 1W0 1W1", "2F0 2I0 2F1 2I1 2W0 2W1"]),
-    PipelineOrder.parse(["0F0 0F1 3F0 3I0 3F1 3W0 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2I0 1I0 2W0 2B1 1B1 1W0"]),
-    PipelineOrder.parse(["0F0 2F0 0F1 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 1B0 1B1"]),
-    PipelineOrder.parse(["0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B0 2B1"]),  # a ring
+    own_order(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
+    own_order(["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1B0 1F2 1B1 1B2"]),
+    own_order(["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I0 1I1 1W0 1W1", "2F0 2I0 2F1 2I1 2W0 2W1"]),
+    own_order(["0F0 0F1 3F0 3I0 3F1 3W0 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2I0 1I0 2W0 2B1 1B1 1W0"]),
+    own_order(["0F0 2F0 0F1 2B0 2F1 2B1 0B0 0B1", "1F0 1F1 1B0 1B1"]),
+    own_order(["0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B0 2B1"]),  # a ring
 ]
 
 
@@ -141,7 +140,9 @@ def test_every_schedule_gets_an_order_that_is_never_longer_than_torchs_and_never
     stages, links = stages_of(len(order.rank_of), rng), Seconds(rng)
     for communicators in ("rank", "pair"):
         found = order_messages(stages, order, links=links, communicators=communicators)
-        waits(found.order, blocking=True)
+        step = price_actions(stages, order, links=links)
+        machine = Machine(found.order.cells, communicators, blocking=True)  # each entry waits for the one before it
+        assert machine.run(seconds_of(order, step.durations, step.travel))
         torchs = simulate_schedule(
             stages, MessageOrder(order.name, order.ranks, torch_cells(order), communicators), links=links
         )
@@ -296,7 +297,7 @@ def test_one_rank_has_nothing_to_order_and_a_rank_without_a_stage_is_refused():
     assert found.seconds == found.bound == 4 and not found.order.readers and found.order.ranks[0]
     assert not any(map(is_message, found.order.cells[0]))
     with pytest.raises(ScheduleError, match="SK330: rank 1 of custom has no stage"):
-        order_messages([StageCosts(1, 1)], PipelineOrder.parse(["0F0 0B0", ""]))
+        order_messages([StageCosts(1, 1)], own_order(["0F0 0B0", ""]))
 
 
 def test_what_is_written_comes_back_and_torch_reads_it(tmp_path):

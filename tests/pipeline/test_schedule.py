@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ownorders import own_order
 
 from splitkit.costs import Link, Links
 from splitkit.errors import CostError, ScheduleError
 from splitkit.pipeline.memory import memory_over_time
 from splitkit.pipeline.order import BACKWARD_WEIGHT
 from splitkit.pipeline.schedules import known_schedules, pipeline_order, schedule_named
-from splitkit.pipeline.simulate import PipelineOrder, StageCosts, simulate_schedule
+from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 
 SINGLE = ("GPipe", "1F1B")
 EQUAL = StageCosts(1, 1, 1)
@@ -138,18 +139,6 @@ def test_two_uneven_stages_with_transfers_under_1f1b():
     ]
 
 
-def test_the_same_without_overlap():
-    """Ranks send behind an action and receive before the next.
-
-    Rank 0: F0 0-1, sends 1-2, F1 2-3, sends 3-4. Rank 1: receives 1-2, F0 2-5, B0 5-7, sends 7-9, receives the second
-    activation 9-10, F1 10-13, B1 13-15, sends 15-17. Rank 0: receives 7-9, B0 9-11, receives 15-17, B1 17-19.
-    """
-    stages = [StageCosts(1, 1, 1, activation_bytes=4), StageCosts(3, 1, 1, input_gradient_bytes=8)]
-    run = simulate_schedule(stages, "1f1b", 2, links=Links.uniform(4), overlap=False)
-    assert times(run, 0) == {"0F0": (0, 1), "0F1": (2, 3), "0B0": (9, 11), "0B1": (17, 19)}
-    assert times(run, 1) == {"1F0": (2, 5), "1B0": (5, 7), "1F1": (10, 13), "1B1": (13, 15)}
-
-
 def test_messages_of_one_pair_of_ranks_travel_one_at_a_time():
     stages = [StageCosts(1, 1, activation_bytes=5), StageCosts(1, 1, input_gradient_bytes=0)]
     run = simulate_schedule(stages, "gpipe", 3, links=Links.uniform(1))
@@ -246,23 +235,22 @@ def test_orders_that_torch_interprets_keep_what_they_sent_to_the_end_of_the_step
     stages = [StageCosts(1, 1, 1, saved_bytes=50, activation_bytes=20)] * 2
     ranks = ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
     single, kept = (
-        simulate_schedule(stages, PipelineOrder.parse(ranks, name), static_buffers=True).memory
-        for name in ("1F1B", "mine")
+        simulate_schedule(stages, own_order(ranks, name), static_buffers=True).memory for name in ("1F1B", "mine")
     )
     assert [(m.saved, m.messages) for m in single] == [(100, 3 * 20 + 20), (30, 3 * 20 + 20)]
     # Rank 0: what F0 sent is there when F2 runs. Rank 1: the gradients of two microbatches, when the third runs.
     assert [(m.saved, m.messages) for m in kept] == [(100, 3 * 20 + 20), (30, 3 * 20 + 2 * 20)]
-    live = simulate_schedule(stages, PipelineOrder.parse(ranks, "mine")).memory
-    assert live == simulate_schedule(stages, PipelineOrder.parse(ranks, "1F1B")).memory, "torch 2.15 keeps nothing"
+    live = simulate_schedule(stages, own_order(ranks, "mine")).memory
+    assert live == simulate_schedule(stages, own_order(ranks, "1F1B")).memory, "torch 2.15 keeps nothing"
 
 
 def test_gradients_between_stages_of_one_rank_are_held_until_read():
-    order = PipelineOrder.parse(["0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"])
+    order = own_order(["0F0 1F0 0F1 1F1 1B0 1B1 0B0 0B1"])
     stages = [StageCosts(1, 1), StageCosts(1, 1, input_gradient_bytes=3)]
     memory = simulate_schedule(stages, order).memory
     assert memory[0].messages == 6 and memory[0].seconds == 6
     reader = [StageCosts(1, 1, temporary_bytes=4), StageCosts(1, 1, input_gradient_bytes=3)]
-    memory = simulate_schedule(reader, PipelineOrder.parse(["0F0 1F0 1B0 0B0"])).memory
+    memory = simulate_schedule(reader, own_order(["0F0 1F0 1B0 0B0"])).memory
     assert (memory[0].messages, memory[0].temporaries, memory[0].seconds) == (3, 4, 3), "while it is read"
 
 
@@ -280,7 +268,7 @@ def test_actions_that_take_no_time_still_take_memory():
 
 
 def test_an_order_of_ones_own():
-    order = PipelineOrder.parse(["0F0 0F1 0I1 0W1 0I0 0W0", "1F0 1F1 1B1 1B0"], "mine")
+    order = own_order(["0F0 0F1 0I1 0W1 0I0 0W0", "1F0 1F1 1B1 1B0"], "mine")
     run = simulate_schedule([EQUAL, EQUAL], order)
     assert times(run, 1) == {"1F0": (1, 2), "1F1": (2, 3), "1B1": (3, 5), "1B0": (5, 7)}
     assert times(run, 0)["0I1"] == (5, 6) and times(run, 0)["0I0"] == (7, 8) and run.seconds == 9
@@ -288,7 +276,7 @@ def test_an_order_of_ones_own():
 
 
 def test_a_rank_may_have_nothing_to_do():
-    run = simulate_schedule([StageCosts(1, 1, saved_bytes=5)], PipelineOrder.parse(["", "0F0 0B0", ""]))
+    run = simulate_schedule([StageCosts(1, 1, saved_bytes=5)], own_order(["", "0F0 0B0", ""]))
     assert run.bubbles == (1, 0, 1) and run.in_flight == (0, 1, 0) and run.peaks == (0, 5, 0)
 
 
@@ -305,12 +293,12 @@ def cases(draw):
     name, ranks = draw(NAMES), draw(st.integers(1, 4))
     count = ranks * schedule_named(name).usual_stages_per_rank
     stages = draw(st.lists(STAGES, min_size=count, max_size=count))
-    return name, stages, 2 * ranks * draw(st.integers(1, 2)), draw(LINKS), draw(st.booleans())
+    return name, stages, 2 * ranks * draw(st.integers(1, 2)), draw(LINKS)
 
 
 def simulated(case, stages=None):
-    name, own, microbatches, links, overlap = case
-    return simulate_schedule(stages or own, name, microbatches, links=links, overlap=overlap)
+    name, own, microbatches, links = case
+    return simulate_schedule(stages or own, name, microbatches, links=links)
 
 
 @SMALL
@@ -374,20 +362,9 @@ def test_a_longer_stage_never_shortens_the_step(case, data):
 
 @SMALL
 @given(cases())
-def test_overlap_never_costs_time(case):
-    name, stages, microbatches, links, _ = case
-    together, apart = (simulated((name, stages, microbatches, links, overlap)) for overlap in (True, False))
-    assert together.seconds <= apart.seconds + 1e-9
-    assert np.all(together.starts <= apart.starts + 1e-9)
-    if links is None:
-        assert np.array_equal(together.starts, apart.starts)
-
-
-@SMALL
-@given(cases())
 def test_more_microbatches_never_shorten_the_step(case):
-    name, stages, microbatches, links, overlap = case
-    double = simulated((name, stages, 2 * microbatches, links, overlap))
+    name, stages, microbatches, links = case
+    double = simulated((name, stages, 2 * microbatches, links))
     assert double.seconds >= simulated(case).seconds - 1e-9
 
 
@@ -440,9 +417,9 @@ def test_bytes_are_whole():
         (([EQUAL] * 2, "1f1b", 1), {}, "1F1B of 2 stages and 1 microbatches"),
         (([EQUAL] * 3, "zbv", 8), {}, "ZBVZeroBubble of 3 stages puts two on each rank"),
         (([EQUAL] * 2, "1f1b", 2), {"devices": ["cuda:0"]}, "1 devices for 2 ranks"),
-        (([EQUAL] * 2, PipelineOrder.parse(["0F0 0B0"], "mine")), {}, "mine has 1 stages, not 2"),
-        (([EQUAL], PipelineOrder.parse(["0F0 0B0"], "mine"), 2), {}, "mine has 1 microbatches, not 2"),
-        (([EQUAL], PipelineOrder.parse(["0F0 0B0"], "mine")), {"ranks": 2}, "mine has 1 ranks, not 2"),
+        (([EQUAL] * 2, own_order(["0F0 0B0"], "mine")), {}, "mine has 1 stages, not 2"),
+        (([EQUAL], own_order(["0F0 0B0"], "mine"), 2), {}, "mine has 1 microbatches, not 2"),
+        (([EQUAL], own_order(["0F0 0B0"], "mine")), {"ranks": 2}, "mine has 1 ranks, not 2"),
     ],
 )
 def test_what_does_not_go_together_is_refused(arguments, options, reason):
@@ -519,4 +496,4 @@ def test_memory_over_time_keeps_the_most_of_each_moment():
 )
 def test_an_order_that_waits_for_what_no_rank_runs_is_refused_by_its_name(ranks, missing):
     with pytest.raises(ScheduleError, match=f"SK331.*waits at {missing} that no rank runs"):
-        simulate_schedule([EQUAL] * 2, PipelineOrder.parse(ranks))
+        simulate_schedule([EQUAL] * 2, own_order(ranks))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from campaigns import these_first
 from keptmodels import MODELS, LossOnly
+from ownorders import own_order
 from savedbytes import storages, tensors_of
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -15,10 +16,8 @@ from torch.utils import _pytree as pytree
 
 import splitkit as sk
 from splitkit import _torch
-from splitkit.errors import PolicyError
 from splitkit.graph.node_values import value_bytes
 from splitkit.memory.saved_storages import activations
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import StageCosts, simulate_schedule
 from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.policies import SplitBackward, Stages
@@ -88,7 +87,7 @@ def measured(model, args, kwargs, parts):
     run.run(*inspect.signature(gm.forward).bind(*args, **kwargs).arguments.values())
     flow, costs = sk.analyze(gm), sk.costs.flops(gm)
     rows = [(f, w + more, both) for (f, w, both), more in zip(run.rows, relayed(flow, plan), strict=True)]
-    return stage_costs(flow, plan, costs), stage_costs(flow, plan, costs, weight_part="own"), rows
+    return stage_costs(flow, plan, costs), rows
 
 
 def relayed(flow, plan):
@@ -112,16 +111,15 @@ FIRST = [("llama", 3), ("gpt2", 2)]
 )
 def test_parts_of_models(name, parts):
     example = build(name, **MODELS[name])
-    found, own, rows = measured(LossOnly(example.model).train(), example.args, example.kwargs, parts)
+    found, rows = measured(LossOnly(example.model).train(), example.args, example.kwargs, parts)
     assert len(rows) == parts
     exact = name != "mixtral"  # experts add into memory that is written, which counts from above
-    for number, (stage, less, row) in enumerate(zip(found, own, rows, strict=True)):
+    for number, (stage, row) in enumerate(zip(found, rows, strict=True)):
         forward, waiting, after = row
         assert abs(forward - stage.saved_bytes) <= SCALARS
         assert waiting - SCALARS <= stage.deferred_bytes and (number == 0 or after < waiting)
         assert stage.deferred_bytes <= (1.02 if exact else 1.6) * waiting
-        assert less.deferred_bytes < stage.deferred_bytes or not exact
-        assert (stage.backward_input == 0) is (number == 0) and stage.backward == less.backward
+        assert (stage.backward_input == 0) is (number == 0)
     if exact:
         assert max(waiting / forward for forward, waiting, _ in rows) > 1.15
 
@@ -138,7 +136,7 @@ class Block(nn.Module):
 def test_torch_captures_gradients_beside_all_that_was_saved():
     """After ``stage_backward_input``, torch holds up to 1.6 times the saved bytes."""
     model, x = nn.Sequential(*[Block(16) for _ in range(4)]), torch.randn(32, 16)
-    found, own, rows = measured(model, (x,), {}, 2)
+    found, rows = measured(model, (x,), {}, 2)
     unit = 32 * 16 * 4
     assert rows[1][1] == found[1].deferred_bytes and rows[1][0] == found[1].saved_bytes
     # A block captures those of norm (1), up (4), down (1: that of the sum, of the last block the one that came); its
@@ -146,22 +144,9 @@ def test_torch_captures_gradients_beside_all_that_was_saved():
     assert found[1].deferred_bytes == found[1].saved_bytes + 2 * (1 + 4 + 1) * unit + unit
     # The first has no input part: what came waits, and nothing more.
     assert rows[0][1] == found[0].deferred_bytes == found[0].saved_bytes + unit
-    # Graphs of one's own: inputs of norm (with mean and rstd), up and down, and the gradients of their results.
-    assert own[1].deferred_bytes == 2 * (1 + 1 + 4 + 1 + 4 + 1) * unit + 2 * 2 * 32 * 4
-    # If gradients of norms are finished early, without their inputs and the gradients of their results.
-    flow = sk.analyze(sk.capture(model, x))
-    plan, costs = sk.plan(flow.root, Stages(2, seconds=1), sk.costs.flops(flow)), sk.costs.flops(flow)
-    least = stage_costs(flow, plan, costs, weight_part="mincut")
-    # The first norm's backward is for its weight only, so all of it waits.
-    first = (1 + 1) * unit + 2 * 32 * 4
-    assert [stage.deferred_bytes for stage in least] == [20 * unit + first, 20 * unit]
-    assert [stage.backward_weight for stage in least] == [stage.backward_weight for stage in own]
-    # One stage, priced from the forward graph, against the joint graph: of the first norm only the statistics, as the
-    # weight part computes the gradient and the caller has x; and the gradient of the sum is one number, expanded.
-    (whole,) = stage_costs(flow, [set(flow.nodes)], costs, weight_part="mincut")
+    # Of the joint graph wait inputs of products and gradients of their results, and of the first norm the statistics.
     joint = sk.capture_joint(model, x, loss=torch.sum)
     divided = SplitBackward().assign(joint.flow, sk.costs.flops(joint.graph_module))
-    assert whole.deferred_bytes == 40 * unit + first
     assert waiting_bytes(joint.flow, divided, 0) == 39 * unit + 2 * 32 * 4 + 4
 
 
@@ -187,17 +172,8 @@ def test_a_gradient_that_two_ways_add_up_is_held_beside_those_that_come():
     assert run.rows[0][1] == found[0].deferred_bytes
 
 
-def test_a_way_that_is_not_known_is_refused():
-    gm = sk.capture(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(PolicyError, match="weight_part is 'mine'") as caught:
-        stage_costs(gm, [set(sk.analyze(gm).nodes)], sk.costs.flops(gm), weight_part="mine")
-    assert caught.value.code == "SK302" and "'torch', 'own' or 'mincut'" in caught.value.remedy
-
-
 def peaks(order, saved, deferred):
-    run = simulate_schedule(
-        [StageCosts(1, 1, 1, saved_bytes=saved, deferred_bytes=deferred)], PipelineOrder.parse([order])
-    )
+    run = simulate_schedule([StageCosts(1, 1, 1, saved_bytes=saved, deferred_bytes=deferred)], own_order([order]))
     return run.peaks[0]
 
 
@@ -212,7 +188,7 @@ def test_what_waits_may_be_more_than_what_was_saved():
 
 def test_what_waits_besides_is_not_in_a_static_buffer():
     stages = [StageCosts(1, 1, 1, activation_bytes=4), StageCosts(1, 1, 1, saved_bytes=10, deferred_bytes=17)]
-    order = PipelineOrder.parse(["0F0 0B0", "1F0 1I0 1W0"])
+    order = own_order(["0F0 0B0", "1F0 1I0 1W0"])
     run = simulate_schedule(stages, order, static_buffers=True)
     # 4 of the 10 are the input, in its buffer; 4 more are the gradient that it has sent.
     assert run.memory[1].saved == 13 and run.memory[1].messages == 4 + 4

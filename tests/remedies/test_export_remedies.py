@@ -10,13 +10,13 @@ from functools import cache
 import pytest
 import torch
 from carried import Remedy, refusal
+from ownorders import own_order
 from torch import nn
 
 import splitkit as sk
 from splitkit.exports.import_plan import FORMATS
 from splitkit.exports.onnx_stages import annotate_onnx
 from splitkit.graph.dataflow import module_path
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.plans.offloaded import Offloaded
 from splitkit.plans.parts import Part
 from splitkit.policies import ByName, Expert, RecomputeAll, Remat, SaveAll, Stages
@@ -213,29 +213,29 @@ CARRIED = [
     Remedy(
         "SK523",
         "Make the order for the stages of the plan.",
-        lambda: exports(decoder(), "torch", schedule=PipelineOrder.parse(["0F0 0B0"])),
-        lambda: exports(decoder(), "torch", schedule=PipelineOrder.parse(["0F0 0B0", "1F0 1B0", "2F0 2B0"])),
+        lambda: exports(decoder(), "torch", schedule=own_order(["0F0 0B0"])),
+        lambda: exports(decoder(), "torch", schedule=own_order(["0F0 0B0", "1F0 1B0", "2F0 2B0"])),
     ),
     Remedy(
         "SK523",
         "Export to torch or torchtitan, which read any order.",
-        lambda: exports(decoder(), "megatron", schedule=PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
+        lambda: exports(decoder(), "megatron", schedule=own_order(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
         (
-            lambda: exports(decoder(), "torch", schedule=PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
-            lambda: exports(decoder(), "torchtitan", schedule=PipelineOrder.parse(["0F0 0B0", "1F0 1B0", "2F0 2B0"])),
+            lambda: exports(decoder(), "torch", schedule=own_order(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
+            lambda: exports(decoder(), "torchtitan", schedule=own_order(["0F0 0B0", "1F0 1B0", "2F0 2B0"])),
         ),
     ),
     Remedy(
         "SK523",
         "Use a number of stages that the ranks divide, or export to torch, whose runtime takes any placement.",
-        lambda: exports(decoder(), "torchtitan", schedule=PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
+        lambda: exports(decoder(), "torchtitan", schedule=own_order(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
         (
             lambda: exports(
                 split_of("layers.1", "layers.2", "layers.3"),
                 "torchtitan",
-                schedule=PipelineOrder.parse(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]),
+                schedule=own_order(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]),
             ),
-            lambda: exports(decoder(), "torch", schedule=PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
+            lambda: exports(decoder(), "torch", schedule=own_order(["0F0 1F0 1B0 0B0", "2F0 2B0"])),
         ),
     ),
     Remedy(
@@ -401,7 +401,7 @@ def test_schedules(remedy):
 def test_placements(placement):
     split = interleaved()
     with refusal("SK523", "Use --placement loop or V, or export to torch, whose runtime takes any placement."):
-        sk.export(split, to="torchtitan", schedule=(own := PipelineOrder.parse(["0F0 1F0 1B0 0B0", "2F0 3F0 3B0 2B0"])))
+        sk.export(split, to="torchtitan", schedule=(own := own_order(["0F0 1F0 1B0 0B0", "2F0 3F0 3B0 2B0"])))
     assert exports(split, "torch", schedule=own)
     stages = sk.stage_costs(split.flow, split.plan, sk.costs.roofline(split.flow.root, "h100"))
     assert exports(split, "torchtitan", schedule=sk.synthesize(stages, 2, ranks=2, placement=placement).order)

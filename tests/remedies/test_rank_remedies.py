@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from campaigns import every_third
 from carried import Remedy, refusal
+from ownorders import own_order
 from torch import nn
 
 import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
 from splitkit.cli.part_flags import with_part_flags
 from splitkit.errors import PipelineError
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Stages
 from splitkit.runtime import (
@@ -214,8 +214,8 @@ REPLICAS = [
     Remedy(
         "SK330",
         "Put a stage there, or start {...} processes.",
-        lambda: order_of(PipelineOrder.parse(["0F0 0B0", ""]), 1, None, 2),
-        (lambda: order_of(ORDER, 2, 4, 2), lambda: order_of(PipelineOrder.parse(["0F0 0B0"]), 1, None, 1)),
+        lambda: order_of(own_order(["0F0 0B0", ""]), 1, None, 2),
+        (lambda: order_of(ORDER, 2, 4, 2), lambda: order_of(own_order(["0F0 0B0"]), 1, None, 1)),
     ),
 ]
 

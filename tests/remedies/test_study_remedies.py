@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -170,12 +170,6 @@ CASES = [
         "These schedules are for training: name an optimizer.",
         lambda: sweep(joint(), optimizer=None),
         lambda: sweep(joint(), optimizer="sgd"),
-    ),
-    Remedy(
-        "SK302",
-        "Use 'torch', 'own' or 'mincut'.",
-        lambda: priced(weight_part="mine"),
-        tuple(partial(priced, weight_part=way) for way in ("torch", "own", "mincut")),
     ),
     Remedy(
         "SK302",

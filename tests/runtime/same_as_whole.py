@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from capturedmodels import stored
+from ownorders import own_order
 from smallnets import UNet
 from torch import fx, nn
 from train_both import train_both
@@ -26,7 +27,6 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.hardware.link_specs import Link
 from splitkit.pipeline.message_order import MessageOrder
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.synthesize import load_order, save_order
@@ -163,7 +163,7 @@ def run(case: dict[str, Any], inputs: dict[str, torch.Tensor], split: Split) -> 
     gm = split.flow.root
     by_output = case["model"] == "unet"
     count = case["microbatches"]
-    mine = PipelineOrder.parse(case["order"], "1F1B") if "order" in case else None  # not torch's, for all its name
+    mine = own_order(case["order"], "1F1B") if "order" in case else None  # not torch's, for all its name
     made = list[Any]()
     if case.get("messages"):
         mine = in_order(case)

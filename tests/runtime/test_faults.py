@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from launch import launch
+from ownorders import own_order
 
 from splitkit import _torch
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.runtime.ranks import faults
 from splitkit.runtime.ranks.faults import Progress, heard_key, is_of_network, leave
 from splitkit.runtime.ranks.replicas import Replicas
@@ -168,7 +168,7 @@ def test_another_plan_is_caught_before_the_first_step(always):
 
 
 def test_what_a_rank_waits_for_goes_by_its_order():
-    order = PipelineOrder.parse(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    order = own_order(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
     at = Progress(order.ranks[0], order.rank_of, Replicas(((0,), (1,)), 0, 0, None), (("x", "mask"),), rank=0)
     assert at.waits() == "was about to run forward of microbatch 0 in stage 0"
     with at.computing(0, "F", 1):

@@ -74,7 +74,7 @@ def test_no_schedule_waits_in_a_ring(name, ranks):
     inferred = torchs_rows(order, [_forward(row) for row in order.ranks])
     forward = [[text for text in row if _parsed(text)[2] == "F"] for row in inferred]
     placed = MessageOrder(order.name, order.ranks, torch_cells(order))
-    waits(placed, blocking=True)  # which says the same of the rows with backward
+    waits(placed)  # which says the same of the rows with backward
     for rows in (torchs_rows(order, order.ranks), forward):
         assert sum("SEND" in text for row in rows for text in row) > 0
         assert not waits_in_a_ring(rows, lambda rank, stage, number: order.rank_of[stage])

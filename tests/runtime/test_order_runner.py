@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from ownorders import own_order
 
 from splitkit.errors import ScheduleError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order, schedule_named, schedule_of
 from splitkit.runtime.ranks.order_runner import _forward, order_of, placed_order
 
-MINE = PipelineOrder.parse(["0F0 2F0 2B0 0B0", "1F0 1B0"], "1F1B")
+MINE = own_order(["0F0 2F0 2B0 0B0", "1F0 1B0"], "1F1B")
 
 
 def test_a_name_of_torchs_is_not_enough_to_run_torchs_schedule():
     assert schedule_of(MINE) is None
-    assert schedule_of(PipelineOrder.parse(["0F0 0B0"])) is None
+    assert schedule_of(own_order(["0F0 0B0"])) is None
     for name in ("1f1b", "zbv"):
         assert schedule_of(pipeline_order(name, 4, 4)) is schedule_named(name)
     swapped = PipelineOrder("GPipe", pipeline_order("1f1b", 2, 4).ranks)
@@ -42,7 +43,7 @@ def test_an_order_for_other_numbers_is_refused(stages, microbatches, ranks, reas
 
 def test_a_rank_without_a_stage_is_refused():
     with pytest.raises(ScheduleError, match="rank 1 of custom has no stage") as caught:
-        order_of(PipelineOrder.parse(["0F0 0B0", ""]), 1, None, 2)
+        order_of(own_order(["0F0 0B0", ""]), 1, None, 2)
     assert "start 1 processes" in caught.value.remedy
 
 
@@ -54,5 +55,5 @@ def test_a_refusal_counts_the_ranks_of_each_pipeline():
 
 
 def test_a_forward_pass_alone_keeps_the_stages_of_a_rank_in_order_and_gives_torch_backward_actions_to_drop():
-    order = PipelineOrder.parse(["0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1", "1F0 1B0 1F1 1B1"])
+    order = own_order(["0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1", "1F0 1B0 1F1 1B1"])
     assert " ".join(map(str, _forward(order.ranks[0]))) == "0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1"

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from splitkit.solvers.line.lazy_chains import LazyChains
+from splitkit.solvers.line.border_chains import LazyChains
 
 
 def case(seed, borders, steps):

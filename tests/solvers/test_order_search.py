@@ -12,12 +12,12 @@ from splitkit.solvers.exact_order import Windows, branch, tighten
 from splitkit.solvers.order_problem import ActionBytes, OrderProblem, StepState, time_rows
 from splitkit.solvers.order_search import (
     DeadlineRule,
+    DeadlineScheduler,
+    ListScheduler,
     improve_rows,
     list_rules,
     row_peak,
     rows_one_by_one,
-    schedule_by_rule,
-    schedule_in_windows,
     search_order,
     work_or_path_bound,
 )
@@ -133,8 +133,8 @@ def test_each_rule_makes_an_order_or_says_that_it_cannot_go_on():
     for number in range(len(SHAPES)):
         problem = random_problem(number)
         windows = Windows.within(problem, 1e3)
-        made = [schedule_by_rule(problem, rule) for rule in islice(list_rules(problem), 40)]
-        made.append(schedule_in_windows(problem, windows, DeadlineRule((3,) * problem.stages, 0.25, True)))
+        made = [ListScheduler(problem, rule).schedule() for rule in islice(list_rules(problem), 40)]
+        made.append(DeadlineScheduler(problem, windows, DeadlineRule((3,) * problem.stages, 0.25, True)).schedule())
         for found in filter(None, made):
             again = time_rows(problem, found.rows)
             assert again is not None and again.value == found.value and again.ends == found.ends

@@ -215,8 +215,13 @@ def test_a_first_placement_puts_each_unit_where_it_ends_first():
     """The longest first: 3 | 2, then 2 behind 2, and 1 behind 3; behind a chain, where that is."""
     problem = Problem.of(np.array([[3.0, 2.0, 2.0, 1.0]]), [], [], [Slot(), Slot()])
     timing = Timing.of(problem, 1)
-    found = tree._quickest(problem, timing, 1, tree._by_rank(timing), np.arange(4))
+    found = tree._quickest(problem, timing, 1, tree._by_rank(timing, [0, 1, 2, 3]), np.arange(4))
     assert found.tolist() == [0, 1, 1, 0]
     chained = replace(problem, edges=np.array([(0, 3)]))
     timing = Timing.of(chained, 1)
-    assert tree._quickest(chained, timing, 1, tree._by_rank(timing), np.arange(4)).tolist() == [0, 1, 1, 0]
+    assert tree._quickest(chained, timing, 1, tree._by_rank(timing, [0, 1, 2, 3]), np.arange(4)).tolist() == [
+        0,
+        1,
+        1,
+        0,
+    ]

@@ -9,7 +9,7 @@ from campaigns import few_of_many
 from hypothesis import strategies as st
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.anneal import CoolingSchedule, DeviceTable, Population
+from splitkit.solvers.placement.anneal import DeviceTable, Population, cooling
 from splitkit.solvers.placement.contract import contracted_core
 from splitkit.solvers.placement.core import colour_groups, core_of
 from splitkit.solvers.placement.packing import pack_sets
@@ -64,7 +64,7 @@ def test_annealing_keeps_its_books(problem):
     if start is None:
         return
     population = Population(core, places, start, 16)
-    population.run(CoolingSchedule(1, Clock(np.inf)))
+    population.run(cooling(1, Clock(np.inf)))
     for row, device in enumerate(population.device):
         assert cases.fits(replace(problem, in_flight=()), device, ())
         assert np.allclose(population.loads[row], cases.load_by_definition(problem, device))

@@ -95,13 +95,13 @@ def test_near_the_best_fractions(seed):
     random = np.random.default_rng(seed)
     sound, program = list(choices(problem)), Program(problem)
     free = min((price for price, *_ in sound), default=np.inf)
-    near = program.near([], seconds=10.0)
+    near = program.beside([], 10.0, 0)
     assert near.price == pytest.approx(free) and near.bound <= free + 1e-9
     for most in range(0, int(problem.nbytes.sum()) + 1, 4):
         moment = random.integers(0, 9, len(problem.price)), random.integers(0, 9, len(problem.nbytes))
         limit = Limit(*moment, most + 6)
         best = min((p for p, *bits in sound if limit.holds(*bits)), default=np.inf)
-        near = program.near([limit], seconds=10.0)
+        near = program.beside([limit], 10.0, 0)
         assert near.bound <= best + 1e-9 and near.price >= best - 1e-9
         assert (near.runs is None) == np.isinf(best)
         if near.runs is not None:
@@ -111,7 +111,7 @@ def test_near_the_best_fractions(seed):
 def test_nothing_to_choose():
     none, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
     program = Program(RecomputeProblem(np.zeros(0), none, none, nothing, nothing, none, none.reshape(-1, 2)))
-    for find in (program.search, program.near):
+    for find in (program.search, lambda limits, seconds: program.beside(limits, seconds, 0)):
         found, over = find([Limit(none, none, 0)], 1.0), find([Limit(none, none, -1)], 1.0)
         assert (found.runs is not None, found.price, found.bound) == (True, 0.0, 0.0)
         assert over.runs is None and over.bound == np.inf

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from ownorders import own_order
 from torch import nn
 
 import splitkit as sk
@@ -72,10 +73,10 @@ def stages(tall):
 
 def test_the_same_step_of_other_stages(stages):
     links = sk.costs.Links.uniform(1e3, 1e-3)
-    run = sk.simulate_schedule(stages, "1f1b", 4, links=links, static_buffers=True, overlap=False)
+    run = sk.simulate_schedule(stages, "1f1b", 4, links=links, static_buffers=True)
     again = resimulated(run, stages[:2])
-    same = sk.simulate_schedule(stages[:2], "1f1b", 4, links=links, static_buffers=True, overlap=False)
+    same = sk.simulate_schedule(stages[:2], "1f1b", 4, links=links, static_buffers=True)
     assert again.timeline == same.timeline and again.peaks == same.peaks
     assert resimulated(run, stages * 2) is None  # more stages than microbatches
-    own = sk.simulate_schedule(stages, sk.extend.PipelineOrder.parse(["0F0 0B0", "1F0 1B0", "2F0 2B0"]))
+    own = sk.simulate_schedule(stages, own_order(["0F0 0B0", "1F0 1B0", "2F0 2B0"]))
     assert resimulated(own, stages) is None

@@ -25,7 +25,7 @@ pytestmark = NEEDS_CHROMIUM
 OTHERS = {"layers": 3, "width": 64, "heads": 2, "vocab": 100}
 SLOW = sk.costs.Links.uniform(1e9, 1e-5)
 SCHEDULES = [
-    ("gpipe", {"links": SLOW, "overlap": False}),
+    ("gpipe", {"links": SLOW}),
     ("1f1b", {"links": SLOW}),
     ("1f1b", {"links": SLOW, "static_buffers": True}),
     ("interleaved-1f1b", {"links": SLOW, "ranks": 2}),

@@ -6,6 +6,7 @@ import pytest
 from browser import NEEDS_CHROMIUM
 from campaigns import these_first
 from capturedmodels import joint_graph
+from ownorders import idle_of
 from steeredpages import GPT2, SMALL, STEP, assert_quiet, border, planned, shown, side
 
 import splitkit as sk
@@ -149,14 +150,14 @@ def test_the_mouse_on_an_action_tells_its_stage_microbatch_times_and_memory(page
     ("schedule", "count", "options"),
     these_first(
         [("1f1b", 3, {}), ("interleaved-1f1b", 4, {"ranks": 2}), ("zbv", 4, {"ranks": 2})],
-        [("gpipe", 3, {"overlap": False})],
+        [("gpipe", 3, {})],
     ),
 )
 def test_where_ranks_idle_and_when_they_peak_is_what_python_says(browser, tmp_path, schedule, count, options):
     view = ladder_of("gpt2", schedule, count, **options)
     run, page = view.run, shown(browser, tmp_path, view)
     told = page.value("idleOf(splitkit.run).map(of => [of.warmup, of.waiting, of.tail])")
-    for own, other, bubble in zip(told, run.idle, run.bubbles, strict=True):
+    for own, other, bubble in zip(told, idle_of(run), run.bubbles, strict=True):
         assert own == pytest.approx(other, abs=1e-12) and sum(own) == pytest.approx(bubble * run.seconds, abs=1e-12)
     times = page.value("[...Array(splitkit.run.ranks).keys()].map(rank => peakTime(splitkit.run, rank))")
     assert times == pytest.approx([held.seconds for held in run.memory], abs=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import NEEDS_CHROMIUM
+from ownorders import own_order
 from steeredpages import GPT2, assert_quiet, planned, shown, side
 
 import splitkit as sk
@@ -20,7 +21,7 @@ def priced():
 
 @pytest.mark.parametrize(("schedule", "links", "more"), [
     ("1f1b", "nvlink4", {}),
-    ("gpipe", None, {"overlap": False}),
+    ("gpipe", None, {}),
     ("interleaved-1f1b", "pcie4", {"ranks": 2, "static_buffers": True}),
 ])  # fmt: skip
 def test_every_row_is_what_the_simulator_says(priced, schedule, links, more):
@@ -40,7 +41,7 @@ def test_every_row_is_what_the_simulator_says(priced, schedule, links, more):
 
 def test_orders_of_ones_own_and_long_steps_have_none(priced):
     stages = priced[-1]
-    mine = PipelineOrder.parse(["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"])
+    mine = own_order(["0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"])
     for name in ("mine", "1F1B"):  # also one that takes the name of a schedule
         assert what_if(sk.simulate_schedule(stages[:2], PipelineOrder(name, mine.ranks))) is None
     assert what_if(sk.simulate_schedule(stages, "gpipe", 1000)) is None

@@ -293,7 +293,7 @@ class RecomputeSearch:
         limits, program, whole = list(floors), self._program, False
         snapshots: dict[int, Snapshot] = {}
         for _ in range(_ROUNDS):
-            found = (program.search if whole else program.near)(limits, inf, _GAP)
+            found = program.search(limits, inf, _GAP) if whole else program.beside(limits, inf, 0, _GAP)
             bound = max(bound, found.bound)
             if bound == np.inf:
                 break
@@ -349,7 +349,7 @@ class RecomputeSearch:
             self.pool.see(found.runs)
 
     def _solve(self, limits: list[Limit]) -> RecomputeSolution:
-        found = self._program.near(limits, inf, _GAP)
+        found = self._program.beside(limits, inf, 0, _GAP)
         return self._program.search(limits, inf, _GAP) if found.runs is None and found.bound < inf else found
 
 

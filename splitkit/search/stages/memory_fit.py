@@ -202,7 +202,5 @@ _BAD = {
     "net_costs": ("SK323", "Give every value a size of 0 bytes or more."),
     "links": ("SK322", "Give every two devices a link; for objective='latency', links that are alike."),
     "devices": ("SK320", "For objective='latency', give CPUs of one kind."),
-    "kind": ("SK320", "Give each device prices."),
-    "capacity": ("SK320", "Give each device 0 bytes or more."),
 }
 """Field of a placement problem -> code and remedy."""

@@ -35,7 +35,7 @@ from splitkit.search.stages.candidate_borders import BorderSet, ideal_borders, l
 from splitkit.search.stages.memory_fit import bad_problems
 from splitkit.search.stages.stage_search import StagePlanner
 from splitkit.solvers.clock import Clock, endless_clock
-from splitkit.solvers.line.lazy_chains import LazyChains
+from splitkit.solvers.line.border_chains import LazyChains
 from splitkit.solvers.placement.packing import stages_fit
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Slot
 from splitkit.units import duration, size

@@ -11,7 +11,8 @@ It is exact, so a best-first search that it guides (A*) extends no chain in vain
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -67,21 +68,8 @@ class Chains:
         """Return the borders of the chain with the least sum of squared costs within the limit; None if
         there is none.
         """
-        steps = len(self._costs)
-        total = np.full((steps + 1, self._borders), np.inf)
-        total[steps][-1] = 0.0
-        allowed = np.where(self._costs <= limit, self._costs, np.inf)
-        for step in reversed(range(steps)):
-            np.minimum.at(total[step], self._first, allowed[step] ** 2 + total[step + 1][self._last])
-        if not np.isfinite(total[0][0]):
-            return None
-        borders, border = [], 0
-        for step in range(steps):
-            around = np.flatnonzero(self._first == border)
-            sums = allowed[step][around] ** 2 + total[step + 1][self._last[around]]
-            border = int(self._last[around[sums.argmin()]])
-            borders.append(border)
-        return borders
+        pairs = best_chain(self._first, self._last, self._costs, limit)[1]
+        return [int(self._last[pair]) for pair in pairs] or None
 
     @cached_property
     def _by_first(self) -> Ints:
@@ -96,6 +84,33 @@ class Chains:
         for step in reversed(range(steps)):
             np.minimum.at(found[step], self._first, np.maximum(self._costs[step], found[step + 1][self._last]))
         return found
+
+
+def best_chain(first: Ints, last: Ints, costs: Floats, limit: float | None = None) -> tuple[float, list[int]]:
+    """Return the measure and the pairs of the chain with the least greatest cost; no pairs if there is none.
+
+    Args:
+        first: (p,) the border at which each pair begins.
+        last: (p,) the border at which each pair ends; the highest is the end of all chains.
+        costs: (k, p) the cost of each pair as the step of each number; infinite where it cannot be that step.
+        limit: of each cost; if it is given, the sum of squared costs is to be the least.
+    """
+    to_go = np.full(int(last.max(initial=0)) + 1, np.inf)
+    to_go[-1] = -np.inf if limit is None else 0.0
+    ways = np.empty_like(costs)
+    for step in reversed(range(len(costs))):
+        own, then = costs[step], to_go[last]
+        ways[step] = np.maximum(own, then) if limit is None else np.where(own <= limit, own, np.inf) ** 2 + then
+        to_go = np.full(len(to_go), np.inf)
+        np.minimum.at(to_go, first, ways[step])
+    if not np.isfinite(to_go[0]):
+        return float("inf"), []
+    border, pairs = 0, list[int]()
+    for step in range(len(costs)):
+        around = np.flatnonzero(first == border)
+        pairs.append(int(around[ways[step][around].argmin()]))
+        border = int(last[pairs[-1]])
+    return float(to_go[0]), pairs
 
 
 def on_chains(first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -124,3 +139,71 @@ def count_of(first: Ints, last: Ints, steps: int) -> float:
     for _ in range(steps):
         ways = np.bincount(last, ways[first], len(ways)).astype(np.float64)
     return float(ways[-1])
+
+
+# The best chain of borders where the true cost of a pair is expensive to find, and a lower bound is known.
+#
+# The best chain by the bounds is found, its pairs get their true costs, and so on until all pairs of the best chain
+# have theirs. Then no other chain is better, and most pairs were never asked for.
+
+
+@dataclass(frozen=True)
+class BestChain:
+    """The best chain found.
+
+    Attributes:
+        cost: its greatest cost.
+        bound: a lower bound on the greatest cost of every chain; the cost itself unless the search was stopped.
+        borders: its borders, without the first.
+    """
+
+    cost: float
+    bound: float
+    borders: list[int]
+
+
+@dataclass(eq=False)
+class LazyChains:
+    """All chains over pairs of borders, from border 0 to the last in as many steps as there are rows of costs.
+
+    Attributes:
+        first: (p,) the border at which each pair begins, in ascending order.
+        last: (p,) the border at which each pair ends, a higher one.
+        costs: (k, p) lower bounds on the cost of each pair as the step of each number; they become true costs.
+        price: a function from a pair to its (k,) true costs.
+        stop: whether to end the search with what is known.
+    """
+
+    first: Ints
+    last: Ints
+    costs: Floats
+    price: Callable[[int], Floats]
+    stop: Callable[[], bool]
+    _known: NDArray[np.bool_] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._known = np.zeros(len(self.first), np.bool_)
+
+    def least(self) -> BestChain | None:
+        """Return the chain with the least greatest cost; None if there is none."""
+        return self._settled(None)
+
+    def even(self, limit: float) -> BestChain | None:
+        """Return the chain within a limit that has the least sum of squared costs; None if there is none."""
+        return self._settled(limit)
+
+    def _settled(self, limit: float | None) -> BestChain | None:
+        while True:
+            bound, pairs = best_chain(self.first, self.last, self.costs, limit)
+            unknown = [pair for pair in pairs if not self._known[pair]]
+            if unknown and self.stop():
+                _, pairs = best_chain(self.first, self.last, np.where(self._known, self.costs, np.inf), limit)
+                unknown = []
+            if not pairs:
+                return None
+            if not unknown:
+                cost = max(float(self.costs[step, pair]) for step, pair in enumerate(pairs))
+                return BestChain(cost, cost if limit is not None else bound, [int(self.last[pair]) for pair in pairs])
+            for pair in unknown:
+                self._known[pair] = True
+                self.costs[:, pair] = np.maximum(self.costs[:, pair], self.price(pair))

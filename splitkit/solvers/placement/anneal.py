@@ -8,12 +8,13 @@ best ("go with the winners", Aldous and Vazirani 1994).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import BIG, Core
+from splitkit.solvers.placement.core import BIG, Core, value_lists
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
 
 # First near the start, then over a smoother landscape that knows all loads, far from it, then near what was found.
@@ -65,24 +66,15 @@ class DeviceTable:
         return cls.of(core, tuple(kinds), (0,) * len(kinds), fill=problem.fill)
 
 
-class CoolingSchedule:
-    """The progress of annealing, counted in rounds so that the result is the same on a slow or busy machine.
+def cooling(rounds: int, clock: Clock) -> Iterator[float]:
+    """Yield the progress of each round of annealing, from 0 to 1, until the clock is over.
 
-    Args:
-        rounds: the number of rounds.
-        clock: the deadline.
+    Rounds are counted so that the result is the same on a slow or busy machine.
     """
-
-    def __init__(self, rounds: int, clock: Clock) -> None:
-        self._rounds = rounds
-        self._clock = clock
-        self._past = 0
-
-    def next(self) -> float | None:
-        """Return the progress of the next round, from 0 to 1; None when there is none."""
-        done = self._past / self._rounds
-        self._past += 1
-        return None if done >= 1 or self._clock.is_over() else done
+    for past in range(rounds):
+        if clock.is_over():
+            return
+        yield past / rounds
 
 
 def population_size(core: Core, devices: int) -> int:
@@ -113,7 +105,10 @@ class Population:
         self._random = np.random.default_rng(0)
         self._rows = np.arange(size)
         self._devices, self._nets = len(places.work), core.costs.shape[1]
-        self._touching = _padded(core.pins, core.pin_nets, core.size, self._nets)  # (n, most) nets, then a free one
+        lists = value_lists(core.pins, core.pin_nets, core.size)
+        most = max(1, *map(len, lists))
+        padded = [own + [self._nets] * (most - len(own)) for own in lists]
+        self._touching: Ints = np.array(padded, np.int64)  # (n, most) nets, then a free one
         self._sizes = np.append(np.diff(core.starts), 2)
         self._costs = np.concatenate([places.costs, np.zeros((self._devices, 1))], axis=1)
         self.device: Ints = np.tile(start, (size, 1))
@@ -127,9 +122,9 @@ class Population:
         step = _STEP_SECONDS + _ENTRY_SECONDS * len(self._rows) * self._touching.shape[1]
         return max(1, int(seconds / (step * _ROUND)))
 
-    def run(self, schedule: CoolingSchedule, enough: float = 0.0) -> None:
-        """Anneal until the schedule ends or a value of at most ``enough`` is reached."""
-        while self.value > enough and (done := schedule.next()) is not None:
+    def run(self, schedule: Iterator[float], enough: float = 0.0) -> None:
+        """Anneal until the schedule (`cooling`) ends or a value of at most ``enough`` is reached."""
+        while self.value > enough and (done := next(schedule, None)) is not None:
             power, heat = _phase(done)
             for _ in range(_ROUND):
                 self._step(power, heat)
@@ -239,13 +234,3 @@ def _phase(done: float) -> tuple[float, float]:
             return power, hot * (cold / hot) ** (done / share)
         done -= share
     return power, cold
-
-
-def _padded(owner: Ints, value: Ints, size: int, fill: int) -> Ints:
-    """Return (size, most) the values of each owner, padded with ``fill``."""
-    order = np.argsort(owner, kind="stable")
-    counts = np.bincount(owner, minlength=size)
-    table = np.full((size, max(1, int(counts.max(initial=0)))), fill, np.int64)
-    column = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table[owner[order], column] = value[order]
-    return table

@@ -6,9 +6,10 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from splitkit.solvers.placement.core import BIG, Core, strong_components
+from splitkit.solvers.placement.core import BIG, Core, strong_components, value_lists
 from splitkit.solvers.placement.problem import Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError
+from splitkit.solvers.placement.stages.order_dp import class_speeds
 
 _HALVINGS = 14  # of the interval that is left; with 1 to 28, six requests had the same bounds
 
@@ -16,11 +17,7 @@ _HALVINGS = 14  # of the interval that is left; with 1 to 28, six requests had t
 def simple_bound(core: Core) -> int:
     """Return the greater of the longest unit on its quickest class and the total work divided among all devices."""
     longest = int(core.least_work.max(initial=0))
-    quickness = 0.0  # least work done by all devices together in one unit of time
-    for kind, work, barred in zip(core.kinds, core.work, core.barred, strict=True):
-        counted = ~barred & (core.least_work > 0)
-        ratio = (core.least_work[counted] / np.maximum(work[counted], 1)).max(initial=0.0)
-        quickness += float(ratio) * len(kind.devices)
+    quickness = sum(speed * len(kind.devices) for speed, kind in zip(class_speeds(core), core.kinds, strict=True))
     shared = int(core.least_work.sum() / quickness * (1 - 1e-12)) if quickness else 0
     return max(longest, shared)
 
@@ -146,15 +143,10 @@ class _Joining:
         paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu]
         self._costs: list[list[int]] = core.costs[paying].tolist()
         self._work: list[list[int]] = core.work[paying].tolist()
-        self._nets: list[set[int]] = [set() for _ in range(core.size)]
-        for net, pins in enumerate(self._pins):
-            for pin in pins:
-                self._nets[pin].add(net)
-        self._before: list[set[int]] = [set() for _ in range(core.size)]
-        self._after: list[set[int]] = [set() for _ in range(core.size)]
-        for first, then in core.edges.tolist():
-            self._before[then].add(first)
-            self._after[first].add(then)
+        first, then = core.edges.T
+        self._nets = [set(nets) for nets in value_lists(core.pins, core.pin_nets, core.size)]
+        self._before = [set(units) for units in value_lists(then, first, core.size)]
+        self._after = [set(units) for units in value_lists(first, then, core.size)]
         light = _memory_is_free(core) | ((core.nbytes == 0) & (core.saved == 0))
         cpus = [k for k, kind in enumerate(core.kinds) if kind.cpu]
         light &= (core.work[cpus] == 0).all(axis=0)
@@ -238,10 +230,8 @@ def _inseparable(core: Core, limit: int) -> Ints:
     work = np.where(core.barred, BIG, core.work).tolist()
     costs = core.costs.tolist()
     pins = [part.tolist() for part in np.split(core.pins, core.starts[1:-1])] if len(core.pins) else []
-    nets: list[list[int]] = [[] for _ in range(core.size)]
-    for net in np.argsort(-core.costs.max(axis=0, initial=0), kind="stable").tolist():
-        for pin in pins[net]:
-            nets[pin].append(net)
+    dearest = np.argsort(-core.costs.max(axis=0, initial=0)[core.pin_nets], kind="stable")
+    nets = value_lists(core.pins[dearest], core.pin_nets[dearest], core.size)
     one_cpu = sum(len(kind.devices) for kind in core.kinds if kind.cpu) <= 1
     dear_pins = [0] * len(pins)
     heavy = set()

@@ -5,17 +5,17 @@ The exact solvers add and compare whole numbers only, because sums of floats rou
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import connected_components
 
 from splitkit.solvers.placement.problem import Bools, Floats, Ints, Problem
+from splitkit.solvers.topological import in_turn
 
 BIG = 2**61
 """Larger than any load."""
@@ -287,114 +287,58 @@ def orders(core: Core) -> Iterator[Ints]:
     """Yield nine topological orders: by number, breadth, depth and cost, from either end, and random
     depth-first ones.
     """
-    after, before = _neighbours(core.edges, core.size)
-    numbers = np.arange(core.size, dtype=np.float64)
+    after, before = _neighbours(core)
+    numbers = list(range(core.size))
     yield _depth_first(after, before, numbers)
-    yield _by_key(after, before, numbers)
+    yield _sorted(after, before, lambda unit, _: unit)
     yield _depth_first(before, after, numbers)[::-1]
     yield _cheapest(core, after, before)
-    yield _breadth_first(after, before)
-    yield _by_key(before, after, -_height(after, before))[::-1]
+    by_breadth = _sorted(after, before, lambda _, taken: taken)
+    yield by_breadth
+    height = [0] * core.size  # units on the longest path from each unit to the end
+    for unit in by_breadth[::-1].tolist():
+        height[unit] = 1 + max((height[then] for then in after[unit]), default=0)
+    yield _sorted(before, after, lambda unit, _: -height[unit])[::-1]
     random = np.random.default_rng(0)
     for _ in range(_BLENDS):
-        yield _depth_first(after, before, random.permutation(core.size).astype(np.float64))
+        yield _depth_first(after, before, random.permutation(core.size).tolist())
 
 
 def order_within_stages(core: Core, rank: Ints, random: np.random.Generator) -> Ints:
     """Return a topological order in which stages follow each other, each in a random depth-first order."""
-    after, before = _neighbours(core.edges, core.size)
-    missing = [len(units) for units in before]
+    after, before = _neighbours(core)
     key, of_stage = random.permutation(core.size).tolist(), rank.tolist()
-    ready: list[list[int]] = [[] for _ in range(int(rank.max(initial=-1)) + 1)]
-    for unit, count in enumerate(missing):
-        if not count:
-            ready[of_stage[unit]].append(unit)
-    order = []
-    for stage, waiting in enumerate(ready):
-        stack = sorted(waiting, key=key.__getitem__)
-        while stack:
-            unit = stack.pop()
-            order.append(unit)
-            freed: list[int] = []
-            for then in after[unit]:
-                missing[then] -= 1
-                if not missing[then]:
-                    (freed if of_stage[then] == stage else ready[of_stage[then]]).append(then)
-            stack.extend(sorted(freed, key=key.__getitem__))
-    return np.array(order, np.int64)
+    first = np.append(0, np.cumsum(np.bincount(rank))).tolist()  # how many units are taken when a stage begins
+    return _sorted(after, before, lambda unit, taken: (of_stage[unit], -max(taken, first[of_stage[unit]]), -key[unit]))
 
 
 def order_by_key(core: Core, key: Floats) -> Ints:
     """Return the topological order that always takes the ready unit of the least key."""
-    after, before = _neighbours(core.edges, core.size)
-    return _by_key(after, before, key)
-
-
-def _neighbours(edges: Ints, size: int) -> tuple[list[list[int]], list[list[int]]]:
-    after: list[list[int]] = [[] for _ in range(size)]
-    before: list[list[int]] = [[] for _ in range(size)]
-    for first, then in edges.tolist():
-        after[first].append(then)
-        before[then].append(first)
-    return after, before
-
-
-def _depth_first(after: list[list[int]], before: list[list[int]], key: Floats) -> Ints:
-    """Take the unit that became ready last."""
-    missing = [len(units) for units in before]
     rank = key.tolist()
-    stack = sorted((unit for unit, count in enumerate(missing) if not count), key=lambda unit: -rank[unit])
-    order = []
-    while stack:
-        unit = stack.pop()
-        order.append(unit)
-        ready = []
-        for then in after[unit]:
-            missing[then] -= 1
-            if not missing[then]:
-                ready.append(then)
-        stack.extend(sorted(ready, key=lambda unit: -rank[unit]))
-    return np.array(order, np.int64)
+    return _sorted(*_neighbours(core), lambda unit, _: rank[unit])
 
 
-def _breadth_first(after: list[list[int]], before: list[list[int]]) -> Ints:
-    """Take the unit that became ready first."""
-    missing = [len(units) for units in before]
-    queue = deque(unit for unit, count in enumerate(missing) if not count)
-    order = []
-    while queue:
-        unit = queue.popleft()
-        order.append(unit)
-        for then in after[unit]:
-            missing[then] -= 1
-            if not missing[then]:
-                queue.append(then)
-    return np.array(order, np.int64)
+def value_lists(owner: Ints, value: Ints, size: int) -> list[list[int]]:
+    """Return for each of so many owners its values, in the given order."""
+    lists: list[list[int]] = [[] for _ in range(size)]
+    for own, its in zip(owner.tolist(), value.tolist(), strict=True):
+        lists[own].append(its)
+    return lists
 
 
-def _by_key(after: list[list[int]], before: list[list[int]], key: Floats) -> Ints:
-    """Take the ready unit of the least key."""
-    missing = [len(units) for units in before]
-    rank = key.tolist()
-    heap = [(rank[unit], unit) for unit, count in enumerate(missing) if not count]
-    heapq.heapify(heap)
-    order = []
-    while heap:
-        _, unit = heapq.heappop(heap)
-        order.append(unit)
-        for then in after[unit]:
-            missing[then] -= 1
-            if not missing[then]:
-                heapq.heappush(heap, (rank[then], then))
-    return np.array(order, np.int64)
+def _neighbours(core: Core) -> tuple[list[list[int]], list[list[int]]]:
+    first, then = core.edges.T
+    return value_lists(first, then, core.size), value_lists(then, first, core.size)
 
 
-def _height(after: list[list[int]], before: list[list[int]]) -> Floats:
-    """Return the number of units on the longest path from each unit to the end."""
-    height = np.zeros(len(after))
-    for unit in _breadth_first(after, before)[::-1].tolist():
-        height[unit] = 1 + max((height[then] for then in after[unit]), default=0)
-    return height
+def _sorted(after: list[list[int]], before: list[list[int]], place: Callable[[int, int], Any]) -> Ints:
+    """Return the order of `in_turn`."""
+    return np.array(list(in_turn(after, before, place)), np.int64)
+
+
+def _depth_first(after: list[list[int]], before: list[list[int]], rank: list[int]) -> Ints:
+    """Take the unit that became ready last; of several the one of the least rank."""
+    return _sorted(after, before, lambda unit, taken: (-taken, rank[unit]))
 
 
 def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> Ints:
@@ -402,25 +346,15 @@ def _cheapest(core: Core, after: list[list[int]], before: list[list[int]]) -> In
     cost = core.costs.max(axis=0, initial=0).tolist()
     open_pins = np.diff(core.starts).tolist()
     full = list(open_pins)
-    nets: list[list[int]] = [[] for _ in range(core.size)]
-    for net, pin in zip(core.pin_nets.tolist(), core.pins.tolist(), strict=True):
-        nets[pin].append(net)
+    nets = value_lists(core.pins, core.pin_nets, core.size)
 
-    def price(unit: int) -> int:
+    def place(unit: int, taken: int) -> tuple[int, int]:
         opened = sum(cost[net] for net in nets[unit] if open_pins[net] == full[net])
-        return int(opened - sum(cost[net] for net in nets[unit] if open_pins[net] == 1))
+        return int(opened - sum(cost[net] for net in nets[unit] if open_pins[net] == 1)), -taken
 
-    missing = [len(units) for units in before]
-    heap = [(price(unit), 0, unit) for unit, count in enumerate(missing) if not count]
-    heapq.heapify(heap)
     order: list[int] = []
-    while heap:
-        _, _, unit = heapq.heappop(heap)
+    for unit in in_turn(after, before, place):
         order.append(unit)
         for net in nets[unit]:
             open_pins[net] -= 1
-        for then in after[unit]:
-            missing[then] -= 1
-            if not missing[then]:
-                heapq.heappush(heap, (price(then), -len(order), then))
     return np.array(order, np.int64)

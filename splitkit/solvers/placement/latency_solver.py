@@ -13,6 +13,7 @@ without it, by up to 101 %.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import inf, log
@@ -20,7 +21,7 @@ from math import inf, log
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.anneal import CoolingSchedule, DeviceTable
+from splitkit.solvers.placement.anneal import DeviceTable, cooling
 from splitkit.solvers.placement.contract import check_placeable
 from splitkit.solvers.placement.core import BIG, Core, acyclic_groups, colour_groups, core_of, order_by_key, orders
 from splitkit.solvers.placement.makespan import CPU, Timing, chain_bound, makespan, piece_times
@@ -70,7 +71,7 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, cloc
     elif not clock.is_over():
         bound, proved_by = max((bound, "path"), (chain_bound(problem, timing, core.group, order, moves.value), "chain"))
     if bound < moves.value:
-        moves.run(CoolingSchedule(moves.rounds(seconds * _MOVES), clock), bound)
+        moves.run(cooling(moves.rounds(seconds * _MOVES), clock), bound)
         if bound < moves.value * (1 - _CLOSE) and _searched(problem, timing, order, moves, core.group):
             bound, proved_by = moves.value, "all"
     found = _solution(problem, timing, moves, pieces, bound, proved_by, time.monotonic() - start)
@@ -121,7 +122,7 @@ def _first(
     )
     if np.isfinite(timing.cpu).all():
         found.append(np.full(problem.units, CPU, np.int64))
-    found += list_schedules(problem, timing, pieces, group)
+    found += list_schedules(problem, timing, pieces, group, order)
     found = [place for place in found if np.isfinite(makespan(timing, place.tolist()))]
     if not found:
         try:
@@ -262,7 +263,7 @@ def _cpu_times(line: OrderDP) -> Ints:
 # List scheduling for a small makespan; the work of each device is divided into pieces by levels.
 
 
-def list_schedules(problem: Problem, timing: Timing, pieces: int, group: Ints) -> list[Ints]:
+def list_schedules(problem: Problem, timing: Timing, pieces: int, group: Ints, order: Ints) -> list[Ints]:
     """Return placements by list scheduling: each unit, in the order of the longest path from it, goes where it finishes
     first (HEFT: Topcuoglu et al. 2002). Pieces are levels: a new one starts where the device changes. Where a device
     has more levels than pieces, the last ones share a piece; pieces may then wait for each other in a cycle, which
@@ -273,24 +274,25 @@ def list_schedules(problem: Problem, timing: Timing, pieces: int, group: Ints) -
         timing: the times of the problem's units and transfers.
         pieces: the number of pieces on each accelerator.
         group: (n,) units of the same group share a device.
+        order: (n,) the units in topological order.
 
     Returns:
         Few placements, or none if devices have no room for them: with devices chosen by time, and by memory alone.
     """
     core = core_of(problem, group)
-    chosen = [_quickest(problem, timing, pieces, _by_rank(timing), group)]
+    chosen = [_quickest(problem, timing, pieces, _by_rank(timing, order.tolist()), group)]
     if (roomy := pack_sets(core, DeviceTable.of_problem(problem, core))) is not None:
         accelerators = [d for d, device in enumerate(problem.devices) if not device.cpu]
         number = np.full(len(problem.devices), CPU, np.int64)
         number[accelerators] = np.arange(len(accelerators))
         chosen.append(number[roomy[group]])
-    return [_in_pieces(timing, pieces, device) for device in chosen if device is not None]
+    return [_in_pieces(timing, pieces, device, order) for device in chosen if device is not None]
 
 
-def _in_pieces(timing: Timing, pieces: int, device: Ints) -> Ints:
+def _in_pieces(timing: Timing, pieces: int, device: Ints, order: Ints) -> Ints:
     """Return places on the given devices, by levels."""
     level = np.zeros(len(device), np.int64)
-    for unit in np.argsort(_position(timing)).tolist():
+    for unit in order.tolist():
         level[unit] = max((level[u] + (device[u] != device[unit]) for u in timing.before[unit]), default=0)
     place = np.full(len(device), CPU, np.int64)
     for d in range(len(timing.turns)):
@@ -300,29 +302,12 @@ def _in_pieces(timing: Timing, pieces: int, device: Ints) -> Ints:
     return place
 
 
-def _position(timing: Timing) -> list[int]:
-    """Return the position of each unit in a topological order."""
-    missing = [len(units) for units in timing.before]
-    ready = [unit for unit, count in enumerate(missing) if not count]
-    place = [0] * len(missing)
-    for number in range(len(missing)):
-        unit = ready.pop()
-        place[unit] = number
-        for then in timing.after[unit]:
-            missing[then] -= 1
-            if not missing[then]:
-                ready.append(then)
-    return place
-
-
-def _by_rank(timing: Timing) -> list[int]:
+def _by_rank(timing: Timing, order: list[int]) -> list[int]:
     """Return the units by the longest chain that begins with them, the longest first, in topological order."""
-    place = _position(timing)
-    work = [min((row[unit] for row in timing.work), default=0.0) for unit in range(len(place))]
-    longest = list(work)
-    for unit in sorted(range(len(place)), key=place.__getitem__, reverse=True):
+    longest = [min((row[unit] for row in timing.work), default=0.0) for unit in range(len(order))]
+    for unit in reversed(order):
         longest[unit] += max((longest[then] for then in timing.after[unit]), default=0.0)
-    return sorted(range(len(place)), key=lambda unit: (-longest[unit], place[unit]))
+    return sorted(order, key=lambda unit: -longest[unit])
 
 
 def _quickest(problem: Problem, timing: Timing, pieces: int, order: list[int], group: Ints) -> Ints | None:
@@ -409,15 +394,15 @@ class PieceAnnealing:
         self._go(place)
         self.best, self.value = list(place), self._now
 
-    def run(self, schedule: CoolingSchedule, enough: float) -> None:
-        """Anneal until the schedule ends or the makespan is at most ``enough``."""
+    def run(self, schedule: Iterator[float], enough: float) -> None:
+        """Anneal until the schedule (`cooling`) ends or the makespan is at most ``enough``."""
         pieces = len(self._timing.work)
         returns = 0
-        while self.value > enough and (done := schedule.next()) is not None:
+        while self.value > enough and (done := next(schedule, None)) is not None:
             heat = _HOT * (_COLD / _HOT) ** ((done * _RETURNS) % 1) * self.value
             if int(done * _RETURNS) > returns:
                 returns += 1
-                self._return()
+                self._go(self.best)  # back to the best
             chosen = self._random.integers(len(self._items), size=_ROUND).tolist()
             anywhere = self._random.integers(-1, pieces, size=_ROUND).tolist()
             draws = self._random.random((_ROUND, 2)).tolist()
@@ -461,10 +446,6 @@ class PieceAnnealing:
         for unit, place in places.items():
             self._place[unit] = place
 
-    def _return(self) -> None:
-        """Go back to the best placement."""
-        self._go(self.best)
-
     def _go(self, place: list[int]) -> None:
         """Replace the current placement."""
         self._place, self._now = list(place), makespan(self._timing, place)
@@ -488,7 +469,7 @@ class PieceAnnealing:
 # Branch and bound over all placements of a small problem, one unit after the other in topological order.
 #
 # The units placed so far include all their predecessors, so their makespan is a lower bound on that of every
-# completion. What is still to come takes at least its longest path.
+# completion, and so is the makespan with all others on as many devices of their quickest kind as there are units.
 
 
 _MOST_UNITS = 64  # of which all prefixes are timed; with 32 to 512, three bounds were the same, with 4 one 36 % lower
@@ -514,16 +495,17 @@ class BranchAndBound:
     def __init__(self, problem: Problem, timing: Timing, group: Ints, order: Ints, value: float = inf) -> None:
         self.best: list[int] | None = None
         self.closed = False
-        self._value, self._order = value, order
+        self._value, self._order = value, order.tolist()
         accelerators = [device for device in problem.devices if not device.cpu]
         self._pieces = max(map(len, timing.turns), default=1)
         self._alike = [accelerators.index(device) for device in accelerators]  # the first device that is the same
         self._room = [float(device.capacity) for device in accelerators]
         self._groups: list[int] = group[order].tolist()
         self._bytes: list[float] = np.bincount(group, problem.nbytes).tolist()
-        self._prefixes = _prefixes(timing, order.tolist()) if problem.units <= _MOST_UNITS else []
+        self._prefixes = _prefixes(timing, self._order) if problem.units <= _MOST_UNITS else []
         self._left = _MOST_ITEMS // (1 + problem.units + len(problem.edges))
-        self._place: list[int] = []
+        self._place = [CPU] * problem.units
+        self._done = 0
         self._device: dict[int, int] = {}
 
     def run(self, *, any_will_do: bool = False) -> None:
@@ -535,37 +517,37 @@ class BranchAndBound:
 
     def _grow(self) -> None:
         """Try the places of the next unit, the most promising first."""
-        done = len(self._place)
-        if done == len(self._groups):
-            self.best, self._value = self._in_problem(), self._makespan()
+        if self._done == len(self._order):
+            self.best, self._value = list(self._place), makespan(self._prefixes[-1], self._place)
             return
-        choices = []
-        for place in self._choices(self._groups[done]):
+        choices, unit = [], self._order[self._done]
+        for place in self._choices(self._groups[self._done]):
             self._left -= 1
             if self._left <= 0:
                 return
-            self._place.append(place)
-            choices.append((self._makespan(), place))
-            self._place.pop()
+            self._place[unit] = place
+            choices.append((makespan(self._prefixes[self._done + 1], self._place), place))
         for value, place in sorted(choices):
             if self._left <= 0 or value == inf or value >= self._value * (1 - _ROUNDING):
-                return
+                break
             if self._any and self.best is not None:
-                return
+                break
+            self._place[unit] = place
             self._with(place)
+        self._place[unit] = CPU
 
     def _with(self, place: int) -> None:
-        """Continue with a place for the next unit."""
-        group = self._groups[len(self._place)]
+        """Continue with the next unit at a place."""
+        group = self._groups[self._done]
         is_first = group not in self._device
         device = place if place == CPU else place // self._pieces
         if is_first:
             self._device[group] = device
             if device != CPU:
                 self._room[device] -= self._bytes[group]
-        self._place.append(place)
+        self._done += 1
         self._grow()
-        self._place.pop()
+        self._done -= 1
         if is_first:
             del self._device[group]
             if device != CPU:
@@ -587,54 +569,17 @@ class BranchAndBound:
             places.append(CPU)
         return places
 
-    def _makespan(self) -> float:
-        """Return a lower bound from the units placed so far and the longest paths after them."""
-        timing = self._prefixes[len(self._place)]
-        return makespan(timing, self._place + [CPU] * (len(timing.before) - len(self._place)))
-
-    def _in_problem(self) -> list[int]:
-        place = np.empty(len(self._place), np.int64)
-        place[self._order] = self._place
-        return list(map(int, place))
-
 
 def _prefixes(timing: Timing, order: list[int]) -> list[Timing]:
-    """Return the timing of the first units of an order, for each number of them."""
-    whole = _renumbered(timing, order)
-    quickest = [min(row[unit] for row in (*whole.work, whole.cpu)) for unit in range(len(order))]
-    longest = [0.0] * len(order)
-    for unit in reversed(range(len(order))):
-        longest[unit] = quickest[unit] + max((longest[then] for then in whole.after[unit]), default=0.0)
-    return [_prefix(whole, longest, size) for size in range(len(order) + 1)]
-
-
-def _renumbered(timing: Timing, order: list[int]) -> Timing:
-    """Return the same timing with the units numbered along an order."""
-    number = {unit: place for place, unit in enumerate(order)}
-    return Timing(
-        work=[[row[unit] for unit in order] for row in timing.work],
-        cpu=[timing.cpu[unit] for unit in order],
-        before=[[number[other] for other in timing.before[unit]] for unit in order],
-        after=[[number[other] for other in timing.after[unit]] for unit in order],
-        nets=[(cost, [number[pin] for pin in pins]) for cost, pins in timing.nets],
-        of_unit=[timing.of_unit[unit] for unit in order],
-        turns=timing.turns,
-    )
-
-
-def _prefix(whole: Timing, longest: list[float], size: int) -> Timing:
-    """Return the timing of the first units, with the longest path after each added as a unit on a CPU."""
-    rest = {unit: [longest[then] for then in whole.after[unit] if then >= size] for unit in range(size)}
-    tails = {unit: max(ways) for unit, ways in rest.items() if ways}
-    number = {unit: size + place for place, unit in enumerate(tails)}
-    after = [[then for then in whole.after[unit] if then < size] for unit in range(size)]
-    for unit, tail in number.items():
-        after[unit].append(tail)
-    pins = ((cost, [pin for pin in pins if pin < size]) for cost, pins in whole.nets)
-    return replace(
-        whole,
-        cpu=[*whole.cpu[:size], *tails.values()],
-        before=[*whole.before[:size], *([unit] for unit in tails)],
-        after=[*after, *([] for _ in tails)],
-        nets=[(cost, here) for cost, here in pins if len(here) > 1],
-    )
+    """Return, for each number of first units of an order, the timing in which nothing is sent to the others, and these
+    take their least time as soon as their inputs are there: what it says with them on CPUs is a lower bound.
+    """
+    quickest = [min(row[unit] for row in (*timing.work, timing.cpu)) for unit in range(len(order))]
+    found = []
+    for size in range(len(order) + 1):
+        placed, cpu = set(order[:size]), list(timing.cpu)
+        for unit in order[size:]:
+            cpu[unit] = quickest[unit]
+        pins = ((cost, [pin for pin in pins if pin in placed]) for cost, pins in timing.nets)
+        found.append(replace(timing, cpu=cpu, nets=[(cost, here) for cost, here in pins if len(here) > 1]))
+    return found

@@ -8,6 +8,7 @@ from math import inf
 
 import numpy as np
 
+from splitkit.solvers.placement.core import distinct_pairs, value_lists
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 
 # Lower bounds on the time of a piece of which some units are known to be in it, and some not.
@@ -310,11 +311,7 @@ class Timing:
         """Return the timing of a problem with so many pieces on each accelerator."""
         accelerators = [d for d, device in enumerate(problem.devices) if not device.cpu]
         cpus = sorted({device.kind for device in problem.devices if device.cpu})
-        before: list[list[int]] = [[] for _ in range(problem.units)]
-        after: list[list[int]] = [[] for _ in range(problem.units)]
-        for first, then in sorted({(a, b) for a, b in problem.edges.tolist() if a != b}):
-            before[then].append(first)
-            after[first].append(then)
+        first, then = distinct_pairs(problem.edges[problem.edges[:, 0] != problem.edges[:, 1]]).T
         nets: list[tuple[float, list[int]]] = []
         of_unit: list[list[int]] = [[] for _ in range(problem.units)]
         for net, cost in enumerate(problem.net_costs.tolist()):
@@ -326,8 +323,8 @@ class Timing:
         return cls(
             work=[problem.seconds[problem.devices[d].kind].tolist() for d in accelerators for _ in range(pieces)],
             cpu=[min((float(problem.seconds[kind, v]) for kind in cpus), default=inf) for v in range(problem.units)],
-            before=before,
-            after=after,
+            before=value_lists(then, first, problem.units),
+            after=value_lists(first, then, problem.units),
             nets=nets,
             of_unit=of_unit,
             turns=[list(range(i * pieces, (i + 1) * pieces)) for i in range(len(accelerators))],

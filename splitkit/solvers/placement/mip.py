@@ -40,14 +40,10 @@ class Rows:
 
     def add(self, terms: list[tuple[Ints, float]], low: float = -np.inf, high: float = np.inf) -> None:
         """Add one row for each element: a sum of columns times one factor each, all of the same shape."""
-        self.add_scaled([(columns, np.full(columns.shape, factor)) for columns, factor in terms], low, high)
-
-    def add_scaled(self, terms: list[tuple[Ints, Floats]], low: float = -np.inf, high: float = np.inf) -> None:
-        """Add one row for each element: a sum of columns times factors of the same shape."""
         count = terms[0][0].size
         rows = np.arange(self._count, self._count + count)
-        for columns, factors in terms:
-            self._entries.append((rows, columns.ravel(), factors.ravel()))
+        for columns, factor in terms:
+            self._entries.append((rows, columns.ravel(), np.full(count, factor)))
         self._bound(count, low, high)
 
     def add_sum(self, columns: Ints, factors: Floats, low: float = -np.inf, high: float = np.inf) -> None:

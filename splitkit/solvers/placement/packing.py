@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -102,11 +101,6 @@ class SetProgram:
         sizes = np.diff(core.starts)
         return sum(core.size + int(np.minimum(sizes[cost > 0] - 1, 2).sum()) for cost in places.costs)
 
-    @property
-    def size(self) -> int:
-        """The number of columns."""
-        return self.rows.columns
-
     def solve(
         self, seconds: float, clock: Clock, *, known: float = 0.0, any_will_do: bool = False
     ) -> tuple[Ints | None, float]:
@@ -118,13 +112,13 @@ class SetProgram:
             known: seconds; a known lower bound on the greatest load.
             any_will_do: accept any placement, whatever its greatest load and however long it took.
         """
-        places = self._places
-        price, low, high = np.zeros(self.size), np.zeros(self.size), np.ones(self.size)
+        places, size = self._places, self.rows.columns
+        price, low, high = np.zeros(size), np.zeros(size), np.ones(size)
         price[self._worst], high[self._worst] = 1.0, 100.0
         low[self._worst] = min(known / self._unit * (1 - _MARGIN), 100.0)
         high[self._in] = np.where(np.isinf(places.work.T), 0.0, 1.0)
         self._break_symmetry(high)
-        whole = np.zeros(self.size, np.bool_)
+        whole = np.zeros(size, np.bool_)
         whole[self._in] = True
         result = self.rows.solve(price, whole, low, high, seconds, clock, any_will_do=any_will_do, once=True, far=_FAR)
         if result.status == 2:
@@ -211,6 +205,14 @@ class Nets:
                 summed[key] = summed.get(key, 0.0) + cost
         return cls(list(summed), np.array(list(summed.values()), np.float64))
 
+    def of_units(self, size: int) -> list[list[int]]:
+        """Return the nets of each of so many units."""
+        found: list[list[int]] = [[] for _ in range(size)]
+        for net, pins in enumerate(self.pins):
+            for pin in pins:
+                found[pin].append(net)
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class _Move:
@@ -266,55 +268,40 @@ class SetTable:
             price: the worth of a second that rounding down leaves out.
         """
         values = [np.zeros((1, most + 1))]
+        steps = list[list[tuple[_Move, int, float]]]()
         for place, moves in enumerate(self._moves):
             gain = float(worth[self._order[place]])
             now = np.full((self._counts[place], most + 1), -np.inf)
-            for move in moves:
-                shift, more = move.step(gain, unit, price)
+            steps.append([(move, *move.step(gain, unit, price)) for move in moves])
+            for move, shift, more in steps[-1]:
                 if shift <= most:
                     rows = values[-1][move.before, : most + 1 - shift]
                     now[move.after, shift:] = np.maximum(now[move.after, shift:], rows + more)
             values.append(now)
-        return BestSets(self, worth, unit, price, values)
-
-    def trace(self, worth: Floats, unit: float, price: float, values: list[Floats], load: int) -> Bools:
-        """Return (n,) the units of a set of the greatest worth within a load."""
-        chosen = np.zeros(self._size, np.bool_)
-        state = 0
-        for place in range(self._size - 1, -1, -1):
-            here = self._order[place]
-            state, load, chosen[here] = self._back(place, state, load, float(worth[here]), unit, price, values)
-        return chosen
-
-    def _back(
-        self, place: int, state: int, load: int, gain: float, unit: float, price: float, values: list[Floats]
-    ) -> tuple[int, int, bool]:
-        value = values[place + 1][state, load]
-        for move in self._moves[place]:
-            shift, more = move.step(gain, unit, price)
-            if shift <= load:
-                for row in move.before[move.after == state].tolist():
-                    if values[place][row, load - shift] + more == value:
-                        return row, load - shift, move.taken
-        raise AssertionError("a value that nothing leads to")
+        return BestSets(self._order, values, steps)
 
     def _lay_out(self, nets: Nets) -> None:
         """Build the transitions; where there are too many states, the cheapest open nets are dropped."""
-        of_unit, last = self._indexed(nets)
+        place = np.empty(self._size, np.int64)
+        place[self._order] = np.arange(self._size)
+        last = [int(place[list(pins)].max()) for pins in nets.pins]  # the place of the last pin of each net
+        of_unit = nets.of_units(self._size)
         left_out: set[int] = set()
         opened: list[int] = []
         states: dict[_State, int] = {(): 0}
         costs = nets.costs.tolist()
-        for place, unit in enumerate(self._order):
+        for at, unit in enumerate(self._order):
             mine = set(of_unit[unit]) - left_out
-            held = [net for net in dict.fromkeys([*opened, *sorted(mine)]) if last[net] > place]
+            held = [net for net in dict.fromkeys([*opened, *sorted(mine)]) if last[net] > at]
             while True:
                 kept = [net for net in held if net not in left_out]
                 after, found = self._entered(unit, opened, states, kept, mine, costs)
                 if len(after) <= _MOST_STATES:
                     break
                 left_out.add(min(kept, key=lambda net: (costs[net], -last[net])))
-            self._moves.append([_Move(taken, load, *_columns(pairs)) for (taken, load, _), pairs in found.items()])
+            self._moves.append(
+                [_Move(taken, load, *np.array(pairs, np.int64).T) for (taken, load, _), pairs in found.items()]
+            )
             self._counts.append(len(after))
             opened, states = kept, after
 
@@ -341,35 +328,20 @@ class SetTable:
                 found.setdefault((taken, load, turn), []).append((row, target))
         return after, found
 
-    def _indexed(self, nets: Nets) -> tuple[list[list[int]], dict[int, int]]:
-        """The nets of each unit, and the place of the last pin of each net."""
-        place = np.empty(self._size, np.int64)
-        place[self._order] = np.arange(self._size)
-        of_unit: list[list[int]] = [[] for _ in range(self._size)]
-        last: dict[int, int] = {}
-        for net, pins in enumerate(nets.pins):
-            last[net] = int(place[list(pins)].max())
-            for pin in pins:
-                of_unit[pin].append(net)
-        return of_unit, last
-
 
 @dataclass(frozen=True, eq=False)
 class BestSets:
     """The greatest worth within each load.
 
     Attributes:
-        frontier: the table of the units.
-        worth: (n,) the worth of each unit.
-        unit: the step in which loads are counted.
+        order: (n,) the units in the order of the dynamic program.
         values: (states, loads) the greatest worth, for each place of the order.
+        steps: for each place the transitions, each with its units of load and its worth.
     """
 
-    frontier: SetTable
-    worth: Floats
-    unit: float
-    price: float
+    order: list[int]
     values: list[Floats]
+    steps: list[list[tuple[_Move, int, float]]]
 
     @property
     def value(self) -> Floats:
@@ -379,21 +351,24 @@ class BestSets:
 
     def chosen(self, load: int) -> Bools:
         """Return (n,) the units of a set of the greatest worth within a load."""
-        return self.frontier.trace(self.worth, self.unit, self.price, self.values, load)
+        found, state = np.zeros(len(self.order), np.bool_), 0
+        for place in range(len(self.order) - 1, -1, -1):
+            value = self.values[place + 1][state, load]
+            state, load, found[self.order[place]] = next(
+                (row, load - shift, move.taken)
+                for move, shift, more in self.steps[place]
+                if shift <= load
+                for row in move.before[move.after == state].tolist()
+                if self.values[place][row, load - shift] + more == value
+            )
+        return found
 
 
 def narrow_order(size: int, nets: Nets) -> Ints:
     """Return an order of the units in which few nets are open at a time, built greedily."""
-    of_unit: list[list[int]] = [[] for _ in range(size)]
-    for net, pins in enumerate(nets.pins):
-        for pin in pins:
-            of_unit[pin].append(net)
-    return min((_narrow(size, nets, of_unit, start) for start in _starts(size, of_unit)), key=lambda found: found[0])[1]
-
-
-def _starts(size: int, of_unit: list[list[int]]) -> list[int]:
-    """Return some units to start from: those with the fewest nets."""
-    return sorted(range(size), key=lambda unit: (len(of_unit[unit]), unit))[:4]
+    of_unit = nets.of_units(size)
+    starts = sorted(range(size), key=lambda unit: (len(of_unit[unit]), unit))[:4]  # with the fewest nets
+    return min((_narrow(size, nets, of_unit, start) for start in starts), key=lambda found: found[0])[1]
 
 
 def _narrow(size: int, nets: Nets, of_unit: list[list[int]], start: int) -> tuple[tuple[int, int], Ints]:
@@ -437,11 +412,6 @@ def _entered(held: dict[int, int], nets: set[int], taken: bool, costs: list[floa
             so_far = _SOME
         held[net] = so_far
     return held, paid
-
-
-def _columns(pairs: list[tuple[int, int]]) -> Iterator[Ints]:
-    before, after = np.array(pairs, np.int64).T
-    return iter((before, after))
 
 
 _EACH = 2.0  # seconds to test one capacity or one number of devices
@@ -505,12 +475,12 @@ def infeasible(problem: Problem, fit: FitCheck, *, proven: bool, advise: bool = 
         proven = proven and enough_room is False
         reason = "no placement suits the devices that support the units"
         return InfeasibleError(reason if proven else "no placement was found", "devices" if proven else "unknown")
-    low, high = _range(problem)
+    low, _ = _range(problem)
 
-    def enough(capacity: int, *, quick: bool = False) -> bool | None:
-        return fit(_with(bytes_only, float(capacity)), quick=quick)
+    def enough(capacity: int) -> bool | None:
+        return fit(_with(bytes_only, float(capacity)))
 
-    high, _ = _least(partial(enough, quick=True), low, high, clock)
+    high = least_capacity(problem, fit, clock)
     capacity, exact = (high, True) if high == low + 1 else _down(enough, low, high, clock)
     count, counted = _fewest(bytes_only, fit, later)
     reason = f"the devices have too little memory: {capacity} bytes each would do"

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 class BadProblemError(ValueError):
-    """A problem that is inconsistent.
+    """A problem with prices or links that make no sense; arrays that do not fit each other are not looked for.
 
     Attributes:
         field: the field of `Problem` or `Slot` that is wrong.
@@ -126,9 +126,18 @@ class Problem:
         )
 
     def __post_init__(self) -> None:
-        self._check_units()
-        self._check_nets()
-        self._check_devices()
+        bad = np.isnan(self.seconds).any(axis=0) | (self.seconds < 0).any(axis=0)
+        if bad.any():
+            raise BadProblemError("seconds are negative or missing", "seconds", _those(bad))
+        bad = ~np.isfinite(self.net_costs) | (self.net_costs < 0)
+        if bad.any():
+            makers = tuple(map(int, self.pins[self.net_starts[:-1][bad]]))
+            raise BadProblemError("the cost of a net is negative, missing or infinite", "net_costs", makers)
+        if self.links is not None:
+            linked = np.isfinite(self.links) & (self.links >= 0) | np.eye(len(self.devices), dtype=np.bool_)
+            if not linked.all():
+                devices = _those(~linked.all(axis=1))
+                raise BadProblemError("a device has no link to another", "links", devices=devices)
 
     @property
     def units(self) -> int:
@@ -139,57 +148,6 @@ class Problem:
     def pin_nets(self) -> Ints:
         """(q,) the net of each pin."""
         return np.repeat(np.arange(len(self.net_costs)), np.diff(self.net_starts))
-
-    def _check_units(self) -> None:
-        for field in ("nbytes", "colours", "backward", "saved"):
-            if len(getattr(self, field)) != self.units:
-                raise BadProblemError(f"{field} has {len(getattr(self, field))} entries for {self.units} units", field)
-        bad = np.isnan(self.seconds).any(axis=0) | (self.seconds < 0).any(axis=0)
-        if bad.any():
-            raise BadProblemError("seconds are negative or missing", "seconds", _those(bad))
-        for field in ("nbytes", "saved"):
-            bad = getattr(self, field) < 0
-            if bad.any():
-                raise BadProblemError(f"{field} are negative", field, _those(bad))
-        for field in ("edges", "pins"):
-            ends = getattr(self, field)
-            if ends.size and not 0 <= ends.min() <= ends.max() < self.units:
-                raise BadProblemError(f"{field} name a unit that is not there", field)
-
-    def _check_nets(self) -> None:
-        starts = self.net_starts
-        if len(starts) != len(self.net_costs) + 1 or starts[0] != 0 or starts[-1] != len(self.pins):
-            raise BadProblemError("net_starts do not divide the pins", "net_starts")
-        if (np.diff(starts) < 1).any():
-            raise BadProblemError("a net has no pin", "net_starts")
-        bad = ~np.isfinite(self.net_costs) | (self.net_costs < 0)
-        if bad.any():
-            makers = self.pins[starts[:-1][bad]]
-            raise BadProblemError(
-                "the cost of a net is negative, missing or infinite", "net_costs", tuple(map(int, makers))
-            )
-
-    def _check_devices(self) -> None:
-        devices = self.devices
-        if not devices:
-            raise BadProblemError("there is no device", "devices")
-        bad = [d for d, device in enumerate(devices) if not 0 <= device.kind < len(self.seconds)]
-        if bad:
-            raise BadProblemError("a device is of a kind that has no prices", "kind", devices=tuple(bad))
-        bad = [d for d, device in enumerate(devices) if not device.capacity >= 0]
-        if bad:
-            raise BadProblemError("a device has a negative capacity", "capacity", devices=tuple(bad))
-        if any(count < 0 for count in self.in_flight):
-            raise BadProblemError("the number of microbatches in flight is negative", "in_flight")
-        if self.fill and len(devices) > self.units:
-            raise BadProblemError(f"{len(devices)} devices are to be filled with {self.units} units", "fill")
-        if self.links is None:
-            return
-        if self.links.shape != (len(devices), len(devices)):
-            raise BadProblemError("links are not a square of the devices", "links")
-        linked = np.isfinite(self.links) & (self.links >= 0) | np.eye(len(devices), dtype=np.bool_)
-        if not linked.all():
-            raise BadProblemError("a device has no link to another", "links", devices=_those(~linked.all(axis=1)))
 
 
 def _those(mask: Bools | np.bool_) -> tuple[int, ...]:

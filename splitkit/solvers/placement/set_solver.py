@@ -15,7 +15,7 @@ from scipy.sparse import coo_array, hstack
 
 from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import contract
-from splitkit.solvers.placement.anneal import CoolingSchedule, DeviceTable, Population, population_size
+from splitkit.solvers.placement.anneal import DeviceTable, Population, cooling, population_size
 from splitkit.solvers.placement.contract import check_placeable, contracted_core, tightened_core
 from splitkit.solvers.placement.core import Core, colour_groups, core_of, exact_links
 from splitkit.solvers.placement.packing import (
@@ -328,7 +328,8 @@ class _SetSearch:
             self._anneal(self._seconds * (_MOST_ANNEALED if most else _ANNEALED))
         if not self._closed:
             self._join()
-            self._cover(self._seconds * _COVERED)
+            cover = CoverBound(self._tightened(), self.value)
+            self._prove(cover.run(self.bound, self._seconds * _COVERED, self.clock), "cover")
         if not self._closed:
             self._program(self._seconds * _PROGRAM)
 
@@ -367,7 +368,7 @@ class _SetSearch:
         core = self._core
         size = population_size(core, len(self._places.work))
         population = Population(core, self._places, self.best, size)
-        population.run(CoolingSchedule(population.rounds(seconds), self.clock), self.bound)
+        population.run(cooling(population.rounds(seconds), self.clock), self.bound)
         self._take(population.best, "annealing")
 
     def _program(self, seconds: float) -> None:
@@ -380,11 +381,6 @@ class _SetSearch:
         if found is not None and is_placeable(own, places, found):
             self._take(found[own.group], "highs")
         self._prove(min(bound, self.value), "highs")
-
-    def _cover(self, seconds: float) -> None:
-        """Raise the bound by what all devices can cover, over the core with units joined that must be together."""
-        cover = CoverBound(self._tightened(), self.value)
-        self._prove(cover.run(self.bound, seconds, self.clock), "cover")
 
     def _tightened(self) -> Core:
         """Return the core with units joined that every placement no worse than the best keeps together."""

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import Core, colour_order
+from splitkit.solvers.placement.core import Core, colour_order, strong_components
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.stages.order_dp import StageRanks
 
@@ -163,7 +161,9 @@ def loads(problem: Problem, device: Ints) -> Floats:
     kinds = np.array([d.kind for d in problem.devices])
     total = np.zeros(len(problem.devices))
     np.add.at(total, device, problem.seconds[kinds[device], np.arange(problem.units)])
-    net, holder = _holders(problem, device)
+    count = len(problem.devices)
+    pairs = np.unique(problem.pin_nets * count + device[problem.pins])  # of a net and a device that holds a pin of it
+    net, holder = pairs // count, pairs % count
     cut = (np.bincount(net, minlength=len(problem.net_costs)) > 1)[net]
     cpu = np.array([d.cpu for d in problem.devices])
     paid = cut & ~cpu[holder]
@@ -241,15 +241,7 @@ def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set
 
 def cycles(edges: Ints, size: int) -> bool:
     """Return whether a graph has a cycle; self-loops do not count."""
-    matrix = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(size, size))
-    return bool(connected_components(matrix, connection="strong")[0] < size)
-
-
-def _holders(problem: Problem, device: Ints) -> tuple[Ints, Ints]:
-    """Return each pair of a net and a device that holds a pin of it, once."""
-    count = len(problem.devices)
-    pairs = np.unique(problem.pin_nets * count + device[problem.pins])
-    return pairs // count, pairs % count
+    return len(np.unique(strong_components(edges, size))) < size
 
 
 def _factors(problem: Problem, device: Ints, net: Ints, holder: Ints) -> Floats:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import acyclic_groups, colour_groups, core_of, order_by_key, orders
+from splitkit.solvers.placement.core import acyclic_groups, colour_groups, core_of, order_by_key, orders, value_lists
 from splitkit.solvers.placement.link_model import LinkPrices, UnequalLinks
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.solution import Solution, cycles
@@ -73,9 +73,8 @@ class Enumeration:
             self._touches[maker].append((value, True))
             for reader in readers.tolist():
                 self._touches[reader].append((value, False))
-        self._before: list[list[int]] = [[] for _ in range(linked.size)]
-        for first, then in linked.edges.tolist() if linked.acyclic else ():
-            self._before[then].append(first)
+        edges = linked.edges if linked.acyclic else linked.edges[:0]
+        self._before = value_lists(edges[:, 1], edges[:, 0], linked.size)
         self._paid: dict[tuple[int, int, int], Paid] = {}
         self._alike = _alike(linked)
         self._prepare_rest()

@@ -32,7 +32,7 @@ from splitkit.pipeline.schedules import known_schedules, schedule_of
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, run_order
-from splitkit.pipeline.trace import MeasuredStep, Transport
+from splitkit.pipeline.trace import MeasuredStep
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan, checkpointed
 from splitkit.prices import Costs, Optimizer
@@ -406,7 +406,7 @@ def what_if(run: ScheduleRun, recompute: Mapping[str, Sequence[StageCosts]] | No
             if count * len(run.stages) * 2 > _MOST_ACTIONS:
                 continue
             for (k, given), (r, stages) in product(enumerate(links.values()), enumerate(recompute.values())):
-                step = _simulated(run, stages, run.transport, word, count, ranks, given)
+                step = _simulated(run, stages, word, count, ranks, given)
                 if step is None:
                     break
                 if (word, count, k, r) == (schedule.word, run.order.microbatches, 0, 0):
@@ -421,7 +421,6 @@ def what_if(run: ScheduleRun, recompute: Mapping[str, Sequence[StageCosts]] | No
 def _simulated(
     run: ScheduleRun,
     stages: Sequence[StageCosts],
-    transport: Transport,
     schedule: str,
     microbatches: int,
     ranks: int | None,
@@ -434,7 +433,6 @@ def _simulated(
             microbatches,
             ranks=ranks,
             links=links,
-            overlap=transport.overlap,
             static_buffers=run.static_buffers,
         )
     except SplitError:  # the schedule does not go with these numbers, or the links do not know these ranks
@@ -564,7 +562,6 @@ def resimulated(run: ScheduleRun, stages: Sequence[StageCosts]) -> ScheduleRun |
     if schedule is None or transport is None:
         return None
     options: dict[str, Any] = {
-        "overlap": transport.overlap,
         "static_buffers": run.static_buffers,
         "links": transport.links,
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from ownorders import own_order
 
-from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.search.stages.candidate_borders import InFlight
@@ -22,7 +22,7 @@ def most_held(order, stage, ends):
     return most, late
 
 
-LATE = PipelineOrder.parse(["0F0 0F1 0I0 0F2 0W0 0I1 0I2 0W1 0W2", "1F0 1I0 1F1 1W0 1I1 1W1 1F2 1I2 1W2"])
+LATE = own_order(["0F0 0F1 0I0 0F2 0W0 0I1 0I2 0W1 0W2", "1F0 1I0 1F1 1W0 1I1 1W1 1F2 1I2 1W2"])
 
 
 @pytest.mark.parametrize(

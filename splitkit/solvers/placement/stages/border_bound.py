@@ -19,10 +19,17 @@ from scipy.sparse import coo_array, csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import BIG, Core
+from splitkit.solvers.placement.core import BIG, Core, order_by_key, value_lists
 from splitkit.solvers.placement.mip import Rows
 from splitkit.solvers.placement.problem import Bools, Floats, Ints
-from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, fits, stage_loads
+from splitkit.solvers.placement.stages.order_dp import (
+    DeviceSteps,
+    StageRanks,
+    class_speeds,
+    fits,
+    least_paid,
+    stage_loads,
+)
 
 MOST_UNITS = 4000
 """Larger cores have too many pairs of units that depend on each other: the closure is an n x n matrix."""
@@ -81,13 +88,11 @@ class BorderBound:
     def of(cls, core: Core) -> BorderBound:
         """Return the data for a core for which `borders_apply`."""
         speeds = class_speeds(core)
-        # A device of a slow class takes less least work in its time, so what it pays for nets counts for less too.
-        paid = [c if r >= 1 else np.floor(c * r).astype(np.int64) for c, r in zip(core.costs, speeds, strict=True)]
         devices = sorted((r for r, kind in zip(speeds, core.kinds, strict=True) for _ in kind.devices), reverse=True)
         reach = [0.0, *np.cumsum(devices).tolist()]
         closed = _descendants(core)
         before, after = _summed(closed.T, core.least_work), _summed(closed, core.least_work)
-        return cls(core, closed, np.min(paid, axis=0), before, after, reach)
+        return cls(core, closed, least_paid(core), before, after, reach)
 
     def windows(self, limit: int) -> tuple[Bools, Bools] | None:
         """Return the windows of stages with all loads below a limit; None if no such stages exist.
@@ -126,23 +131,11 @@ class BorderBound:
 
 def _descendants(core: Core) -> Bools:
     """Return (n, n) whether the second unit is the first one or a descendant of it."""
-    after: list[list[int]] = [[] for _ in range(core.size)]
-    missing = np.zeros(core.size, np.int64)
-    before: list[list[int]] = [[] for _ in range(core.size)]
-    for unit, then in core.edges.tolist():
-        after[unit].append(then)
-        before[then].append(unit)
-        missing[unit] += 1
+    after = value_lists(core.edges[:, 0], core.edges[:, 1], core.size)
     closed: Bools = np.eye(core.size, dtype=np.bool_)
-    ready = np.flatnonzero(missing == 0).tolist()
-    while ready:
-        unit = ready.pop()
+    for unit in order_by_key(core, np.zeros(core.size))[::-1].tolist():
         for then in after[unit]:
             closed[unit] |= closed[then]
-        for first in before[unit]:
-            missing[first] -= 1
-            if not missing[first]:
-                ready.append(first)
     return closed
 
 

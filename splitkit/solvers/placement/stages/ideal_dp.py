@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import BIG, Core
+from splitkit.solvers.placement.core import BIG, Core, value_lists
 from splitkit.solvers.placement.problem import Bools, Ints
-from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, class_speeds, stage_loads
+from splitkit.solvers.placement.stages.order_dp import DeviceSteps, StageRanks, least_paid, stage_loads
 
 _MOST_CELLS = 3 * 10**8  # ideals times nets for which the table of pins is kept in memory
 _CLOSE = 256  # bisection ends when the interval is 1/256 of the value; then the minimum is computed directly
@@ -286,12 +286,8 @@ class Dominance:
 def _covers(core: Core, found: Ideals, pins: NDArray[np.uint16]) -> tuple[Ints, Ints]:
     """Return pairs of ideals: one, and the same with one more unit, which is at least as good to extend."""
     members = found.members(core.size).view(np.bool_)
-    before: list[list[int]] = [[] for _ in range(core.size)]
-    for first, then in core.edges.tolist():
-        before[then].append(first)
-    nets: list[list[int]] = [[] for _ in range(core.size)]
-    for net, pin in zip(core.pin_nets.tolist(), core.pins.tolist(), strict=True):
-        nets[pin].append(net)
+    before = value_lists(core.edges[:, 1], core.edges[:, 0], core.size)
+    nets = value_lists(core.pins, core.pin_nets, core.size)
     # Which ideal has one unit more is found by a hash, with a fixed seed. Ideals of one hash are told apart below: a
     # pair may be missed, so that less is dropped, but no wrong one is found.
     factors = np.random.default_rng(0).integers(2**63, size=len(found.bits), dtype=np.uint64) * 2 + 1
@@ -440,14 +436,7 @@ class _Growing:
         self._effort = effort
         self._device_steps = device_steps
         self._limit = limit - 1  # loads are whole numbers: below the limit is at most this
-        paying = [k for k, kind in enumerate(core.kinds) if not kind.cpu]
-        # A level takes `reach` least work for each unit of the load: a device of a slow class counts for less, so that
-        # what it pays for nets counts for less too. The least of that is certain, whoever pays.
-        paid = [
-            c if r >= 1 else np.floor(c * r).astype(np.int64)
-            for c, r in zip(core.costs, class_speeds(core), strict=True)
-        ]
-        self._cost = np.min([paid[k] for k in paying], axis=0) if paying else np.zeros(core.costs.shape[1], np.int64)
+        self._cost = least_paid(core)
         self.bits: Words = np.zeros(((core.size + 63) // 64, 1), np.uint64)
         self.inside = np.zeros(1, np.int64)  # least work of what is in
         self._out: Words = self.bits.copy()  # units that are out, and all after them, decided or not
@@ -456,10 +445,10 @@ class _Growing:
         self._decided: Words = np.zeros(len(self.bits), np.uint64)
         self._room = _room(core, device_steps, self._limit)
         self._checked = 1
-        self._before = [_mask(units, core.size) for units in _listed(core.edges[:, ::-1], core.size)]
+        before = value_lists(core.edges[:, 1], core.edges[:, 0], core.size)
+        self._before = [_mask(units, core.size) for units in before]
         self._after = _descendants(core, order)
-        pairs = np.stack([core.pins, core.pin_nets], axis=1)
-        self._nets = _listed(pairs, core.size)
+        self._nets = value_lists(core.pins, core.pin_nets, core.size)
         self._pins = [_mask(units.tolist(), core.size) for units in np.split(core.pins, core.starts[1:-1])]
 
     @property
@@ -471,7 +460,7 @@ class _Growing:
         self._effort.spend(len(self.bits) * self.count)
         # Units are decided in a topological order, so what is before a unit is decided, and an ideal without one of
         # these units is never asked for it again: each ideal of the decided units comes out once.
-        ready = self._holds(self._before[unit])
+        ready = self._has(self._before[unit], all_of_it=True)
         cut, closed = self._crossing.copy(), self._crossing.copy()
         for net in self._nets[unit]:
             cost = self._cost[net]
@@ -480,7 +469,7 @@ class _Growing:
             # The net begins to cross with the first pin that is decided otherwise than those before it, and counts
             # once: for later pins neither all nor none of those before them are in.
             pins = self._pins[net] & self._decided
-            none, full = self._none(pins), self._holds(pins)
+            none, full = self._has(pins, all_of_it=False), self._has(pins, all_of_it=True)
             cut += np.where(full & ~none, cost, 0)  # the unit is out, all pins so far were in
             closed += np.where(none & ~full, cost, 0)  # the unit is in, all pins so far were out
         word, bit = unit >> 6, np.uint64(1 << (unit & 63))
@@ -524,19 +513,12 @@ class _Growing:
             allowed[level] &= (bytes_in <= room) & (bytes_out <= room_left)
         return allowed
 
-    def _holds(self, mask: Words) -> Bools:
-        """Return which ideals have all units of a mask."""
-        holds = np.ones(self.count, np.bool_)
+    def _has(self, mask: Words, *, all_of_it: bool) -> Bools:
+        """Return which ideals have all units of a mask, or none of them."""
+        found = np.ones(self.count, np.bool_)
         for word in np.flatnonzero(mask).tolist():
-            holds &= (self.bits[word] & mask[word]) == mask[word]
-        return holds
-
-    def _none(self, mask: Words) -> Bools:
-        """Return which ideals have no unit of a mask."""
-        none = np.ones(self.count, np.bool_)
-        for word in np.flatnonzero(mask).tolist():
-            none &= (self.bits[word] & mask[word]) == 0
-        return none
+            found &= (self.bits[word] & mask[word]) == (mask[word] if all_of_it else 0)
+        return found
 
 
 def _room(core: Core, device_steps: DeviceSteps, limit: int) -> list[tuple[int, int]]:
@@ -564,17 +546,9 @@ def _most_held(held: Ints, work: Ints, limit: int) -> int:
     return int(held[by_density[: within + 1]].sum())
 
 
-def _listed(pairs: Ints, size: int) -> list[list[int]]:
-    """Return for each unit the units that it is paired with."""
-    lists: list[list[int]] = [[] for _ in range(size)]
-    for unit, other in pairs.tolist():
-        lists[unit].append(other)
-    return lists
-
-
 def _descendants(core: Core, order: Ints) -> list[Words]:
     """Return for each unit the mask of itself and its descendants."""
-    after = _listed(core.edges, core.size)
+    after = value_lists(core.edges[:, 0], core.edges[:, 1], core.size)
     masks = [_mask([unit], core.size) for unit in range(core.size)]
     for unit in order[::-1].tolist():
         for then in after[unit]:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.line.priced_cuts import Floats, Ints
+from splitkit.solvers.placement.core import value_lists
+from splitkit.solvers.placement.link_model import UnequalLinks
+from splitkit.solvers.placement.problem import Ints
 
 _STEPS, _ROUND = 4_000, 50  # steps in all, and between two looks at the clock
 _HOT, _COLD = 0.5, 0.0005  # first and last temperature; the energy is the logarithm of the greatest load
@@ -16,50 +18,17 @@ _POWER, _VOID = 12.0, 0.3  # of the norm that stands for the greatest load; what
 
 @dataclass(frozen=True, eq=False)
 class LinkedAnnealing:
-    """Units (n) in stages (k), with values (m) and their pins (q).
+    """Units (n) in stages (k).
 
     Attributes:
-        work: (n,) seconds of each unit.
-        edges: (e, 2) pairs of units (first, then).
-        nbytes: (m,) bytes of each value.
-        pins: (q,) units; the first pin of a value makes it.
-        starts: (m + 1,) the pins of value i are ``pins[starts[i]:starts[i + 1]]``.
-        latency: (k, k) seconds of a transfer from one stage to another, besides its bytes.
-        speed: (k, k) bytes a second from one stage to another.
-        again: how many times each value crosses.
+        linked: the units, with the stages as devices.
         held: (k, n) bytes of each unit in each stage.
-        capacity: (k,) bytes.
         device: (k,) the device of each stage; the load of a device is that of all its stages.
     """
 
-    work: Floats
-    edges: Ints
-    nbytes: Floats
-    pins: Ints
-    starts: Ints
-    latency: Floats
-    speed: Floats
-    again: int
+    linked: UnequalLinks
     held: Ints
-    capacity: Floats
     device: Ints
-
-    def loads(self, stage: Ints) -> Floats:
-        """Return (k,) seconds: work, and each value once for each stage that sends or receives it, by its link."""
-        count = len(self.capacity)
-        total: Floats = np.bincount(stage, self.work, count).astype(np.float64)
-        value = np.repeat(np.arange(len(self.nbytes)), np.diff(self.starts))
-        pairs = np.unique(value * count + stage[self.pins])
-        value, reader = pairs // count, pairs % count
-        maker = stage[self.pins[self.starts[:-1]]][value]
-        value, reader, maker = (column[reader != maker] for column in (value, reader, maker))
-        price = self.again * (self.latency[maker, reader] + self.nbytes[value] / self.speed[maker, reader])
-        slowest = np.zeros(len(self.nbytes))
-        np.maximum.at(slowest, value, price)
-        total += np.bincount(reader, price, count)
-        sends = np.unique(value)
-        total += np.bincount(stage[self.pins[self.starts[:-1]]][sends], slowest[sends], count)
-        return total
 
     def annealed(self, stage: Ints, clock: Clock | None = None) -> Ints:
         """Improve stages by moving single units; moves keep every edge, the memory, and a unit in each stage.
@@ -70,14 +39,15 @@ class LinkedAnnealing:
         random = np.random.default_rng(0)
         now, best = stage.copy(), stage.copy()
         value, least = self._energy(now)
-        before, after = self._neighbours()
+        first, then = self.linked.edges.T
+        before, after = value_lists(then, first, len(stage)), value_lists(first, then, len(stage))
         for step in range(_STEPS if len(stage) > 1 else 0):
             if clock is not None and step % _ROUND == 0 and clock.is_over():
                 break
             heat = _HOT * (_COLD / _HOT) ** (step / _STEPS)
             unit = int(random.integers(len(stage)))
             low = max((int(now[u]) for u in before[unit]), default=0)
-            high = min((int(now[u]) for u in after[unit]), default=len(self.capacity) - 1)
+            high = min((int(now[u]) for u in after[unit]), default=self.linked.devices - 1)
             to, old = int(random.integers(low, high + 1)), int(now[unit])
             if to == old or not self._fits(now, unit, to):
                 continue
@@ -97,22 +67,11 @@ class LinkedAnnealing:
         The energy is the logarithm of a norm of the devices' loads that approximates the greatest load, plus a penalty
         for each empty stage.
         """
-        loads, empty = np.bincount(self.device, self.loads(stage)), self._empty(stage)
+        loads = np.bincount(self.device, self.linked.loads(stage))
+        empty = int((np.bincount(stage, minlength=self.linked.devices) == 0).sum())
         top = loads.max() + 1e-300
         norm = float(np.log(top) + np.log(((loads / top) ** _POWER).sum() + 1e-300) / _POWER)
         return norm + _VOID * empty, np.inf if empty else float(loads.max())
 
-    def _empty(self, stage: Ints) -> int:
-        """Return how many stages have no unit."""
-        return int((np.bincount(stage, minlength=len(self.capacity)) == 0).sum())
-
     def _fits(self, stage: Ints, unit: int, to: int) -> bool:
-        return bool(self.held[to][stage == to].sum() + self.held[to][unit] <= self.capacity[to])
-
-    def _neighbours(self) -> tuple[list[list[int]], list[list[int]]]:
-        before: list[list[int]] = [[] for _ in self.work]
-        after: list[list[int]] = [[] for _ in self.work]
-        for first, then in self.edges.tolist():
-            before[then].append(first)
-            after[first].append(then)
-        return before, after
+        return bool(self.held[to][stage == to].sum() + self.held[to][unit] <= self.linked.capacity[to])

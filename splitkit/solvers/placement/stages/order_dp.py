@@ -156,6 +156,20 @@ def class_speeds(core: Core) -> list[float]:
     return found
 
 
+def least_paid(core: Core) -> Ints:
+    """Return (m,) the least that a device pays for each net, in units of least work; a CPU pays nothing, and is left
+    out.
+    """
+    # A device of a slow class takes less least work in its time, so what it pays for nets counts for less too.
+    paid = [
+        costs if speed >= 1 else np.floor(costs * speed).astype(np.int64)
+        for kind, costs, speed in zip(core.kinds, core.costs, class_speeds(core), strict=True)
+        if not kind.cpu
+    ]
+    least: Ints = np.min([*paid, np.full(core.costs.shape[1], BIG if paid else 0)], axis=0)
+    return least
+
+
 # Stages of a core's units, with their loads and bytes in whole numbers.
 
 
@@ -283,18 +297,13 @@ class OrderDP:
 
     def _load(self, kind: int) -> Ints:
         """Return (places, places) the load of each segment on a device of a class."""
+        tables = self.core.work, self.core.barred, self.core.costs
+        same = (k for k in range(kind) if all(np.array_equal(rows[k], rows[kind]) for rows in tables))
+        kind = next(same, kind)  # the first class that is alike
         if kind not in self._loads:
-            core = self.core
-            alike = [
-                k
-                for k in self._loads
-                if np.array_equal(core.work[k], core.work[kind])
-                and np.array_equal(core.barred[k], core.barred[kind])
-                and np.array_equal(core.costs[k], core.costs[kind])
-            ]
             if len(self._loads) > 8:
                 self._loads.clear()
-            self._loads[kind] = self._loads[alike[0]] if alike and alike[0] in self._loads else self._computed(kind)
+            self._loads[kind] = self._computed(kind)
         return self._loads[kind]
 
     def _computed(self, kind: int) -> Ints:

@@ -32,7 +32,7 @@ from splitkit.solvers.clock import Clock
 from splitkit.solvers.placement import contract
 from splitkit.solvers.placement.anneal import DeviceTable
 from splitkit.solvers.placement.contract import contracted_core, tightened_core
-from splitkit.solvers.placement.core import BIG, ORDERS, Core, order_by_key, order_within_stages, orders
+from splitkit.solvers.placement.core import BIG, ORDERS, Core, order_by_key, order_within_stages, orders, value_lists
 from splitkit.solvers.placement.problem import GRACE, Floats, Ints
 from splitkit.solvers.placement.stages.border_bound import border_bound, stage_program, stage_relaxation
 from splitkit.solvers.placement.stages.ideal_dp import Effort, TooManyError, best_stages, ideals
@@ -343,9 +343,9 @@ class UnitAnnealing:
         self._core, self._places = core, places
         self._random = np.random.default_rng(0)
         self._rank: list[int] = start.tolist()
-        self._after = _listed(core.edges[:, 0], core.edges[:, 1], core.size)
-        self._before = _listed(core.edges[:, 1], core.edges[:, 0], core.size)
-        self._nets = _listed(core.pins, core.pin_nets, core.size)
+        self._after = value_lists(core.edges[:, 0], core.edges[:, 1], core.size)
+        self._before = value_lists(core.edges[:, 1], core.edges[:, 0], core.size)
+        self._nets = value_lists(core.pins, core.pin_nets, core.size)
         self._sizes: list[int] = np.diff(core.starts).tolist()
         self._work, self._costs, self._nbytes = _shared(places.work), _shared(places.costs), _shared(places.nbytes)
         self._capacity: list[float] = places.capacity.tolist()
@@ -450,14 +450,6 @@ class UnitAnnealing:
         self._held[new] += self._nbytes[new][unit]
         self._units[old] -= 1
         self._units[new] += 1
-
-
-def _listed(owner: Ints, value: Ints, size: int) -> list[list[int]]:
-    """Return for each owner its values."""
-    lists: list[list[int]] = [[] for _ in range(size)]
-    for own, its in zip(owner.tolist(), value.tolist(), strict=True):
-        lists[own].append(its)
-    return lists
 
 
 def _shared(rows: Floats) -> list[list[float]]:
