@@ -21,10 +21,9 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import TorchDispatchMode, pytree
-from splitkit.costs.base import StepCosts, WrappedCosts
-from splitkit.costs.collectives import mesh_of
+from splitkit.costs.base import WrappedCosts
 from splitkit.costs.flop_formulas import NOMINAL, Flops, counter_of
-from splitkit.costs.roofline import Roofline, roofline
+from splitkit.costs.roofline import Roofline, mesh_of, roofline
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import forward_owners, is_joint
@@ -118,7 +117,7 @@ class _WithBackward(WrappedCosts):
 
 
 @dataclass(frozen=True)
-class FromOps(_WithBackward, StepCosts):
+class FromOps(_WithBackward):
     """The costs of `training` for a forward graph.
 
     Attributes:
@@ -163,6 +162,15 @@ class FromOps(_WithBackward, StepCosts):
                 backward = forward * backward / alone if alone else 0.0
             self._known[node] = forward, backward
         return self._known[node]
+
+    def seconds(self, node: Node) -> float:
+        """Seconds of forward and backward."""
+        return sum(self.both(node))
+
+    def backward(self, node: Node) -> float:
+        """Ratio of the node's time in backward to its time in forward."""
+        forward, backward = self.both(node)
+        return backward / forward if forward else 0.0
 
     def flops(self, node: Node) -> float:
         """FLOPs of forward and backward."""

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from splitkit.checks import nbytes
 from splitkit.costs import roofline
-from splitkit.costs.collectives import mesh_of
+from splitkit.costs.roofline import mesh_of
 from splitkit.errors import CycleError, SplitError, listed
 from splitkit.graph.dataflow import Dataflow, module_path, waits_for
 from splitkit.hardware.device_specs import find_device
