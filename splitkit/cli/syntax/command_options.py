@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import argparse
 
-from splitkit.cli.syntax.arguments import Parser, above_zero, natural, positive, sizes, sizes_of_memory
+from splitkit.cli.syntax.arguments import Parser, above_zero, natural, positive, sizes
 from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,
+    add_flag,
     add_links,
     add_model_of_plan,
     add_model_options,
+    add_number,
     add_plan_or_model,
     add_policy_options,
     add_recompute,
+    add_size,
     command,
 )
 from splitkit.exports.format_list import WRITES
@@ -47,16 +50,9 @@ def add_export(commands: Commands[Parser]) -> None:
         metavar="NAME|FILE.csv",
         help=f"{words_of()}, or an order in torch's format (default: the plan's own, or none)",
     )
-    group.add_argument(
-        "--microbatches", type=positive, metavar="N", help="number of microbatches in a step (default: the plan's own)"
-    )
+    add_number(group, "--microbatches", "number of microbatches in a step (default: the plan's own)")
     group.add_argument("--order", metavar="FILE.csv", help="with --schedule: also write its actions in torch's format")
-    group.add_argument(
-        "--memory",
-        type=sizes_of_memory,
-        metavar="SIZE",
-        help="memory limit of each rank for the rounded plan (default: none)",
-    )
+    add_size(group, "--memory", "memory limit of each rank for the rounded plan (default: none)")
     add_links(group)
     group.add_argument(
         "--optimizer",
@@ -108,26 +104,13 @@ def add_fit(commands: Commands[Parser]) -> None:
         help="the devices, such as 2x24GiB or rtx-3090,rtx-4090; `splitkit devices` lists the names (default: the GPUs "
         "of this machine, or its main memory); 5%% of each stays free",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--tokens",
-        type=positive,
-        metavar="N",
-        help="tokens of each request or training sequence (default: 4096, or the model's context if that is less)",
+        "tokens of each request or training sequence (default: 4096, or the model's context if that is less)",
     )
-    parser.add_argument(
-        "--requests",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="requests at once, or sequences per microbatch (default 1)",
-    )
-    parser.add_argument(
-        "--chunk",
-        type=positive,
-        default=512,
-        metavar="N",
-        help="largest number of new tokens per step, over all requests (default 512)",
-    )
+    add_number(parser, "--requests", "requests at once, or sequences per microbatch (default 1)", 1)
+    add_number(parser, "--chunk", "largest number of new tokens per step, over all requests (default 512)", 512)
     parser.add_argument(
         "--dtype",
         metavar="NAME",
@@ -147,9 +130,7 @@ def add_fit(commands: Commands[Parser]) -> None:
         help="train with this optimizer, as a pipeline with one stage per device (default: inference)",
     )
     group.add_argument("--schedule", default="1f1b", metavar="NAME", help="1f1b (default) or gpipe")
-    group.add_argument(
-        "--microbatches", type=positive, metavar="N", help="microbatches in a step (default: 2 per device)"
-    )
+    add_number(group, "--microbatches", "microbatches in a step (default: 2 per device)")
     add_recompute(group)
 
 
@@ -187,12 +168,8 @@ def add_generate(commands: Commands[Parser]) -> None:
         "--tokenizer", metavar="PATH", help="the tokenizer for text: a folder, or a name on the Hugging Face Hub"
     )
     how = parser.add_argument_group("tokens (a request in the file may override these)")
-    how.add_argument(
-        "--max-new-tokens", type=positive, metavar="N", help="largest number of tokens to generate (default 20)"
-    )
-    how.add_argument(
-        "--do-sample", action="store_true", default=None, help="draw tokens at random, instead of the most likely one"
-    )
+    add_number(how, "--max-new-tokens", "largest number of tokens to generate (default 20)")
+    add_flag(how, "--do-sample", "draw tokens at random, instead of the most likely one", default=None)
     how.add_argument("--temperature", type=above_zero, metavar="X", help="divides the logits (default 1)")
     how.add_argument("--top-k", type=natural, metavar="K", help="draw from the K most likely tokens (default: all)")
     how.add_argument(
@@ -202,22 +179,15 @@ def add_generate(commands: Commands[Parser]) -> None:
         help="draw from the likeliest tokens with this total probability (default 1)",
     )
     run = parser.add_argument_group("processes")
-    run.add_argument(
-        "--nproc", type=positive, metavar="N", help="start N processes, one per stage (default: the number of stages)"
-    )
+    add_number(run, "--nproc", "start N processes, one per stage (default: the number of stages)")
     run.add_argument("--weights", metavar="PATH", help="weights for a folder of stages, as for splitkit train")
-    run.add_argument(
-        "--in-flight", type=positive, metavar="N", help="largest number of requests in flight (default: 2 per stage)"
-    )
-    run.add_argument(
+    add_number(run, "--in-flight", "largest number of requests in flight (default: 2 per stage)")
+    add_number(
+        run,
         "--cache-tokens",
-        type=positive,
-        metavar="N",
-        help="largest number of tokens in the KV caches of all requests in flight; others wait (default: no limit)",
+        "largest number of tokens in the KV caches of all requests in flight; others wait (default: no limit)",
     )
-    run.add_argument(
-        "--chunk", type=positive, metavar="N", help="largest number of prompt tokens that run at once (default: all)"
-    )
+    add_number(run, "--chunk", "largest number of prompt tokens that run at once (default: all)")
     run.add_argument(
         "--timeout",
         type=positive,

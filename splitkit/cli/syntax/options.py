@@ -5,13 +5,28 @@ from __future__ import annotations
 import argparse
 import shutil
 
-from splitkit.cli.syntax.arguments import Parser, natural, positive, sizes
+from splitkit.cli.syntax.arguments import Parser, natural, positive, sizes, sizes_of_memory
 from splitkit.testing.factory import LOSSES, TARGET
 from splitkit.testing.models import NAMES
 
 MODEL_HELP = f"an example ({', '.join(NAMES)}), package.module:factory, path.py:factory, or path.pt2"
 
 Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def add_number(group: argparse._ActionsContainer, option: str, what: str, default: int | None = None) -> None:
+    """Add an option whose value is a whole number >= 1."""
+    group.add_argument(option, type=positive, metavar="N", default=default, help=what)
+
+
+def add_size(group: argparse._ActionsContainer, option: str, what: str) -> None:
+    """Add an option whose value is a size of memory."""
+    group.add_argument(option, type=sizes_of_memory, metavar="SIZE", help=what)
+
+
+def add_flag(group: argparse._ActionsContainer, option: str, what: str, default: bool | None = False) -> None:
+    """Add an option without a value; its default is ``None`` if something else may decide."""
+    group.add_argument(option, action="store_true", default=default, help=what)
 
 
 def add_links(group: argparse._ArgumentGroup) -> None:
@@ -26,11 +41,11 @@ def add_links(group: argparse._ArgumentGroup) -> None:
 
 def add_recompute(group: argparse._ArgumentGroup) -> None:
     """Add ``--recompute``."""
-    group.add_argument(
+    add_flag(
+        group,
         "--recompute",
-        action="store_true",
+        "activation checkpointing: save only the inputs of each part, and recompute the rest in backward",
         default=None,
-        help="activation checkpointing: save only the inputs of each part, and recompute the rest in backward",
     )
 
 
@@ -46,8 +61,8 @@ def command(commands: Commands[Parser], name: str, what: str, example: str) -> P
         allow_abbrev=False,
     )
     parser.set_defaults(parser=parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks and warnings")
+    add_flag(parser, "--json", "print one JSON object and nothing else")
+    add_flag(parser, "--debug", "show tracebacks and warnings")
     return parser
 
 
@@ -101,8 +116,8 @@ def add_model_options(parser: Parser) -> None:
         choices=("export", "symbolic_trace", "decoder"),
         help="how to capture the model (default export); decoder: one step of generation, with its KV caches",
     )
-    group.add_argument("--dynamic", action="store_true", default=None, help="let the sizes of the inputs vary")
-    group.add_argument("--eval", action="store_true", default=None, help="use evaluation mode: no dropout")
+    add_flag(group, "--dynamic", "let the sizes of the inputs vary", default=None)
+    add_flag(group, "--eval", "use evaluation mode: no dropout", default=None)
     group.add_argument(
         "--loss",
         metavar="LOSS",
@@ -117,7 +132,7 @@ def add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None
     """Add the options of a policy and its prices."""
     group = parser.add_argument_group(title)
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages; short for --policy 'Stages(N)'")
+    add_number(one, "--stages", "N pipeline stages; short for --policy 'Stages(N)'")
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
     add_costs(group, costs)
     add_training(group)
@@ -125,7 +140,7 @@ def add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None
 
 def add_training(group: argparse._ArgumentGroup) -> None:
     """Add ``--training``."""
-    group.add_argument("--training", action="store_true", default=None, help="add the cost of each node's backward")
+    add_flag(group, "--training", "add the cost of each node's backward", default=None)
 
 
 def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
