@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from splitkit.costs import Costs, Device, Links
+    from splitkit.frontends.joint_capture import Joint
     from splitkit.plans.record import Plan
 
 
@@ -61,14 +62,28 @@ class CapturedModel:
     Attributes:
         source: how the model was made.
         example: the model and its inputs.
-        gm: the captured graph.
+        gm: the captured graph; of a training step, forward and backward as one graph.
         clock: the seconds that each step took.
+        mesh: the mesh over which the model of a training step is sharded, if it is.
     """
 
     source: Source
     example: Example
     gm: fx.GraphModule
     clock: Stopwatch
+    _joint: Joint | None = None
+    mesh: Any = None
+
+    @property
+    def joint(self) -> Joint:
+        """The joint graph of a training step."""
+        assert self._joint is not None, "captured by `prepare_step`"
+        return self._joint
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a training step."""
+        return self._joint is not None
 
 
 def prepare(wanted: Source) -> CapturedModel:
@@ -84,6 +99,39 @@ def prepare(wanted: Source) -> CapturedModel:
             gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
     made = replace(wanted, mode="train" if example.model.training else "eval")
     return CapturedModel(made, example, gm, clock)
+
+
+def prepare_step(wanted: Source, replicas: int = 1) -> CapturedModel:
+    """Make the model, and capture its forward and backward as one graph.
+
+    Args:
+        wanted: how to make the model.
+        replicas: how many ranks run each stage, for a model that is sharded over others.
+    """
+    if wanted.how != "export" or wanted.dynamic:
+        raise UsageError(
+            "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
+        )
+    from splitkit.cli.mesh import joined_mesh, read_mesh
+
+    clock = Stopwatch()
+    with joined_mesh(wanted.mesh, replicas) as mesh:
+        own = mesh and mesh[tuple(one.name for one in read_mesh(wanted.mesh or ""))]
+        with clock.step("load", f"making {wanted.spec}"):
+            example = example_of(wanted, own)
+        with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
+            joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+        return CapturedModel(wanted, example, joint.graph_module, clock, joint, mesh)
+
+
+def is_step(file: Mapping[str, Any]) -> bool:
+    """Return whether the data of a plan file are of a plan for a training step."""
+    return file.get("what") == TRAINING or stages_of_file(file) > 0
+
+
+def prepare_for(file: Mapping[str, Any], wanted: Source, replicas: int = 1) -> CapturedModel:
+    """Make the model of a plan file, and capture it as the plan needs it; ``replicas`` as for `prepare_step`."""
+    return prepare_step(wanted, replicas) if is_step(file) else prepare(wanted)
 
 
 def links_asked(args: Namespace, plan: Plan) -> Links | None:
@@ -317,7 +365,7 @@ def read_plan(path: str) -> dict[str, Any]:
 
 
 def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Plan, Costs]:
-    if data.get("what") == TRAINING or stages_of_file(data):
+    if is_step(data):
         if stages_of_file(data):
             raise UsageError(
                 "SK601",

@@ -16,7 +16,6 @@ from splitkit.errors import PipelineError, SplitError, UsageError
 from splitkit.testing.models import Example
 
 if TYPE_CHECKING:
-    from splitkit.cli.commands.plan_training import CapturedStep
     from splitkit.engine.json_fields import JsonField
     from splitkit.engine.split import Split
     from splitkit.engine.staged_step import StagedStep
@@ -26,7 +25,7 @@ _MANIFEST = "manifest.json"
 _DECIDED = ("stages", "policy", "costs", "training", "size", "how", "dynamic", "eval", "recompute")
 
 
-def save_stage_folder(folder: Path, split: Split | StagedStep, work: CapturedModel | CapturedStep) -> str | None:
+def save_stage_folder(folder: Path, split: Split | StagedStep, work: CapturedModel) -> str | None:
     """Write the stages of a split into a folder; return the reason if there are none: no pipeline, or no data."""
     from splitkit.runtime import save_stages
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import launcher, rank_process, source, stage_folders
 from splitkit.cli.commands.train import planned_together, words_for_ranks
-from splitkit.cli.common import CapturedModel, example_of, plan_file, policy_of, require_policy_option
+from splitkit.cli.common import example_of, plan_file, policy_of, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.testing.config_files import checkpoint_beside, is_config
@@ -140,7 +140,7 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
     stage_folders.require_fitting_options(args)
     if not stage_folders.is_folder(args.target):
         work, plan = planned_together(args)
-        assert isinstance(work, CapturedModel), "the plan of a training step is refused before ranks start"
+        assert not work.trains, "the plan of a training step is refused before ranks start"
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
     from splitkit.runtime import open_stages
     from splitkit.runtime.generation.decoder import DecoderChain

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import placement, source
-from splitkit.cli.common import TRAINING, Stopwatch, check_costs, decoded, example_of, kind_of_costs, versions
-from splitkit.cli.mesh import joined_mesh, read_mesh
+from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, kind_of_costs, prepare_step, versions
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import wrote
 from splitkit.cli.placement import MOST_BYTES
@@ -27,10 +25,8 @@ if TYPE_CHECKING:
 
     from splitkit.costs import Costs
     from splitkit.engine.pair import Pair
-    from splitkit.frontends.joint_capture import Joint
     from splitkit.memory.profile import MemoryProfile
     from splitkit.plans.policy import Policy
-    from splitkit.testing.models import Example
 
 SHOWN = 10
 """The number of saved values in the table."""
@@ -41,47 +37,7 @@ IN_STAGES = ("schedule", "microbatches", "links")
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
-@dataclass(frozen=True)
-class CapturedStep:
-    """A model and its joint graph.
-
-    Attributes:
-        source: how the model was made.
-        example: the model and its inputs.
-        joint: forward and backward as one graph.
-        clock: the seconds that each step took.
-        mesh: the mesh over which the model is sharded, if it is.
-    """
-
-    source: Source
-    example: Example
-    joint: Joint
-    clock: Stopwatch
-    mesh: Any = None
-
-
-def prepare_step(wanted: Source, replicas: int = 1) -> CapturedStep:
-    """Make the model, and capture its forward and backward as one graph.
-
-    Args:
-        wanted: how to make the model.
-        replicas: how many ranks run each stage, for a model that is sharded over others.
-    """
-    if wanted.how != "export" or wanted.dynamic:
-        raise UsageError(
-            "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
-        )
-    clock = Stopwatch()
-    with joined_mesh(wanted.mesh, replicas) as mesh:
-        own = mesh and mesh[tuple(one.name for one in read_mesh(wanted.mesh or ""))]
-        with clock.step("load", f"making {wanted.spec}"):
-            example = example_of(wanted, own)
-        with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
-            joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
-        return CapturedStep(wanted, example, joint, clock, mesh)
-
-
-def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> tuple[CapturedStep, Costs]:
+def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> tuple[CapturedModel, Costs]:
     """Capture the model, and price the nodes of its joint graph, as the plan of a file does if there is one."""
     check_costs(args.costs)
     work = prepare_step(wanted)
@@ -89,11 +45,10 @@ def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = N
         if file is not None:
             from splitkit.pipeline.placed_prices import costs_of_plan
 
-            graph = work.joint.graph_module
-            return work, costs_of_plan(decoded(graph.graph, args.target, file), graph)
+            return work, costs_of_plan(decoded(work.gm.graph, args.target, file), work.gm)
         inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())
         kind = args.costs or "roofline:a100"
-        return work, kind_of_costs(work.joint.graph_module, inputs, kind, mesh=work.source.mesh)
+        return work, kind_of_costs(work.gm, inputs, kind, mesh=work.source.mesh)
 
 
 def plan_step(args: Namespace) -> Outcome:
@@ -181,7 +136,7 @@ def _require_size(memory: str, remedy: str) -> None:
         raise UsageError("SK601", f"--memory {memory:.60} is not a size", remedy)
 
 
-def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+def _data(work: CapturedModel, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
     from splitkit.graph.node_values import storage_bytes
     from splitkit.graph.storages import value_of
     from splitkit.prices import price_name

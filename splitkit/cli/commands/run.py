@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli.check_report import DIFFERENT, check_data, check_text
-from splitkit.cli.common import TRAINING, plan_file, planned_by
+from splitkit.cli.common import is_step, plan_file, planned_by
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.source import require_inputs
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import listed
 from splitkit.view.tables import facts, table
 
@@ -27,7 +26,7 @@ SHOWN = 8
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit run``."""
     file = plan_file(args)
-    if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
+    if file is not None and is_step(file):
         from splitkit.cli.commands import run_training as trainrun
 
         return trainrun.run(args, file)

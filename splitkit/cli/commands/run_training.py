@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import source
 from splitkit.cli.check_report import DIFFERENT, check_data, check_text
-from splitkit.cli.commands import plan_training as trainplan
-from splitkit.cli.commands.plan_training import CapturedStep
 from splitkit.cli.commands.profile import beside
-from splitkit.cli.common import TRAINING, decoded
+from splitkit.cli.common import TRAINING, CapturedModel, decoded, prepare_step
 from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.engine.pair import Pair
@@ -32,12 +30,12 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     """Run the plan in the data of a plan file."""
     wanted = source.from_plan(args.target, file, args)
     require_one_rank(wanted.mesh, "run")
-    work = trainplan.prepare_step(wanted)
+    work = prepare_step(wanted)
     from splitkit.frontends.step_module import DividedStep
     from splitkit.testing import timing
 
     with work.clock.step("plan", "reading the plan"):
-        plan = decoded(work.joint.graph_module.graph, args.target, file)
+        plan = decoded(work.gm.graph, args.target, file)
     with work.clock.step("split", "dividing the step"):
         step = DividedStep(work.joint, work.joint.split(plan))
     with work.clock.step("simulate", "simulating the memory"):
@@ -95,7 +93,7 @@ def _half(step: DividedStep, profile: MemoryProfile, which: str) -> dict[str, An
     return {"half": which, "ops": ops, "peak": profile.peak_of(which)}
 
 
-def _check(work: CapturedStep, step: DividedStep) -> dict[str, Any]:
+def _check(work: CapturedModel, step: DividedStep) -> dict[str, Any]:
     """Compare loss, gradients and buffers with those of the model in eager mode."""
     from splitkit.frontends.joint_capture import TrainingStep
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit import files
 from splitkit.cli import source, stage_folders
-from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
 from splitkit.cli.commands.train import split_as_planned
-from splitkit.cli.common import CapturedModel, decoded, plan_file, planned, versions
+from splitkit.cli.common import CapturedModel, decoded, plan_file, planned, prepare_step, versions
 from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome
 from splitkit.cli.staged_plan_files import stages_of_file
@@ -60,7 +59,7 @@ def _split_step(args: Namespace, file: dict[str, Any]) -> Outcome:
     require_one_rank(wanted.mesh, "split")
     work = prepare_step(wanted)
     with work.clock.step("split", "dividing the step"):
-        step = split_as_planned(work, decoded(work.joint.graph_module.graph, args.target, file))
+        step = split_as_planned(work, decoded(work.gm.graph, args.target, file))
         assert isinstance(step, StagedStep), "the file has stages"
         parts = chain_of_step(step).split
     names, stages = part_module_names(parts), [str(stage) for stage in step.stages]
@@ -110,7 +109,7 @@ def _write(
     folder: Path,
     split: Split | StagedStep,
     source: StageSource,
-    work: CapturedModel | CapturedStep,
+    work: CapturedModel,
     data: dict[str, Any],
 ) -> str | None:
     """Write all files into a draft folder next to the target, then move them: the target is never half written.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import splitkit as sk
 from splitkit.cli import placement
-from splitkit.cli.commands.plan_training import CapturedStep, prepare_step, priced_step
-from splitkit.cli.common import TRAINING, check_costs, decoded, prepare, prices
+from splitkit.cli.commands.plan_training import priced_step
+from splitkit.cli.common import TRAINING, check_costs, decoded, prepare, prepare_step, prices
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.pages import still_pages, wrote
 from splitkit.cli.source import Source
@@ -83,7 +83,7 @@ def sweep_training_step(args: Namespace, wanted: Source, file: dict[str, Any] | 
         work, costs = priced_step(args, wanted, file)
     else:
         work = prepare_step(wanted)
-        costs = sk.costs.roofline(work.joint.graph_module, devices.devices[0])
+        costs = sk.costs.roofline(work.gm, devices.devices[0])
     room: dict[str, Any] = {"memory": memory, "links": links, "offload": args.offload, "host": args.host}
     sweeper = TrainingSweeper(work.joint, costs, **room, optimizer=args.optimizer or "adam")
     with work.clock.step("sweep", ""):
@@ -96,7 +96,7 @@ def sweep_training_step(args: Namespace, wanted: Source, file: dict[str, Any] | 
 
 def sweep_outcome(
     args: Namespace,
-    work: CapturedModel | CapturedStep,
+    work: CapturedModel,
     ranks: tuple[DeviceList | None, str | None, int | None, str],
     found: Sweep,
     more: Mapping[str, Any],

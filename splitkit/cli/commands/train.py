@@ -17,13 +17,11 @@ import splitkit as sk
 from splitkit.cli import launcher, rank_process, stage_folders
 from splitkit.cli.before_ranks import require_target
 from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
-from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
-from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
+from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare_for, require_policy_option
 from splitkit.cli.mesh import REPLICAS, STAGES
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.outputs import FOR_PERFETTO, STDOUT
 from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.units import size
@@ -187,7 +185,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     group = group_of(work)
     pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed, group=group)
     if args.fsdp:
-        pipe.shard(work.mesh[REPLICAS] if isinstance(work, CapturedStep) and work.mesh is not None else None)
+        pipe.shard(None if work.mesh is None else work.mesh[REPLICAS])
     optimizer = _optimizer(args, pipe.parameters())
     beside = None
     if args.check:
@@ -223,7 +221,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _split(args: Namespace) -> tuple[CapturedModel | CapturedStep, Any]:
+def _split(args: Namespace) -> tuple[CapturedModel, Any]:
     """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
     stage_folders.require_fitting_options(args)
     if stage_folders.is_folder(args.target):
@@ -232,16 +230,16 @@ def _split(args: Namespace) -> tuple[CapturedModel | CapturedStep, Any]:
     return work, split_as_planned(work, with_part_flags(plan, args))
 
 
-def split_as_planned(work: CapturedModel | CapturedStep, plan: Plan) -> Split | StagedStep:
+def split_as_planned(work: CapturedModel, plan: Plan) -> Split | StagedStep:
     """Return the stages of a plan of a model, or of its training step."""
-    if isinstance(work, CapturedModel):
+    if not work.trains:
         return sk.split(work.gm, plan)
     found = work.joint.split(plan)
     assert isinstance(found, StagedStep), "`require_target` refuses other plans of training steps"
     return found
 
 
-def planned_together(args: Namespace) -> tuple[CapturedModel | CapturedStep, Plan]:
+def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
     """Return the model of this rank, and the plan that rank 0 makes for all."""
     from splitkit.runtime.ranks.rank_agreement import planned_once
 
@@ -253,17 +251,16 @@ def planned_together(args: Namespace) -> tuple[CapturedModel | CapturedStep, Pla
     from splitkit.cli import source
 
     wanted = source.from_plan(args.target, file, args)
-    captured = prepare_step(wanted, getattr(args, "dp", None) or 1) if stages_of_file(file) else prepare(wanted)
-    gm = captured.gm if isinstance(captured, CapturedModel) else captured.joint.graph_module
-    return captured, planned_once(gm, lambda: decoded(gm.graph, args.target, file), group_of(captured))
+    captured = prepare_for(file, wanted, getattr(args, "dp", None) or 1)
+    plan = planned_once(captured.gm, lambda: decoded(captured.gm.graph, args.target, file), group_of(captured))
+    return captured, plan
 
 
-def group_of(work: CapturedModel | CapturedStep) -> Any:
+def group_of(work: CapturedModel) -> Any:
     """Return the ranks with the stages of this rank's share of the model; ``None`` for all ranks."""
     from splitkit._torch import group_of_dimensions
 
-    mesh = work.mesh if isinstance(work, CapturedStep) else None
-    return None if mesh is None else group_of_dimensions(mesh, STAGES, REPLICAS)
+    return None if work.mesh is None else group_of_dimensions(work.mesh, STAGES, REPLICAS)
 
 
 def schedule_or_order(word: str) -> str | PipelineOrder:
@@ -284,7 +281,7 @@ def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
 
 def _steps(
     args: Namespace,
-    work: CapturedModel | CapturedStep,
+    work: CapturedModel,
     pipe: Pipeline,
     optimizer: Any,
     beside: ReferenceModel | None,
@@ -325,7 +322,7 @@ def _steps(
     }
 
 
-def batch_of(work: CapturedModel | CapturedStep, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make a batch of different microbatches: the example's inputs, each rolled along the last dimension."""
     return rank_process.rolled_batch(work.example, count, step, work.source.seed)
 

@@ -10,13 +10,14 @@ from splitkit.checks import nbytes
 from splitkit.cli import source
 from splitkit.cli.commands import plan_training
 from splitkit.cli.common import (
-    TRAINING,
     CapturedModel,
     check_drawn_schedule,
     decoded,
+    is_step,
     links_asked,
     plan_file,
     planned_by,
+    prepare_step,
     read_plan,
     versions,
 )
@@ -31,7 +32,6 @@ from splitkit.files import suffix_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from splitkit.cli.commands.plan_training import CapturedStep
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.pipeline.run import ScheduleRun
     from splitkit.pipeline.stage_costs import StageCosts
@@ -47,7 +47,7 @@ def run(args: Namespace) -> Outcome:
     optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
     file = plan_file(args, takes=("costs", "training"))
-    if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
+    if file is not None and is_step(file):
         return _halves(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
         args.training = True  # plan by forward and backward, as the page draws both
@@ -87,10 +87,9 @@ def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
         raise UsageError(
             "SK601", reason, f"Leave it out, or plan stages: splitkit plan MODEL --devices 4xh200 -o {args.target}"
         )
-    work = plan_training.prepare_step(source.from_plan(args.target, file, args))
+    work = prepare_step(source.from_plan(args.target, file, args))
     with work.clock.step("view", "dividing the step"):
-        graph = work.joint.graph_module.graph
-        plan = decoded(graph, args.target, file)
+        plan = decoded(work.gm.graph, args.target, file)
         text = drawn(args.output, work.joint.split(plan), memory=memory, title=work.source.spec)
     return _outcome(args, work, text)
 
@@ -109,13 +108,13 @@ def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcom
             reason = f"--{name} cannot be combined with {args.target}, a plan of a training step in stages"
             raise UsageError("SK601", reason, "Leave it out; such a page takes --costs, --schedule and --memory.")
     wanted = source.from_plan(args.target, file, args)
-    work, given = plan_training.priced_step(args, wanted) if args.costs else (plan_training.prepare_step(wanted), None)
+    work, given = plan_training.priced_step(args, wanted) if args.costs else (prepare_step(wanted), None)
     optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
     with work.clock.step("view", "dividing the step"):
-        plan = decoded(work.joint.graph_module.graph, args.target, file)
+        plan = decoded(work.gm.graph, args.target, file)
         step = work.joint.split(plan)
         assert isinstance(step, StagedStep)
-        costs = given or costs_of_plan(plan, work.joint.graph_module)
+        costs = given or costs_of_plan(plan, work.gm)
         run = None
         if args.schedule is not None:
             require_times(costs)
@@ -146,7 +145,7 @@ def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
     return CaptureError(error.code, error.reason, f"{args.output} shows what was reached. {error.remedy}", error.nodes)
 
 
-def _outcome(args: Namespace, work: CapturedModel | CapturedStep, text: str) -> Outcome:
+def _outcome(args: Namespace, work: CapturedModel, text: str) -> Outcome:
     data: dict[str, Any] = {
         "command": "view",
         "model": work.source.to_dict(),
