@@ -23,11 +23,17 @@ from splitkit.plans.record import Plan, plan_of
 from splitkit.prices import price_name, require_costs, unit_of
 from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.short_repr import brief
-from splitkit.studies.explanation.compared_figures import ComparedFigure, compared_stages, compared_steps, figure_text
 from splitkit.studies.explanation.explain import graph_of_plan, recorded_policy
 from splitkit.studies.explanation.recompute_explanation import choices_of, staged_step
 from splitkit.studies.explanation.stage_explanation import folded_modules
-from splitkit.studies.explanation.told import Section, Told
+from splitkit.studies.explanation.told import (
+    ComparedFigure,
+    Section,
+    Told,
+    compared_stages,
+    compared_steps,
+    figure_text,
+)
 from splitkit.view.data.report import part_title
 from splitkit.view.tables import table
 
