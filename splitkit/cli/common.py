@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import factories, source
 from splitkit.cli.source import Source
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import is_program, with_loss
 from splitkit.testing.models import Example
+from splitkit.training.stage_parts import stage_part
 from splitkit.view.console import show_spinner
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from splitkit.costs import Costs, Device, Links
     from splitkit.frontends.joint_capture import Joint
     from splitkit.plans.record import Plan
+    from splitkit.runtime.ranks.pipeline import Pipeline
 
 
 PRICES = ("flops", "unit", "measured", "roofline", "fused")
@@ -435,3 +438,82 @@ def versions() -> dict[str, str]:
     import torch
 
     return {"splitkit": sk.__version__, "torch": torch.__version__}
+
+
+# What a plan file of a training step in stages says without its graph, and which option it does not accept.
+
+
+def stages_of_file(file: Mapping[str, Any]) -> int:
+    """Return the number of stages of a plan of a training step; 0 if it is not in stages."""
+    parts = file.get("parts")
+    keys = [part.get("key") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    found = [part.stage for key in keys if isinstance(key, list) and (part := stage_part(tuple(key))) is not None]
+    return max(found, default=-1) + 1
+
+
+def require_own_recompute(args: Namespace) -> None:
+    """Refuse ``--recompute`` for a plan of a training step.
+
+    Raises:
+        UsageError: SK601.
+    """
+    if args.recompute:
+        raise UsageError(
+            "SK601",
+            f"--recompute cannot be combined with {args.target}, a plan of a training step, which says what is "
+            "recomputed",
+            "Leave it out; for less memory, plan with a limit: --policy \"Pipeline(2, memory='1GiB')\".",
+        )
+
+
+# Applies the flags of commands to the parts of a plan and to their modules.
+
+
+def with_part_flags(plan: Plan, args: Namespace) -> Plan:
+    """Return the plan with the replicas of ``--dp``, and with checkpointed parts for ``--recompute``."""
+    if args.dp is not None:
+        plan = replace(plan, parts={key: replace(part, replicas=args.dp) for key, part in plan.parts.items()})
+    return with_recompute(plan, args)
+
+
+def with_recompute(plan: Plan, args: Namespace, gm: fx.GraphModule | None = None) -> Plan:
+    """Return the plan, with checkpointed parts for ``--recompute``.
+
+    Args:
+        plan: the plan.
+        args: the arguments of the command.
+        gm: the graph; without it nothing is checked, as before a split, which checks itself.
+
+    Raises:
+        PlanError: SK207 for parts with effects, which cannot run again.
+    """
+    if not args.recompute:
+        return plan
+    from splitkit.graph.dataflow import analyze
+    from splitkit.plans.record import check_checkpoints, checkpointed
+
+    made = checkpointed(plan)
+    if gm is not None:
+        check_checkpoints(analyze(gm), made)
+    return made
+
+
+def require_compiler(args: Namespace) -> None:
+    """Refuse ``--compile`` without a C++ compiler, before the model is made.
+
+    Raises:
+        UsageError: SK601.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if args.compile == "inductor" and shutil.which(compiler) is None:
+        raise UsageError(
+            "SK601", f"--compile needs a C++ compiler, and {compiler} is not found", "Install it, set CXX, or use "
+            "--compile=aot_eager.",
+        )  # fmt: skip
+
+
+def compile_parts(pipe: Pipeline, backend: str | None) -> None:
+    """Let each part of this rank be compiled at its first microbatch, with the random numbers of eager mode."""
+    options = {"options": {"fallback_random": True}} if backend == "inductor" else {}
+    for part in pipe.modules if backend else ():
+        part.compile(backend=backend, **options)

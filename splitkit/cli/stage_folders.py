@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from splitkit.cli import source
-from splitkit.cli.common import CapturedModel, Stopwatch, prepare, versions
-from splitkit.cli.part_flags import with_part_flags
+from splitkit.cli.common import CapturedModel, Stopwatch, prepare, versions, with_part_flags
 from splitkit.cli.source import Source
 from splitkit.errors import PipelineError, SplitError, UsageError
 from splitkit.testing.models import Example

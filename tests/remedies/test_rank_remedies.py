@@ -17,7 +17,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
-from splitkit.cli.part_flags import with_part_flags
+from splitkit.cli.common import with_part_flags
 from splitkit.errors import PipelineError
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.schedules import pipeline_order

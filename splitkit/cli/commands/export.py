@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import placement
 from splitkit.cli.commands.train import schedule_or_order
-from splitkit.cli.common import decoded, is_step, plan_file, planned_by, prepare_step
+from splitkit.cli.common import decoded, is_step, plan_file, planned_by, prepare_step, with_recompute
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.source import from_plan
 from splitkit.errors import UsageError
 from splitkit.exports.format_list import WRITES

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher, rank_process, source, stage_folders
+from splitkit.cli import launcher, source, stage_folders
 from splitkit.cli.commands.train import planned_together, words_for_ranks
 from splitkit.cli.common import example_of, plan_file, policy_of, require_policy_option
 from splitkit.cli.outcome import Outcome, seconds_text
@@ -38,7 +38,7 @@ def run(args: Namespace) -> Outcome:
     if args.how is None and not args.target.endswith(".json") and not stage_folders.is_folder(args.target):
         args.how = DECODER
     if "RANK" in os.environ:
-        data = rank_process.in_group(lambda: _generate(args), args.timeout)
+        data = launcher.in_group(lambda: _generate(args), args.timeout)
         return Outcome(data, _text(data), quiet=data["rank"] != 0)
     if not (args.prompt or args.prompt_ids or args.requests):
         raise UsageError("SK601", "there is nothing to continue", "Give --prompt, --prompt-ids or --requests.")

@@ -19,13 +19,11 @@ from splitkit.cli.common import (
     planned_by,
     prepare_step,
     read_plan,
+    stages_of_file,
     versions,
+    with_recompute,
 )
-from splitkit.cli.outcome import Outcome
-from splitkit.cli.outputs import write_outputs
-from splitkit.cli.pages import drawn, wrote
-from splitkit.cli.part_flags import with_recompute
-from splitkit.cli.staged_plan_files import stages_of_file
+from splitkit.cli.outcome import Outcome, drawn, write_outputs, wrote
 from splitkit.errors import CaptureError, UsageError
 from splitkit.files import suffix_of
 

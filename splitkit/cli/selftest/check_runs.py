@@ -1,6 +1,6 @@
 """Lists the checks of a device, and runs them: one after the other, in processes that a failed check ends alone.
 
-A worker (`splitkit.cli.selftest.worker`) runs the checks that are left, and prints what it finds as lines of JSON. When
+A worker (`splitkit.cli.selftest.checks`) runs the checks that are left, and prints what it finds as lines of JSON. When
 a check raises, crashes or takes too long, its worker is ended, and a new one goes on with the next check: an error of a
 GPU stays in the process that had it.
 """
@@ -104,7 +104,7 @@ class _Worker:
 
     def __init__(self, devices: Sequence[str], left: list[str], end: float) -> None:
         self.left, self.end = left, end
-        words = [sys.executable, "-m", "splitkit.cli.selftest.worker", json.dumps([*devices]), json.dumps(left)]
+        words = [sys.executable, "-m", "splitkit.cli.selftest.checks", json.dumps([*devices]), json.dumps(left)]
         env = os.environ | {"PYTHONUNBUFFERED": "1"}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
