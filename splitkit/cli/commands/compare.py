@@ -26,7 +26,7 @@ def run(args: Namespace) -> Outcome:
         raise FileError("SK502", f"the plans are for different graphs: {reason}", "Compare plans of one kind.")
     work = prepare_for(first, source.from_plan(args.target, first, args))
     plans = decoded(work.gm.graph, args.target, first), decoded(work.gm.graph, args.other, second)
-    from splitkit.studies.explanation.compare_plans import compare_plans
+    from splitkit.studies.explanation.explain import compare_plans
 
     with work.clock.step("compare", "pricing both plans"):
         found = compare_plans(*plans)

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher, source, stage_folders
+from splitkit.cli import launcher, source
 from splitkit.cli.commands.train import planned_together, words_for_ranks
-from splitkit.cli.common import example_of, plan_file, policy_of, require_policy_option
+from splitkit.cli.common import (
+    checked_generation_record,
+    example_of,
+    is_folder,
+    plan_file,
+    policy_of,
+    require_fitting_options,
+    require_policy_option,
+)
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.testing.config_files import checkpoint_beside, is_config
@@ -35,7 +43,7 @@ _SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit generate``: start the ranks, or be one of them."""
-    if args.how is None and not args.target.endswith(".json") and not stage_folders.is_folder(args.target):
+    if args.how is None and not args.target.endswith(".json") and not is_folder(args.target):
         args.how = DECODER
     if "RANK" in os.environ:
         data = launcher.in_group(lambda: _generate(args), args.timeout)
@@ -58,8 +66,8 @@ def _stages(args: Namespace) -> int:
         UsageError: SK601 for a plan of something else than a decoder, or without a number of stages.
         FileError: SK50x for a plan or a folder of stages that cannot be read.
     """
-    stage_folders.require_fitting_options(args)
-    if stage_folders.is_folder(args.target):
+    require_fitting_options(args)
+    if is_folder(args.target):
         from splitkit.runtime import open_stages
 
         held = open_stages(args.target, args.weights)
@@ -137,8 +145,8 @@ def _generate(args: Namespace) -> dict[str, Any]:
 
 def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]:
     """Return the split of this rank or the folder of stages, a record of the model, and what else generation needs."""
-    stage_folders.require_fitting_options(args)
-    if not stage_folders.is_folder(args.target):
+    require_fitting_options(args)
+    if not is_folder(args.target):
         work, plan = planned_together(args)
         assert not work.trains, "the plan of a training step is refused before ranks start"
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
@@ -154,7 +162,7 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
             "Plan with --how decoder, and split again.",
         )
     record = held.manifest.value.get("model")
-    needed = stage_folders.checked_generation_record(held.manifest["generation"])
+    needed = checked_generation_record(held.manifest["generation"])
     if DecoderChain.of(held.chain).inputs.whole and not int(os.environ["RANK"]):
         # its weights are read from the folder, or from --weights
         needed["model"] = example_of(source.from_plan(args.target, held.manifest.value, args)).model.eval()

@@ -14,9 +14,18 @@ from torch.fx import Node
 
 import splitkit as sk
 from splitkit import files
-from splitkit.cli import source, stage_folders
+from splitkit.cli import source
 from splitkit.cli.commands.train import split_as_planned
-from splitkit.cli.common import CapturedModel, decoded, plan_file, planned, prepare_step, stages_of_file, versions
+from splitkit.cli.common import (
+    CapturedModel,
+    decoded,
+    plan_file,
+    planned,
+    prepare_step,
+    save_stage_folder,
+    stages_of_file,
+    versions,
+)
 from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome
 from splitkit.engine.staged_step import StagedStep
@@ -139,7 +148,7 @@ def _write(
             (draft / f"{name}.py").write_text(_readable(part), encoding="utf-8")
         (draft / "parent.py").write_text(source.module.code.lstrip(), encoding="utf-8")
         plan_file.write_json(draft / "split.json", data)
-        lacks = stage_folders.save_stage_folder(draft, split, work)
+        lacks = save_stage_folder(draft, split, work)
         draft.chmod(0o755)
         _move(draft, target)
         return lacks

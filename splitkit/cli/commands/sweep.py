@@ -213,7 +213,7 @@ def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = 
     each: list[Any] = [*(training_combinations(*numbers, args.chunks) if trains else combinations(*numbers))]
     check_costs(args.costs)
     work, costs = (_priced_step if trains else _priced_model)(args, wanted, file, devices)
-    given = costs, memory, links, args.optimizer or "adam"
+    given: tuple[Any, ...] = (costs, memory, links, args.optimizer or "adam")
     sweeper: Sweeper | TrainingSweeper
     if trains:
         sweeper = TrainingSweeper(work.joint, *given, offload=args.offload, host=args.host)

@@ -14,17 +14,20 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import DIFFERENT, launcher, source, stage_folders
+from splitkit.cli import DIFFERENT, launcher, source
 from splitkit.cli.common import (
     TRAINING,
     CapturedModel,
     compile_parts,
     decoded,
+    is_folder,
+    open_folder,
     plan_file,
     planner,
     policy_of,
     prepare_for,
     require_compiler,
+    require_fitting_options,
     require_own_recompute,
     require_policy_option,
     stages_of_file,
@@ -234,9 +237,9 @@ def _train(args: Namespace) -> dict[str, Any]:
 
 def _split(args: Namespace) -> tuple[CapturedModel, Any]:
     """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
-    stage_folders.require_fitting_options(args)
-    if stage_folders.is_folder(args.target):
-        return stage_folders.opened(args)
+    require_fitting_options(args)
+    if is_folder(args.target):
+        return open_folder(args)
     work, plan = planned_together(args)
     return work, split_as_planned(work, with_part_flags(plan, args))
 
@@ -449,7 +452,7 @@ def require_target(args: Namespace) -> None:
         FileError: SK50x for a plan or a folder of stages that cannot be read, or is damaged.
         ScheduleError: SK330 for a schedule that does not allow these numbers of stages and processes.
     """
-    if stage_folders.is_folder(args.target):
+    if is_folder(args.target):
         _require_folder(args)
         return
     file = plan_file(args)
