@@ -589,7 +589,7 @@ def add_export(commands: Commands[Parser]) -> None:
     )
     add_recompute(group)
     add_model_options(parser)
-    add_policy_options(parser, "policy (with MODEL)")
+    add_policy_options(parser)
 
 
 def add_import(parser: argparse._ActionsContainer) -> None:

@@ -245,7 +245,7 @@ def add_plan_or_model(parser: Parser) -> None:
     """Add the arguments for a plan file, or a model and a policy."""
     add_plan_target(parser)
     add_model_options(parser)
-    add_policy_options(parser, "policy (with MODEL)")
+    add_policy_options(parser)
 
 
 def add_plan_target(parser: Parser) -> None:
@@ -286,13 +286,13 @@ def add_model_options(parser: Parser) -> None:
     group.add_argument("--seed", type=natural, metavar="N", help="random seed of weights and inputs (default 0)")
 
 
-def add_policy_options(parser: Parser, title: str, costs: str = "flops") -> None:
+def add_policy_options(parser: Parser) -> None:
     """Add the options of a policy and its prices."""
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group("policy (with MODEL)")
     one = group.add_mutually_exclusive_group()
     add_number(one, "--stages", "N pipeline stages; short for --policy 'Stages(N)'")
     one.add_argument("--policy", metavar="EXPR", help="a policy with its parameters; see `splitkit policies`")
-    add_costs(group, costs)
+    add_costs(group, "flops")
     add_training(group)
 
 
@@ -301,7 +301,7 @@ def add_training(group: argparse._ArgumentGroup) -> None:
     add_flag(group, "--training", "add the cost of each node's backward", default=None)
 
 
-def add_costs(group: argparse._ArgumentGroup, default: str = "flops") -> None:
+def add_costs(group: argparse._ArgumentGroup, default: str) -> None:
     """Add ``--costs``."""
     group.add_argument(
         "--costs",

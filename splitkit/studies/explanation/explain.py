@@ -287,14 +287,9 @@ def _matched(flow: Dataflow, first: Plan, second: Plan) -> dict[PartKey, PartKey
     many nodes as possible stay where they are.
     """
     homes = [(first.home(node), second.home(node)) for node in flow.nodes]
-    exact = {theirs: ours for ours, theirs in homes}
-    one_to_one = len(set(homes)) == len(exact) == len({ours for ours, _ in homes})
-    if (
-        one_to_one
-        and exact.get(PARENT, PARENT) is PARENT
-        and PARENT not in {o for t, o in exact.items() if t is not PARENT}
-    ):
-        return {key: exact[key] for key in second.parts if key in exact}
+    exact = paired(homes, list(first.parts), list(second.parts))
+    if all(exact.get(theirs, theirs) == ours for ours, theirs in homes):
+        return exact
     known = {key: key for key in second.parts if key in first.parts}
     ours, theirs = ([k for k in plan.parts if k not in known] for plan in (first, second))
     return known | paired(homes, ours, theirs)

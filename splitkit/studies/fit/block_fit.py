@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -96,6 +96,12 @@ class BlockFit(ABC):
 
     subject: FitModel
     blocks: Sequence[ModelBlock]
+    _steps: Mapping[int, Any]
+
+    @property
+    def line(self) -> list[ModelBlock]:
+        """The blocks in the order in which they run; some step must have been run."""
+        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
 
     @abstractmethod
     def holding(self, devices: int, tokens: int) -> Holding:
@@ -156,11 +162,6 @@ class InferenceFit(BlockFit):
         if tokens not in self._steps:
             self._steps[tokens] = inference_step(self.subject, self.blocks, tokens, self.requests, self.chunk)
         return self._steps[tokens]
-
-    @property
-    def line(self) -> list[ModelBlock]:
-        """The blocks in the order in which they run; some step must have been run."""
-        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
 
     def holds(self, step: StepBytes, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks, in one step."""
@@ -547,11 +548,6 @@ class TrainingFit(BlockFit):
         if tokens not in self._steps:
             self._steps[tokens] = training_step(self.subject, self.blocks, tokens, self.sequences)
         return self._steps[tokens]
-
-    @cached_property
-    def line(self) -> list[ModelBlock]:
-        """The blocks in the order in which they run; some step must have been run."""
-        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
         """Return the most microbatches that each of so many stages holds between forward and backward.
