@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib import import_module
-from typing import cast
 
 from splitkit.cli import distribution
 from splitkit.cli.launcher import end_with_launcher, raise_interrupt, remembered_interrupts
@@ -75,7 +74,9 @@ def _run(args: Namespace) -> int:
     quiet = nullcontext() if args.debug else _silence()
     with quiet, redirect_stdout(sys.stderr) if args.json else nullcontext(), _own_output():
         load_own_schedules(args)
-        outcome = _command(args)
+        command = import_module(f"splitkit.cli.commands.{args.command}")
+        raise_interrupt()
+        outcome: Outcome = command.run(args)
     aside = write_outputs(outcome.files)
     if outcome.quiet:
         return outcome.code
@@ -112,12 +113,6 @@ def _own_output() -> Iterator[None]:
 def _warn(message: Warning | str, *where: object, **others: object) -> None:
     """Print a warning without the line of Python code that raised it, which means nothing to a user."""
     print(f"warning: {message}", file=sys.stderr)
-
-
-def _command(args: Namespace) -> Outcome:
-    module = import_module(f"splitkit.cli.commands.{args.command}")
-    raise_interrupt()
-    return cast(Outcome, module.run(args))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Defines what a command returns: data for ``--json``, text for people, files and an exit code."""
+"""What a command returns: data for ``--json``, text for people, an exit code, and files and pages to write."""
 
 from __future__ import annotations
 

@@ -108,11 +108,6 @@ def _require_no_checkpoint(spec: str, before: str) -> None:
         raise UsageError("SK601", reason, f"{before}Add --weights {found}.")
 
 
-def _weights(args: Namespace, model: Any) -> str | None:
-    """Return where the weights come from, if not from the factory of the model."""
-    return args.weights or ("random, since a configuration has none" if is_config(_spec(model)) else None)
-
-
 def _generate(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -126,7 +121,7 @@ def _generate(args: Namespace) -> dict[str, Any]:
         cache_tokens=args.cache_tokens,
         chunk=args.chunk,
     )
-    rank = dist.get_rank()
+    rank, invented = dist.get_rank(), is_config(_spec(record))
     encode, decode = _tokenizer(args) if not rank else (None, None)
     start = time.perf_counter()
     results = generator.generate(_requests(args, encode) if not rank else ())
@@ -136,7 +131,7 @@ def _generate(args: Namespace) -> dict[str, Any]:
         "rank": rank,
         "model": record,
         "note": split.plan.note,
-        "weights": _weights(args, record),
+        "weights": args.weights or ("random, since a configuration has none" if invented else None),
         "results": [_described(result, decode) for result in results],
         "seconds": seconds,
         "ranks": from_every({"rank": rank, "weights": generator.stage.weight_bytes()}, None),

@@ -57,7 +57,9 @@ def plan_for_devices(args: Namespace) -> Outcome:
         check_drawn_schedule(args, args.devices)
     work = prepare(wanted_model)
     with work.clock.step("plan", f"planning {wanted.devices or f'{wanted.stages} stages'}", policy):
-        costs = _prices(work, args, wanted)
+        # without a schedule, training adds backward
+        backward = args.training or (wanted.optimizer is not None and wanted.schedule is None)
+        costs = prices(work, args.costs, backward, wanted.devices.devices[0] if wanted.devices else None)
         found = sk.plan(work.gm, policy, costs, on_cycle=args.on_cycle or "error")
         purpose: Any = "training" if wanted.optimizer else "inference"
         asked = replace(found.request, purpose=purpose, optimizer=wanted.optimizer)
@@ -74,14 +76,22 @@ def plan_for_devices(args: Namespace) -> Outcome:
         "placement": wanted.to_dict(),
         "report": report.to_dict(),
         "ranks": [rank.to_dict(number) for number, rank in enumerate(ranks)],
-        "step": _step(run) if run else None,
+        "step": {name: value for name, value in run.to_dict().items() if name != "ranks"} if run else None,
         "seconds": work.clock.seconds,
         "file": args.output,
         "next": _next(args, work, ranks),
         "trace": args.trace,
-        "messages": _messages(ordered, args.order),
+        "messages": None,
     }
-    written = _files(args, work, made, run, ordered)
+    written: dict[str, Mapping[str, Any] | str] = {}
+    if args.trace and run:
+        written[args.trace] = run.to_chrome_trace()
+    if ordered is not None:
+        written[args.order] = order_to_csv(ordered.order)
+        figures = {"seconds": ordered.seconds, "bound": ordered.bound, "gap": ordered.gap}
+        data["messages"] = {"file": args.order, **figures}
+    if args.output:
+        written[args.output] = {**made.to_dict(), "model": source.source_record(work.source, args.output), **versions()}
     written_lines = [f"wrote {path}{f' {FOR_PERFETTO}' if path == args.trace else ''}" for path in written]
     if args.view:
         limits = {wanted.limit(rank) for rank in range(len(ranks))}
@@ -103,26 +113,6 @@ def _next(args: Namespace, work: CapturedModel, ranks: Sequence[RankRow]) -> str
         return None
     schedule = args.order or args.schedule_text
     return next_command(work.source, args.output, sum(rank.replicas for rank in ranks), schedule)
-
-
-def _prices(work: CapturedModel, args: Namespace, wanted: Placement) -> Costs:
-    """Return the prices of ``--costs``, or the first device's roofline; without a schedule, training adds backward."""
-    backward = args.training or (wanted.optimizer is not None and wanted.schedule is None)
-    return prices(work, args.costs, backward, wanted.devices.devices[0] if wanted.devices else None)
-
-
-def _files(
-    args: Namespace, work: CapturedModel, made: Plan, run: ScheduleRun | None, ordered: OrderedMessages | None
-) -> dict[str, Mapping[str, Any] | str]:
-    """Return path -> data of the files to write."""
-    wanted: dict[str, Mapping[str, Any] | str] = {}
-    if args.trace and run:
-        wanted[args.trace] = run.to_chrome_trace()
-    if ordered is not None:
-        wanted[args.order] = order_to_csv(ordered.order)
-    if args.output:
-        wanted[args.output] = {**made.to_dict(), "model": source.source_record(work.source, args.output), **versions()}
-    return wanted
 
 
 def _ranks(
@@ -155,18 +145,6 @@ def _ordered(run: ScheduleRun) -> OrderedMessages:
     assert transport is not None, "of a simulated step"
     devices = [name for names in transport.devices for name in names]
     return sk.order_messages(run.stages, run.order, links=transport.links, devices=devices)
-
-
-def _messages(ordered: OrderedMessages | None, file: str | None) -> dict[str, Any] | None:
-    """Return the step with its messages in order as data."""
-    if ordered is None:
-        return None
-    return {"file": file, "seconds": ordered.seconds, "bound": ordered.bound, "gap": ordered.gap}
-
-
-def _step(run: ScheduleRun) -> dict[str, Any]:
-    """Return the step as data, without its ranks."""
-    return {name: value for name, value in run.to_dict().items() if name != "ranks"}
 
 
 def _summary(wanted: Placement, claim: Claim | None, ranks: Sequence[RankRow], data: dict[str, Any]) -> dict[str, str]:

@@ -368,10 +368,7 @@ def next_plan(source: Source, costs: str | None, found: Sweep) -> str | None:
     words += ["--eval"] if source.mode == "eval" else []
     words += ["--loss", source.loss] if source.loss else []
     words += ["--costs", costs] if costs else []
-    words += ["--what", TRAINING, "--policy", _in_shell(policy_text(policy))]
+    text = policy_text(policy)
+    text = text if '"' in text else text.replace("'", '"')  # single quotes enclose the policy in a shell
+    words += ["--what", TRAINING, "--policy", text]
     return plan_command(source.spec, source.sizes, words)
-
-
-def _in_shell(text: str) -> str:
-    """Return a policy with its texts in double quotes: single ones enclose the policy in a shell."""
-    return text if '"' in text else text.replace("'", '"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -50,23 +51,14 @@ def fitting_layout(count: int, limits: Sequence[float], holds: Holding) -> list[
     """
     found, start = [], 0
     for device, limit in enumerate(limits):
-        end = _furthest(count, start, partial(_fits, holds, device, start, limit))
+        end = start + bisect_left(range(start + 1, count + 1), True, key=partial(_exceeds, holds, device, start, limit))
         found.append((start, end))
         start = end
     return found if start == count else None
 
 
-def _fits(holds: Holding, device: int, start: int, limit: float, end: int) -> bool:
-    return holds(device, start, end).total <= limit
-
-
-def _furthest(count: int, start: int, fits: Callable[[int], bool]) -> int:
-    """Return the last end from ``start`` to ``count`` that fits; all before it fit."""
-    low, high = start, count
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
+def _exceeds(holds: Holding, device: int, start: int, limit: float, end: int) -> bool:
+    return holds(device, start, end).total > limit
 
 
 def most_even_layout(count: int, limits: Sequence[int], holds: Holding) -> list[Range]:
