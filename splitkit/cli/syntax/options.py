@@ -39,14 +39,11 @@ class Parser(argparse.ArgumentParser):
         elif reason.endswith("expected one argument") and option and (value := self._negative_value(option[1])):
             reason, help_text = f"{option[1]} {value} is below zero", f"Write {option[1]} {value[1:]}. {help_text}"
         elif reason.endswith("expected one argument") and option:
-            help_text = f"Write {option[1]}={self._metavar(option[1])}. {help_text}"
+            action = self._option_string_actions[option[1]]  # argparse has no public name for it
+            help_text = f"Write {option[1]}={action.metavar or action.dest.upper()}. {help_text}"
         elif wrong := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             help_text = nearest(wrong[1], [word.strip("' ") for word in wrong[2].split(",")], help_text)
         raise UsageError("SK601", reason, help_text)
-
-    def _metavar(self, option: str) -> str:
-        action = self._option_string_actions[option]  # argparse has no public name for it
-        return str(action.metavar or action.dest.upper())
 
     def format_help(self) -> str:
         """Return the help with a short usage line: argparse would list all options there, and again below."""

@@ -120,10 +120,6 @@ def _value(text: str, node: ast.expr) -> Any:
     """Return a literal, or the policy that a parameter is: ``SplitBackward(policy=MinCut())``."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return _parsed(ast.unparse(node), node)
-    return _literal(text, node)
-
-
-def _literal(text: str, node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
@@ -235,7 +231,8 @@ def builtins() -> dict[str, Builtin]:
     found: dict[str, Builtin] = {}
     for statement in ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith(f"{PACKAGE}."):
-            source = _source(folder, (statement.module or "").removeprefix(f"{PACKAGE}."))
+            file = folder / f"{(statement.module or '').removeprefix(f'{PACKAGE}.')}.py"
+            source = file.read_text(encoding="utf-8")
             classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
             for alias in statement.names:
                 if alias.name in classes and _assigns(classes[alias.name]):
@@ -246,12 +243,6 @@ def builtins() -> dict[str, Builtin]:
 def installed() -> dict[str, EntryPoint]:
     """Return name -> entry point of the policies of other packages, without loading them."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
-
-
-def _source(folder: Path, module: str) -> str:
-    path = folder.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return file.read_text(encoding="utf-8")
 
 
 def _assigns(node: ast.ClassDef) -> bool:
