@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import torch
 
-from splitkit.cli.selftest import check_runs, checks
+from splitkit.cli.selftest import check_runs
+from splitkit.cli.selftest import device_checks as checks
 from splitkit.cli.selftest.check_runs import FAILED, NOT_RUN, OK, SECONDS, Finding, run_checks
-from splitkit.cli.selftest.checks import exact_products
+from splitkit.cli.selftest.device_checks import exact_products
 
 WORKER = """
 import json, os, signal, sys, time
@@ -72,7 +73,7 @@ def test_a_sanitizer_watches_the_same_check(monkeypatch, tmp_path):
         tool.chmod(0o755)
         found = checks._races("streams: offload", cuda)
         assert found.verdict == verdict
-    words = f"--tool racecheck --error-exitcode 9 {sys.executable} -m splitkit.cli.selftest.checks"
+    words = f"--tool racecheck --error-exitcode 9 {sys.executable} -m splitkit.cli.selftest.device_checks"
     assert found.trace == f'{words} ["cuda:0"] ["streams: offload"] 1\n'
     assert checks._races("streams: offload", torch.device("cpu")).verdict == NOT_RUN
 

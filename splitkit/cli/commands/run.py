@@ -20,7 +20,6 @@ from splitkit.view.tables import facts, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.engine.pair import Pair
     from splitkit.engine.split import Split
     from splitkit.frontends.step_module import DividedStep
     from splitkit.memory.profile import MemoryProfile
@@ -104,6 +103,7 @@ def run_step(args: Namespace, file: dict[str, Any]) -> Outcome:
     wanted = source.from_plan(args.target, file, args)
     require_one_rank(wanted.mesh, "run")
     work = prepare_step(wanted)
+    from splitkit.engine.pair import Pair
     from splitkit.frontends.step_module import DividedStep
     from splitkit.testing import timing
 

@@ -1,6 +1,6 @@
 """Lists the checks of a device, and runs them: one after the other, in processes that a failed check ends alone.
 
-A worker (`splitkit.cli.selftest.checks`) runs the checks that are left, and prints what it finds as lines of JSON. When
+A worker (`splitkit.cli.selftest.device_checks`) runs the checks that are left, and prints what it finds as lines of JSON. When
 a check raises, crashes or takes too long, its worker is ended, and a new one goes on with the next check: an error of a
 GPU stays in the process that had it.
 """
@@ -105,7 +105,7 @@ def _findings(devices: Sequence[str], left: list[str], end: float) -> Iterator[F
 
     Takes the checks that have run off the list, and starts none at the end.
     """
-    words = [sys.executable, "-m", "splitkit.cli.selftest.checks", json.dumps([*devices]), json.dumps(left)]
+    words = [sys.executable, "-m", "splitkit.cli.selftest.device_checks", json.dumps([*devices]), json.dumps(left)]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     with (
         TemporaryFile("w+", encoding="utf-8") as said,

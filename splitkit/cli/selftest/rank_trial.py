@@ -1,4 +1,4 @@
-"""One rank of `splitkit.cli.selftest.checks`: trains a small model in stages beside the unsplit model."""
+"""One rank of `splitkit.cli.selftest.device_checks`: trains a small model in stages beside the unsplit model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 
 import splitkit as sk
-from splitkit.cli.selftest.checks import exact_products, small
+from splitkit.cli.selftest.device_checks import exact_products, small
 from splitkit.policies import Pipeline, Stages
 from splitkit.runtime import pipeline
 from splitkit.testing.pipeline_check import UnsplitModel

@@ -259,7 +259,13 @@ def _races(check: str, device: torch.device) -> Finding:
     if tool is None or device.type != "cuda":
         reason = "compute-sanitizer is not installed" if tool is None else f"it watches CUDA only, not {device}"
         return Finding(check, what, reason, "", NOT_RUN)
-    worker = [sys.executable, "-m", "splitkit.cli.selftest.checks", json.dumps([str(device)]), json.dumps([check])]
+    worker = [
+        sys.executable,
+        "-m",
+        "splitkit.cli.selftest.device_checks",
+        json.dumps([str(device)]),
+        json.dumps([check]),
+    ]
     words = [tool, "--tool", "racecheck", "--error-exitcode", "9", *worker]
     ended = subprocess.run(words, env=os.environ | {_INSIDE: "1"}, capture_output=True, text=True)
     if ended.returncode == 0:
