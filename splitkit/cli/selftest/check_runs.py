@@ -1,8 +1,8 @@
 """Lists the checks of a device, and runs them: one after the other, in processes that a failed check ends alone.
 
-A worker (`splitkit.cli.selftest.device_checks`) runs the checks that are left, and prints what it finds as lines of JSON. When
-a check raises, crashes or takes too long, its worker is ended, and a new one goes on with the next check: an error of a
-GPU stays in the process that had it.
+A worker (`splitkit.cli.selftest.device_checks`) runs the checks that are left, and prints what it finds as lines of
+JSON. When a check raises, crashes or takes too long, its worker is ended, and a new one goes on with the next check: an
+error of a GPU stays in the process that had it.
 """
 
 from __future__ import annotations
