@@ -213,12 +213,13 @@ def sweep_stages(args: Namespace, wanted: Source, file: dict[str, Any] | None = 
     each: list[Any] = [*(training_combinations(*numbers, args.chunks) if trains else combinations(*numbers))]
     check_costs(args.costs)
     work, costs = (_priced_step if trains else _priced_model)(args, wanted, file, devices)
-    given: tuple[Any, ...] = (costs, memory, links, args.optimizer or "adam")
+    optimizer: Any = args.optimizer or "adam"
     sweeper: Sweeper | TrainingSweeper
     if trains:
-        sweeper = TrainingSweeper(work.joint, *given, offload=args.offload, host=args.host)
+        room = {"offload": args.offload, "host": args.host}
+        sweeper = TrainingSweeper(work.joint, costs, memory, links, optimizer, **room)
     else:
-        sweeper = Sweeper(work.gm, *given, bool(args.recompute))
+        sweeper = Sweeper(work.gm, costs, memory, links, optimizer, bool(args.recompute))
     with work.clock.step("sweep", ""):
         found = sweeper.sweep([sweeper.row(*one) for one in tracked(each, "planning and simulating")])
     took, spec = work.clock.seconds, work.source.spec
