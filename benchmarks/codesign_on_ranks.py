@@ -28,7 +28,7 @@ from codesign import Rivals
 
 import splitkit as sk
 from splitkit import _torch
-from splitkit.cli.rank_process import rolled_batch
+from splitkit.cli.launcher import rolled_batch
 from splitkit.frontends.joint_capture import Joint
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.search.pipelines.cut_search import CutSearch

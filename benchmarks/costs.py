@@ -26,8 +26,7 @@ from torch.utils.benchmark import Timer
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.costs.measured_prices import Measured
-from splitkit.costs.measuring_run import measured
+from splitkit.costs.measuring_run import Measured, measured
 from splitkit.testing import models
 
 ROUNDS = 7

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from splitkit.runtime.folder.load_weights import load as load
     from splitkit.runtime.generation.generator import serve as serve
     from splitkit.runtime.generation.local_generator import generator as generator
-    from splitkit.studies.explanation.compare_plans import compare_plans as compare_plans
+    from splitkit.studies.explanation.explain import compare_plans as compare_plans
     from splitkit.studies.explore import explore as explore
     from splitkit.studies.fit.fit import fit as fit
     from splitkit.studies.frontier import Frontier as Frontier
@@ -79,7 +79,7 @@ _HOME = {
     "capture_joint": "frontends.joint_capture",
     "checkpoint_context": "frontends.checkpoint_context",
     "compare": "testing.compare",
-    "compare_plans": "studies.explanation.compare_plans",
+    "compare_plans": "studies.explanation.explain",
     "dry_run": "frontends.checkpoint_context",
     "explore": "studies.explore",
     "export": "exports.export",

@@ -15,14 +15,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from importlib import import_module
-from typing import cast
 
-from splitkit.cli import distribution, outputs, own_schedules
-from splitkit.cli.interrupts import raise_interrupt, remembered_interrupts
-from splitkit.cli.outcome import Outcome, jsonable
+from splitkit.cli import distribution
+from splitkit.cli.launcher import end_with_launcher, raise_interrupt, remembered_interrupts
+from splitkit.cli.outcome import Outcome, check_outputs, jsonable, write_outputs
 from splitkit.cli.parser import make_parser
-from splitkit.cli.rank_process import end_with_launcher
-from splitkit.errors import CheckError, NoPlanError, PlanWarning, SplitError, UsageError
+from splitkit.errors import CheckError, NoPlanError, PlanWarning, SplitError, UsageError, nearest
 
 __all__ = ["main"]
 
@@ -72,12 +70,14 @@ def _parse_and_run(words: list[str]) -> int:
 
 
 def _run(args: Namespace) -> int:
-    outputs.check_outputs(args)
+    check_outputs(args)
     quiet = nullcontext() if args.debug else _silence()
     with quiet, redirect_stdout(sys.stderr) if args.json else nullcontext(), _own_output():
-        own_schedules.load_own_schedules(args)
-        outcome = _command(args)
-    aside = outputs.write_outputs(outcome.files)
+        load_own_schedules(args)
+        command = import_module(f"splitkit.cli.commands.{args.command}")
+        raise_interrupt()
+        outcome: Outcome = command.run(args)
+    aside = write_outputs(outcome.files)
     if outcome.quiet:
         return outcome.code
     if args.json:
@@ -113,12 +113,6 @@ def _own_output() -> Iterator[None]:
 def _warn(message: Warning | str, *where: object, **others: object) -> None:
     """Print a warning without the line of Python code that raised it, which means nothing to a user."""
     print(f"warning: {message}", file=sys.stderr)
-
-
-def _command(args: Namespace) -> Outcome:
-    module = import_module(f"splitkit.cli.commands.{args.command}")
-    raise_interrupt()
-    return cast(Outcome, module.run(args))
 
 
 @contextmanager
@@ -173,3 +167,42 @@ def _reader_has_gone() -> int:
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return PIPE_CLOSED
+
+
+# Loads the user's own schedules: ``--schedule my_schedules.py:half_eager``.
+
+
+def load_own_schedules(args: Namespace) -> None:
+    """Register the schedules that ``--schedule`` and ``--schedules`` name in files, and replace them by their names.
+
+    Keeps ``--schedule`` as it was written in ``args.schedule_text``.
+
+    Raises:
+        UsageError: SK601 if the file has no such schedule.
+        CaptureError: SK402, SK403 if the file or package does not exist.
+        ScheduleError: SK333 if the schedule's name is taken.
+    """
+    if hasattr(args, "schedule"):
+        args.schedule_text = args.schedule
+        if args.schedule is not None:
+            args.schedule = _named(args.schedule)
+    if getattr(args, "schedules", None):
+        args.schedules = tuple(map(_named, args.schedules))
+
+
+def _named(text: str) -> str:
+    place, colon, name = text.rpartition(":")
+    if not colon:
+        return text
+    from splitkit.pipeline.schedule import Schedule
+    from splitkit.pipeline.schedules import register_schedule
+    from splitkit.testing.factory import module_at
+
+    module = module_at(place)
+    found = getattr(module, name, None)
+    if not isinstance(found, Schedule):
+        known = [key for key, value in vars(module).items() if isinstance(value, Schedule)]
+        then = f"It has {', '.join(known)}." if known else "Define one in it: splitkit.extend.Schedule(...)."
+        raise UsageError("SK601", f"{place} has no schedule called {name}", nearest(name, known, then))
+    register_schedule(found)
+    return found.word

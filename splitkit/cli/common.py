@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,20 +16,26 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import factories, source
 from splitkit.cli.source import Source
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.cli.syntax import policy_spec
-from splitkit.errors import CaptureError, FileError, SplitError, UsageError, nearest
+from splitkit.errors import CaptureError, FileError, PipelineError, SplitError, UsageError, nearest
 from splitkit.testing import models
 from splitkit.testing.config_files import is_config
 from splitkit.testing.factory import is_program, with_loss
 from splitkit.testing.models import Example
+from splitkit.training.stage_parts import stage_part
 from splitkit.view.console import show_spinner
 
 if TYPE_CHECKING:
     from torch import fx
 
     from splitkit.costs import Costs, Device, Links
+    from splitkit.engine.json_fields import JsonField
+    from splitkit.engine.split import Split
+    from splitkit.engine.staged_step import StagedStep
+    from splitkit.frontends.joint_capture import Joint
     from splitkit.plans.record import Plan
+    from splitkit.runtime.folder.load import StageFolder
+    from splitkit.runtime.ranks.pipeline import Pipeline
 
 
 PRICES = ("flops", "unit", "measured", "roofline", "fused")
@@ -61,14 +69,28 @@ class CapturedModel:
     Attributes:
         source: how the model was made.
         example: the model and its inputs.
-        gm: the captured graph.
+        gm: the captured graph; of a training step, forward and backward as one graph.
         clock: the seconds that each step took.
+        mesh: the mesh over which the model of a training step is sharded, if it is.
     """
 
     source: Source
     example: Example
     gm: fx.GraphModule
     clock: Stopwatch
+    _joint: Joint | None = None
+    mesh: Any = None
+
+    @property
+    def joint(self) -> Joint:
+        """The joint graph of a training step."""
+        assert self._joint is not None, "captured by `prepare_step`"
+        return self._joint
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a training step."""
+        return self._joint is not None
 
 
 def prepare(wanted: Source) -> CapturedModel:
@@ -84,6 +106,39 @@ def prepare(wanted: Source) -> CapturedModel:
             gm = sk.capture(example.model, *example.args, how=wanted.how, dynamic=wanted.dynamic, **example.kwargs)
     made = replace(wanted, mode="train" if example.model.training else "eval")
     return CapturedModel(made, example, gm, clock)
+
+
+def prepare_step(wanted: Source, replicas: int = 1) -> CapturedModel:
+    """Make the model, and capture its forward and backward as one graph.
+
+    Args:
+        wanted: how to make the model.
+        replicas: how many ranks run each stage, for a model that is sharded over others.
+    """
+    if wanted.how != "export" or wanted.dynamic:
+        raise UsageError(
+            "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
+        )
+    from splitkit.cli.mesh import joined_mesh, read_mesh
+
+    clock = Stopwatch()
+    with joined_mesh(wanted.mesh, replicas) as mesh:
+        own = mesh and mesh[tuple(one.name for one in read_mesh(wanted.mesh or ""))]
+        with clock.step("load", f"making {wanted.spec}"):
+            example = example_of(wanted, own)
+        with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
+            joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
+        return CapturedModel(wanted, example, joint.graph_module, clock, joint, mesh)
+
+
+def is_step(file: Mapping[str, Any]) -> bool:
+    """Return whether the data of a plan file are of a plan for a training step."""
+    return file.get("what") == TRAINING or stages_of_file(file) > 0
+
+
+def prepare_for(file: Mapping[str, Any], wanted: Source, replicas: int = 1) -> CapturedModel:
+    """Make the model of a plan file, and capture it as the plan needs it; ``replicas`` as for `prepare_step`."""
+    return prepare_step(wanted, replicas) if is_step(file) else prepare(wanted)
 
 
 def links_asked(args: Namespace, plan: Plan) -> Links | None:
@@ -317,7 +372,7 @@ def read_plan(path: str) -> dict[str, Any]:
 
 
 def _from_file(args: Namespace, data: dict[str, Any]) -> tuple[CapturedModel, Plan, Costs]:
-    if data.get("what") == TRAINING or stages_of_file(data):
+    if is_step(data):
         if stages_of_file(data):
             raise UsageError(
                 "SK601",
@@ -387,3 +442,178 @@ def versions() -> dict[str, str]:
     import torch
 
     return {"splitkit": sk.__version__, "torch": torch.__version__}
+
+
+# What a plan file of a training step in stages says without its graph, and which option it does not accept.
+
+
+def stages_of_file(file: Mapping[str, Any]) -> int:
+    """Return the number of stages of a plan of a training step; 0 if it is not in stages."""
+    parts = file.get("parts")
+    keys = [part.get("key") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    found = [part.stage for key in keys if isinstance(key, list) and (part := stage_part(tuple(key))) is not None]
+    return max(found, default=-1) + 1
+
+
+def require_own_recompute(args: Namespace) -> None:
+    """Refuse ``--recompute`` for a plan of a training step.
+
+    Raises:
+        UsageError: SK601.
+    """
+    if args.recompute:
+        raise UsageError(
+            "SK601",
+            f"--recompute cannot be combined with {args.target}, a plan of a training step, which says what is "
+            "recomputed",
+            "Leave it out; for less memory, plan with a limit: --policy \"Pipeline(2, memory='1GiB')\".",
+        )
+
+
+# Applies the flags of commands to the parts of a plan and to their modules.
+
+
+def with_part_flags(plan: Plan, args: Namespace) -> Plan:
+    """Return the plan with the replicas of ``--dp``, and with checkpointed parts for ``--recompute``."""
+    if args.dp is not None:
+        plan = replace(plan, parts={key: replace(part, replicas=args.dp) for key, part in plan.parts.items()})
+    return with_recompute(plan, args)
+
+
+def with_recompute(plan: Plan, args: Namespace, gm: fx.GraphModule | None = None) -> Plan:
+    """Return the plan, with checkpointed parts for ``--recompute``.
+
+    Args:
+        plan: the plan.
+        args: the arguments of the command.
+        gm: the graph; without it nothing is checked, as before a split, which checks itself.
+
+    Raises:
+        PlanError: SK207 for parts with effects, which cannot run again.
+    """
+    if not args.recompute:
+        return plan
+    from splitkit.graph.dataflow import analyze
+    from splitkit.plans.record import check_checkpoints, checkpointed
+
+    made = checkpointed(plan)
+    if gm is not None:
+        check_checkpoints(analyze(gm), made)
+    return made
+
+
+def require_compiler(args: Namespace) -> None:
+    """Refuse ``--compile`` without a C++ compiler, before the model is made.
+
+    Raises:
+        UsageError: SK601.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if args.compile == "inductor" and shutil.which(compiler) is None:
+        raise UsageError(
+            "SK601", f"--compile needs a C++ compiler, and {compiler} is not found", "Install it, set CXX, or use "
+            "--compile=aot_eager.",
+        )  # fmt: skip
+
+
+def compile_parts(pipe: Pipeline, backend: str | None) -> None:
+    """Let each part of this rank be compiled at its first microbatch, with the random numbers of eager mode."""
+    options = {"options": {"fallback_random": True}} if backend == "inductor" else {}
+    for part in pipe.modules if backend else ():
+        part.compile(backend=backend, **options)
+
+
+# Writes the folders of stages of ``splitkit split -o``, and opens them for ``splitkit train``.
+
+
+_MANIFEST = "manifest.json"
+_DECIDED = ("stages", "policy", "costs", "training", "size", "how", "dynamic", "eval", "recompute")
+
+
+def save_stage_folder(folder: Path, split: Split | StagedStep, work: CapturedModel) -> str | None:
+    """Write the stages of a split into a folder; return the reason if there are none: no pipeline, or no data."""
+    from splitkit.runtime import save_stages
+
+    example = work.example
+    record = {"model": source.source_record(work.source, folder), **versions()}
+    inputs: Any = (tuple(example.args), dict(example.kwargs))
+    if work.source.how == "decoder":
+        inputs, record = None, record | {"generation": generation_record(example.model)}
+    try:
+        save_stages(split, folder, inputs=inputs, record=record)
+    except SplitError as error:
+        if not isinstance(error, PipelineError) and error.code != "SK506":
+            raise
+        return f"{error.code}: {error.reason}"
+    return None
+
+
+def generation_record(model: Any) -> dict[str, Any]:
+    """Return what generation needs of a model of transformers besides its stages.
+
+    Returns:
+        ``eos_token_id``, the tokens that end a sequence; ``pad_token_id``, or ``None``; and ``positions``, the most
+        tokens of a sequence, or ``None``.
+    """
+    from splitkit.runtime.generation.before_stages import ModelTokens
+
+    known = ModelTokens.of(model)
+    ends = list(known.eos_token_id)
+    return {"eos_token_id": ends, "pad_token_id": known.pad_token_id, "positions": known.positions}
+
+
+def checked_generation_record(data: JsonField) -> dict[str, Any]:
+    """Return the record of `generation_record` that a manifest holds.
+
+    Raises:
+        FileError: SK505 if it is damaged.
+    """
+    pad, positions = data["pad_token_id"], data["positions"]
+    return {
+        "eos_token_id": [token.whole() for token in data["eos_token_id"].items()],
+        "pad_token_id": None if pad.value is None else pad.whole(),
+        "positions": None if positions.value is None else positions.whole(),
+    }
+
+
+def is_folder(target: str) -> bool:
+    """Return whether the target of a command is a folder of stages."""
+    return (Path(target) / _MANIFEST).is_file()
+
+
+def require_fitting_options(args: Namespace) -> None:
+    """Refuse options that a folder of stages has already decided, and ``--weights`` for another target.
+
+    Raises:
+        UsageError: SK601.
+    """
+    if not is_folder(args.target):
+        if args.weights is not None:
+            raise UsageError("SK601", "--weights needs a folder of stages", "Write one: splitkit split PLAN -o FOLDER.")
+        return
+    if decided := [name for name in _DECIDED if getattr(args, name, None) is not None]:
+        reason = f"--{decided[0].replace('_', '-')} cannot be combined with a folder of stages"
+        raise UsageError("SK601", reason, "Plan and split again with it.")
+
+
+def open_folder(args: Namespace) -> tuple[CapturedModel, StageFolder]:
+    """Open the stages in a folder; make the unsplit model only on rank 0 with ``--check``."""
+    from splitkit.runtime import open_stages
+
+    held = open_stages(args.target, args.weights)
+    held = replace(held, plan=with_part_flags(held.plan, args))
+    inputs, named = held.example()
+    example = Example(held.module, inputs, named)
+    if not args.check or int(os.environ["RANK"]):
+        return CapturedModel(_source_of_folder(args, held.manifest.value), example, held.module, Stopwatch()), held
+    whole = prepare(source.from_plan(args.target, held.manifest.value, args))
+    held.fill(whole.gm)
+    return replace(whole, example=example), held
+
+
+def _source_of_folder(args: Namespace, manifest: dict[str, Any]) -> Source:
+    record = manifest.get("model")
+    found = Source(args.target, {}) if record is None else source.recorded(args.target, record)
+    if args.loss is not None:
+        source.require_loss_of_plan(found, args)
+    return found if args.seed is None else replace(found, seed=args.seed)

@@ -13,15 +13,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from tempfile import TemporaryFile
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from splitkit.cli.interrupts import raise_interrupt
-from splitkit.cli.rank_process import LAUNCHER
 from splitkit.errors import PipelineError
+
+if TYPE_CHECKING:
+    from splitkit.testing.models import Example
+
 
 GRACE = 10.0
 """Seconds that the other ranks have to report what they waited for after one has failed."""
@@ -203,3 +208,150 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], wait: float, came: Sequenc
         if not running or (end is not None and (time.monotonic() > end or all(map(_is_stopped, running)))):
             return failed[0] if failed else 0
         time.sleep(0.05 if end is None else 0.2)
+
+
+# Remembers an interrupt (SIGINT) that the import of a module has swallowed.
+#
+# Python raises ``KeyboardInterrupt`` wherever it is. If that is in C code which imports a module and goes on without
+# it, as torch's does with numpy (2.13), the exception is cleared: the command would end with an error about a module
+# that is half imported, or would start its ranks and train.
+
+
+class Interrupt:
+    """Handles SIGINT as Python does.
+
+    Attributes:
+        came: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Note the interrupt, and raise it."""
+        self.came = True
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def remembered_interrupts() -> Iterator[Interrupt]:
+    """Remember whether SIGINT came, unless something else than Python handles it."""
+    found, before = Interrupt(), signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    signal.signal(signal.SIGINT, found)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def raise_interrupt() -> None:
+    """Raise ``KeyboardInterrupt`` if SIGINT came and was swallowed."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, Interrupt) and handler.came:
+        raise KeyboardInterrupt
+
+
+# Joins the process of a rank to its process group, and ends it with the launcher that started it.
+
+
+T = TypeVar("T")
+LAUNCHER = "SPLITKIT_LAUNCHER_PIPE"
+"""The environment variable with the file descriptor of a pipe that the launcher holds open for as long as it lives."""
+
+
+def end_with_launcher() -> None:
+    """End this rank, and what it started, as soon as its launcher has ended, even by SIGKILL.
+
+    The launcher has the only writing end of a pipe, which the system closes when it ends; a thread of the rank waits
+    for that. Linux's ``PR_SET_PDEATHSIG`` would not work on macOS, and would not end what the rank started.
+    """
+    descriptor = os.environ.pop(LAUNCHER, None)
+    if descriptor is not None:
+        threading.Thread(target=_wait_for_end, args=(int(descriptor),), name="launcher", daemon=True).start()
+
+
+def _wait_for_end(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 1):
+            pass
+    except OSError:
+        return
+    is_leader = os.getpgrp() == os.getpid()
+    (os.killpg if is_leader else os.kill)(os.getpid(), signal.SIGKILL)
+
+
+def in_group(work: Callable[[], T], seconds: float, backend: str | None = None) -> T:
+    """Join the process group that the environment names, do the work of this rank, and leave the group.
+
+    Args:
+        work: what the rank does.
+        seconds: how long the ranks wait for each other.
+        backend: torch's backend; by default the one for the rank's accelerator.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from splitkit.runtime.ranks.rank_device import backend_of_rank
+
+    # torch's default is all cores in every process, and the ranks share them
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _join(backend or backend_of_rank(int(os.environ.get("LOCAL_RANK", "0"))), seconds)
+    found = work()
+    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
+    return found
+
+
+def _join(backend: str, seconds: float) -> None:
+    """Join the default process group that the environment names.
+
+    Where torchrun restarts its workers (``--max-restarts``), they meet at the same store as those before, and would
+    find addresses of ranks that are gone: each attempt therefore has keys of its own. Several agents count restarts
+    differently, so this is done for one agent only.
+    """
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    limit = timedelta(seconds=seconds)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        dist.init_process_group(backend, timeout=limit)
+        return
+    public: Any = dist
+    store, rank, size = next(rendezvous("env://", timeout=limit))
+    own = public.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=limit)
+
+
+def rolled_batch(example: Example, count: int, step: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make a batch of different microbatches: an example's inputs, each rolled along the last dimension.
+
+    Args:
+        example: the inputs of one microbatch.
+        count: the number of microbatches.
+        step: the number of the step, on which the batch depends.
+        seed: the seed of the run.
+    """
+    import torch
+
+    from splitkit._torch import pytree
+
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    shifts = torch.randint(2**20, (count,), generator=generator).tolist()
+
+    def rolled(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        return torch.cat([value.roll(shift, -1) for shift in shifts])
+
+    args, kwargs = pytree.tree_map(rolled, (tuple(example.args), dict(example.kwargs)))
+    return args, kwargs
+
+
+def peak_of_process() -> int:
+    """Return the peak memory of this process in bytes."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -5,27 +5,37 @@ from __future__ import annotations
 import argparse
 
 from splitkit import __version__
-from splitkit.cli.part_flags import BACKENDS
-from splitkit.cli.syntax.arguments import Parser, above_zero, numbers, positive, sizes_of_memory, words
-from splitkit.cli.syntax.command_options import add_export, add_fit, add_generate, add_import
 from splitkit.cli.syntax.options import (
     MODEL_HELP,
     Commands,
     HelpFormatter,
+    Parser,
+    above_zero,
     add_costs,
+    add_flag,
     add_links,
     add_model_of_plan,
     add_model_options,
+    add_number,
     add_output,
     add_plan_or_model,
     add_plan_target,
+    add_policy_options,
     add_recompute,
+    add_size,
     add_training,
     add_view,
     command,
+    natural,
+    numbers,
+    positive,
+    sizes,
+    words,
 )
+from splitkit.exports.format_list import WRITES
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES, known_schedules, words_of
 
+BACKENDS = ("inductor", "aot_eager")
 SHELLS = ("bash", "zsh", "fish")
 
 EPILOG = """exit codes:
@@ -129,7 +139,7 @@ def _plan(commands: Commands[Parser]) -> None:
 
 def _add_parts(group: argparse._ArgumentGroup) -> None:
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--stages", type=positive, metavar="N", help="N pipeline stages")
+    add_number(one, "--stages", "N pipeline stages")
     group.add_argument(
         "--devices",
         metavar="LIST",
@@ -151,11 +161,10 @@ def _add_parts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+    add_size(
+        group,
         "--memory",
-        type=sizes_of_memory,
-        metavar="SIZE",
-        help="memory limit of each device: 80GiB; 24GiB,16GiB for two devices; 80%% of its memory; or least for the "
+        "memory limit of each device: 80GiB; 24GiB,16GiB for two devices; 80%% of its memory; or least for the "
         "lowest possible peak (default: all of its memory); with fwd-bwd, a limit on the peak: 2GiB, 50%% of what can "
         "be saved, or least; with fwd-bwd and --optimizer, the memory of the card, 5%% of which stays free: 24GiB",
     )
@@ -166,17 +175,11 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         help="minimize the load of the busiest device (default) or the time of one sample; or, for inference, leave "
         "room for the largest KV cache",
     )
-    group.add_argument(
-        "--tokens",
-        type=positive,
-        metavar="N",
-        help="for inference: leave room for a KV cache of N tokens, over all requests in flight",
-    )
-    group.add_argument(
+    add_number(group, "--tokens", "for inference: leave room for a KV cache of N tokens, over all requests in flight")
+    add_number(
+        group,
         "--chunk",
-        type=positive,
-        metavar="N",
-        help="with --how decoder and room for tokens: largest number of new tokens per step, over all requests "
+        "with --how decoder and room for tokens: largest number of new tokens per step, over all requests "
         "(default: one of each)",
     )
 
@@ -188,11 +191,10 @@ def _add_step(group: argparse._ArgumentGroup) -> None:
         help=f"{words_of()}, or FILE.py:NAME for a schedule of your own; the step is simulated (default: inference, "
         "one sample after another)",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--microbatches",
-        type=positive,
-        metavar="N",
-        help="number of microbatches in a step, each of the captured batch size (default: 2 per stage)",
+        "number of microbatches in a step, each of the captured batch size (default: 2 per stage)",
     )
     group.add_argument(
         "--replicas",
@@ -220,17 +222,15 @@ def _split(commands: Commands[Parser]) -> None:
         metavar="DIR",
         help="write the code of the parts, and the stages that `splitkit train DIR` runs",
     )
-    parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
+    add_flag(parser, "--force", "write into a folder that is not empty")
 
 
 def _run(commands: Commands[Parser]) -> None:
     example = "splitkit run plan.json --check\nsplitkit run gpt2 --stages 4 --repeat 5"
     parser = command(commands, "run", "run forward and backward of a split model or a divided training step", example)
     add_plan_or_model(parser)
-    parser.add_argument(
-        "--check", action="store_true", help="compare with the unsplit model; exit with 4 if they differ"
-    )
-    parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="time the best of N runs (default 1)")
+    add_flag(parser, "--check", "compare with the unsplit model; exit with 4 if they differ")
+    add_number(parser, "--repeat", "time the best of N runs (default 1)", 1)
 
 
 def _train(commands: Commands[Parser]) -> None:
@@ -245,26 +245,21 @@ def _train(commands: Commands[Parser]) -> None:
     parser = command(commands, "train", "train a split model as a pipeline of several processes", example)
     add_plan_or_model(parser)
     group = parser.add_argument_group("pipeline")
-    group.add_argument(
-        "--nproc", type=positive, metavar="N", help="start N processes on this machine; without it, use torchrun"
-    )
+    add_number(group, "--nproc", "start N processes on this machine; without it, use torchrun")
     group.add_argument(
         "--schedule",
         default="1f1b",
         metavar="NAME|FILE.csv",
         help="a schedule, as for plan (default 1f1b), or a file in torch's format with a row per rank: 0F0,0F1,0B0",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--microbatches",
-        type=positive,
-        metavar="N",
-        help="number of microbatches in a step, of all pipelines together; each is a batch like the example's inputs "
+        "number of microbatches in a step, of all pipelines together; each is a batch like the example's inputs "
         f"(default: {USUAL_MICROBATCHES}, or the number in the file)",
     )
-    group.add_argument(
-        "--dp", type=positive, metavar="N", help="N pipelines side by side (default: the replicas of the plan's parts)"
-    )
-    group.add_argument("--fsdp", action="store_true", help="shard each stage over its replicas with torch's FSDP2")
+    add_number(group, "--dp", "N pipelines side by side (default: the replicas of the plan's parts)")
+    add_flag(group, "--fsdp", "shard each stage over its replicas with torch's FSDP2")
     add_recompute(group)
     group.add_argument(
         "--compile", nargs="?", const="inductor", choices=BACKENDS, help="compile each part (default inductor)"
@@ -272,13 +267,7 @@ def _train(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--weights", metavar="PATH", help="weights for a folder of stages: safetensors, or a torch checkpoint"
     )
-    group.add_argument(
-        "--steps",
-        type=positive,
-        default=10,
-        metavar="N",
-        help="number of steps, including those before --resume (default 10)",
-    )
+    add_number(group, "--steps", "number of steps, including those before --resume (default 10)", 10)
     group.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw", help="the optimizer (default adamw)")
     group.add_argument("--lr", type=above_zero, metavar="X", help="learning rate (default: 1e-3; for sgd 1e-2)")
     group.add_argument(
@@ -288,36 +277,33 @@ def _train(commands: Commands[Parser]) -> None:
         metavar="S",
         help="seconds that ranks wait for each other (default 300)",
     )
-    group.add_argument(
+    add_flag(
+        group,
         "--check",
-        action="store_true",
-        help="compare losses, gradients and weights of each step with the unsplit model; exit with 4 if they differ",
+        "compare losses, gradients and weights of each step with the unsplit model; exit with 4 if they differ",
     )
     group.add_argument(
         "--tolerance", type=above_zero, default=1e-5, metavar="X", help="relative tolerance of --check (default 1e-5)"
     )
     group.add_argument("--checkpoint", metavar="FOLDER", help="save the run in this folder after the last step")
-    group.add_argument("--every", type=positive, metavar="N", help="also save it after every N steps")
-    group.add_argument("--keep", type=positive, metavar="N", help="keep the last N checkpoints (default 2)")
-    group.add_argument(
+    add_number(group, "--every", "also save it after every N steps")
+    add_number(group, "--keep", "keep the last N checkpoints (default 2)")
+    add_flag(
+        group,
         "--resume",
-        action="store_true",
-        help="continue from the last checkpoint in the folder, if there is one; without --resume, a folder that has "
+        "continue from the last checkpoint in the folder, if there is one; without --resume, a folder that has "
         "checkpoints is refused",
     )
-    group.add_argument(
-        "--async-save", action="store_true", help="write checkpoints while training goes on, from a copy in memory"
-    )
-    group.add_argument(
+    add_flag(group, "--async-save", "write checkpoints while training goes on, from a copy in memory")
+    add_flag(
+        group,
         "--skip-failed-saves",
-        action="store_true",
-        help="if a checkpoint cannot be written, on a full disk for example, say so and train on; the last one must be",
+        "if a checkpoint cannot be written, on a full disk for example, say so and train on; the last one must be",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--max-restarts",
-        type=positive,
-        metavar="N",
-        help="with --nproc, start all ranks again up to N times if one fails, and continue from the last checkpoint",
+        "with --nproc, start all ranks again up to N times if one fails, and continue from the last checkpoint",
     )
     group.add_argument(
         "--trace",
@@ -341,19 +327,14 @@ def _sweep(commands: Commands[Parser]) -> None:
     add_plan_target(parser)
     add_model_options(parser)
     add_costs(parser.add_argument_group("prices"), "roofline:a100")
-    parser.add_argument("--points", type=positive, metavar="N", help="without --stages: number of rows (default 10)")
+    add_number(parser, "--points", "without --stages: number of rows (default 10)")
     parser.add_argument("--of", choices=("saved", "peak"), help="without --stages: the memory to limit (default saved)")
     parser.add_argument(
         "--offload",
         metavar="LINK",
         help="with --of peak or --what fwd-bwd: move saved values to the host and back over this link, such as pcie5",
     )
-    parser.add_argument(
-        "--host",
-        type=sizes_of_memory,
-        metavar="SIZE",
-        help="with --offload: the most bytes on the host (default: no limit)",
-    )
+    add_size(parser, "--host", "with --offload: the most bytes on the host (default: no limit)")
     add_view(parser, "the picture and the table of the results")
     group = parser.add_argument_group(
         "pipelines: plans and simulates every combination of stages, microbatches and schedules"
@@ -377,12 +358,7 @@ def _sweep(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--devices", metavar="KIND", help="the device of every rank: h200, or a devices.toml with one table"
     )
-    group.add_argument(
-        "--memory",
-        type=sizes_of_memory,
-        metavar="SIZE",
-        help="memory limit of each rank, such as 80GiB (default: the memory of KIND)",
-    )
+    add_size(group, "--memory", "memory limit of each rank, such as 80GiB (default: the memory of KIND)")
     add_links(group)
     add_recompute(group)
     group.add_argument(
@@ -425,23 +401,20 @@ def _profile(commands: Commands[Parser]) -> None:
     parser = command(commands, "profile", "predict the peak memory, and measure it in a real run", example)
     add_plan_or_model(parser)
     parser.add_argument("--predict", dest="run", action="store_false", help="do not run the model")
-    parser.add_argument("--forward-only", action="store_true", help="profile only forward, not forward + backward")
+    add_flag(parser, "--forward-only", "profile only forward, not forward + backward")
     add_view(parser, "memory over time")
     group = parser.add_argument_group("pipeline: compares simulated steps with measured ones")
-    group.add_argument("--ranks", type=positive, metavar="N", help="start N processes, and run the schedules on them")
+    add_number(group, "--ranks", "start N processes, and run the schedules on them")
     group.add_argument(
         "--schedules",
         type=words,
         metavar="NAME,NAME",
         help="schedules, or order.csv (default: all that fit the numbers of stages and ranks)",
     )
-    group.add_argument(
-        "--microbatches",
-        type=positive,
-        metavar="N",
-        help=f"microbatches in a step, 2 or more (default: the plan's own, or {USUAL_MICROBATCHES})",
+    add_number(
+        group, "--microbatches", f"microbatches in a step, 2 or more (default: the plan's own, or {USUAL_MICROBATCHES})"
     )
-    group.add_argument("--repeat", type=positive, default=3, metavar="N", help="number of timed steps (default 3)")
+    add_number(group, "--repeat", "number of timed steps (default 3)", 3)
     add_recompute(group)
     group.add_argument(
         "--trace",
@@ -478,12 +451,7 @@ def _view(commands: Commands[Parser]) -> None:
     group.add_argument(
         "--schedule", metavar="NAME", help="draw the timeline of a step under this schedule, as for plan"
     )
-    group.add_argument(
-        "--microbatches",
-        type=positive,
-        metavar="N",
-        help="microbatches in the step (default: the plan's own, or 2 per stage)",
-    )
+    add_number(group, "--microbatches", "microbatches in the step (default: the plan's own, or 2 per stage)")
     group.add_argument(
         "--measured",
         metavar="TRACE.json",
@@ -492,12 +460,7 @@ def _view(commands: Commands[Parser]) -> None:
     )
     add_recompute(group)
     add_links(group)
-    group.add_argument(
-        "--memory",
-        type=sizes_of_memory,
-        metavar="SIZE",
-        help="memory limit of each device, such as 80GiB; peaks above it are red",
-    )
+    add_size(group, "--memory", "memory limit of each device, such as 80GiB; peaks above it are red")
     group.add_argument(
         "--optimizer",
         choices=("adam", "momentum", "sgd", "none"),
@@ -522,7 +485,7 @@ def add_explain(commands: Commands[Parser]) -> None:
         metavar="EXPR",
         help="the policy whose memory, schedule and links apply (default: the one that made the plan)",
     )
-    parser.add_argument("--fast", action="store_true", help="do not plan again with more devices or more memory")
+    add_flag(parser, "--fast", "do not plan again with more devices or more memory")
 
 
 def add_compare(commands: Commands[Parser]) -> None:
@@ -551,26 +514,16 @@ def add_synthesize(commands: Commands[Parser]) -> None:
     parser = command(commands, "synthesize", what, example)
     add_plan_or_model(parser)
     group = parser.add_argument_group("pipeline")
-    group.add_argument(
-        "--microbatches",
-        type=positive,
-        metavar="N",
-        help=f"number of microbatches in a step (default: the plan's own, or {USUAL_MICROBATCHES})",
+    add_number(
+        group, "--microbatches", f"number of microbatches in a step (default: the plan's own, or {USUAL_MICROBATCHES})"
     )
-    group.add_argument(
-        "--ranks", type=positive, metavar="N", help="number of ranks that share the parts (default: one part on each)"
-    )
+    add_number(group, "--ranks", "number of ranks that share the parts (default: one part on each)")
     group.add_argument(
         "--placement",
         choices=("loop", "V"),
         help="with several parts per rank: part s on rank s mod N; or two per rank, in a V (default: the better one)",
     )
-    group.add_argument(
-        "--memory",
-        type=sizes_of_memory,
-        metavar="SIZE",
-        help="memory limit of each rank, such as 80GiB (default: none)",
-    )
+    add_size(group, "--memory", "memory limit of each rank, such as 80GiB (default: none)")
     add_links(group)
     group.add_argument(
         "--optimizer",
@@ -594,3 +547,184 @@ def add_synthesize(commands: Commands[Parser]) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the order as torch's schedule CSV (- for standard output)"
     )
+
+
+# Adds the arguments of commands that have many of their own: ``export``, ``fit``, ``generate``, ``plan --from``.
+#
+# Nothing here imports torch.
+
+
+def add_export(commands: Commands[Parser]) -> None:
+    """Add the parser of the command."""
+    width = max(map(len, WRITES))
+    formats = "\n".join(f"  {name:<{width}}  {what}" for name, what in WRITES.items())
+    example = (
+        "splitkit export plan.json --to megatron\n"
+        "splitkit export plan.json --to torch --schedule zbv --microbatches 8 --order order.csv -o stages.py\n"
+        "splitkit export llama --stages 4 --costs roofline:h100 --to vllm\n"
+        "splitkit export --to list"
+    )
+    parser = command(commands, "export", "write a plan in the format of another tool, and price the rounding", example)
+    parser.epilog = f"formats:\n{formats}\n\n{parser.epilog}"
+    parser.add_argument(
+        "target", nargs="?", metavar="PLAN.json|MODEL", help=f"a plan file, or {MODEL_HELP}; not needed with --to list"
+    )
+    add_model_of_plan(parser)
+    parser.add_argument("--to", required=True, metavar="FORMAT", help="the format, or list to list them")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the text (default: print it)")
+    group = parser.add_argument_group("schedule and memory of the stages")
+    group.add_argument(
+        "--schedule",
+        metavar="NAME|FILE.csv",
+        help=f"{words_of()}, or an order in torch's format (default: the plan's own, or none)",
+    )
+    add_number(group, "--microbatches", "number of microbatches in a step (default: the plan's own)")
+    group.add_argument("--order", metavar="FILE.csv", help="with --schedule: also write its actions in torch's format")
+    add_size(group, "--memory", "memory limit of each rank for the rounded plan (default: none)")
+    add_links(group)
+    group.add_argument(
+        "--optimizer",
+        choices=("adam", "momentum", "sgd"),
+        help="optimizer whose state takes memory (default: the plan's own, or adam with a schedule)",
+    )
+    add_recompute(group)
+    add_model_options(parser)
+    add_policy_options(parser)
+
+
+def add_import(parser: argparse._ActionsContainer) -> None:
+    """Add ``--from`` and ``--form``."""
+    group = parser.add_argument_group("stages of another tool")
+    group.add_argument(
+        "--from",
+        dest="from_file",
+        metavar="FILE",
+        help="read the plan from a layout, device map, list of modules ... of another tool, and compare it with the "
+        "plan of --stages or --policy (default: the same number of stages)",
+    )
+    group.add_argument(
+        "--form",
+        metavar="FORMAT",
+        choices=tuple(WRITES),
+        help="the format of the file; `splitkit export --to list` lists all",
+    )
+
+
+_FIT = (
+    "splitkit fit llama-3-70b/config.json --devices 4x48GiB --tokens 8192\n"
+    "splitkit fit config.json --devices rtx-3090,rtx-4090 --requests 8 --dtype float8\n"
+    "splitkit fit config.json --devices 4x24GiB --train adamw --tokens 2048 --recompute\n"
+    "splitkit fit my_model.py:make --devices 2x24GiB --json"
+)
+
+
+def add_fit(commands: Commands[Parser]) -> None:
+    """Add the command."""
+    parser = command(commands, "fit", "say whether a model fits your devices, and what would fit instead", _FIT)
+    parser.add_argument(
+        "model",
+        metavar="CONFIG|MODEL",
+        help=f"a transformers config.json or its folder, {MODEL_HELP}; no weights are created",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="LIST",
+        help="the devices, such as 2x24GiB or rtx-3090,rtx-4090; `splitkit devices` lists the names (default: the GPUs "
+        "of this machine, or its main memory); 5%% of each stays free",
+    )
+    add_number(
+        parser,
+        "--tokens",
+        "tokens of each request or training sequence (default: 4096, or the model's context if that is less)",
+    )
+    add_number(parser, "--requests", "requests at once, or sequences per microbatch (default 1)", 1)
+    add_number(parser, "--chunk", "largest number of new tokens per step, over all requests (default 512)", 512)
+    parser.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="float32, bfloat16 or float16; float8 or int4 for the weights of the layers (default: the model's own)",
+    )
+    parser.add_argument(
+        "--size",
+        type=sizes,
+        action="append",
+        metavar="NAME=N",
+        help="sizes of an example or factory: layers=4,width=256",
+    )
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--train",
+        choices=("adam", "adamw", "momentum", "sgd"),
+        help="train with this optimizer, as a pipeline with one stage per device (default: inference)",
+    )
+    group.add_argument("--schedule", default="1f1b", metavar="NAME", help="1f1b (default) or gpipe")
+    add_number(group, "--microbatches", "microbatches in a step (default: 2 per device)")
+    add_recompute(group)
+
+
+_GENERATE = (
+    "splitkit generate llama --stages 2 --prompt-ids 5,6,7\n"
+    "splitkit plan llama --how decoder --stages 2 -o plan.json && splitkit generate plan.json --prompt-ids 5,6,7\n"
+    "splitkit split plan.json -o stages && splitkit generate stages --weights checkpoint --tokenizer checkpoint "
+    '--prompt "Once upon a time"\n'
+    "splitkit generate plan.json --requests requests.jsonl --json\n"
+    "torchrun --nproc-per-node 2 -m splitkit generate plan.json --prompt-ids 5,6,7"
+)
+
+
+def add_generate(commands: Commands[Parser]) -> None:
+    """Add the command."""
+    what = "generate text with a split decoder, one stage on each of several processes"
+    parser = command(commands, "generate", what, _GENERATE)
+    add_plan_or_model(parser)
+    asked = parser.add_argument_group("requests")
+    asked.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
+    asked.add_argument(
+        "--prompt-ids",
+        type=token_ids,
+        action="append",
+        metavar="ID,ID",
+        help="a prompt as token ids; may be given several times",
+    )
+    asked.add_argument(
+        "--requests",
+        metavar="FILE.jsonl",
+        help='a file with a request per line, such as {"input_ids": [5, 6], "max_new_tokens": 9, "do_sample": true}; '
+        '"prompt" may replace "input_ids"',
+    )
+    asked.add_argument(
+        "--tokenizer", metavar="PATH", help="the tokenizer for text: a folder, or a name on the Hugging Face Hub"
+    )
+    how = parser.add_argument_group("tokens (a request in the file may override these)")
+    add_number(how, "--max-new-tokens", "largest number of tokens to generate (default 20)")
+    add_flag(how, "--do-sample", "draw tokens at random, instead of the most likely one", default=None)
+    how.add_argument("--temperature", type=above_zero, metavar="X", help="divides the logits (default 1)")
+    how.add_argument("--top-k", type=natural, metavar="K", help="draw from the K most likely tokens (default: all)")
+    how.add_argument(
+        "--top-p",
+        type=above_zero,
+        metavar="P",
+        help="draw from the likeliest tokens with this total probability (default 1)",
+    )
+    run = parser.add_argument_group("processes")
+    add_number(run, "--nproc", "start N processes, one per stage (default: the number of stages)")
+    run.add_argument("--weights", metavar="PATH", help="weights for a folder of stages, as for splitkit train")
+    add_number(run, "--in-flight", "largest number of requests in flight (default: 2 per stage)")
+    add_number(
+        run,
+        "--cache-tokens",
+        "largest number of tokens in the KV caches of all requests in flight; others wait (default: no limit)",
+    )
+    add_number(run, "--chunk", "largest number of prompt tokens that run at once (default: all)")
+    run.add_argument(
+        "--timeout",
+        type=positive,
+        default=300,
+        metavar="S",
+        help="seconds that ranks wait for each other (default 300)",
+    )
+
+
+def token_ids(text: str) -> list[int]:
+    """Return the token ids in a text such as ``5,6,7``."""
+    return [natural(word) for word in text.split(",")]

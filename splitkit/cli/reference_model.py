@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from splitkit.cli.commands.plan_training import CapturedStep
 from splitkit.cli.common import CapturedModel, example_of
 from splitkit.errors import PipelineError
 from splitkit.graph.shards import full_tensor
@@ -53,7 +52,7 @@ class ReferenceModel:
     def __init__(
         self,
         pipe: Pipeline,
-        work: CapturedModel | CapturedStep,
+        work: CapturedModel,
         optimizer: Callable[[Any], Optimizer],
         tolerance: float,
         batch: Batch,
@@ -213,7 +212,7 @@ class ReferenceModel:
         return {"step": self._pipe.steps - 1, "microbatch": microbatch, "output": output}
 
 
-def _unsplit(pipe: Pipeline, work: CapturedModel | CapturedStep, batch: Batch) -> tuple[str, UnsplitModel]:
+def _unsplit(pipe: Pipeline, work: CapturedModel, batch: Batch) -> tuple[str, UnsplitModel]:
     """Return the user's module, made anew; the captured graph if the module has other inputs or parameters."""
     whole = _captured(pipe, work)
     try:
@@ -238,13 +237,10 @@ def _unsplit(pipe: Pipeline, work: CapturedModel | CapturedStep, batch: Batch) -
     return "module", UnsplitModel(pipe, model, names)
 
 
-def _captured(pipe: Pipeline, work: CapturedModel | CapturedStep) -> nn.Module:
+def _captured(pipe: Pipeline, work: CapturedModel) -> nn.Module:
     """Return the module with the weights that the pipeline trains: the captured graph, or the model of a step."""
     found = captured_model(pipe.split)
-    if found is not None:
-        return found
-    assert isinstance(work, CapturedModel), "a folder is opened with the graph"
-    return work.gm
+    return work.gm if found is None else found
 
 
 def _take_over(what: str, own: torch.Tensor, value: torch.Tensor) -> None:

@@ -8,8 +8,7 @@ from splitkit.costs.base import Unit, unit
 from splitkit.costs.flop_formulas import Flops, flops
 from splitkit.costs.fused import Fused, fused
 from splitkit.costs.links import Links
-from splitkit.costs.measured_prices import Measured, MeasuredSteps
-from splitkit.costs.measuring_run import measured
+from splitkit.costs.measuring_run import Measured, MeasuredSteps, measured
 from splitkit.costs.roofline import Roofline, roofline
 from splitkit.costs.training import training
 from splitkit.graph.dataflow import Dataflow, root_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,30 +42,6 @@ class WrappedCosts:
     def param_bytes(self, node: Node) -> int:
         """Bytes of the parameters and buffers that the node reads."""
         return self.costs.param_bytes(node)
-
-
-class StepCosts(WrappedCosts, ABC):
-    """Cost model of forward and backward together, whose times are known apart."""
-
-    formula: Costs
-    """Counts the FLOPs of both."""
-
-    @abstractmethod
-    def both(self, node: Node) -> tuple[float, float]:
-        """Seconds of forward and of backward; 0 for inputs, attributes and state ops."""
-
-    def seconds(self, node: Node) -> float:
-        """Time of forward and backward; 0 for inputs, attributes and state ops."""
-        return sum(self.both(node))
-
-    def backward(self, node: Node) -> float:
-        """Ratio of the node's time in backward to its time in forward."""
-        forward, backward = self.both(node)
-        return backward / forward if forward else 0.0
-
-    def flops(self, node: Node) -> float:
-        """FLOPs of forward and backward, by formula."""
-        return self.formula.flops(node)
 
 
 # Price every node the same.

@@ -66,17 +66,9 @@ def _mm(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
-def _addmm(added: Shape, a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
-    return _mm(a, b)
-
-
 def _mv(matrix: Shape, vector: Shape, *args: Any, **kwargs: Any) -> int:
     """``[m, k] @ [k]``, or ``[k] @ [k]``."""
     return 2 * prod(matrix)
-
-
-def _addmv(added: Shape, matrix: Shape, vector: Shape, *args: Any, **kwargs: Any) -> int:
-    return _mv(matrix, vector)
 
 
 def _addbmm(added: Shape, a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
@@ -87,10 +79,6 @@ def _grouped(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
     """Count for groups over a batch, the rows, the contracted size, or the columns (``[g, m, k] @ [k, n]``)."""
     rows = a[-2:] if len(b) == 2 else a
     return 2 * prod(rows) * b[-1]
-
-
-def _grouped_backward(a: Shape, b: Shape, *args: Any, **kwargs: Any) -> int:
-    return 2 * _grouped(a, b)
 
 
 def _packed(a: Shape, scaled: Shape, scales: Shape, *args: Any, **kwargs: Any) -> int:
@@ -112,10 +100,6 @@ def _recurrent(steps: Shape, *weights: Any, **kwargs: Any) -> int:
     """Count one product with every weight matrix for each step of each sequence; biases cost nothing."""
     found = weights[0] if isinstance(weights[0], list) else weights[:4]
     return 2 * prod(steps[:-1]) * sum(prod(w) for w in found if len(w) == 2)
-
-
-def _recurrent_backward(steps: Shape, *weights: Any, **kwargs: Any) -> int:
-    return 2 * _recurrent(steps, *weights)
 
 
 def _trilinear(a: Shape, b: Shape, c: Shape, *expand: Any, **kwargs: Any) -> int:
@@ -159,6 +143,16 @@ def _chunked_scan(x: Shape, dt: Shape, a: Shape, b: Shape, c: Shape, state: Shap
     return 2 * sequences * heads * tokens * (within * (states + channels) + 2 * states * channels)
 
 
+def _added(formula: Callable[..., int]) -> Callable[..., int]:
+    """Return the formula of an op that first takes what is added to the product."""
+    return lambda added, *args, **kwargs: formula(*args, **kwargs)
+
+
+def _twice(formula: Callable[..., int]) -> Callable[..., int]:
+    """Return the formula of a backward, which has two products for each of forward."""
+    return lambda *args, **kwargs: 2 * formula(*args, **kwargs)
+
+
 _NAMED: dict[str, Callable[..., int]] = {
     # torch 2.15's own counter has the two formulas of the CPU
     "_scaled_dot_product_flash_attention_for_cpu": attention_flops,
@@ -170,11 +164,11 @@ _NAMED: dict[str, Callable[..., int]] = {
     "mv": _mv,
     "dot": _mv,
     "vdot": _mv,
-    "addmv": _addmv,
+    "addmv": _added(_mv),
     "addbmm": _addbmm,
     "_int_mm": _mm,
     "_scaled_mm_v2": _mm,
-    "_addmm_activation": _addmm,
+    "_addmm_activation": _added(_mm),
     "_grouped_mm": _grouped,
     "_scaled_grouped_mm": _grouped,
     "_scaled_grouped_mm_v2": _grouped,
@@ -192,11 +186,11 @@ _NAMED: dict[str, Callable[..., int]] = {
     "cudnn_convolution_transpose": _transposed,
     "miopen_convolution_transpose": _transposed,
     "mkldnn_rnn_layer": _recurrent,
-    "mkldnn_rnn_layer_backward": _recurrent_backward,
+    "mkldnn_rnn_layer_backward": _twice(_recurrent),
     "_cudnn_rnn": _recurrent,
-    "_cudnn_rnn_backward": _recurrent_backward,
+    "_cudnn_rnn_backward": _twice(_recurrent),
     "miopen_rnn": _recurrent,
-    "miopen_rnn_backward": _recurrent_backward,
+    "miopen_rnn_backward": _twice(_recurrent),
     "_trilinear": _trilinear,
     "_euclidean_dist": _distances,
     "_native_multi_head_attention": _multihead,
@@ -210,7 +204,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 _CUSTOM: dict[str, Callable[..., int]] = {
     "transformers::grouped_mm_fallback": _grouped,  # what export sees of the experts of a mixture
-    "transformers::grouped_mm_fallback_backward": _grouped_backward,
+    "transformers::grouped_mm_fallback_backward": _twice(_grouped),
     "torch_attn::_varlen_attn": _varlen,
     "splitkit::selective_scan": _selective_scan,
     "splitkit::chunked_scan": _chunked_scan,

@@ -23,9 +23,8 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit._torch import OpOverload
-from splitkit.costs.collectives import mesh_links
 from splitkit.costs.flop_formulas import CountedCosts, Flops, counter_of
-from splitkit.costs.roofline import Roofline
+from splitkit.costs.roofline import Roofline, mesh_links
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.graph.joint_marks import backward_nodes, is_joint
 from splitkit.graph.node_values import elements, hints, op_name, require_values

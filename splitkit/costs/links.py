@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any
 
@@ -141,35 +140,6 @@ class Links:
                 raise CostError("SK322", f"from {names[i]} to {names[j]}: {error.reason}", error.remedy) from error
         return cls(pairs=pairs)
 
-    @classmethod
-    def measured(
-        cls, devices: Sequence[torch.device | str], sizes: Sequence[int] = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
-    ) -> Links:
-        """Time copies between torch devices of this machine, and fit latency and bandwidth to the times.
-
-        Two names of the CPU (``"cpu:0"``, ``"cpu:1"``) measure copies in memory.
-
-        Args:
-            devices: two or more devices; each pair is timed in both directions, one at a time.
-            sizes: two or more sizes of copies, in bytes.
-
-        Raises:
-            CostError: SK322 if there are fewer devices or sizes, or a device does not exist.
-        """
-        names = _names_of(devices, 0)
-        if len(set(names)) < 2 or len(set(names)) != len(names):
-            raise CostError(
-                "SK322", f"{names} are not two or more distinct devices", "Name each once, and at least two."
-            )
-        known = items_of(sizes)
-        if known is None or not all(is_whole(n, 1) and n < 2**50 for n in known) or len(set(known)) < 2:
-            raise CostError("SK322", f"sizes are {shown(sizes)}", "Give two or more positive sizes in bytes.")
-        pairs = {}
-        for source, target in ((a, b) for a in names for b in names if a != b):
-            times = [_copy_seconds(str(source), str(target), size) for size in sizes]
-            pairs[source, target] = replace(fit(sizes, times), source="measured")
-        return cls(pairs=pairs)
-
     def link(self, source: Hashable, target: Hashable) -> Link:
         """Return the link from one device to another.
 
@@ -277,32 +247,6 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     if slope <= 0:  # larger copies took no longer: the times show latency only
         return Link(math.inf, float(t.mean()))
     return Link(float(1 / slope), float(latency))
-
-
-def _copy_seconds(source: str, target: str, nbytes: int, repeats: int = 10) -> float:
-    """Return the shortest time of several copies of ``nbytes``; a median would include other work of the machine."""
-    try:
-        sent = torch.ones(nbytes, dtype=torch.uint8, device=source)
-        received = torch.empty(nbytes, dtype=torch.uint8, device=target)
-        _wait((sent.device, received.device))  # on meta nothing is copied
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch without CUDA
-        raise CostError("SK322", f"{source} or {target} does not exist: {error}", "Name devices that exist.") from error
-    received.copy_(sent)  # the first copy between two GPUs sets up their peering
-    return min(_timed(lambda: received.copy_(sent), (sent.device, received.device)) for _ in range(repeats))
-
-
-def _timed(copy: Callable[[], object], places: Sequence[torch.device]) -> float:
-    _wait(places)
-    start = time.perf_counter()
-    copy()
-    _wait(places)
-    return time.perf_counter() - start
-
-
-def _wait(places: Sequence[torch.device]) -> None:
-    for place in places:
-        if place.type != "cpu":
-            torch.get_device_module(place).synchronize(place)
 
 
 def as_links(links: object) -> Links | None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -24,9 +25,9 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.checks import LONGEST, is_number, shown
-from splitkit.costs.flop_formulas import flops
-from splitkit.costs.measured_prices import Measured, MeasuredSteps
+from splitkit.costs.flop_formulas import CountedCosts, Flops, flops
 from splitkit.costs.run_inputs import Private, measuring_device, unfit_inputs_error
+from splitkit.costs.training import FromOps
 from splitkit.errors import CostError
 from splitkit.graph.ambient import SETTINGS, closed_by, opened_by
 from splitkit.graph.dataflow import Dataflow, facts_of
@@ -37,6 +38,7 @@ from splitkit.graph.scope import is_state_op
 from splitkit.graph.shards import collective_group
 from splitkit.graph.shared_memory import memory_classes
 from splitkit.graph.storages import storage_key, tensors
+from splitkit.short_repr import brief
 
 _BUSY = ", which was busy with other work: the prices may be too high"
 
@@ -108,9 +110,11 @@ def measured(
     seconds = dict.fromkeys(flow.graph.nodes, (0.0, 0.0)) | runs.seconds()
     workspace = dict.fromkeys(flow.graph.nodes, 0) | runs.workspace
     busy = not runs.forward.quiet
-    note = f"measured on {where}{_BUSY if busy else ''}"
+    note = f"measured on {where}{_BUSY if busy else ''}{', forward and backward' if backward else ''}"
     found = Measured(flow.root, where, note, busy, counter, seconds, workspace)
-    return MeasuredSteps.of(found, flow) if backward else found
+    if not backward:
+        return found
+    return MeasuredSteps(flow.root, where, note, busy, counter, seconds, workspace, formula=FromOps(found, flow))
 
 
 def _require_no_collectives(flow: Dataflow) -> None:
@@ -252,6 +256,101 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
     with Progress(console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("measuring", total=total)
         yield lambda: bar.advance(task)
+
+
+# Prices of nodes that were measured: of forward alone, or of forward and backward.
+
+
+Seconds = tuple[float, float]
+"""Seconds of forward and of backward."""
+
+
+@dataclass(frozen=True)
+class Measured(CountedCosts):
+    """The costs of `splitkit.costs.measured` without ``backward``.
+
+    Attributes:
+        gm: the graph.
+        device: where it was measured.
+        note: what the seconds are, for reports.
+        busy: whether the machine was busy with other work at every attempt, so that prices may be too high.
+        counter: counts FLOPs, by formula.
+    """
+
+    gm: fx.GraphModule
+    device: torch.device
+    note: str
+    busy: bool
+    counter: Flops = field(repr=False, compare=False)
+    _seconds: Mapping[Node, Seconds] = field(repr=False, compare=False)
+    _workspace: Mapping[Node, int] = field(repr=False, compare=False)
+
+    __repr__ = brief
+
+    def seconds(self, node: Node) -> float:
+        """Time of the node's group in forward; 0 for inputs, attributes and state ops, and for views on a GPU.
+
+        Raises:
+            CostError: SK325 for a node that was not in the graph when it was measured.
+        """
+        return self.both(node)[0]
+
+    def both(self, node: Node) -> Seconds:
+        """Seconds of forward and of backward, which are 0 if it was not measured.
+
+        Raises:
+            CostError: SK325 as `seconds`.
+        """
+        self._require(node, self._seconds)
+        return self._seconds[node]
+
+    def workspace(self, node: Node) -> int:
+        """Peak bytes allocated while the node runs forward, beyond its inputs and results.
+
+        Raises:
+            CostError: SK325 as `seconds`.
+        """
+        self._require(node, self._workspace)
+        return self._workspace[node]
+
+    def _require(self, node: Node, known: Mapping[Node, object]) -> None:
+        if node not in known:
+            raise CostError(
+                "SK325",
+                f"{node.name} was not measured: it was not in the graph then",
+                "Measure again after editing a graph: splitkit.costs.measured(gm, inputs).",
+                [node],
+            )
+
+
+@dataclass(frozen=True)
+class MeasuredSteps(Measured):
+    """The costs of `splitkit.costs.measured` with ``backward``.
+
+    Attributes:
+        formula: counts the FLOPs of forward and backward.
+    """
+
+    formula: FromOps = field(kw_only=True, repr=False, compare=False)
+
+    __repr__ = brief
+
+    def seconds(self, node: Node) -> float:
+        """Time of the node's group in forward and backward; 0 for inputs, attributes and state ops.
+
+        Raises:
+            CostError: SK325 as `both`.
+        """
+        return sum(self.both(node))
+
+    def backward(self, node: Node) -> float:
+        """Ratio of the node's time in backward to its time in forward."""
+        forward, backward = self.both(node)
+        return backward / forward if forward else 0.0
+
+    def flops(self, node: Node) -> float:
+        """FLOPs of forward and backward, by formula."""
+        return self.formula.flops(node)
 
 
 # Take the times of ops from several runs of a graph, of which some may be disturbed by other work.

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from splitkit.costs import Costs, Device, Fused, Roofline, Unit, default, flops, fused, roofline, training, unit
 from splitkit.costs.flop_formulas import CountedCosts, Flops, counter_of
-from splitkit.costs.training import FromJoint, FromOps
+from splitkit.costs.training import FromOps
 from splitkit.errors import CostError, FileError, SplitError
 from splitkit.graph.dataflow import Dataflow, root_of
 from splitkit.hardware.link_specs import Link
@@ -32,7 +32,7 @@ def record_of(costs: Costs, graph: fx.GraphModule | Dataflow) -> PriceRecord:
     A table is filled when it is first read, so a plan that nobody saves asks for no price.
     """
     root, given = root_of(graph), as_given(costs)
-    adds_backward = type(given) in (FromOps, FromJoint) and given.gm is root
+    adds_backward = isinstance(given, FromOps) and given.gm is root
     base = as_given(given.costs) if adds_backward else given
     kind = _KINDS.get(type(base), "table") if getattr(base, "gm", None) is root else "table"
     asked = checked(base)

@@ -1,16 +1,15 @@
-"""Price forward and backward together, from a forward graph or a joint one, kernel by kernel.
+"""Price forward and backward of a forward graph together, kernel by kernel.
 
 A microbatch takes all kernels of forward and of backward, as autograd launches them, with the sums of gradients of
 values that several nodes read. Not included are the optimizer, and adding the gradients of parameters to the sums of
-earlier microbatches. In a joint graph, the kernels of backward are nodes; for a forward graph,
-they are found node by node.
+earlier microbatches. The kernels of backward are found node by node.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,13 +20,12 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import TorchDispatchMode, pytree
-from splitkit.costs.base import StepCosts, WrappedCosts
-from splitkit.costs.collectives import mesh_of
+from splitkit.costs.base import WrappedCosts
 from splitkit.costs.flop_formulas import NOMINAL, Flops, counter_of
-from splitkit.costs.roofline import Roofline, roofline
+from splitkit.costs.roofline import Roofline, mesh_of, roofline
 from splitkit.errors import CostError
 from splitkit.graph.dataflow import Dataflow, facts_of
-from splitkit.graph.joint_marks import forward_owners, is_joint
+from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.node_values import (
     NO_SIZES,
     CallMemo,
@@ -50,20 +48,20 @@ _ATTENTION = 2.5
 FlashAttention-2, 2023, section 4.1; torch's counter agrees)."""
 
 
-def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromOps | FromJoint:
+def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromOps:
     """Wrap costs of a graph so that the price of a forward node includes its backward.
 
-    For a joint graph, the price of each backward node is added to the forward node that it came from, and the backward
-    node itself costs 0. For a forward graph, the ops that autograd runs for each node are found and
-    priced like nodes, or by FLOPs and bytes in proportion to its forward where the prices are of another kind than a
-    roofline or FLOPs. The attribute ``source`` says which it is.
+    The ops that autograd runs for each node are found and priced like nodes, or by FLOPs and bytes in proportion to its
+    forward where the prices are of another kind than a roofline or FLOPs. The nodes of a joint graph have prices of
+    their own.
 
     Args:
         costs: costs of the nodes of ``gm``: any object with the methods of `Costs`.
         gm: the graph, or facts about it; not needed if ``costs`` has an attribute ``gm``.
 
     Raises:
-        CostError: SK323 if the graph is not known, or if ``costs`` are not costs or include backward already.
+        CostError: SK323 if the graph is not known or a joint graph, or if ``costs`` are not costs or include backward
+            already.
         GraphError: SK102 if nodes have no ``meta["val"]``.
     """
     if includes_backward(as_given(costs)):
@@ -77,15 +75,28 @@ def training(costs: Costs, gm: fx.GraphModule | Dataflow | None = None) -> FromO
             f"{type(as_given(costs)).__name__} does not say which graph it prices",
             "Pass it: training(costs, gm).",
         )
-    if is_joint(root.graph):
-        return FromJoint(costs, root)
+    _require_forward(root.graph)
     require_values(root.graph)
     return FromOps(costs, facts_of(known))
 
 
 def with_backward(costs: Costs, flow: Dataflow) -> Costs:
-    """Return costs that include backward: ``costs`` if they do, else ``training(costs)``."""
+    """Return costs that include backward: ``costs`` if they do, else ``training(costs)``.
+
+    Raises:
+        CostError: SK323 for a joint graph.
+    """
+    _require_forward(flow.graph)
     return costs if includes_backward(costs) else training(costs, flow)
+
+
+def _require_forward(graph: fx.Graph) -> None:
+    if is_joint(graph):
+        raise CostError(
+            "SK323",
+            "the graph has forward and backward together, and they cannot be told apart",
+            "Capture the forward graph: splitkit.capture(model, *inputs).",
+        )
 
 
 def forward_and_backward(costs: Costs, node: Node) -> tuple[float, float]:
@@ -103,23 +114,9 @@ def forward_and_backward(costs: Costs, node: Node) -> tuple[float, float]:
     return forward, both - forward
 
 
-class _WithBackward(WrappedCosts):
-    source: str
-
-    @property
-    def note(self) -> str:
-        """A text for reports: the costs of forward, and the source of backward."""
-        return ", ".join(filter(None, (getattr(self.costs, "note", ""), f"backward {self.source}")))
-
-    @property
-    def unit(self) -> str:
-        """The unit of the costs of forward."""
-        return unit_of(self.costs)
-
-
 @dataclass(frozen=True)
-class FromOps(_WithBackward, StepCosts):
-    """The costs of `training` for a forward graph.
+class FromOps(WrappedCosts):
+    """The costs of `training`.
 
     Attributes:
         costs: the costs of forward.
@@ -153,6 +150,16 @@ class FromOps(_WithBackward, StepCosts):
         """The forward graph."""
         return self.flow.root
 
+    @property
+    def note(self) -> str:
+        """A text for reports: the costs of forward, and the source of backward."""
+        return ", ".join(filter(None, (getattr(self.costs, "note", ""), f"backward {self.source}")))
+
+    @property
+    def unit(self) -> str:
+        """The unit of the costs of forward."""
+        return unit_of(self.costs)
+
     def both(self, node: Node) -> tuple[float, float]:
         """Seconds of forward and of backward."""
         if node not in self._known:
@@ -163,6 +170,15 @@ class FromOps(_WithBackward, StepCosts):
                 backward = forward * backward / alone if alone else 0.0
             self._known[node] = forward, backward
         return self._known[node]
+
+    def seconds(self, node: Node) -> float:
+        """Seconds of forward and backward."""
+        return sum(self.both(node))
+
+    def backward(self, node: Node) -> float:
+        """Ratio of the node's time in backward to its time in forward."""
+        forward, backward = self.both(node)
+        return backward / forward if forward else 0.0
 
     def flops(self, node: Node) -> float:
         """FLOPs of forward and backward."""
@@ -192,45 +208,6 @@ def _device_of(costs: object) -> str | Device:
     """Return the device by which backward is compared with forward, for prices of another kind than a roofline."""
     device = getattr(costs, "device", "cpu")
     return device if isinstance(device, Device) else "a100" if str(device).startswith("cuda") else "cpu"
-
-
-@dataclass(frozen=True)
-class FromJoint(_WithBackward):
-    """The costs of `training` for a joint graph of forward and backward.
-
-    Attributes:
-        costs: the costs of the joint graph's nodes.
-        gm: the joint graph.
-        source: how backward is priced, for reports.
-        owner: backward node -> the forward node that it came from.
-    """
-
-    costs: Costs
-    gm: fx.GraphModule
-    source: str = field(default="from the joint graph", init=False)
-    owner: Mapping[Node, Node] = field(init=False, repr=False, compare=False)
-    _owned: Mapping[Node, list[Node]] = field(init=False, repr=False, compare=False)
-
-    __repr__ = brief
-
-    def __post_init__(self) -> None:
-        owner, owned = forward_owners(self.gm.graph), dict[Node, list[Node]]()
-        for node, forward in owner.items():
-            owned.setdefault(forward, []).append(node)
-        object.__setattr__(self, "owner", owner)
-        object.__setattr__(self, "_owned", owned)
-
-    def of(self, node: Node) -> list[Node]:
-        """Return the nodes whose prices ``node`` includes: itself and its backward nodes; none for a backward node."""
-        return [] if node in self.owner else [node, *self._owned.get(node, ())]
-
-    def seconds(self, node: Node) -> float:
-        """Seconds of forward and backward; 0 for a backward node."""
-        return sum(map(self.costs.seconds, self.of(node)))
-
-    def flops(self, node: Node) -> float:
-        """FLOPs of forward and backward; 0 for a backward node."""
-        return sum(map(self.costs.flops, self.of(node)))
 
 
 # Find the kernels that autograd runs in backward, by running each distinct call once on fake tensors.

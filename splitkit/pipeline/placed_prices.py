@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from splitkit.costs import Costs, Device, roofline
 from splitkit.costs.base import WrappedCosts
-from splitkit.costs.collectives import mesh_of
 from splitkit.costs.recorded import costs_of
+from splitkit.costs.roofline import mesh_of
 from splitkit.costs.training import FromOps, with_backward
 from splitkit.graph.dataflow import Dataflow, facts_of
 from splitkit.graph.joint_marks import is_joint

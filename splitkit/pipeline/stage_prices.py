@@ -14,10 +14,9 @@ from torch.fx import Node
 from splitkit._torch import pytree
 from splitkit.checks import is_word, items_of, shown
 from splitkit.costs import Costs, unit_of
-from splitkit.costs.training import FromJoint, forward_and_backward, with_backward
-from splitkit.errors import CostError, PlanError, PolicyError
+from splitkit.costs.training import forward_and_backward, with_backward
+from splitkit.errors import PlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, facts_of, waits_for
-from splitkit.graph.joint_marks import is_joint
 from splitkit.graph.node_values import Gradients, op_name, target_of
 from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.graph_memory import GraphMemory, NodeMemory, graph_memory, is_dense, mixed_memory
@@ -29,7 +28,7 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.plans.part_order import part_order
 from splitkit.plans.parts import PARENT, Part, PartKey, PlannedOptimizer
 from splitkit.plans.record import Plan, check_checkpoints, plan_of
-from splitkit.prices import Optimizer, as_given, kernels_of, require_costs
+from splitkit.prices import Optimizer, kernels_of, require_costs
 
 STATE_OF: Mapping[str, int] = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 """The state of each optimizer, in multiples of the bytes of what it trains."""
@@ -133,7 +132,7 @@ class StagePrices:
         if given is not None and not isinstance(given, Activations):
             remedy = "Give splitkit.memory.saved_storages.activations of the graph, or none."
             raise PolicyError("SK302", f"activations are {shown(given)}", remedy)
-        self._costs = _both(self.costs, self.flow)
+        self._costs = with_backward(self.costs, self.flow)
         training = self.optimizer is not None
         known = self.activations
         self.memory = self.memory_on(None) if known is None else GraphMemory(self.flow, known, training)
@@ -322,17 +321,6 @@ def check_stage_optimizer(optimizer: object) -> None:
             f"the optimizer is {shown(optimizer)}",
             f"Use {', '.join(map(repr, STATE_OF))}, or None for inference.",
         )
-
-
-def _both(costs: Costs, flow: Dataflow) -> Costs:
-    """Return costs that tell forward from backward."""
-    if isinstance(as_given(costs), FromJoint) or is_joint(flow.graph):
-        raise CostError(
-            "SK323",
-            "the graph has forward and backward together, and they cannot be told apart",
-            "Capture the forward graph: splitkit.capture(model, *inputs).",
-        )
-    return with_backward(costs, flow)
 
 
 def _nodes_of(flow: Dataflow, nodes: object) -> list[Node]:

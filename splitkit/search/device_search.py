@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from splitkit.costs import Costs, Device, roofline
-from splitkit.costs.collectives import mesh_of
+from splitkit.costs.roofline import mesh_of
 from splitkit.errors import CycleError, NoPlanError
 from splitkit.graph.dataflow import bookkeeping
 from splitkit.graph.node_selection import modules_matching

@@ -24,7 +24,6 @@ from splitkit.prices import checked, require_costs
 from splitkit.search.recompute.offload_planner import OffloadFrontier, OffloadPlanner, PeakFrontier
 from splitkit.search.recompute.offload_search import OffloadPlan
 from splitkit.search.recompute.pareto_cuts import Hull
-from splitkit.search.recompute.plan_pool import Seen
 from splitkit.short_repr import brief
 from splitkit.training.choices import Choice, savings
 from splitkit.training.flow import JointFlow, as_joint
@@ -253,9 +252,10 @@ class Frontier(Shown):
         The last point recomputes nothing that costs time.
         """
         if self.offload is not None:
-            return tuple(self._kept_or_moved(found) for found in self._offloading.plans)
+            each = ((found, _Moved(found, self._offloading.planner)) for found in self._offloading.plans)
+            return tuple(Point(found.seen.choice, self._costs, found.run.peak, moved) for found, moved in each)
         if self.of == "peak":
-            return tuple(self._seen(seen) for seen in self._front.plans)
+            return tuple(Point(seen.choice, self._costs, seen.peak) for seen in self._front.plans)
         return tuple(Point(choice, self._costs) for choice in self.hull.choices)
 
     @property
@@ -271,12 +271,6 @@ class Frontier(Shown):
     def step_seconds(self) -> float:
         """The time of the step without recompute, by the same prices."""
         return sum(self._costs.seconds(node) for node in self.flow.nodes)
-
-    def _seen(self, seen: Seen) -> Point:
-        return Point(seen.choice, self._costs, seen.peak)
-
-    def _kept_or_moved(self, found: OffloadPlan) -> Point:
-        return Point(found.seen.choice, self._costs, found.run.peak, _Moved(found, self._offloading.planner))
 
     def taken(self, point: Point) -> int:
         """Return the peak or the saved bytes of a point, whichever the frontier bounds."""

@@ -26,7 +26,7 @@ from splitkit.pipeline.stage_prices import StagePrices, check_stage_optimizer
 from splitkit.plans.record import Plan, checkpointed
 from splitkit.policies import Stages
 from splitkit.policies.pipeline import Pipeline, PlannedPipeline
-from splitkit.prices import Optimizer, require_costs
+from splitkit.prices import require_costs
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.short_repr import brief
 from splitkit.units import duration, measure, size
@@ -153,29 +153,26 @@ def _counts(what: str, numbers: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Sweeper:
-    """Computes the rows of one graph, and reuses stages between rows.
+class RowPlanner:
+    """What a sweep plans its rows by.
 
     Attributes:
-        gm: the graph. All attributes are as in `sweep`.
+        gm: the graph, or the joint graph. All attributes are as in `sweep`.
         costs: the prices of its nodes.
         memory: the bytes of each rank.
         links: the links between ranks.
         optimizer: the optimizer whose state counts.
-        recompute: whether backward runs all parts again.
+        recompute: whether backward runs all parts again, or of a joint graph whether stages may recompute.
     """
 
-    gm: fx.GraphModule
+    gm: Any
     costs: Costs
     memory: int | str | None = None
     links: str | Links | None = None
     optimizer: Literal["adam", "momentum", "sgd"] = "adam"
     recompute: bool = False
-    _known: dict[object, tuple[Plan, tuple[StageCosts, ...]]] = field(default_factory=dict, init=False, repr=False)
-    _fitted: dict[object, Plan | str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_graph(self.gm)
         require_costs(self.costs)
         as_links(self.links)
         _ = self._limit  # raises if the memory makes no sense
@@ -184,6 +181,26 @@ class Sweeper:
             raise PolicyError(
                 "SK302", "sweep: the optimizer is None", "These schedules are for training: name an optimizer."
             )
+
+    def sweep(self, rows: Sequence[SweepRow]) -> Sweep:
+        """Return a sweep of the given rows."""
+        return Sweep(tuple(rows), self._limit, getattr(self.costs, "note", ""))
+
+    @cached_property
+    def _limit(self) -> int | None:
+        return None if self.memory is None else nbytes("sweep", "memory", self.memory)
+
+
+@dataclass(frozen=True, eq=False)
+class Sweeper(RowPlanner):
+    """Computes the rows of one graph, and reuses stages between rows."""
+
+    _known: dict[object, tuple[Plan, tuple[StageCosts, ...]]] = field(default_factory=dict, init=False, repr=False)
+    _fitted: dict[object, Plan | str] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        require_graph(self.gm)
+        super().__post_init__()
 
     def row(self, stages: int, schedule: str, microbatches: int) -> SweepRow:
         """Plan and simulate one combination."""
@@ -205,10 +222,6 @@ class Sweeper:
         run = self._run(self._prices.of(within), schedule, microbatches)
         return SweepRow(stages, microbatches, schedule, within, run, True)
 
-    def sweep(self, rows: Sequence[SweepRow]) -> Sweep:
-        """Return a sweep of the given rows."""
-        return Sweep(tuple(rows), self._limit, getattr(self.costs, "note", ""))
-
     @cached_property
     def _flow(self) -> Dataflow:
         return analyze(self.gm)
@@ -216,10 +229,6 @@ class Sweeper:
     @cached_property
     def _prices(self) -> StagePrices:
         return StagePrices(self._flow, self.costs, self.optimizer)
-
-    @cached_property
-    def _limit(self) -> int | None:
-        return None if self.memory is None else nbytes("sweep", "memory", self.memory)
 
     def _common(self, stages: int, schedule: str, microbatches: int) -> tuple[Plan, tuple[StageCosts, ...]]:
         """Return stages without a memory limit.
@@ -282,48 +291,26 @@ def stages_a_rank(schedule: str, chunks: Sequence[int] | None) -> list[int | Non
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingSweeper:
-    """Plans the rows of one joint graph.
+class TrainingSweeper(RowPlanner):
+    """Plans the rows of one joint graph, which was captured with the inputs of one microbatch.
 
     Every row is the plan that `Pipeline` makes for it alone.
 
     Attributes:
-        joint: the joint graph, captured with the inputs of one microbatch.
-        costs: the prices of its nodes.
-        memory: the bytes of each rank.
-        links: the links between ranks.
-        optimizer: the optimizer whose state counts.
-        recompute: whether stages may recompute.
         offload: the link of each rank to its host; ``None`` offloads nothing.
         host: the bytes that each rank may have there.
     """
 
-    joint: Joint
-    costs: Costs
-    memory: int | str | None = None
-    links: str | Links | None = None
-    optimizer: Optimizer = "adam"
     recompute: bool = True
     offload: Offload = None
     host: int | str | None = None
     _problems: dict[bool, StageProblems] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        require_costs(self.costs)
-        as_links(self.links)
-        check_stage_optimizer(self.optimizer)
-        if self.optimizer is None:
-            raise PolicyError(
-                "SK302", "sweep: the optimizer is None", "These schedules are for training: name an optimizer."
-            )
+        super().__post_init__()
         require_offload("sweep", self.offload, self.host, "sweep(joint, costs, ")
         if self.offload is not None:
             require_seconds(self.costs)
-        _ = self._limit  # raises if the memory makes no sense
-
-    @cached_property
-    def _limit(self) -> int | None:
-        return None if self.memory is None else nbytes("sweep", "memory", self.memory)
 
     def row(self, stages: int, schedule: str, microbatches: int, chunks: int | None = None) -> SweepRow:
         """Plan and simulate one combination.
@@ -342,13 +329,9 @@ class TrainingSweeper:
             needs = None if not excess or self._limit is None else self._limit + excess
             why, fits = f"{error.reason}. {error.remedy}", None if needs is None else False
             return SweepRow(stages, microbatches, schedule, None, None, fits, why, chunks, needs=needs)
-        plan = with_origin(found.plan, policy, self.joint.flow, self.costs)
+        plan = with_origin(found.plan, policy, self.gm.flow, self.costs)
         fits = None if self._limit is None else True
         return SweepRow(stages, microbatches, schedule, plan, found.run, fits, "", chunks, policy, _decides(found))
-
-    def sweep(self, rows: Sequence[SweepRow]) -> Sweep:
-        """Return a sweep of the given rows."""
-        return Sweep(tuple(rows), self._limit, getattr(self.costs, "note", ""))
 
     def _policy(self, stages: int, schedule: str, microbatches: int, chunks: int | None) -> Pipeline:
         own = schedule_named(schedule).stages_per_rank
@@ -363,7 +346,7 @@ class TrainingSweeper:
         """Return the problems of all stages, which rows share; they depend on how backward is divided alone."""
         divided = schedule_named(policy.schedule).divided
         if divided not in self._problems:
-            self._problems[divided] = policy.problems(self.joint.flow, self.costs)
+            self._problems[divided] = policy.problems(self.gm.flow, self.costs)
         return self._problems[divided]
 
 

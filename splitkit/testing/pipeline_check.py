@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from splitkit._torch import pytree
-from splitkit.errors import CheckError, PipelineError
+from splitkit.errors import PipelineError
 from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.shards import full_tensor
 from splitkit.graph.storages import parameters_and_buffers
@@ -25,8 +25,6 @@ from splitkit.runtime.ranks.step_losses import PipelineStep, scaled
 from splitkit.short_repr import brief
 from splitkit.testing.differences import flattened_output
 
-TOLERANCE = 1e-6
-"""Largest deviation that counts as rounding in a first step, relative to the largest entry of a tensor."""
 FLOOR = 1e-3
 """Least scale of a deviation: this times the largest gradient of the model for gradients, and this for parameters. The
 gradient of the key bias of attention is mere rounding, 1e-10 of the largest one, and so is its optimizer step."""
@@ -147,18 +145,6 @@ class UnsplitModel:
         if what == "gradient":
             return relative_difference(found, gradient_of(own), self.least_gradient)
         return relative_difference(found, own.detach(), FLOOR if isinstance(own, nn.Parameter) else 0.0)
-
-    def require_same(self, found: PipelineStep, losses: torch.Tensor, tolerance: float = TOLERANCE) -> Deviation:
-        """Raise a `CheckError` (SK701) if any deviation is larger than ``tolerance``."""
-        seen = self.deviation(found, losses)
-        if not max(seen.loss, seen.gradient, seen.weight) <= tolerance:  # true for nan as well
-            raise CheckError(
-                "SK701",
-                f"rank {self.pipe.rank} differs from the unsplit model: loss {seen.loss:.1e}, gradients "
-                f"{seen.gradient:.1e}, weights {seen.weight:.1e}, largest in {seen.worst}",
-                "This is a bug of splitkit: please report it with the plan.",
-            )
-        return seen
 
 
 def _forked_rng(device: torch.device) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import simgpu
 import torch.distributed as dist
 
-from splitkit.cli.selftest.host_group import HostGroup, HostMessage
+from splitkit.cli.selftest.rank_trial import HostGroup, HostMessage
 
 NAME = "staged"
 TOLD = True

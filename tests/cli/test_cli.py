@@ -18,7 +18,7 @@ from splitkit import cli
 from splitkit.cli.common import _example
 from splitkit.cli.outcome import jsonable
 from splitkit.cli.parser import make_parser
-from splitkit.cli.syntax import policy_list, policy_spec
+from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
 
 ROOT = Path(splitkit.__file__).parent.parent
@@ -370,11 +370,11 @@ def test_bad_parameters(data, factory, text):
 
 def test_installed_policies(data, factory, monkeypatch):
     entries = [
-        EntryPoint("Mine", "splitkit.policies.stages:Stages", policy_list.GROUP),
-        EntryPoint("Broken", "no_such_package:Policy", policy_list.GROUP),
-        EntryPoint("NoPolicy", "json:dumps", policy_list.GROUP),
+        EntryPoint("Mine", "splitkit.policies.stages:Stages", policy_spec.GROUP),
+        EntryPoint("Broken", "no_such_package:Policy", policy_spec.GROUP),
+        EntryPoint("NoPolicy", "json:dumps", policy_spec.GROUP),
     ]
-    monkeypatch.setattr(policy_list, "entry_points", lambda group: entries)
+    monkeypatch.setattr(policy_spec, "entry_points", lambda group: entries)
     code, found = data("policies")
     assert code == 0 and {"Mine", "Broken"} <= {p["name"] for p in found["policies"]}
     assert data("plan", f"{factory}:make", "--policy", "Mine(2)")[0] == 0

@@ -122,7 +122,7 @@ def test_a_stage_without_weights_has_no_work_that_waits(capsys):
     """Its backward is not divided, as the backward of the others is."""
     from rich.console import Console
 
-    from splitkit.cli.commands.joint_stages import stage_table
+    from splitkit.cli.commands.plan_training import stage_table
 
     given = {"forward": 0.001, "backward": 0.002, "recomputed": 0, "recompute": 0.0}
     given |= {"saved": 2048, "host": 0, "sent": 1024, "gradients_sent": 0}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from splitkit.cli import launcher
-from splitkit.cli.interrupts import remembered_interrupts
+from splitkit.cli.launcher import remembered_interrupts
 from splitkit.errors import PipelineError
 
 RANK = """#!/bin/sh
@@ -153,7 +153,7 @@ launcher.ranks(["train"], 2, 30.0)
 RANK_OF_KILLED = """#!{python}
 import os, sys
 sys.path.insert(0, {root!r})
-from splitkit.cli.rank_process import end_with_launcher
+from splitkit.cli.launcher import end_with_launcher
 end_with_launcher()
 child = os.fork()
 with open({folder!r} + "/pids", "a") as file:

@@ -11,7 +11,7 @@ from launch import command
 from ownorders import own_order
 
 import splitkit as sk
-from splitkit.cli.commands.profile_ranks import _pairs, _text
+from splitkit.cli.commands.profile import _pairs, _ranks_text
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.trace import MeasuredStep
@@ -106,7 +106,7 @@ def test_the_traces_tell_what_each_rank_did_and_held(found):
 
 
 def test_what_the_command_writes_is_for_people_too(found):
-    facts, _, table, _, note, *written = _text(found | {"oversubscribed": True})
+    facts, _, table, _, note, *written = _ranks_text(found | {"oversubscribed": True})
     assert len(written) == len(SCHEDULES) and "splitkit view" in written[0]
     assert table.row_count == 2 * len(SCHEDULES) and "allocator" in note and facts is not None
 
@@ -189,7 +189,7 @@ def test_what_kernels_of_convolutions_take_inside_is_counted_and_statistics_are_
     assert run.returncode == 0, run.stderr
     data = json.loads(run.stdout)
     peaks = [row["peak"] for schedule in data["schedules"] for row in schedule["ranks"]]
-    assert max(data["inside_kernels"]) > 0 and "measured of each stage alone" in _text(data)[-1]
+    assert max(data["inside_kernels"]) > 0 and "measured of each stage alone" in _ranks_text(data)[-1]
     assert all(both["measured"] - 512 <= both["predicted"] <= (1 + inside) * both["measured"] for both in peaks)
 
 

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import torch
 
-from splitkit.cli.selftest import check_runs, figure_checks, number_checks, rank_checks, worker
+from splitkit.cli.selftest import check_runs
+from splitkit.cli.selftest import device_checks as checks
 from splitkit.cli.selftest.check_runs import FAILED, NOT_RUN, OK, SECONDS, Finding, run_checks
-from splitkit.cli.selftest.trial_models import exact_products
+from splitkit.cli.selftest.device_checks import exact_products
 
 WORKER = """
 import json, os, signal, sys, time
@@ -66,15 +67,15 @@ def test_checks_for_which_no_time_is_left_are_not_run(monkeypatch):
 
 def test_a_sanitizer_watches_the_same_check(monkeypatch, tmp_path):
     tool, cuda = tmp_path / "compute-sanitizer", torch.device("cuda:0")
-    monkeypatch.setattr(number_checks.shutil, "which", lambda name: str(tool))
+    monkeypatch.setattr(checks.shutil, "which", lambda name: str(tool))
     for code, verdict in ((0, OK), (9, FAILED)):
         tool.write_text(f'#!/bin/sh\necho "$@" "$SPLITKIT_UNDER_SANITIZER"\nexit {code}\n')
         tool.chmod(0o755)
-        found = number_checks._races("streams: offload", cuda)
+        found = checks._races("streams: offload", cuda)
         assert found.verdict == verdict
-    words = f"--tool racecheck --error-exitcode 9 {sys.executable} -m splitkit.cli.selftest.worker"
+    words = f"--tool racecheck --error-exitcode 9 {sys.executable} -m splitkit.cli.selftest.device_checks"
     assert found.trace == f'{words} ["cuda:0"] ["streams: offload"] 1\n'
-    assert number_checks._races("streams: offload", torch.device("cpu")).verdict == NOT_RUN
+    assert checks._races("streams: offload", torch.device("cpu")).verdict == NOT_RUN
 
 
 def test_a_worker_prints_what_a_check_finds_and_where_it_raised(monkeypatch, capsys):
@@ -82,8 +83,8 @@ def test_a_worker_prints_what_a_check_finds_and_where_it_raised(monkeypatch, cap
         yield Finding("equal: gpt2", "numbers", f"on {devices[0]}")
         raise ValueError("no such kernel\nand more")
 
-    monkeypatch.setitem(worker.CHECKS, "equal: gpt2", check)
-    assert worker.run("equal: gpt2", [torch.device("cpu")])
+    monkeypatch.setitem(checks.CHECKS, "equal: gpt2", check)
+    assert checks.run("equal: gpt2", [torch.device("cpu")])
     first, second, end = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["figure"] == "on cpu" and first["verdict"] == OK
     assert second["figure"] == "ValueError: no such kernel" and second["verdict"] == FAILED
@@ -92,10 +93,10 @@ def test_a_worker_prints_what_a_check_finds_and_where_it_raised(monkeypatch, cap
 
 def test_a_wrong_number_is_found(monkeypatch):
     cpu = [torch.device("cpu")]
-    found = list(number_checks.CHECKS["equal: conv net"](cpu))
+    found = list(checks.CHECKS["equal: conv net"](cpu))
     assert [one.verdict for one in found] == [OK] * 6
-    monkeypatch.setattr(number_checks, "_ADDED", 0)
-    real = number_checks.sk.split
+    monkeypatch.setattr(checks, "_ADDED", 0)
+    real = checks.sk.split
 
     def wrong(gm, policy):
         made = real(gm, policy)
@@ -103,19 +104,19 @@ def test_a_wrong_number_is_found(monkeypatch):
             part.register_forward_hook(lambda module, given, out: out if isinstance(out, tuple) else out * 1.01)
         return made
 
-    monkeypatch.setattr(number_checks.sk, "split", wrong)
-    assert FAILED in [one.verdict for one in number_checks.CHECKS["equal: conv net"](cpu)]
+    monkeypatch.setattr(checks.sk, "split", wrong)
+    assert FAILED in [one.verdict for one in checks.CHECKS["equal: conv net"](cpu)]
 
 
 def test_memory_above_the_plan_is_found():
-    measured = figure_checks.MeasuredMemory(120, None, 0, 0, (), (), (), {"cuda:0": 110}, {"cuda:0": 121, "cpu": 5})
+    measured = checks.MeasuredMemory(120, None, 0, 0, (), (), (), {"cuda:0": 110}, {"cuda:0": 121, "cpu": 5})
     cuda = torch.device("cuda:0")
-    exact = list(figure_checks._bytes("memory: forward", "net", 110, measured, cuda))
+    exact = list(checks._bytes("memory: forward", "net", 110, measured, cuda))
     assert [one.verdict for one in exact] == [OK, FAILED]
     assert exact[1].figure == "121 B allocated, +10.0% of the plan"
-    least = list(figure_checks._bytes("memory: budgets", "net", 100, measured, cuda, exact=False))
+    least = list(checks._bytes("memory: budgets", "net", 100, measured, cuda, exact=False))
     assert [one.verdict for one in least] == [FAILED, FAILED]
-    elsewhere = figure_checks._bytes("memory: forward", "net", 0, measured, torch.device("mps"))
+    elsewhere = checks._bytes("memory: forward", "net", 0, measured, torch.device("mps"))
     assert [one.verdict for one in elsewhere] == [OK, NOT_RUN]
 
 
@@ -125,16 +126,16 @@ def test_a_loop_runs_on_a_card_of_the_planned_size(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=400))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("emptied"))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: said.append(share))
-    with figure_checks._card_of(100, torch.device("cuda:0")):
+    with checks._card_of(100, torch.device("cuda:0")):
         assert said == ["emptied", 0.25]
     assert said[2:] == [1.0]
 
 
 def test_ranks_share_one_device_and_have_two():
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
-    assert rank_checks._on([torch.device("cpu")]) == ("gloo", ["cpu", "cpu"])
-    assert rank_checks._on([first]) == ("host", ["cuda:0", "cuda:0"])
-    assert rank_checks._on([first, second]) == ("nccl", ["cuda:0", "cuda:1"])
+    assert checks._on([torch.device("cpu")]) == ("gloo", ["cpu", "cpu"])
+    assert checks._on([first]) == ("host", ["cuda:0", "cuda:0"])
+    assert checks._on([first, second]) == ("nccl", ["cuda:0", "cuda:1"])
 
 
 def test_a_device_that_is_not_there_is_refused(call):

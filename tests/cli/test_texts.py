@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from splitkit.cli.check_report import check_data, check_text
+from splitkit.cli.commands.run import check_data, check_text
 from splitkit.cli.placement import _microbatches
 from splitkit.cli.source import Source, next_command
 from splitkit.testing.compare import Comparison

@@ -264,8 +264,7 @@ def test_plans_and_stages_that_cannot_train_are_refused_before_there_are_ranks(c
 
 
 def test_what_the_command_writes_is_for_people_too():
-    from splitkit.cli.check_report import pipeline_check_rows
-    from splitkit.cli.commands.train import _ranks, _text
+    from splitkit.cli.commands.train import _ranks, _text, pipeline_check_rows
 
     rank = {"rank": 0, "stages": [0, 3], "parameters": 2048, "peak": 4096}
     data = {

@@ -1,4 +1,4 @@
-"""Links: presets, nodes, matrices, measured ones; arrays for solvers; what is refused."""
+"""Links: presets, nodes, matrices; arrays for solvers; what is refused."""
 
 from __future__ import annotations
 
@@ -81,10 +81,6 @@ def test_links_are_values():
         (lambda: Links.matrix([[1, 2], [3, 4]], devices=["a", "a"]), "2 rows have 1 distinct devices"),
         (lambda: Links.matrix([[1, 2], [3, 4]]).link(0, 2), "there is no link from 0 to 2"),
         (lambda: Links.uniform(1).seconds(0, 1, -1), "-1 bytes from 0 to 1"),
-        (lambda: Links.measured(["cpu"]), "are not two or more distinct devices"),
-        (lambda: Links.measured(["cpu:0", "cpu:0"]), "are not two or more distinct devices"),
-        (lambda: Links.measured(["cpu:0", "cpu:1"], sizes=[1024]), r"sizes are \[1024\]"),
-        (lambda: Links.measured(["cpu", "nonsense"]), "cpu or nonsense does not exist"),
     ],
 )
 def test_what_is_refused(make, reason):
@@ -109,25 +105,11 @@ def test_a_fit_of_times_that_no_link_makes():
     assert only_latency.seconds(10**9) == only_latency.latency
 
 
-def test_links_are_measured_between_devices_that_exist():
-    names = ["cpu:0", "cpu:1"]
-    links = Links.measured(names, sizes=(1 << 12, 1 << 22))
-    latency, bandwidth = links.to_arrays(names)
-    assert np.isfinite(latency).all() and (bandwidth > 0).all()
-    assert links.link(*names).source == "measured"
-    assert links.seconds("cpu:0", torch.device("cpu:1"), 1 << 22) > 0
-    if torch.cuda.is_available():
-        there = Links.measured(["cpu", "cuda:0"]).link("cpu", "cuda:0")
-        assert 0 < there.bandwidth < 1e12
-
-
 @pytest.mark.parametrize(
     "make",
     [
         lambda: Links.matrix([[1, 2], [3]]),
         lambda: Links.matrix([[0, 1], [1, 0]], latency="soon"),
-        lambda: Links.measured(["cpu:0", "meta"]),
-        lambda: Links.measured(["cpu:0", "cpu:1"], sizes=(1.5, 2)),
         lambda: Links.uniform(1e9).seconds(0, 1, "5"),
     ],
 )

@@ -12,8 +12,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit.costs import measuring_run as door
-from splitkit.costs.measured_prices import MeasuredSteps
-from splitkit.costs.measuring_run import measured
+from splitkit.costs.measuring_run import MeasuredSteps, measured
 from splitkit.errors import CostError
 from splitkit.frontends.joint_capture import capture
 from splitkit.graph.ops import declare

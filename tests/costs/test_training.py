@@ -18,7 +18,7 @@ import splitkit
 from splitkit import capture, costs
 from splitkit.costs import training
 from splitkit.costs.flop_formulas import FORMULAS
-from splitkit.costs.training import FromJoint, FromOps, _graded_leaves
+from splitkit.costs.training import FromOps, _graded_leaves
 from splitkit.errors import CostError, GraphError
 from splitkit.graph.joint_marks import backward_nodes, forward_owners, is_joint
 from splitkit.testing import models
@@ -277,43 +277,9 @@ def compiled(name):
     return example, joint_of(example.model, **example.kwargs)
 
 
-@pytest.mark.parametrize("name", these_first(["gpt2"], ["bert"]))
-def test_a_joint_graph_gives_each_backward_node_to_its_forward_node(name):
-    _, gm = compiled(name)
-    prices = costs.flops(gm)
-    trained = training(prices)
-    assert isinstance(trained, FromJoint) and trained.source == "from the joint graph"
-    backward = backward_nodes(gm.graph)
-    nodes = list(gm.graph.nodes)
-    forward = [n for n in nodes if n not in backward]
-
-    # nothing is lost, nothing counted twice
-    assert sum(map(trained.flops, forward)) == sum(map(prices.flops, nodes))
-    assert all(trained.flops(n) == trained.seconds(n) == 0 for n in backward)
-    timed = costs.roofline(gm, "a100")
-    total = math.fsum(map(training(timed).seconds, nodes))
-    assert total == pytest.approx(math.fsum(map(timed.seconds, nodes)), rel=1e-12)
-    assert sorted(n.name for f in forward for n in trained.of(f)) == sorted(n.name for n in nodes)
-
-    # torch's own link holds for all but sums of gradients
-    numbers = {n.meta.get("seq_nr") for n in forward} - {None}
-    unlinked = [n for n in backward if n.meta.get("seq_nr") not in numbers]
-    assert {n.target for n in unlinked} == {aten.add.Tensor} and len(unlinked) < len(backward) / 10
-
-    # each product has the two of its backward, and each owner is of the same module
-    products = [n for n in forward if prices.counted(n)]
-    assert products
-    for node in products:
-        assert sum(map(prices.counted, trained.of(node))) == 3 * prices.counted(node)
-    for node, owner in trained.owner.items():
-        if node.meta.get("fwd_nn_module_stack"):
-            assert list(node.meta["fwd_nn_module_stack"]) == list(owner.meta["nn_module_stack"])
-
-
 def test_both_ways_agree_on_a_real_model():
     example, joint = compiled("gpt2")
-    exact = training(costs.flops(joint))
-    products = sum(sum(map(exact.costs.counted, exact.of(n))) for n in joint.graph.nodes)
+    products = sum(map(costs.flops(joint).counted, joint.graph.nodes))
     gm = capture(example.model, **example.kwargs)
     prices = costs.flops(gm)
     trained = training(prices)
@@ -356,8 +322,6 @@ def test_what_needs_a_tangent_is_backward_without_a_tag():
 def test_a_graph_that_only_runs_backward_has_no_forward_nodes_to_pay():
     graph = drawn(("b1", "tt", 1))
     assert forward_owners(graph) == {}
-    gm = fx.GraphModule(nn.Module(), graph)
-    assert training(Priced(), gm).seconds(list(graph.nodes)[2]) == 0.25
 
 
 def test_a_layer_that_is_called_as_a_module_has_one_product_for_its_weight_if_that_is_trained():

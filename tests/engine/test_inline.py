@@ -18,6 +18,7 @@ from opaquecode import close_all
 from randomgraphs import random_graph, random_plan
 from splitlaws import assert_inlines
 from torch import fx, nn
+from visiblestate import observe
 from zoographs import specimens
 
 import splitkit as sk
@@ -33,7 +34,6 @@ from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same
-from splitkit.testing.visible_state import observe
 
 ZOO = specimens()
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import splitkit as sk
 from splitkit.costs import Link
-from splitkit.costs.collectives import collective_seconds
+from splitkit.costs.roofline import collective_seconds
 from splitkit.errors import CaptureError, GraphError, PlanError
 from splitkit.graph.dataflow import analyze, module_path
 from splitkit.graph.shards import MeshGroup, collective_group, full_tensor, is_sharded, local_tensor

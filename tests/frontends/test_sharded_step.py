@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import splitkit as sk
 from splitkit.costs import Link
-from splitkit.costs.collectives import collective_seconds
 from splitkit.costs.recorded import costs_of
+from splitkit.costs.roofline import collective_seconds
 from splitkit.engine.pair import Pair
 from splitkit.errors import CaptureError, CostError
 from splitkit.graph.dataflow import module_path

@@ -11,6 +11,7 @@ from campaigns import some_of_all
 from handgraphs import graph_of
 from splitlaws import assert_emitted_as_planned
 from torch import fx, nn
+from visiblestate import Divided, observe
 
 import splitkit as sk
 from splitkit import _torch
@@ -19,7 +20,6 @@ from splitkit.graph import ambient as states
 from splitkit.graph.scope import scopes
 from splitkit.policies import RoundRobin
 from splitkit.testing import assert_same
-from splitkit.testing.visible_state import Divided, observe
 
 FACTOR = [1.0]
 

@@ -7,6 +7,7 @@ import re
 from functools import cache
 
 from torch.fx import Node
+from zoographs import every_specimen
 
 import splitkit as sk
 from splitkit import policies
@@ -40,7 +41,6 @@ from splitkit.policies import (
     SplitBackward,
     Stages,
 )
-from splitkit.testing import zoo
 
 
 class Mapped:
@@ -174,7 +174,7 @@ def sized(name):
 
 @cache
 def _own_specimens():
-    return {specimen.name: specimen for specimen in zoo()}
+    return {specimen.name: specimen for specimen in every_specimen()}
 
 
 def written(plan):

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from visiblestate import exit_level
 
 from splitkit import _torch
-from splitkit.testing.visible_state import exit_level
 
 
 class Rebinding(nn.Module):

@@ -17,6 +17,7 @@ from opaquecode import Hidden, Meter, Rebinding, meter_from, random_array, unset
 from torch import fx, nn
 from torch._functorch import vmap
 from torch.fx import Node
+from visiblestate import Divided, enter_level, exit_level, observe
 
 from splitkit import _torch
 from splitkit.graph import ambient as states
@@ -24,7 +25,6 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, refine, rematerialize
-from splitkit.testing.visible_state import Divided, enter_level, exit_level, observe
 
 Choose = Callable[[int], int]
 """``choose(n)`` returns a number from 0 to n - 1; small numbers stand for simple cases."""

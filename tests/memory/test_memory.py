@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from randomgraphs import is_exotic, random_graph
 from smallnets import NETS
 from torch import nn
-from zoographs import specimens
+from zoographs import every_specimen, specimens
 
 import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
 from splitkit.errors import GraphError
 from splitkit.memory.profile import CUDA_BLOCK, simulate_memory
 from splitkit.testing import models
-from splitkit.testing.graph_zoo import zoo
 
 KIB = 1024
 SMALL = {"layers": 2, "width": 64, "heads": 2, "batch": 2}
@@ -177,7 +176,7 @@ def test_symbolic_sizes_as_seen_or_as_asked():
 
 @cache
 def own_zoo():
-    return {specimen.name: specimen for specimen in zoo()}
+    return {specimen.name: specimen for specimen in every_specimen()}
 
 
 @pytest.mark.parametrize("name", specimens())

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from campaigns import these_first
 from torch.fx import Node
+from zoographs import every_specimen
 
 import splitkit as sk
 from splitkit.memory.graph_memory import GraphMemory, NodeMemory
 from splitkit.memory.saved_storages import activations
 from splitkit.memory.segment import Incidence, OrderMemory
 from splitkit.testing import models
-from splitkit.testing.graph_zoo import zoo
 
 Copy = tuple[Node, int]
 MODELS = {
@@ -143,7 +143,7 @@ def test_orders_of_a_model_match_the_definition(name: str) -> None:
 
 
 def test_orders_of_the_zoo_match_the_definition() -> None:
-    for specimen in zoo():
+    for specimen in every_specimen():
         sk.extend.propagate(specimen.graph, *specimen.inputs)
         flow = sk.analyze(specimen.graph)
         memory = GraphMemory(flow, activations(flow), training=True)

@@ -250,7 +250,6 @@ REGISTRIES = {
     "graph/ops/fast_path.py": "verdicts about targets, which are the same for ever",
     "graph/ops/declared.py": "what users declare of their ops",
     "pipeline/schedules.py": "pipeline schedules, to which users add with register_schedule",
-    "testing/visible_state.py": "a level that ops of the tests set, as autocast sets its own",
 }
 """Files whose module-level state may change, and what it is."""
 

@@ -18,7 +18,6 @@ LISTED |= {
     ),
     ("SK508", "Use the version of torch that wrote it; this is {...}."): "needs another version of torch",
     ("SK509", ""): "a warning, which has no field for a remedy",
-    ("SK701", "This is a bug of splitkit: please report it with the plan."): "writes to the authors",
     ("SK302", "See the policy's documentation."): "reads a page, for a policy of another package",
 }
 

@@ -172,24 +172,6 @@ SIMPLE = [
     ),
     Remedy(
         "SK322",
-        "Name each once, and at least two.",
-        lambda: Links.measured(["cpu"], sizes=(64, 128)),
-        lambda: link(Links.measured(["cpu", "cpu:0"], sizes=(64, 4096)), "cpu", "cpu:0"),
-    ),
-    Remedy(
-        "SK322",
-        "Give two or more positive sizes in bytes.",
-        lambda: Links.measured(["cpu", "cpu:0"], sizes=(64,)),
-        lambda: link(Links.measured(["cpu", "cpu:0"], sizes=(64, 4096)), "cpu", "cpu:0"),
-    ),
-    Remedy(
-        "SK322",
-        "Name devices that exist.",
-        lambda: Links.measured(["cpu", "cuda:7"], sizes=(64, 128)),
-        lambda: link(Links.measured(["cpu", "cpu:0"], sizes=(64, 4096)), "cpu", "cpu:0"),
-    ),
-    Remedy(
-        "SK322",
         "Use the names of the links.",
         lambda: Links(pairs={("a", "b"): Link(1e9)}).link("a", "c"),
         lambda: link(Links(pairs={("a", "b"): Link(1e9)}), "a", "b"),

@@ -22,8 +22,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit import cli, files
-from splitkit.cli import before_ranks
-from splitkit.cli.commands import generate, import_stages
+from splitkit.cli.commands import generate, plan_devices, train
 from splitkit.engine.graph_data import encode_argument
 from splitkit.errors import FileError
 from splitkit.pipeline.trace import MeasuredStep
@@ -169,8 +168,8 @@ WRITES = [
     Remedy(
         "SK504",
         "Name a text file that another tool reads.",
-        lambda: import_stages._text("nowhere"),
-        lambda: import_stages._text(text("layout", "Et|tL")) == "Et|tL",
+        lambda: plan_devices._text("nowhere"),
+        lambda: plan_devices._text(text("layout", "Et|tL")) == "Et|tL",
     ),
     Remedy("SK504", "Name a trace.", lambda: MeasuredStep.load("nowhere"), lambda: measured("m.json")),
 ]
@@ -325,11 +324,11 @@ def test_folders_that_lack_a_stage():
     Path("copy/stage-1.json").unlink()
     given.target = "copy"
     with refusal("SK504", "Copy the whole folder, or split again."):
-        before_ranks._require_folder(given)
+        train._require_folder(given)
     shutil.copytree("parts", "copy", dirs_exist_ok=True)
-    before_ranks._require_folder(given)
+    train._require_folder(given)
     save_stages(split(), "copy")
-    before_ranks._require_folder(given)
+    train._require_folder(given)
     assert runs("copy")
 
 

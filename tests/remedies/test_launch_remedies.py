@@ -28,8 +28,8 @@ from torch import nn
 
 from splitkit import cli
 from splitkit.cli.commands.train import require_trace_file
-from splitkit.cli.outputs import STDOUT
-from splitkit.cli.part_flags import require_compiler
+from splitkit.cli.common import require_compiler
+from splitkit.cli.outcome import STDOUT
 from splitkit.errors import UsageError
 from splitkit.testing import models
 

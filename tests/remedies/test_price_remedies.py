@@ -14,7 +14,7 @@ from torch import fx, nn
 
 import splitkit as sk
 from splitkit import costs
-from splitkit.cli.commands.profile_ranks import _orders
+from splitkit.cli.commands.profile import _orders
 from splitkit.costs.measuring_run import require_steps
 from splitkit.costs.recorded import costs_of
 from splitkit.graph.ops import declared as declarations

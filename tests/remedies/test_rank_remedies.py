@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from besidewhole import require_same
 from campaigns import every_third
 from carried import Remedy, refusal
 from ownorders import own_order
@@ -17,7 +18,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
-from splitkit.cli.part_flags import with_part_flags
+from splitkit.cli.common import with_part_flags
 from splitkit.errors import PipelineError
 from splitkit.pipeline.schedules import pipeline_order
 from splitkit.policies import Stages
@@ -410,7 +411,7 @@ def test_a_folder_of_stages(tmp_path):
         UnsplitModel(pipe)
     unsplit = UnsplitModel(pipe, sk.capture(net(), X[:2]))
     losses = unsplit.step(X, target=T)
-    assert unsplit.require_same(pipe.step(X, target=T), losses).loss < 1e-6
+    assert require_same(unsplit, pipe.step(X, target=T), losses).loss < 1e-6
 
 
 def test_recorded_steps():

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from besidewhole import require_same
 from carried import Remedy, refusal
 from decoders import captured, decoder
 from test_rank_remedies import SEVERAL, T, X, close, joint_of, made, net, right, split_of, square, stepped
@@ -199,7 +200,7 @@ def test_a_module_beside_a_graph_that_takes_an_input_apart():
     beside = UnsplitModel(pipe, gm)
     losses = beside.step(batch)
     found = pipe.step(batch)
-    assert beside.require_same(found, losses).loss < 1e-6
+    assert require_same(beside, found, losses).loss < 1e-6
     assert close(found.loss, OfPair()(batch)["loss"])
 
 

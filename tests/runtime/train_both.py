@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from besidewhole import TOLERANCE, require_same
 from torch import fx, nn
 
 from splitkit.runtime.ranks.pipeline import Pipeline
-from splitkit.testing.pipeline_check import TOLERANCE, Deviation, UnsplitModel
+from splitkit.testing.pipeline_check import Deviation, UnsplitModel
 
 DRIFT = 100
 """How many times more weights that were rounded differently may differ in the steps after the first."""
@@ -35,17 +36,17 @@ def train_both(
         How far they were apart after each step on this rank.
 
     Raises:
-        CheckError: SK701 where they differ by more than ``tolerance``, after the first step by `DRIFT` times as much.
+        AssertionError: where they differ by more than ``tolerance``, after the first step by `DRIFT` times as much.
     """
     unsplit = UnsplitModel(pipe, whole)
     mine, theirs = optimizer(pipe.parameters()), optimizer(list(unsplit.model.parameters()))
     seen: list[Deviation] = []
     for batch in batches:
         found, losses = pipe.step(**batch), unsplit.step(**batch)
-        unsplit.require_same(found, losses, tolerance * (DRIFT if seen else 1))
+        require_same(unsplit, found, losses, tolerance * (DRIFT if seen else 1))
         for each in (mine, theirs):
             each.step()
-        seen.append(unsplit.require_same(found, losses, tolerance * DRIFT))
+        seen.append(require_same(unsplit, found, losses, tolerance * DRIFT))
         for each in (mine, theirs):
             each.zero_grad()
     return seen

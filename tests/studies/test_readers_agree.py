@@ -14,7 +14,7 @@ from trainingnets import random_training_graph
 
 import splitkit as sk
 from splitkit.cli import main
-from splitkit.cli.commands.joint_stages import stage_rows
+from splitkit.cli.commands.plan_training import stage_rows
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.policies import Budget, ByName, Devices, MemoryBudget, Pipeline, RoundRobin, SplitBackward, Stages

@@ -37,7 +37,7 @@ from called import Called, recorded
 
 HERE = Path(__file__).resolve().parents[2]
 CALLED = Path(tempfile.gettempdir()) / f"splitkit-called-{os.getuid()}.json"
-EXAMPLES = ["graph_zoo", "models", "specimens", "visible_state"]
+EXAMPLES = ["graph_zoo", "models", "specimens"]
 """Files of `splitkit.testing` that make examples: a bug there makes another example, and no wrong result."""
 
 CAUGHT, SURVIVED, ENDLESS, LATE = "caught", "SURVIVED", "endless", "campaign"

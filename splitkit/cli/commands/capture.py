@@ -79,7 +79,7 @@ def _dynamic(flow: Dataflow) -> dict[str, str]:
     """Return the varying sizes of inputs: ``input_ids.shape[0]`` -> its symbol."""
     import torch
 
-    from splitkit.cli.describe import size_data
+    from splitkit.cli.commands.split import size_data
 
     return {
         f"{node.name}.shape[{dim}]": name

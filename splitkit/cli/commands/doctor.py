@@ -151,12 +151,8 @@ def _package(name: str, needed: bool = True) -> Check:
         found = version(name)
     except PackageNotFoundError:
         return Check(name, "not installed", False, needed, wanted)
-    return Check(name, found, _release(found) >= least, needed, wanted)
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """Return (2, 13) for ``2.13.0+cpu``."""
-    return tuple(int(number) for number in text.split(".")[:2] if number.isdigit())
+    release = tuple(int(number) for number in found.split(".")[:2] if number.isdigit())  # (2, 13) of 2.13.0+cpu
+    return Check(name, found, release >= least, needed, wanted)
 
 
 def _machine() -> list[Check]:

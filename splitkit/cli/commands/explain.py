@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from splitkit.cli import source
-from splitkit.cli.common import TRAINING, decoded, prepare, read_plan
+from splitkit.cli.common import decoded, prepare_for, read_plan
 from splitkit.cli.factories import check_model_name
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import fx
-
-    from splitkit.cli.common import Stopwatch
-    from splitkit.cli.source import Source
 
 
 def run(args: Namespace) -> Outcome:
@@ -27,19 +18,19 @@ def run(args: Namespace) -> Outcome:
     require_file(args.target, "explain")
     file = read_plan(args.target)
     policy = None if args.policy is None else policy_spec.parse(args.policy).build().policy  # type: ignore[attr-defined]
-    wanted, graph, clock = graph_of_file(args, file)
-    plan = decoded(graph, args.target, file)
+    work = prepare_for(file, source.from_plan(args.target, file, args))
+    plan = decoded(work.gm.graph, args.target, file)
     from splitkit.studies.explanation.explain import explain
 
-    with clock.step("explain", "pricing what could be changed"):
+    with work.clock.step("explain", "pricing what could be changed"):
         found = explain(plan, args.where, policy=policy, again=not args.fast)
     data: dict[str, Any] = {
         "command": "explain",
-        "model": wanted.to_dict(),
+        "model": work.source.to_dict(),
         "file": args.target,
         "where": args.where,
         "explanation": found.to_dict(),
-        "seconds": clock.seconds,
+        "seconds": work.clock.seconds,
     }
     return Outcome(data, found.lines())
 
@@ -57,15 +48,3 @@ def require_file(path: str, name: str) -> None:
             f"splitkit {name} reads plan files, and {path} does not end in .json",
             f"Plan first: splitkit plan {path} --stages 4 -o plan.json && splitkit {name} plan.json",
         )
-
-
-def graph_of_file(args: Namespace, file: Mapping[str, Any]) -> tuple[Source, fx.Graph, Stopwatch]:
-    """Make the model of a plan file, and capture it as the plan needs it."""
-    wanted = source.from_plan(args.target, file, args)
-    if file.get("what") == TRAINING or stages_of_file(file):
-        from splitkit.cli.commands.plan_training import prepare_step
-
-        step = prepare_step(wanted)
-        return step.source, step.joint.graph_module.graph, step.clock
-    work = prepare(wanted)
-    return work.source, work.gm.graph, work.clock

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import splitkit as sk
 from splitkit.cli import placement
 from splitkit.cli.commands.train import schedule_or_order
-from splitkit.cli.common import TRAINING, decoded, plan_file, planned_by
+from splitkit.cli.common import decoded, is_step, plan_file, planned_by, prepare_step, with_recompute
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.part_flags import with_recompute
 from splitkit.cli.source import from_plan
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import UsageError
 from splitkit.exports.format_list import WRITES
 from splitkit.exports.import_plan import FORMATS, format_named
@@ -32,7 +30,7 @@ def run(args: Namespace) -> Outcome:
         return _formats()
     _check(args)
     file = plan_file(args, takes=("costs", "training"))
-    if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
+    if file is not None and is_step(file):
         return _training_step(args, file)
     work, plan, costs = planned_by(args, file)
     _require_schedule(args, plan)
@@ -99,10 +97,8 @@ def _cuts(name: str) -> str:
 
 def _training_step(args: Namespace, file: Mapping[str, Any]) -> Outcome:
     """Export a plan of a training step, whose graph has forward and backward."""
-    from splitkit.cli.commands.plan_training import prepare_step
-
     work = prepare_step(from_plan(args.target, file, args))
-    plan = decoded(work.joint.graph_module.graph, args.target, dict(file))
+    plan = decoded(work.gm.graph, args.target, dict(file))
     _require_schedule(args, plan)
     found = sk.export(
         work.joint.split(plan),

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher, rank_process, source, stage_folders
+from splitkit.cli import launcher, source
 from splitkit.cli.commands.train import planned_together, words_for_ranks
-from splitkit.cli.common import CapturedModel, example_of, plan_file, policy_of, require_policy_option
+from splitkit.cli.common import (
+    checked_generation_record,
+    example_of,
+    is_folder,
+    plan_file,
+    policy_of,
+    require_fitting_options,
+    require_policy_option,
+)
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.testing.config_files import checkpoint_beside, is_config
@@ -35,10 +43,10 @@ _SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p")
 
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit generate``: start the ranks, or be one of them."""
-    if args.how is None and not args.target.endswith(".json") and not stage_folders.is_folder(args.target):
+    if args.how is None and not args.target.endswith(".json") and not is_folder(args.target):
         args.how = DECODER
     if "RANK" in os.environ:
-        data = rank_process.in_group(lambda: _generate(args), args.timeout)
+        data = launcher.in_group(lambda: _generate(args), args.timeout)
         return Outcome(data, _text(data), quiet=data["rank"] != 0)
     if not (args.prompt or args.prompt_ids or args.requests):
         raise UsageError("SK601", "there is nothing to continue", "Give --prompt, --prompt-ids or --requests.")
@@ -58,8 +66,8 @@ def _stages(args: Namespace) -> int:
         UsageError: SK601 for a plan of something else than a decoder, or without a number of stages.
         FileError: SK50x for a plan or a folder of stages that cannot be read.
     """
-    stage_folders.require_fitting_options(args)
-    if stage_folders.is_folder(args.target):
+    require_fitting_options(args)
+    if is_folder(args.target):
         from splitkit.runtime import open_stages
 
         held = open_stages(args.target, args.weights)
@@ -100,11 +108,6 @@ def _require_no_checkpoint(spec: str, before: str) -> None:
         raise UsageError("SK601", reason, f"{before}Add --weights {found}.")
 
 
-def _weights(args: Namespace, model: Any) -> str | None:
-    """Return where the weights come from, if not from the factory of the model."""
-    return args.weights or ("random, since a configuration has none" if is_config(_spec(model)) else None)
-
-
 def _generate(args: Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -118,7 +121,7 @@ def _generate(args: Namespace) -> dict[str, Any]:
         cache_tokens=args.cache_tokens,
         chunk=args.chunk,
     )
-    rank = dist.get_rank()
+    rank, invented = dist.get_rank(), is_config(_spec(record))
     encode, decode = _tokenizer(args) if not rank else (None, None)
     start = time.perf_counter()
     results = generator.generate(_requests(args, encode) if not rank else ())
@@ -128,7 +131,7 @@ def _generate(args: Namespace) -> dict[str, Any]:
         "rank": rank,
         "model": record,
         "note": split.plan.note,
-        "weights": _weights(args, record),
+        "weights": args.weights or ("random, since a configuration has none" if invented else None),
         "results": [_described(result, decode) for result in results],
         "seconds": seconds,
         "ranks": from_every({"rank": rank, "weights": generator.stage.weight_bytes()}, None),
@@ -137,10 +140,10 @@ def _generate(args: Namespace) -> dict[str, Any]:
 
 def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]:
     """Return the split of this rank or the folder of stages, a record of the model, and what else generation needs."""
-    stage_folders.require_fitting_options(args)
-    if not stage_folders.is_folder(args.target):
+    require_fitting_options(args)
+    if not is_folder(args.target):
         work, plan = planned_together(args)
-        assert isinstance(work, CapturedModel), "the plan of a training step is refused before ranks start"
+        assert not work.trains, "the plan of a training step is refused before ranks start"
         return sk.split(work.gm, plan), work.source.to_dict(), {"model": work.example.model}
     from splitkit.runtime import open_stages
     from splitkit.runtime.generation.decoder import DecoderChain
@@ -154,7 +157,7 @@ def _decoder(args: Namespace) -> tuple[Split | StageFolder, Any, dict[str, Any]]
             "Plan with --how decoder, and split again.",
         )
     record = held.manifest.value.get("model")
-    needed = stage_folders.checked_generation_record(held.manifest["generation"])
+    needed = checked_generation_record(held.manifest["generation"])
     if DecoderChain.of(held.chain).inputs.whole and not int(os.environ["RANK"]):
         # its weights are read from the folder, or from --weights
         needed["model"] = example_of(source.from_plan(args.target, held.manifest.value, args)).model.eval()

@@ -8,10 +8,8 @@ from typing import Any
 
 import splitkit as sk
 from splitkit.cli import factories, placement
-from splitkit.cli.common import TRAINING, make_plan, versions
-from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.cli.pages import plan_page, wrote
-from splitkit.cli.part_flags import with_recompute
+from splitkit.cli.common import TRAINING, make_plan, versions, with_recompute
+from splitkit.cli.outcome import Outcome, plan_page, seconds_text, wrote
 from splitkit.cli.source import next_command, source_record
 from splitkit.errors import UsageError
 
@@ -25,7 +23,7 @@ def run(args: Namespace) -> Outcome:
             raise UsageError(
                 "SK601", "--from cannot be combined with --what fwd-bwd", "Stages of other tools cut the forward."
             )
-        from splitkit.cli.commands.import_stages import plan_from_text
+        from splitkit.cli.commands.plan_devices import plan_from_text
 
         return plan_from_text(args)
     if args.what == TRAINING or args.mesh is not None:

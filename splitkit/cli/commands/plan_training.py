@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
 from splitkit.cli import placement, source
-from splitkit.cli.common import TRAINING, Stopwatch, check_costs, decoded, example_of, kind_of_costs, versions
-from splitkit.cli.mesh import joined_mesh, read_mesh
-from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.cli.pages import wrote
+from splitkit.cli.common import TRAINING, CapturedModel, check_costs, decoded, kind_of_costs, prepare_step, versions
+from splitkit.cli.outcome import Outcome, seconds_text, wrote
 from splitkit.cli.placement import MOST_BYTES
-from splitkit.cli.source import Source, next_command
+from splitkit.cli.source import Source, next_command, options_of_own_code, source_record
 from splitkit.cli.syntax import policy_spec
 from splitkit.errors import UsageError
 from splitkit.units import bounded, duration, read_percent, read_size, size
@@ -27,10 +25,12 @@ if TYPE_CHECKING:
 
     from splitkit.costs import Costs
     from splitkit.engine.pair import Pair
-    from splitkit.frontends.joint_capture import Joint
+    from splitkit.engine.staged_step import StagedStep
     from splitkit.memory.profile import MemoryProfile
     from splitkit.plans.policy import Policy
-    from splitkit.testing.models import Example
+    from splitkit.plans.record import Plan
+    from splitkit.training.flow import JointFlow
+
 
 SHOWN = 10
 """The number of saved values in the table."""
@@ -41,47 +41,7 @@ IN_STAGES = ("schedule", "microbatches", "links")
 _SHARE = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
-@dataclass(frozen=True)
-class CapturedStep:
-    """A model and its joint graph.
-
-    Attributes:
-        source: how the model was made.
-        example: the model and its inputs.
-        joint: forward and backward as one graph.
-        clock: the seconds that each step took.
-        mesh: the mesh over which the model is sharded, if it is.
-    """
-
-    source: Source
-    example: Example
-    joint: Joint
-    clock: Stopwatch
-    mesh: Any = None
-
-
-def prepare_step(wanted: Source, replicas: int = 1) -> CapturedStep:
-    """Make the model, and capture its forward and backward as one graph.
-
-    Args:
-        wanted: how to make the model.
-        replicas: how many ranks run each stage, for a model that is sharded over others.
-    """
-    if wanted.how != "export" or wanted.dynamic:
-        raise UsageError(
-            "SK601", "there is only one way to capture forward and backward", "Leave out --how and --dynamic."
-        )
-    clock = Stopwatch()
-    with joined_mesh(wanted.mesh, replicas) as mesh:
-        own = mesh and mesh[tuple(one.name for one in read_mesh(wanted.mesh or ""))]
-        with clock.step("load", f"making {wanted.spec}"):
-            example = example_of(wanted, own)
-        with clock.step("capture", f"capturing forward and backward of {wanted.spec}"):
-            joint = sk.capture_joint(example.model, *example.args, **example.kwargs)
-        return CapturedStep(wanted, example, joint, clock, mesh)
-
-
-def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> tuple[CapturedStep, Costs]:
+def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = None) -> tuple[CapturedModel, Costs]:
     """Capture the model, and price the nodes of its joint graph, as the plan of a file does if there is one."""
     check_costs(args.costs)
     work = prepare_step(wanted)
@@ -89,16 +49,14 @@ def priced_step(args: Namespace, wanted: Source, file: dict[str, Any] | None = N
         if file is not None:
             from splitkit.pipeline.placed_prices import costs_of_plan
 
-            graph = work.joint.graph_module
-            return work, costs_of_plan(decoded(graph.graph, args.target, file), graph)
+            return work, costs_of_plan(decoded(work.gm.graph, args.target, file), work.gm)
         inputs = (*work.joint.primals(*work.example.args, **work.example.kwargs), *work.joint.tangents())
         kind = args.costs or "roofline:a100"
-        return work, kind_of_costs(work.joint.graph_module, inputs, kind, mesh=work.source.mesh)
+        return work, kind_of_costs(work.gm, inputs, kind, mesh=work.source.mesh)
 
 
 def plan_step(args: Namespace) -> Outcome:
     """Run ``splitkit plan MODEL --what fwd-bwd``."""
-    from splitkit.cli.commands import joint_stages
     from splitkit.engine.staged_step import StagedStep
 
     policy = _policy(args)
@@ -106,7 +64,7 @@ def plan_step(args: Namespace) -> Outcome:
     with work.clock.step("plan", "planning"):
         pair = work.joint.split(policy, costs)
     if isinstance(pair, StagedStep):
-        return joint_stages.stages_outcome(args, work.source, work.clock.seconds, costs, work.joint.flow, pair)
+        return stages_outcome(args, work.source, work.clock.seconds, costs, work.joint.flow, pair)
     with work.clock.step("simulate", "simulating the memory"):
         profile = sk.simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
     assert pair.plan is not None
@@ -181,7 +139,7 @@ def _require_size(memory: str, remedy: str) -> None:
         raise UsageError("SK601", f"--memory {memory:.60} is not a size", remedy)
 
 
-def _data(work: CapturedStep, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+def _data(work: CapturedModel, costs: Costs, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
     from splitkit.graph.node_values import storage_bytes
     from splitkit.graph.storages import value_of
     from splitkit.prices import price_name
@@ -246,3 +204,153 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     }
     largest = [(v.get("label", ""), v["name"], size(v["nbytes"])) for v in data["saved"]["values"][:SHOWN]]
     return [facts(rows), "", table(("largest values saved", "node", "bytes"), largest, ("bytes",))]
+
+
+# Plan and run a training step in pipeline stages: ``splitkit plan --what fwd-bwd`` and ``splitkit run``.
+
+
+def stages_outcome(
+    args: Namespace, made: Source, took: Mapping[str, float], costs: Costs, flow: JointFlow, step: StagedStep
+) -> Outcome:
+    """Return what ``splitkit plan`` says of a plan in stages."""
+    from splitkit.prices import price_name
+
+    train, view = _train_command(made, args.output, step), _view_command(made, args.output)
+    data: dict[str, Any] = {
+        "command": "plan",
+        "what": TRAINING,
+        "model": made.to_dict(),
+        "note": step.plan.note,
+        "prices": price_name(costs),
+        "unit": sk.costs.unit_of(costs),
+        "stages": stage_rows(flow, step, costs),
+        "seconds": dict(took),
+        "file": args.output,
+        "next": train or next_command(made, args.output),
+        "view": view,
+    }
+    text: list[RenderableType] = [
+        facts(
+            {
+                "plan": data["note"].replace("; ", ";\n"),
+                **({} if made.mesh is None else {"mesh": f"a rank's share; {made.mesh} ranks for each stage"}),
+                "prices": data["prices"],
+                "took": seconds_text(data["seconds"]["plan"]),
+            }
+        ),
+        "",
+        stage_table(data["stages"], data["unit"]),
+        *([f"wrote {args.output}"] if args.output else []),
+        *(_next_lines(train, next_command(made, args.output), view)),
+    ]
+    files: dict[str, Mapping[str, Any] | str] = {}
+    if args.view:
+        from splitkit.view.renderers import html
+
+        files[args.view] = page = html(step, costs=costs, title=made.spec)
+        text.append(wrote(args.view, page))
+    if args.output:
+        record = source_record(made, args.output)
+        files[args.output] = {**step.plan.to_dict(), "model": record, "what": TRAINING, **versions()}
+    return Outcome(data, text, files=files)
+
+
+def _next_lines(train: str | None, run: str | None, view: str | None) -> list[str]:
+    """Return what can be done with the plan file; nothing without a file."""
+    found = {"next": train, "next, in one process" if train else "next": run, "picture": view}
+    return [f"{what}: {words}" for what, words in found.items() if words]
+
+
+def _train_command(made: Source, file: str | None, step: StagedStep) -> str | None:
+    """Return the command that trains with the plan on the ranks of its schedule, as the plan was made for.
+
+    A plan that was made for no schedule trains under 1F1B, or under ZBV if its backward is divided and ZBV takes its
+    stages. There is no command for one stage.
+    """
+    from splitkit.pipeline.purpose import ranks_of
+
+    count, asked = len(step.stages), step.plan.request
+    if count < 2:
+        return None
+    schedule, microbatches = asked.schedule, asked.microbatches or 2 * count
+    if schedule is None:
+        divided = all(stage.weight is not None for stage in step.stages)
+        schedule = "zbv" if divided and count % 2 == 0 else "1f1b"
+    ranks = max(ranks_of(schedule, microbatches, count)) + 1
+    return next_command(made, file, ranks, schedule, microbatches)
+
+
+def _view_command(made: Source, file: str | None) -> str | None:
+    """Return the command that draws the plan."""
+    if file is None or file.startswith("/dev/"):
+        return None
+    words = ["splitkit", "view", file, *options_of_own_code(made)]
+    return shlex.join([*words, "-o", "page.html"])
+
+
+def stage_rows(flow: JointFlow, step: StagedStep, costs: Costs) -> list[dict[str, Any]]:
+    """Return a row for each stage: seconds of its graphs, what it computes again, and what it saves and sends."""
+    rows = []
+    again = _again(flow, step, costs)
+    for number, stage in enumerate(step.stages):
+        seconds = {
+            half: _seconds(step.plan, half, number, costs) for half in ("forward", "backward", "input", "weight")
+        }
+        row: dict[str, Any] = {
+            "stage": number,
+            "forward": seconds["forward"],
+            "backward": seconds["backward"] + seconds["input"],
+            "weight": seconds["weight"] if stage.weight is not None else None,
+            "recomputed": len(again[number]),
+            "recompute": sum(again[number]),
+            "saved": stage.saved_bytes + stage.host_bytes,
+            "host": stage.host_bytes,
+            "waiting": stage.waiting_bytes if stage.weight is not None else None,
+            "sent": stage.sent_bytes,
+            "gradients_sent": stage.gradients_sent_bytes,
+        }
+        rows.append(row)
+    return rows
+
+
+def _again(flow: JointFlow, step: StagedStep, costs: Costs) -> list[list[float]]:
+    """Return for each stage the seconds of each op that its backward computes again."""
+    from splitkit.training.stage_plan import computed_again
+
+    found: list[list[float]] = [[] for _ in step.stages]
+    for node in flow.nodes:
+        for part in computed_again(flow, step.plan, node):
+            if part.half != "weight":
+                found[part.stage].append(costs.seconds(node))
+    return found
+
+
+def _seconds(plan: Plan, half: str, stage: int, costs: Costs) -> float:
+    nodes = (n for n in plan.members((half, stage)) if n.op not in ("placeholder", "get_attr"))
+    return sum(costs.seconds(n) for n in nodes)
+
+
+def stage_table(rows: list[dict[str, Any]], unit: str) -> RenderableType:
+    """Return the table of `stage_rows`."""
+    split = any(row["weight"] is not None for row in rows)
+    columns = {
+        "stage": [str(row["stage"]) for row in rows],
+        "forward": [duration(row["forward"], unit) for row in rows],
+        "input" if split else "backward": [duration(row["backward"], unit) for row in rows],
+        **({"weight": [duration(row["weight"] or 0.0, unit) for row in rows]} if split else {}),
+        "recomputed": [
+            f"{row['recomputed']} ops, {duration(row['recompute'], unit)}" if row["recomputed"] else "-" for row in rows
+        ],
+        **_bytes(rows, split),
+    }
+    return table(tuple(columns), list(zip(*columns.values(), strict=True)), tuple(columns)[1:])
+
+
+def _bytes(rows: list[dict[str, Any]], split: bool) -> dict[str, list[str]]:
+    return {
+        "saved": [size(row["saved"]) for row in rows],
+        **({"on the host": [size(row["host"]) for row in rows]} if any(row["host"] for row in rows) else {}),
+        **({"waits for weight": [size(row["waiting"] or 0) for row in rows]} if split else {}),
+        "sent": [size(row["sent"]) for row in rows],
+        "gradients sent": [size(row["gradients_sent"]) for row in rows],
+    }

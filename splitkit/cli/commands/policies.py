@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.syntax.policy_list import Builtin, builtins, installed
+from splitkit.cli.syntax.policy_spec import Builtin, builtins, installed
 from splitkit.view.tables import table
 
 

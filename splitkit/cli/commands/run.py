@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli.check_report import DIFFERENT, check_data, check_text
-from splitkit.cli.common import TRAINING, plan_file, planned_by
+from splitkit.cli import DIFFERENT, source
+from splitkit.cli.common import TRAINING, CapturedModel, decoded, is_step, plan_file, planned_by, prepare_step
+from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome, seconds_text
 from splitkit.cli.source import require_inputs
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.errors import listed
+from splitkit.units import bounded, size
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.engine.split import Split
+    from splitkit.frontends.step_module import DividedStep
+    from splitkit.memory.profile import MemoryProfile
+    from splitkit.testing.compare import Comparison
+    from splitkit.testing.differences import Difference
+
 
 SHOWN = 8
 """The number of outputs that the text names."""
@@ -27,10 +34,8 @@ SHOWN = 8
 def run(args: Namespace) -> Outcome:
     """Run ``splitkit run``."""
     file = plan_file(args)
-    if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
-        from splitkit.cli.commands import run_training as trainrun
-
-        return trainrun.run(args, file)
+    if file is not None and is_step(file):
+        return run_step(args, file)
     work, plan, _ = planned_by(args, file)
     require_inputs(work.source, "run")
     from splitkit.testing.timing import best_step
@@ -63,7 +68,7 @@ def run(args: Namespace) -> Outcome:
 
 
 def _outputs(output: Any) -> list[dict[str, str]]:
-    from splitkit.cli.describe import tensor_text
+    from splitkit.cli.commands.split import tensor_text
     from splitkit.frontends.output_classes import named_leaves
 
     return [{"name": f"output{path}", "value": tensor_text(leaf)} for path, leaf in named_leaves(output)[0]]
@@ -88,3 +93,191 @@ def _text(data: dict[str, Any]) -> list[RenderableType]:
     times = [(p["module"], seconds_text(p["forward"])) for p in data["parts"]]
     text: list[RenderableType] = [facts(rows), "", table(("part", "forward"), times, ("forward",))]
     return [*text, "", *check_text(data["check"])] if data["check"] else text
+
+
+# ``splitkit run`` of a plan of forward and backward: runs one training step and compares it with the unsplit model.
+
+
+def run_step(args: Namespace, file: dict[str, Any]) -> Outcome:
+    """Run the plan in the data of a plan file."""
+    wanted = source.from_plan(args.target, file, args)
+    require_one_rank(wanted.mesh, "run")
+    work = prepare_step(wanted)
+    from splitkit.engine.pair import Pair
+    from splitkit.frontends.step_module import DividedStep
+    from splitkit.testing import timing
+
+    with work.clock.step("plan", "reading the plan"):
+        plan = decoded(work.gm.graph, args.target, file)
+    with work.clock.step("split", "dividing the step"):
+        step = DividedStep(work.joint, work.joint.split(plan))
+    with work.clock.step("simulate", "simulating the memory"):
+        shown = _halves(step) if isinstance(step.pair, Pair) else {"stages": len(step.pair.stages)}
+    with work.clock.step("run", "running forward and backward"):
+        timed = timing.best_step(step, (), work.example, work.source.seed, args.repeat)
+    data: dict[str, Any] = {
+        "command": "run",
+        "what": TRAINING,
+        "model": work.source.to_dict(),
+        "note": plan.note,
+        "loss": timed.loss,
+        "forward": timed.forward,
+        "backward": timed.backward,
+        **shown,
+        "repeat": args.repeat,
+        "check": None,
+    }
+    if args.check:
+        from splitkit.cli.commands.profile import beside
+
+        with work.clock.step("check", "comparing with the unsplit model"):
+            data["check"] = _check(work, step)
+        if isinstance(step.pair, Pair):
+            with work.clock.step("measure", "measuring the memory of a step"):
+                both = timing.TrainingRun(step.joint, step.pair)
+                found = timing.measure_training(both, work.example, work.source.seed)
+                data["peak"] |= beside(found, data["peak"]["predicted"])
+    data["seconds"] = work.clock.seconds
+    failed = args.check and not data["check"]["same"]
+    return Outcome(data, _step_text(data), DIFFERENT if failed else 0)
+
+
+def _halves(step: DividedStep) -> dict[str, Any]:
+    """Return the simulated memory of forward and backward."""
+    from splitkit.engine.pair import Pair
+    from splitkit.testing import timing
+
+    assert isinstance(step.pair, Pair)
+    profile = timing.TrainingRun(step.joint, step.pair).profile
+    return {
+        "halves": [_half(step, profile, which) for which in ("forward", "backward")],
+        "saved": profile.saved + step.pair.host_bytes,
+        "peak": {
+            "predicted": profile.peak,
+            "bounds": dict(profile.bounds),
+            "unseen": sorted(profile.unseen),
+            "measured": None,
+            "error": None,
+            "allocator": None,
+        },
+    }
+
+
+def _half(step: DividedStep, profile: MemoryProfile, which: str) -> dict[str, Any]:
+    assert step.pair.plan is not None
+    ops = sum(which in step.pair.plan[node] for node in step.joint.flow.nodes)
+    return {"half": which, "ops": ops, "peak": profile.peak_of(which)}
+
+
+def _check(work: CapturedModel, step: DividedStep) -> dict[str, Any]:
+    """Compare loss, gradients and buffers with those of the model in eager mode."""
+    from splitkit.frontends.joint_capture import TrainingStep
+
+    example = work.example
+    whole = TrainingStep(example.model, None)
+    found = _renamed(sk.compare(whole, step, *example.args, seed=work.source.seed, **example.kwargs))
+    # A graph may run other kernels than eager mode, so the loss may differ by rounding: oneDNN's LSTM does that.
+    wrong = tuple(d for d in found.outputs if d.relative > found.tolerance)
+    return check_data(replace(found, outputs=wrong)) | {"outputs": check_data(found)["outputs"]}
+
+
+def _renamed(found: Comparison) -> Comparison:
+    """Return the comparison with the model's own names: both compared modules hold the model as ``model``."""
+    outputs = tuple(replace(d, name="loss" if d.name == "output" else d.name) for d in found.outputs)
+    return replace(found, outputs=outputs, gradients=_of_model(found.gradients), state=_of_model(found.state))
+
+
+def _of_model(entries: tuple[Difference, ...]) -> tuple[Difference, ...]:
+    return tuple(replace(d, name=d.name.replace(" of model.", " of ", 1)) for d in entries)
+
+
+def _step_text(data: dict[str, Any]) -> list[RenderableType]:
+    best = f" (best of {data['repeat']})" if data["repeat"] > 1 else ""
+    if "stages" in data:
+        times = {f"{half}{best}": seconds_text(data[half]) for half in ("forward", "backward")}
+        rows = {"plan": data["note"].replace("; ", ";\n"), "loss": f"{data['loss']:.6g}", **times}
+        text: list[RenderableType] = [facts(rows)]
+    else:
+        rows = {
+            "plan": data["note"].replace("; ", ";\n"),
+            "loss": f"{data['loss']:.6g}",
+            "peak": _peak_text(data["peak"]),
+            "saved for backward": size(data["saved"]),
+        }
+        halves = [(h["half"], h["ops"], seconds_text(data[h["half"]]), size(h["peak"])) for h in data["halves"]]
+        titles = ("half", "ops", f"time{best}", "peak predicted")
+        text = [facts(rows), "", table(titles, halves, titles[1:])]
+    return [*text, "", *check_text(data["check"])] if data["check"] else text
+
+
+def _peak_text(peak: dict[str, Any]) -> str:
+    predicted = f"{bounded(peak['predicted'], peak['bounds'], peak['unseen'])} predicted"
+    if peak["measured"] is None:
+        return predicted
+    error = "exact" if not peak["error"] else f"{100 * peak['error']:+.3f} %"
+    return f"{predicted}, {size(peak['measured'])} measured ({error})"
+
+
+# What ``--check`` found, as data and as text.
+
+
+_DIFFERENCES = 8
+"""The number of differences that the text lists."""
+
+_STEPS = {
+    "model": "the model: run again from the same seed and state, it differs from itself",
+    "capture": "the capture: the graph already differs from the model",
+    "split": "the split: the graph gives what the model gives, but the parts do not",
+}
+
+
+def check_data(found: Comparison) -> dict[str, Any]:
+    """Return a comparison as data: counts, the largest difference of each kind, and the failures."""
+    return {
+        "same": found.same,
+        "loss": list(found.loss),
+        "tolerance": found.tolerance,
+        "outputs": _group(found.outputs),
+        "gradients": _group(found.gradients),
+        "state": _group(found.state),
+        "failures": [_difference(d) for d in found.failures],
+        "wrong_step": found.wrong_step or None,
+    }
+
+
+def _group(entries: tuple[Difference, ...]) -> dict[str, Any]:
+    differ = [d for d in entries if not d.bitwise]
+    worst = max(differ, key=lambda d: d.relative, default=None)
+    return {
+        "count": len(entries),
+        "bitwise": len(entries) - len(differ),
+        "worst": _difference(worst) if worst else None,
+    }
+
+
+def _difference(entry: Difference) -> dict[str, Any]:
+    return {"name": entry.name, "largest": entry.largest, "relative": entry.relative, "scale": entry.scale}
+
+
+def check_text(check: dict[str, Any]) -> list[RenderableType]:
+    """Return the data of `check_data` as text."""
+    whole, parts = ("none" if value is None else repr(value) for value in check["loss"])
+    rows = {which: _sentence(check[which]) for which in ("outputs", "gradients", "state")}
+    lines: list[RenderableType] = [facts({"loss": f"{whole} whole, {parts} split", **rows})]
+    lines += [
+        f"differs: {bad['name']} by {bad['largest']:.3g} (scale {bad['scale']:.3g})"
+        for bad in check["failures"][:_DIFFERENCES]
+    ]
+    if len(check["failures"]) > _DIFFERENCES:
+        lines.append(f"and {len(check['failures']) - _DIFFERENCES} more")
+    if step := check["wrong_step"]:
+        lines.append(f"first wrong step: {_STEPS[step]}")
+    return [*lines, f"same: {'yes' if check['same'] else 'no'}"]
+
+
+def _sentence(group: dict[str, Any]) -> str:
+    worst = group["worst"]
+    text = f"{group['bitwise']} of {group['count']} bitwise equal"
+    if not worst:
+        return text
+    return f"{text}; largest difference {worst['largest']:.3g}, relative {worst['relative']:.3g}, of {worst['name']}"

@@ -9,15 +9,25 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.fx import Node
+
 import splitkit as sk
 from splitkit import files
-from splitkit.cli import source, stage_folders
-from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
+from splitkit.cli import source
 from splitkit.cli.commands.train import split_as_planned
-from splitkit.cli.common import CapturedModel, decoded, plan_file, planned, versions
+from splitkit.cli.common import (
+    CapturedModel,
+    decoded,
+    plan_file,
+    planned,
+    prepare_step,
+    save_stage_folder,
+    stages_of_file,
+    versions,
+)
 from splitkit.cli.mesh import require_one_rank
 from splitkit.cli.outcome import Outcome
-from splitkit.cli.staged_plan_files import stages_of_file
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, UsageError
 
@@ -26,6 +36,7 @@ if TYPE_CHECKING:
 
     from splitkit.engine.split import Split
     from splitkit.runtime.ranks.stage_chain import StageSource
+
 
 KIND = "splitkit split"
 LISTS = ("split.json", "manifest.json")
@@ -60,7 +71,7 @@ def _split_step(args: Namespace, file: dict[str, Any]) -> Outcome:
     require_one_rank(wanted.mesh, "split")
     work = prepare_step(wanted)
     with work.clock.step("split", "dividing the step"):
-        step = split_as_planned(work, decoded(work.joint.graph_module.graph, args.target, file))
+        step = split_as_planned(work, decoded(work.gm.graph, args.target, file))
         assert isinstance(step, StagedStep), "the file has stages"
         parts = chain_of_step(step).split
     names, stages = part_module_names(parts), [str(stage) for stage in step.stages]
@@ -79,7 +90,7 @@ def _split_step(args: Namespace, file: dict[str, Any]) -> Outcome:
 
 def describe(split: Split) -> dict[str, Any]:
     """Return the parts of a split in order, and its names with those of the original model, as data."""
-    from splitkit.cli.describe import named_value
+    from splitkit.cli.commands.split import named_value
 
     names = part_module_names(split)
     parts = [
@@ -110,7 +121,7 @@ def _write(
     folder: Path,
     split: Split | StagedStep,
     source: StageSource,
-    work: CapturedModel | CapturedStep,
+    work: CapturedModel,
     data: dict[str, Any],
 ) -> str | None:
     """Write all files into a draft folder next to the target, then move them: the target is never half written.
@@ -137,7 +148,7 @@ def _write(
             (draft / f"{name}.py").write_text(_readable(part), encoding="utf-8")
         (draft / "parent.py").write_text(source.module.code.lstrip(), encoding="utf-8")
         plan_file.write_json(draft / "split.json", data)
-        lacks = stage_folders.save_stage_folder(draft, split, work)
+        lacks = save_stage_folder(draft, split, work)
         draft.chmod(0o755)
         _move(draft, target)
         return lacks
@@ -173,3 +184,33 @@ def _readable(part: nn.Module) -> str:
     from splitkit.runtime.ranks.planned_stage import graphs_of
 
     return "\n\n".join(graph.print_readable(print_output=False).lstrip() for graph in graphs_of(part))
+
+
+# Describes nodes and values as plain data.
+
+
+def named_value(node: Node) -> dict[str, Any]:
+    """Return the name and the type of a node's value."""
+    return {"name": node.name, **value_data(node.meta.get("val"))}
+
+
+def value_data(value: object) -> dict[str, Any]:
+    """Return the shape and dtype of a tensor, the ``items`` of a tuple, or the type of anything else."""
+    if isinstance(value, torch.Tensor):
+        return {"shape": [size_data(s) for s in value.shape], "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple | list):
+        return {"shape": None, "dtype": None, "items": [value_data(v) for v in value]}
+    return {"shape": None, "dtype": None if value is None else type(value).__name__}
+
+
+def tensor_text(value: object) -> str:
+    """Return ``float32[2, 8, 64]``."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(tensor_text, value))})"
+    data = value_data(value)
+    return f"{data['dtype']}{data['shape'] if data['shape'] is not None else ''}"
+
+
+def size_data(size: int | torch.SymInt) -> int | str:
+    """Return a size as a number, or as its symbol if it varies; torch may keep a symbol for a size that is fixed."""
+    return int(str(size)) if str(size).isdigit() else str(size)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import splitkit as sk
 from splitkit.cli import placement
-from splitkit.cli.common import links_asked, plan_file, planned_by
+from splitkit.cli.common import links_asked, plan_file, planned_by, with_recompute
 from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.cli.part_flags import with_recompute
 from splitkit.errors import UsageError
 from splitkit.pipeline.schedules import USUAL_MICROBATCHES
 from splitkit.pipeline.synthesize import order_to_csv

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,28 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import splitkit as sk
-from splitkit.cli import launcher, rank_process, stage_folders
-from splitkit.cli.before_ranks import require_target
-from splitkit.cli.check_report import DIFFERENT, pipeline_check_rows
-from splitkit.cli.commands.plan_training import CapturedStep, prepare_step
-from splitkit.cli.common import CapturedModel, decoded, plan_file, planner, prepare, require_policy_option
-from splitkit.cli.mesh import REPLICAS, STAGES
-from splitkit.cli.outcome import Outcome, seconds_text
-from splitkit.cli.outputs import FOR_PERFETTO, STDOUT
-from splitkit.cli.part_flags import compile_parts, require_compiler, with_part_flags
-from splitkit.cli.staged_plan_files import stages_of_file
+from splitkit.cli import DIFFERENT, launcher, source
+from splitkit.cli.common import (
+    TRAINING,
+    CapturedModel,
+    compile_parts,
+    decoded,
+    is_folder,
+    open_folder,
+    plan_file,
+    planner,
+    policy_of,
+    prepare_for,
+    require_compiler,
+    require_fitting_options,
+    require_own_recompute,
+    require_policy_option,
+    stages_of_file,
+    with_part_flags,
+)
+from splitkit.cli.factories import require_factory
+from splitkit.cli.mesh import REPLICAS, STAGES, ranks_of_mesh
+from splitkit.cli.outcome import FOR_PERFETTO, STDOUT, Outcome, seconds_text
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError, PipelineError, UsageError
 from splitkit.units import size
@@ -168,7 +180,7 @@ def words_for_ranks() -> list[str]:
 
 
 def _rank(args: Namespace) -> Outcome:
-    data = rank_process.in_group(lambda: _train(args), args.timeout)
+    data = launcher.in_group(lambda: _train(args), args.timeout)
     different = args.check and not data["check"]["same"]
     trace, is_first = data.pop("measured"), data["rank"] == 0
     written = {args.trace: trace.to_chrome_trace()} if trace and is_first else {}
@@ -187,7 +199,7 @@ def _train(args: Namespace) -> dict[str, Any]:
     group = group_of(work)
     pipe = pipeline(split, schedule_or_order(args.schedule), args.microbatches, seed=work.source.seed, group=group)
     if args.fsdp:
-        pipe.shard(work.mesh[REPLICAS] if isinstance(work, CapturedStep) and work.mesh is not None else None)
+        pipe.shard(None if work.mesh is None else work.mesh[REPLICAS])
     optimizer = _optimizer(args, pipe.parameters())
     beside = None
     if args.check:
@@ -207,7 +219,7 @@ def _train(args: Namespace) -> dict[str, Any]:
         "replica": pipe.replicas.own,
         "stages": list(pipe.stages),
         "parameters": sum(local_tensor(p).nbytes for p in pipe.parameters()),
-        "peak": rank_process.peak_of_process(),
+        "peak": launcher.peak_of_process(),
     }
     return {
         "command": "train",
@@ -223,25 +235,25 @@ def _train(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _split(args: Namespace) -> tuple[CapturedModel | CapturedStep, Any]:
+def _split(args: Namespace) -> tuple[CapturedModel, Any]:
     """Return this rank's model, split by the plan of rank 0 with the flags for parts; or the stages of a folder."""
-    stage_folders.require_fitting_options(args)
-    if stage_folders.is_folder(args.target):
-        return stage_folders.opened(args)
+    require_fitting_options(args)
+    if is_folder(args.target):
+        return open_folder(args)
     work, plan = planned_together(args)
     return work, split_as_planned(work, with_part_flags(plan, args))
 
 
-def split_as_planned(work: CapturedModel | CapturedStep, plan: Plan) -> Split | StagedStep:
+def split_as_planned(work: CapturedModel, plan: Plan) -> Split | StagedStep:
     """Return the stages of a plan of a model, or of its training step."""
-    if isinstance(work, CapturedModel):
+    if not work.trains:
         return sk.split(work.gm, plan)
     found = work.joint.split(plan)
     assert isinstance(found, StagedStep), "`require_target` refuses other plans of training steps"
     return found
 
 
-def planned_together(args: Namespace) -> tuple[CapturedModel | CapturedStep, Plan]:
+def planned_together(args: Namespace) -> tuple[CapturedModel, Plan]:
     """Return the model of this rank, and the plan that rank 0 makes for all."""
     from splitkit.runtime.ranks.rank_agreement import planned_once
 
@@ -253,17 +265,16 @@ def planned_together(args: Namespace) -> tuple[CapturedModel | CapturedStep, Pla
     from splitkit.cli import source
 
     wanted = source.from_plan(args.target, file, args)
-    captured = prepare_step(wanted, getattr(args, "dp", None) or 1) if stages_of_file(file) else prepare(wanted)
-    gm = captured.gm if isinstance(captured, CapturedModel) else captured.joint.graph_module
-    return captured, planned_once(gm, lambda: decoded(gm.graph, args.target, file), group_of(captured))
+    captured = prepare_for(file, wanted, getattr(args, "dp", None) or 1)
+    plan = planned_once(captured.gm, lambda: decoded(captured.gm.graph, args.target, file), group_of(captured))
+    return captured, plan
 
 
-def group_of(work: CapturedModel | CapturedStep) -> Any:
+def group_of(work: CapturedModel) -> Any:
     """Return the ranks with the stages of this rank's share of the model; ``None`` for all ranks."""
     from splitkit._torch import group_of_dimensions
 
-    mesh = work.mesh if isinstance(work, CapturedStep) else None
-    return None if mesh is None else group_of_dimensions(mesh, STAGES, REPLICAS)
+    return None if work.mesh is None else group_of_dimensions(work.mesh, STAGES, REPLICAS)
 
 
 def schedule_or_order(word: str) -> str | PipelineOrder:
@@ -284,7 +295,7 @@ def _optimizer(args: Namespace, parameters: Iterable[Any]) -> Any:
 
 def _steps(
     args: Namespace,
-    work: CapturedModel | CapturedStep,
+    work: CapturedModel,
     pipe: Pipeline,
     optimizer: Any,
     beside: ReferenceModel | None,
@@ -325,9 +336,9 @@ def _steps(
     }
 
 
-def batch_of(work: CapturedModel | CapturedStep, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def batch_of(work: CapturedModel, count: int, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make a batch of different microbatches: the example's inputs, each rolled along the last dimension."""
-    return rank_process.rolled_batch(work.example, count, step, work.source.seed)
+    return launcher.rolled_batch(work.example, count, step, work.source.seed)
 
 
 def _require_numbers(losses: torch.Tensor | None, step: int) -> torch.Tensor:
@@ -394,3 +405,132 @@ def wrote_trace(path: str, comparable: bool = True) -> str:
     if not comparable:
         return f"wrote {path} {FOR_PERFETTO}"
     return f"wrote {path}: splitkit view PLAN.json --measured {path} -o page.html compares it with the plan"
+
+
+_REFERENCES = {
+    "module": "the module that the factory makes",
+    "graph": "the captured graph, since the module has other inputs or parameters than the graph",
+}
+
+
+def pipeline_check_rows(check: dict[str, Any]) -> dict[str, str]:
+    """Return what ``splitkit train --check`` found, as rows of a table: title -> text."""
+    differ = f"loss {check['loss']:.1e}, gradients {check['gradient']:.1e}, weights {check['weight']:.1e}"
+    rows = {
+        "same": f"{'yes' if check['same'] else 'NO'} (largest relative differences: {differ})",
+        "compared with": _REFERENCES[check["reference"]],
+    }
+    return rows if check["same"] else rows | {"furthest": _furthest(check)}
+
+
+def _furthest(check: dict[str, Any]) -> str:
+    """Return where pipeline and model differ by more than the tolerance, and why, or how to tell rounding from it."""
+    where = [words for what, words in check["furthest"].items() if not check[what] <= check["tolerance"]]
+    found = check["burnt_in"]
+    if found is None:
+        return "\n".join([*where, "try the model in float64: if there is no difference then, this is rounding"])
+    named = f"output{found['output']} of microbatch {found['microbatch']}"
+    first = "its gradients" if found["output"] is None else named
+    return "\n".join(
+        [
+            *where,
+            "the capture burnt in what Python code decided: the captured graph does what the pipeline does, and the "
+            f"module does not; the first difference is {first} in step {found['step']}",
+        ]
+    )
+
+
+# Refuses what no rank of ``splitkit train`` could run, before any rank is started: each would report it on its own.
+
+
+def require_target(args: Namespace) -> None:
+    """Refuse a target that no rank could run.
+
+    Raises:
+        UsageError: SK601 for a missing ``--model`` or policy, or a plan of something else than stages.
+        CaptureError: SK403 for a factory that does not exist.
+        FileError: SK50x for a plan or a folder of stages that cannot be read, or is damaged.
+        ScheduleError: SK330 for a schedule that does not allow these numbers of stages and processes.
+    """
+    if is_folder(args.target):
+        _require_folder(args)
+        return
+    file = plan_file(args)
+    stages = 0 if file is None else stages_of_file(file)
+    if file is not None and file.get("what") == TRAINING and not stages:
+        reason = f"{args.target} divides a training step into forward and backward, and has no stages"
+        raise UsageError("SK601", reason, f"Run it with: splitkit run {args.target}; or plan with --stages N.")
+    if stages:
+        require_own_recompute(args)
+    made = require_model(args, file, "train")
+    ranks = ranks_of_stages(made, args.nproc)
+    if stages := stages or (args.stages if file is None else 0):
+        _require_order(args, [1] * stages, ranks)
+    if file is None or stages:
+        return
+    if isinstance(parts := file.get("parts"), list):
+        counts = [p.get("replicas", 1) for p in parts if isinstance(p, dict)]
+        _require_order(args, [n for n in counts if isinstance(n, int)])
+
+
+def ranks_of_stages(made: source.Source, started: int) -> int:
+    """Return how many of the ranks have different stages, or replicas of them.
+
+    Raises:
+        UsageError: SK601 if the ranks that share each stage of a mesh do not divide them.
+    """
+    share = ranks_of_mesh(made.mesh)
+    if started % share:
+        reason = f"{started} ranks cannot have stages of {share} ranks each ({made.mesh})"
+        raise UsageError("SK601", reason, f"Start a multiple of {share} ranks.")
+    return started // share
+
+
+def require_model(args: Namespace, file: dict[str, Any] | None, command: str) -> source.Source:
+    """Refuse a model, a loss or a policy that no rank could make; return what the model is made of.
+
+    Args:
+        args: the options of the command.
+        file: the data of the plan file, ``None`` for a model and a policy.
+        command: the name of the command.
+
+    Raises:
+        UsageError: SK601 for a missing ``--model`` or policy, or a loss that is not known.
+        CaptureError: SK403 for a factory or a loss that does not exist.
+    """
+    if file is None:
+        require_policy_option(args)
+        policy_of(args)
+    made = source.from_args(args.target, args) if file is None else source.from_plan(args.target, file, args)
+    source.require_inputs(made, command)
+    require_factory(made.spec)
+    return made
+
+
+def _require_folder(args: Namespace) -> None:
+    from splitkit.runtime import open_stages
+
+    held = open_stages(args.target, args.weights)
+    files = [str(row["file"].text()) for row in held.manifest["stages"].items()]
+    if missing := [file for file in files if not (Path(args.target) / file).is_file()]:
+        reason = f"{args.target} has no {missing[0]}, which its manifest names"
+        raise FileError("SK504", reason, "Copy the whole folder, or split again.", missing)
+    if args.check:
+        require_factory(source.from_plan(args.target, held.manifest.value, args).spec)
+    _require_order(args, [held.plan.parts[key].replicas for key in held.names])
+
+
+def _require_order(args: Namespace, counts: Sequence[int], ranks: int | None = None) -> None:
+    """Refuse a schedule that does not allow these numbers of replicas of each stage, processes and microbatches."""
+    from splitkit.pipeline.synthesize import load_order
+    from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
+    from splitkit.runtime.ranks.replicas import require_replicable
+
+    counts = counts if args.dp is None else [args.dp] * len(counts)
+    if not counts or min(counts) < 1:
+        return
+    ranks = args.nproc if ranks is None else ranks
+    schedule: Any = load_order(args.schedule) if args.schedule.endswith(".csv") else args.schedule
+    microbatches = microbatches_or_usual(schedule, args.microbatches)
+    require_replicable((), counts, ranks, microbatches)
+    placed_order(schedule, counts[0], len(counts), microbatches, ranks)

@@ -10,28 +10,26 @@ from splitkit.checks import nbytes
 from splitkit.cli import source
 from splitkit.cli.commands import plan_training
 from splitkit.cli.common import (
-    TRAINING,
     CapturedModel,
     check_drawn_schedule,
     decoded,
+    is_step,
     links_asked,
     plan_file,
     planned_by,
+    prepare_step,
     read_plan,
+    stages_of_file,
     versions,
+    with_recompute,
 )
-from splitkit.cli.outcome import Outcome
-from splitkit.cli.outputs import write_outputs
-from splitkit.cli.pages import drawn, wrote
-from splitkit.cli.part_flags import with_recompute
-from splitkit.cli.staged_plan_files import stages_of_file
+from splitkit.cli.outcome import Outcome, drawn, write_outputs, wrote
 from splitkit.errors import CaptureError, UsageError
 from splitkit.files import suffix_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from splitkit.cli.commands.plan_training import CapturedStep
     from splitkit.pipeline.order import PipelineOrder
     from splitkit.pipeline.run import ScheduleRun
     from splitkit.pipeline.stage_costs import StageCosts
@@ -47,8 +45,8 @@ def run(args: Namespace) -> Outcome:
     optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
     memory = nbytes("view", "memory", args.memory) if args.memory else None
     file = plan_file(args, takes=("costs", "training"))
-    if file is not None and (file.get("what") == TRAINING or stages_of_file(file)):
-        return _halves(args, file, memory)
+    if file is not None and is_step(file):
+        return _training_step(args, file, memory)
     if args.training is None and optimizer and not args.target.endswith(".json"):
         args.training = True  # plan by forward and backward, as the page draws both
     if file is None:
@@ -76,53 +74,46 @@ def run(args: Namespace) -> Outcome:
     return _outcome(args, work, text)
 
 
-def _halves(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
-    """Write the page of a plan of forward and backward, or of the stages of a training step."""
-    if stages_of_file(file):
-        return _stages(args, file, memory)
-    of_stages = ("schedule", "microbatches", "measured", "beside", "optimizer", "costs", "training", "recompute")
-    unfit = [name for name in of_stages if getattr(args, name) is not None]
-    if unfit:
-        reason = f"--{unfit[0]} is for plans in stages, and {args.target} divides a step into forward and backward"
-        raise UsageError(
-            "SK601", reason, f"Leave it out, or plan stages: splitkit plan MODEL --devices 4xh200 -o {args.target}"
-        )
-    work = plan_training.prepare_step(source.from_plan(args.target, file, args))
-    with work.clock.step("view", "dividing the step"):
-        graph = work.joint.graph_module.graph
-        plan = decoded(graph, args.target, file)
-        text = drawn(args.output, work.joint.split(plan), memory=memory, title=work.source.spec)
-    return _outcome(args, work, text)
+def _training_step(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
+    """Write the page of a plan of forward and backward, or of the stages of a training step.
 
-
-def _stages(args: Namespace, file: dict[str, Any], memory: int | None) -> Outcome:
-    """Write the page of the stages of a training step, with a step of the schedule that it is planned for, or another.
-
-    The plan's own prices are used if no others are given.
+    Stages have a step of the schedule that the plan was made for, or another, and the plan's own prices if no others
+    are given.
     """
     from splitkit.engine.staged_step import StagedStep
     from splitkit.pipeline.placed_prices import costs_of_plan
     from splitkit.prices import require_times
 
-    for name in ("measured", "beside", "training", "recompute"):
-        if getattr(args, name) is not None:
+    _require_options_of(args, stages_of_file(file) > 0)
+    wanted = source.from_plan(args.target, file, args)
+    work, given = plan_training.priced_step(args, wanted) if args.costs else (prepare_step(wanted), None)
+    optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
+    options: dict[str, Any] = {"memory": memory, "title": work.source.spec}
+    with work.clock.step("view", "dividing the step"):
+        plan = decoded(work.gm.graph, args.target, file)
+        step = work.joint.split(plan)
+        if isinstance(step, StagedStep):
+            costs = given or costs_of_plan(plan, work.gm)
+            options |= {"costs": costs, "optimizer": optimizer}
+            if args.schedule is not None:
+                require_times(costs)
+                options["run"] = _step(args, plan, step.stage_costs(costs, optimizer=optimizer), args.schedule)
+        text = drawn(args.output, step, **options)
+    return _outcome(args, work, text)
+
+
+def _require_options_of(args: Namespace, in_stages: bool) -> None:
+    """Refuse options that a page of a training step does not take, before the model is made."""
+    of_stages = () if in_stages else ("schedule", "microbatches", "optimizer", "costs")
+    for name in (*of_stages, "measured", "beside", "training", "recompute"):
+        if getattr(args, name) is not None and in_stages:
             reason = f"--{name} cannot be combined with {args.target}, a plan of a training step in stages"
             raise UsageError("SK601", reason, "Leave it out; such a page takes --costs, --schedule and --memory.")
-    wanted = source.from_plan(args.target, file, args)
-    work, given = plan_training.priced_step(args, wanted) if args.costs else (plan_training.prepare_step(wanted), None)
-    optimizer: PlannedOptimizer = None if args.optimizer == "none" else args.optimizer or "planned"
-    with work.clock.step("view", "dividing the step"):
-        plan = decoded(work.joint.graph_module.graph, args.target, file)
-        step = work.joint.split(plan)
-        assert isinstance(step, StagedStep)
-        costs = given or costs_of_plan(plan, work.joint.graph_module)
-        run = None
-        if args.schedule is not None:
-            require_times(costs)
-            run = _step(args, plan, step.stage_costs(costs, optimizer=optimizer), args.schedule)
-        options: dict[str, Any] = {"costs": costs, "optimizer": optimizer, "memory": memory, "run": run}
-        text = drawn(args.output, step, title=work.source.spec, **options)
-    return _outcome(args, work, text)
+        if getattr(args, name) is not None:
+            reason = f"--{name} is for plans in stages, and {args.target} divides a step into forward and backward"
+            raise UsageError(
+                "SK601", reason, f"Leave it out, or plan stages: splitkit plan MODEL --devices 4xh200 -o {args.target}"
+            )
 
 
 def _step(args: Namespace, plan: Plan, stages: Sequence[StageCosts], schedule: str | PipelineOrder) -> ScheduleRun:
@@ -146,7 +137,7 @@ def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
     return CaptureError(error.code, error.reason, f"{args.output} shows what was reached. {error.remedy}", error.nodes)
 
 
-def _outcome(args: Namespace, work: CapturedModel | CapturedStep, text: str) -> Outcome:
+def _outcome(args: Namespace, work: CapturedModel, text: str) -> Outcome:
     data: dict[str, Any] = {
         "command": "view",
         "model": work.source.to_dict(),

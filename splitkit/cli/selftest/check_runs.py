@@ -1,8 +1,8 @@
 """Lists the checks of a device, and runs them: one after the other, in processes that a failed check ends alone.
 
-A worker (`splitkit.cli.selftest.worker`) runs the checks that are left, and prints what it finds as lines of JSON. When
-a check raises, crashes or takes too long, its worker is ended, and a new one goes on with the next check: an error of a
-GPU stays in the process that had it.
+A worker (`splitkit.cli.selftest.device_checks`) runs the checks that are left, and prints what it finds as lines of
+JSON. When a check raises, crashes or takes too long, its worker is ended, and a new one goes on with the next check: an
+error of a GPU stays in the process that had it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from tempfile import TemporaryFile
 from time import monotonic
 from typing import Any
 
@@ -92,81 +93,68 @@ def run_checks(devices: Sequence[str], show: Callable[[Finding], None], names: S
         show(finding)
 
     while left and monotonic() < until:
-        for finding in _Worker(devices, left, until).findings():
+        for finding in _findings(devices, left, until):
             take(finding)
     for name in left:
         take(Finding(name, "the whole check", f"the {WHOLE:.0f} s are over", "", NOT_RUN))
     return found
 
 
-class _Worker:
-    """A process that runs checks; `findings` takes those off the list that it has run, and starts none at the end."""
+def _findings(devices: Sequence[str], left: list[str], end: float) -> Iterator[Finding]:
+    """Start a process that runs checks, and yield what they find, until one of them ends the process or none is left.
 
-    def __init__(self, devices: Sequence[str], left: list[str], end: float) -> None:
-        self.left, self.end = left, end
-        words = [sys.executable, "-m", "splitkit.cli.selftest.worker", json.dumps([*devices]), json.dumps(left)]
-        env = os.environ | {"PYTHONUNBUFFERED": "1"}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.said: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._keep_errors, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put(None)
-
-    def _keep_errors(self) -> None:
-        assert self.process.stderr is not None
-        self.said.extend(self.process.stderr)
-
-    def findings(self) -> Iterator[Finding]:
-        """Yield what the checks find, until one of them ends the process or none is left."""
+    Takes the checks that have run off the list, and starts none at the end.
+    """
+    words = [sys.executable, "-m", "splitkit.cli.selftest.device_checks", json.dumps([*devices]), json.dumps(left)]
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with (
+        TemporaryFile("w+", encoding="utf-8") as said,
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=said, text=True, env=env, start_new_session=True) as own,
+    ):
+        lines: queue.Queue[str | None] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(own.stdout, lines), daemon=True)
+        reader.start()
         try:
-            while self.left and monotonic() < self.end:
-                name, failed = self.left[0], False
+            while left and monotonic() < end:
+                name, failed = left[0], False
                 until = monotonic() + SECONDS[name]
-                while (line := self._next(until)) is not None and line.get("end") != name:
+                while (line := _next(lines, until)) is not None and line.get("end") != name:
                     if "check" in line:
                         finding = Finding(**line)
                         failed |= bool(finding.trace)
                         yield finding
-                del self.left[0]
+                del left[0]
                 if line is None:
-                    yield Finding(
-                        name,
-                        "the whole check",
-                        self._how_it_ended(until, SECONDS[name]),
-                        "ends",
-                        FAILED,
-                        "".join(self.said[-20:]),
-                    )
+                    how = _how_it_ended(own, until, SECONDS[name])
+                    said.seek(0)
+                    yield Finding(name, "the whole check", how, "ends", FAILED, "".join(said.readlines()[-20:]))
                 if line is None or failed:
                     return
         finally:
-            self._end()
+            with suppress(ProcessLookupError):
+                os.killpg(own.pid, signal.SIGKILL)  # and the ranks that it started
+            reader.join(10)
 
-    def _next(self, until: float) -> dict[str, Any] | None:
-        """Return the next line of JSON; ``None`` if the process has ended, or the time is over."""
-        while True:
-            try:
-                line = self.lines.get(timeout=max(0.0, until - monotonic()))
-            except queue.Empty:
-                return None
-            if line is None or line.startswith("{"):
-                return None if line is None else json.loads(line)
 
-    def _how_it_ended(self, until: float, seconds: float) -> str:
-        if monotonic() >= until:
-            return f"not done after {seconds:.0f} s"
-        code = self.process.wait(timeout=10)
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code}"
+def _read(stdout: Iterable[str], lines: queue.Queue[str | None]) -> None:
+    for line in stdout:
+        lines.put(line)
+    lines.put(None)
 
-    def _end(self) -> None:
-        """End the process, and the ranks that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+
+def _next(lines: queue.Queue[str | None], until: float) -> dict[str, Any] | None:
+    """Return the next line of JSON; ``None`` if the process has ended, or the time is over."""
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, until - monotonic()))
+        except queue.Empty:
+            return None
+        if line is None or line.startswith("{"):
+            return None if line is None else json.loads(line)
+
+
+def _how_it_ended(process: subprocess.Popen[str], until: float, seconds: float) -> str:
+    if monotonic() >= until:
+        return f"not done after {seconds:.0f} s"
+    code = process.wait(timeout=10)
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code}"

@@ -29,9 +29,8 @@ from splitkit.prices import Costs, checked, kernels_of, unit_of
 from splitkit.search.recompute.offload_planner import offload_run
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Pool, Seen
-from splitkit.studies.explanation.compared_figures import ChangedPlan, changes_table, compared_steps
 from splitkit.studies.explanation.stage_explanation import ranges, without_numbers
-from splitkit.studies.explanation.told import Explanation, Section
+from splitkit.studies.explanation.told import ChangedPlan, Explanation, Section, changes_table, compared_steps
 from splitkit.training.choices import Bools, Savings, savings
 from splitkit.training.emission_order import saved_for_backward
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, output_nodes, save_all_plan

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from splitkit.checks import nbytes
 from splitkit.costs import roofline
-from splitkit.costs.collectives import mesh_of
+from splitkit.costs.roofline import mesh_of
 from splitkit.errors import CycleError, SplitError, listed
 from splitkit.graph.dataflow import Dataflow, module_path, waits_for
 from splitkit.hardware.device_specs import find_device
@@ -28,8 +28,14 @@ from splitkit.prices import Costs
 from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.plan_figures import StageFigures, StagePricing
-from splitkit.studies.explanation.compared_figures import ChangedPlan, ComparedFigure, changes_table, compared_stages
-from splitkit.studies.explanation.told import Explanation, Section
+from splitkit.studies.explanation.told import (
+    ChangedPlan,
+    ComparedFigure,
+    Explanation,
+    Section,
+    changes_table,
+    compared_stages,
+)
 from splitkit.training.saved_values import op_of
 from splitkit.units import duration, size
 from splitkit.view.data.report import collapse, part_title, report

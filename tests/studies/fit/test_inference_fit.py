@@ -12,10 +12,9 @@ from campaigns import some_of_all
 import splitkit as sk
 from splitkit.cli import main
 from splitkit.errors import CaptureError, PolicyError
-from splitkit.studies.fit.fit_model import blocks_of, fit_model
-from splitkit.studies.fit.fit_result import has_attention_alone, is_decoder
-from splitkit.studies.fit.inference_fit import InferenceFit, inference_step, weight_bytes
-from splitkit.studies.fit.layout import cards_of
+from splitkit.studies.fit.block_fit import InferenceFit, inference_step, weight_bytes
+from splitkit.studies.fit.fit import has_attention_alone, is_decoder
+from splitkit.studies.fit.fit_model import blocks_of, cards_of, fit_model
 from splitkit.testing.config_models import config_model, main_input
 
 from small_configs import DECODERS, ENCODER_DECODERS, config_of  # isort: skip

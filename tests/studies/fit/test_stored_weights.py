@@ -10,8 +10,8 @@ import transformers
 from small_configs import config_of
 
 import splitkit as sk
+from splitkit.studies.fit.block_fit import weight_bytes
 from splitkit.studies.fit.fit_model import blocks_of, fit_model
-from splitkit.studies.fit.inference_fit import weight_bytes
 
 WIDTH = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 SYMMETRIC = {"symmetric": True}

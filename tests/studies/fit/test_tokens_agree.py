@@ -10,7 +10,7 @@ import splitkit as sk
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.runtime import decoder_memory
 from splitkit.search.plan_figures import StagePricing
-from splitkit.studies.fit.layout import cards_of
+from splitkit.studies.fit.fit_model import cards_of
 from splitkit.testing.config_models import config_model
 
 from small_configs import config_of  # isort: skip

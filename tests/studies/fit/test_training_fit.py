@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import splitkit as sk
+from splitkit.studies.fit.block_fit import TrainingFit
 from splitkit.studies.fit.fit_model import blocks_of, fit_model
-from splitkit.studies.fit.training_fit import TrainingFit
 from splitkit.testing.config_models import config_model, loss_inputs
 
 from small_configs import config_of  # isort: skip

@@ -1,4 +1,4 @@
-"""Ops and a registered region that make the ambient state visible in values, for the zoo and for fuzzers."""
+"""Ops and a registered region that make the ambient state visible in values, for graphs of tests and for fuzzers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""Finds the cuts of a model between devices with which the most tokens fit, and how many these are."""
+"""Cuts the blocks of a model into one run for each device, so that each run fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from itertools import accumulate
 from typing import Any
@@ -16,15 +19,115 @@ from torch.overrides import TorchFunctionMode
 
 from splitkit._gc import paused_collector
 from splitkit._torch import pytree
-from splitkit.costs import Device
 from splitkit.errors import CaptureError
 from splitkit.frontends.generate_calls import continued_states
+from splitkit.graph.losses import loss_of, no_loss
+from splitkit.hardware.device_specs import Device
 from splitkit.memory.kernels.target_kernels import attention
 from splitkit.memory.storage_watch import StorageWatch
 from splitkit.pipeline.memory import ByteBreakdown
-from splitkit.studies.fit.fit_model import FitModel, ModelBlock, Weight
-from splitkit.studies.fit.layout import BlockFit, Holding
-from splitkit.testing.config_models import main_input
+from splitkit.pipeline.simulate import simulate_schedule
+from splitkit.pipeline.stage_costs import StageCosts
+from splitkit.pipeline.stage_prices import STATE_OF
+from splitkit.solvers.most_fitting import most_fitting
+from splitkit.studies.fit.fit_model import Card, FitModel, ModelBlock, Weight, memory_key
+from splitkit.testing.config_models import loss_inputs, main_input
+
+Range = tuple[int, int]
+"""The first block of a device and the one after its last, by their positions in the order in which blocks run."""
+
+_STEPS = 40
+"""Halvings in the search for the most even layout: enough for any two sizes to differ."""
+
+
+Holding = Callable[[int, int, int], ByteBreakdown]
+"""(device, first block, block after the last) -> what the device holds; more blocks never hold less."""
+
+
+def fitting_layout(count: int, limits: Sequence[float], holds: Holding) -> list[Range] | None:
+    """Return consecutive runs of ``count`` blocks within the limits of the devices, ``None`` if there are none.
+
+    Each device takes as many blocks as it can. As more blocks never hold less, no other layout gets further.
+    """
+    found, start = [], 0
+    for device, limit in enumerate(limits):
+        end = start + bisect_left(range(start + 1, count + 1), True, key=partial(_exceeds, holds, device, start, limit))
+        found.append((start, end))
+        start = end
+    return found if start == count else None
+
+
+def _exceeds(holds: Holding, device: int, start: int, limit: float, end: int) -> bool:
+    return holds(device, start, end).total > limit
+
+
+def most_even_layout(count: int, limits: Sequence[int], holds: Holding) -> list[Range]:
+    """Return a layout whose fullest device, relative to its limit, is the least full; it may exceed the limits."""
+
+    def within(share: float) -> list[Range] | None:
+        return fitting_layout(count, [share * limit for limit in limits], holds)
+
+    high = holds(0, 0, count).total / limits[0]
+    best, low = [(0, count), *[(count, count)] * (len(limits) - 1)], 0.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        if (found := within(middle)) is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best
+
+
+class BlockFit(ABC):
+    """Cuts a model between its blocks, one run of blocks for each device, and finds the most tokens that fit.
+
+    Attributes:
+        subject: the model.
+        blocks: its blocks.
+    """
+
+    subject: FitModel
+    blocks: Sequence[ModelBlock]
+    _steps: Mapping[int, Any]
+
+    @property
+    def line(self) -> list[ModelBlock]:
+        """The blocks in the order in which they run; some step must have been run."""
+        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
+
+    @abstractmethod
+    def holding(self, devices: int, tokens: int) -> Holding:
+        """Return what each of so many devices holds with so many tokens of each sequence."""
+
+    def layout(self, cards: Sequence[Card], tokens: int) -> list[Range] | None:
+        """Return cuts with which so many tokens of each sequence fit, ``None`` if there are none."""
+        limits = [card.limit for card in cards]
+        return fitting_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+
+    def even_layout(self, cards: Sequence[Card], tokens: int) -> list[Range]:
+        """Return the cuts whose fullest device is the least full."""
+        limits = [card.limit for card in cards]
+        return most_even_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+
+    def rows(self, cards: Sequence[Card], tokens: int) -> list[ByteBreakdown]:
+        """Return what each device holds with the most even layout."""
+        holds = self.holding(len(cards), tokens)
+        return [holds(device, i, j) for device, (i, j) in enumerate(self.even_layout(cards, tokens))]
+
+    def most_tokens(self, cards: Sequence[Card]) -> int:
+        """Return the most tokens of each sequence that fit with any cuts between blocks, 0 if not even one does."""
+
+        def share(tokens: int) -> float:
+            return max(held.total / card.limit for held, card in zip(self.rows(cards, tokens), cards, strict=True))
+
+        def between(low: int, high: int) -> int:
+            first, last = share(low), share(high)
+            return low + int((high - low) * (1 - first) / (last - first))
+
+        return most_fitting(lambda tokens: self.layout(cards, tokens) is not None, between, self.subject.longest)
+
+
+# Finds the cuts of a model between devices with which the most tokens fit, and how many these are.
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +154,6 @@ class InferenceFit(BlockFit):
         if tokens not in self._steps:
             self._steps[tokens] = inference_step(self.subject, self.blocks, tokens, self.requests, self.chunk)
         return self._steps[tokens]
-
-    @property
-    def line(self) -> list[ModelBlock]:
-        """The blocks in the order in which they run; some step must have been run."""
-        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
 
     def holds(self, step: StepBytes, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks, in one step."""
@@ -408,3 +506,238 @@ def on_meta() -> Iterator[None]:
     """Make new tensors on ``meta``, and run as on a GPU with plain inputs."""
     with torch.device("meta"), LikeOnGpu():
         yield
+
+
+# Finds the cuts of a model between devices for training as a pipeline, and the most tokens with which it fits.
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingFit(BlockFit):
+    """Answers for one model, optimizer and schedule; every answer comes from runs on ``meta``.
+
+    Attributes:
+        subject: the model.
+        blocks: its blocks.
+        optimizer: the optimizer whose state counts.
+        schedule: the schedule of the pipeline, with one stage on each device.
+        microbatches: the microbatches in a step.
+        sequences: the sequences of a microbatch.
+        recompute: whether each stage saves only its inputs, and runs again before its backward.
+    """
+
+    subject: FitModel
+    blocks: Sequence[ModelBlock]
+    optimizer: str
+    schedule: str
+    microbatches: int
+    sequences: int = 1
+    recompute: bool = False
+    _steps: dict[int, TrainingBytes] = field(default_factory=dict, repr=False)
+    _in_flight: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    def step(self, tokens: int) -> TrainingBytes:
+        """Return what the blocks hold with so many tokens of each sequence."""
+        if tokens not in self._steps:
+            self._steps[tokens] = training_step(self.subject, self.blocks, tokens, self.sequences)
+        return self._steps[tokens]
+
+    def in_flight(self, stages: int) -> tuple[int, ...]:
+        """Return the most microbatches that each of so many stages holds between forward and backward.
+
+        A step has at least one microbatch for each stage.
+        """
+        if stages not in self._in_flight:
+            number = max(self.microbatches, stages)
+            run = simulate_schedule([StageCosts(1.0, 2.0)] * stages, self.schedule, number)
+            self._in_flight[stages] = run.in_flight_of_stages
+        return self._in_flight[stages]
+
+    def holds(self, step: TrainingBytes, in_flight: int, start: int, end: int) -> ByteBreakdown:
+        """Return what a device holds with a range of blocks."""
+        numbers = step.order[start:end]
+        blocks = [self.blocks[n] for n in numbers]
+        trained = trained_bytes_of(blocks)
+        return ByteBreakdown(
+            weights=weight_bytes(blocks),
+            gradients=trained,
+            optimizer=trained * STATE_OF[self.optimizer],
+            activations=self.saved(step, start, end) * (in_flight - 1) + _peak(step, numbers),
+        )
+
+    def saved(self, step: TrainingBytes, start: int, end: int) -> int:
+        """Return the bytes that each microbatch in flight holds: what is saved, or for recompute the inputs."""
+        numbers = step.order[start:end]
+        if not self.recompute or not numbers:
+            return sum(_union(step.saved[n] for n in numbers).values())
+        first = step.inputs[numbers[0]]
+        before = {key for n in step.order[:start] for key in (*step.saved[n], *step.inputs[n])}
+        given = _union(step.inputs[n] for n in numbers)
+        return sum(size for key, size in given.items() if key in before or key in first)
+
+    def holding(self, devices: int, tokens: int) -> Holding:
+        """Return what each of so many devices holds with so many tokens of each sequence."""
+        step, flying = self.step(tokens), self.in_flight(devices)
+        return lambda device, i, j: self.holds(step, flying[device], i, j)
+
+    def changed(self, *, keep: bool = True, **changes: object) -> TrainingFit:
+        """Return it with other fields; ``keep``: with the runs that were made, which then still hold."""
+        return replace(self, _steps=self._steps if keep else {}, _in_flight={}, **changes)  # type: ignore[arg-type]
+
+
+def _peak(step: TrainingBytes, numbers: Sequence[int]) -> int:
+    """Return the most bytes that one microbatch holds in some blocks: what is saved so far, and the work of one."""
+    seen, most = dict[int, int](), 0
+    for number in numbers:
+        seen |= step.saved[number]
+        most = max(most, sum(seen.values()) + step.work[number])
+    return most
+
+
+def trained_bytes_of(blocks: Sequence[ModelBlock]) -> int:
+    """Return the bytes of the gradients of some blocks, tied weights once."""
+    found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
+    return sum(weight.trained for weight in found.values())
+
+
+def _union(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for part in parts:
+        found |= part
+    return found
+
+
+# Runs forward and backward of a model on ``meta``: what each block saves, and what it takes while it runs.
+
+
+@dataclass(frozen=True)
+class TrainingBytes:
+    """What the blocks hold in forward and backward of one microbatch, in the order of the blocks.
+
+    Attributes:
+        saved: for each block, identity of memory -> bytes that it saves for backward, with its inputs.
+        inputs: for each block, the same of its inputs alone.
+        work: the most bytes alive while each block runs in forward or backward, beside weights, gradients, and what
+            it and the blocks before it have saved.
+        order: the numbers of the blocks in the order in which they run.
+    """
+
+    saved: tuple[Mapping[int, int], ...]
+    inputs: tuple[Mapping[int, int], ...]
+    work: tuple[int, ...]
+    order: tuple[int, ...]
+
+
+def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
+    """Run forward and backward of a microbatch.
+
+    Args:
+        subject: the model.
+        blocks: its blocks.
+        tokens: tokens of each sequence.
+        sequences: the number of sequences.
+
+    Raises:
+        CaptureError: SK401 if the model does not run on ``meta``, or has no loss.
+    """
+    try:
+        with on_meta():
+            return _train(subject, blocks, tokens, sequences)
+    except CaptureError:
+        raise
+    except Exception as error:
+        needs = "Give a factory that returns the model and inputs with which it returns a loss."
+        raise subject.failed("train", f"{sequences} x {tokens} tokens", error, needs) from error
+
+
+def _train(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
+    model = subject.in_mode(training=True)
+    args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    run = _TrainingRun(blocks)
+    try:
+        run.watch.hold("weights", [*model.parameters(), *model.buffers()])
+        run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+        run.watch.hold("inputs", [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        run.weights = {memory_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        run.watch.run(lambda: run.forward_and_backward(lambda: model(*args, **kwargs), subject.name))
+    finally:
+        model.zero_grad(set_to_none=True)
+    return run.result()
+
+
+class _TrainingRun:
+    """Forward and backward under a watch.
+
+    Attributes:
+        watch: records ops and lifetimes.
+        weights: the identities of memory that is not an activation.
+    """
+
+    def __init__(self, blocks: Sequence[ModelBlock]) -> None:
+        self.blocks = blocks
+        self.watch = BlockWatch(blocks)
+        self.weights: set[int] = set()
+        self._saved: list[dict[int, int]] = [{} for _ in blocks]
+        self._inputs: list[dict[int, int]] = [{} for _ in blocks]
+        self._order: list[int] = []
+
+    def forward_and_backward(self, forward: Callable[[], Any], name: str) -> None:
+        """Run both; the ops after the last block belong to it."""
+        hooks = [hook for number, block in enumerate(self.blocks) for hook in self._hooks(number, block)]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                output = forward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        loss = loss_of(output)
+        if loss is None:
+            raise CaptureError("SK401", f"{name}: {no_loss(output)}", "Return the loss.")
+        del output
+        self._order = [*self.watch.order]
+        self.watch.enter(self.watch.current)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _hooks(self, number: int, block: ModelBlock) -> list[Any]:
+        module = block.module
+        return [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: self._entered(number, (args, kwargs)), with_kwargs=True
+            ),
+            module.register_forward_hook(lambda *given: self._left(number, given[-1])),
+        ]
+
+    def _entered(self, number: int, given: Any) -> None:
+        for tensor in _graded(given):
+            self._note(self._inputs[number], tensor)
+            self._note(self._saved[number], tensor)
+
+    def _left(self, number: int, output: Any) -> None:
+        """Let the block run from when the gradient of its output arrives."""
+        for tensor in _graded(output):
+            tensor.register_hook(lambda _: self.watch.enter(number))  # type: ignore[no-untyped-call]
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._note(self._saved[self.watch.current], tensor)
+        return tensor.detach()
+
+    def _note(self, held: dict[int, int], tensor: Tensor) -> None:
+        if (key := memory_key(tensor)) not in self.weights:
+            held[key] = tensor.untyped_storage().nbytes()
+
+    def result(self) -> TrainingBytes:
+        """Return what the run has shown."""
+        alive, work = self.watch.alive("weights", "gradients"), [0] * len(self.blocks)
+        order = running_order(self._order, len(self.blocks))
+        until, seen = dict[int, int](), dict[int, int]()
+        for number in order:
+            seen |= self._saved[number]
+            until[number] = sum(seen.values())
+        for number, start, end in self.watch.spans():
+            work[number] = max(work[number], max(alive[start:end], default=0) - until[number])
+        return TrainingBytes(tuple(self._saved), tuple(self._inputs), tuple(work), order)
+
+
+def _graded(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
