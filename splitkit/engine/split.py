@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import fx, nn
@@ -24,7 +24,7 @@ from splitkit.costs.roofline import decomposed_attention
 from splitkit.engine.codegen.emit import Emitted, emit
 from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.module_names import Style, unique_name
-from splitkit.engine.overlap_checks import overlap_check, rename_checked_attributes
+from splitkit.engine.overlap_checks import add_overlap_check, rename_checked_attributes
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.errors import CycleError, PlanError, PolicyError, listed
 from splitkit.graph.dataflow import Assumed, Dataflow, analyze, assumed_tensors, calls_around
@@ -42,10 +42,6 @@ from splitkit.plans.record import Plan, ShownPlan
 from splitkit.plans.rewrite import condense, refine
 from splitkit.prices import kernels_of
 from splitkit.short_repr import brief, few
-
-if TYPE_CHECKING:
-    from networkx import DiGraph
-
 
 OnCycle = Literal["error", "refine", "merge"]
 PIPELINING = "pp"
@@ -97,14 +93,6 @@ class Split(ShownPlan):
         return self.module(*args, **kwargs)
 
     @cached_property
-    def locations(self) -> Mapping[str, tuple[str, ...]]:
-        """The inverse of `qualified_names`: a name in the original -> its names in `module`."""
-        where: dict[str, tuple[str, ...]] = {}
-        for name, original in self.qualified_names.items():
-            where[original] = (*where.get(original, ()), name)
-        return where
-
-    @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names in `module` that stand for one Parameter in several parts.
 
@@ -139,10 +127,23 @@ class Split(ShownPlan):
         Raises:
             PlanError: SK216 if there is no such part, or ``module`` is not a module.
         """
-        require_replaceable(part, module, self.names)
-        names = cast(dict[str, str], self.qualified_names)
-        replace_child(self.module, self.names[part], module, names, self.names.values())
-        self.__dict__.pop("locations", None)
+        if part not in self.names:
+            known = listed([*map(repr, self.names)], 8)
+            raise PlanError("SK216", f"the split has no part {part!r}", f"Its parts are {known}.", [part])
+        if not isinstance(module, nn.Module):
+            raise PlanError(
+                "SK216",
+                f"part {part!r} would be replaced by a {type(module).__name__}, which is not a module",
+                "Pass a torch.nn.Module, for example one whose forward calls the object.",
+                [part],
+            )
+        name, names = self.names[part], cast(dict[str, str], self.qualified_names)
+        renamed = _renamed(f"{name}.", self.module.get_submodule(name), module)
+        originals = {old: names.pop(old) for old in [*names] if old.startswith(f"{name}.")}
+        names |= {renamed[old]: original for old, original in originals.items() if old in renamed}
+        self.module.set_submodule(name, module)
+        if rename_checked_attributes(self.module.graph, lambda old: renamed.get(old, old), self.names.values()):
+            self.module.recompile()
         self.__dict__.pop("shared", None)
 
     def register_forward_hook(self, path: str, hook: Callable[[Any], Any]) -> HookHandle:
@@ -168,24 +169,15 @@ class Split(ShownPlan):
             PlanError: SK221 if several values of the module, or none, are read outside of it, several parts compute its
                 output, or the hook does not take one argument.
         """
-        return hook_outputs({PARENT: self.module, **self.parts}, self.copies, self.flow.index, path, hook)
-
-    def to_networkx(self) -> DiGraph[Any]:
-        """Return the parts as an acyclic graph; nodes that the parent computes itself are vertices too, as
-        ``fx.Node``::
-
-            part 0 ──(relu, 4096 bytes)──> part 1 ──> part 2
-
-        An edge has the attributes ``values`` (names of the values that are passed), ``bytes`` (their size, as far as
-        it is known) and ``effect``, which is true if no value is passed and the reader only waits for an effect on
-        memory, random numbers or the outside world. A vertex has the attributes ``kind`` (``"part"``, or the op of a
-        node of the parent), ``name`` (of the module or node), ``nodes`` (how many it computes) and ``device``. Its
-        ``inputs`` and ``input_bytes`` describe the values from inputs and attributes of the parent, its ``outputs`` and
-        ``output_bytes`` those for the output.
-        """
-        from splitkit.engine.part_graph import part_graph
-
-        return part_graph(self.flow, self.plan, self.subgraphs, self.names, self.copies[PARENT])
+        _check_arguments(path, hook)
+        modules, made = {PARENT: self.module, **self.parts}, []
+        for output in _outputs_of_calls([*self.flow.index], path):
+            keys = [key for key, copied in self.copies.items() if output in copied]
+            if len(keys) != 1:
+                where = f"parts {listed([*map(repr, keys)], 4)} each compute" if keys else "no part computes"
+                raise _refused(path, f"{where} its output {output.name}", [output])
+            made.append((modules[keys[0]], self.copies[keys[0]][output]))
+        return HookHandle(tuple((module, _inserted(module, node, path, hook)) for module, node in made))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """Return a split with copied modules; its plan and facts refer to the same original graph."""
@@ -257,10 +249,10 @@ def split(
         steps = extract_subgraphs(flow, whole)
         emitted = emit(flow, whole, steps, Style(), lazy)
         if check_inputs:
-            add_object_check(flow, whole, steps, emitted)
-            add_overlap_check(flow, steps, emitted)
+            add_object_check(flow, whole, steps, emitted.module)
+            add_overlap_check(flow, steps, emitted, qualified_names)
     subgraphs = {s.key: s for s in steps if isinstance(s, Subgraph)}
-    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
+    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, qualified_names(emitted), emitted.copies)
 
 
 def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
@@ -310,19 +302,7 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
 
 
-def add_object_check(flow: Dataflow, plan: Plan, steps: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
-    """Let the parent refuse inputs that are not tensors, if the order of its parts relies on tensors."""
-    if kinds := object_input_check(flow, plan, steps):
-        kinds.write(emitted.module)
-
-
-def add_overlap_check(flow: Dataflow, steps: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
-    """Let the parent refuse inputs that share memory, if its parts would use that memory in another order."""
-    if check := overlap_check(flow, steps, lambda: _qualified_names(emitted)):
-        check.write(emitted.module, {name for name in emitted.attributes if name})
-
-
-def _qualified_names(emitted: Emitted) -> dict[str, str]:
+def qualified_names(emitted: Emitted) -> dict[str, str]:
     """Return the name of every parameter and buffer of the split module -> its original name."""
     names: dict[str, str] = {}
     for part, attributes in emitted.attributes.items():
@@ -339,45 +319,6 @@ def _qualified_names(emitted: Emitted) -> dict[str, str]:
     return names
 
 
-# Replace the module of a part, and update parameter names and the input check (SK212) accordingly.
-
-
-def replace_child(
-    parent: fx.GraphModule, name: str, module: nn.Module, qualified_names: dict[str, str], parts: Collection[str]
-) -> None:
-    """Let a parent call another module instead of a part; see `splitkit.engine.split.Split.replace`.
-
-    Args:
-        parent: the parent; modified in place.
-        name: the name of the child.
-        module: the module that replaces it.
-        qualified_names: name of a parameter or buffer in the parent -> its original name; modified in place.
-        parts: the names of all parts.
-    """
-    renamed = _renamed(f"{name}.", parent.get_submodule(name), module)
-    moved = [old for old in qualified_names if old.startswith(f"{name}.")]
-    originals = {old: qualified_names.pop(old) for old in moved}
-    qualified_names |= {renamed[old]: original for old, original in originals.items() if old in renamed}
-    parent.set_submodule(name, module)
-    if rename_checked_attributes(parent.graph, lambda old: renamed.get(old, old), parts):
-        parent.recompile()
-
-
-def require_replaceable(part: PartKey, module: object, known: Collection[PartKey]) -> None:
-    """Raise SK216 unless ``part`` is known and ``module`` may take its place."""
-    if part not in known:
-        raise PlanError(
-            "SK216", f"the split has no part {part!r}", f"Its parts are {listed([*map(repr, known)], 8)}.", [part]
-        )
-    if not isinstance(module, nn.Module):
-        raise PlanError(
-            "SK216",
-            f"part {part!r} would be replaced by a {type(module).__name__}, which is not a module",
-            "Pass a torch.nn.Module, for example one whose forward calls the object.",
-            [part],
-        )
-
-
 def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
     """Return the names of parameters and buffers in the old module -> their names in the new one, if it has them."""
     known = {id(tensor): name for name, tensor in parameters_and_buffers(now).items()}
@@ -386,28 +327,6 @@ def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
 
 
 # Check at each call of a split that its inputs are tensors, where the order of its parts relies on that.
-
-
-@dataclass(frozen=True)
-class ObjectInputCheck:
-    """A check that certain inputs of a split are tensors.
-
-    Attributes:
-        wanted: name of an input -> the values in it that the analysis assumed to be tensors.
-    """
-
-    wanted: dict[str, tuple[Assumed, ...]]
-
-    def write(self, module: fx.GraphModule) -> None:
-        """Insert the check after the inputs of ``module``."""
-        graph = module.graph
-        inputs = [n for n in graph.find_nodes(op="placeholder") if str(n.target) in self.wanted]
-        table = [
-            (str(n.target), [(_keys(a), a.by[0].name, a.no_array) for a in self.wanted[str(n.target)]]) for n in inputs
-        ]
-        with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
-            graph.call_function(refuse_objects, (inputs, json.dumps(table)))
-        module.recompile()
 
 
 def _keys(assumed: Assumed) -> list[tuple[bool, int | str]]:
@@ -420,18 +339,24 @@ def _keys(assumed: Assumed) -> list[tuple[bool, int | str]]:
     return keys
 
 
-def object_input_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node]) -> ObjectInputCheck | None:
-    """Return the check that a split needs; ``None`` if it is right whatever the inputs are.
+def add_object_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node], module: fx.GraphModule) -> None:
+    """Let the parent refuse inputs that are not tensors (SK219), if the order of its parts relies on tensors.
 
     Args:
         flow: facts about the graph.
         plan: the complete plan.
         steps: the parts and the parent's own nodes, in the order in which the parent runs them.
+        module: the parent; the check is inserted after its inputs.
     """
     assumed = assumed_tensors(flow)
     if not assumed or (_runs_as_the_graph(flow, steps) and _runs_once(plan, assumed.values())):
-        return None
-    return ObjectInputCheck({str(n.target): found for n, found in assumed.items()})
+        return
+    wanted, graph = {str(n.target): found for n, found in assumed.items()}, module.graph
+    inputs = [n for n in graph.find_nodes(op="placeholder") if str(n.target) in wanted]
+    table = [(str(n.target), [(_keys(a), a.by[0].name, a.no_array) for a in wanted[str(n.target)]]) for n in inputs]
+    with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
+        graph.call_function(refuse_objects, (inputs, json.dumps(table)))
+    module.recompile()
 
 
 def _runs_as_the_graph(flow: Dataflow, steps: Sequence[Subgraph | Node]) -> bool:
@@ -480,38 +405,6 @@ class HookHandle:
                 module.graph.erase_node(node)
                 module.delete_submodule(str(node.target))
                 module.recompile()
-
-
-def hook_outputs(
-    modules: Mapping[PartKey, fx.GraphModule],
-    copies: Mapping[PartKey, Mapping[Node, Node]],
-    nodes: Iterable[Node],
-    path: str,
-    hook: Callable[[Any], Any],
-) -> HookHandle:
-    """Let parts call ``hook(output)`` where they have computed the output of a module; see `Split`.
-
-    Args:
-        modules: part (and the parent) -> its module; modified in place.
-        copies: part (and the parent) -> the nodes that it computes -> their copies.
-        nodes: the nodes of the original graph.
-        path: the name of the module in the model.
-        hook: the hook.
-
-    Raises:
-        PolicyError: SK304 if no node was captured in a call of this module.
-        PlanError: SK221 if the call has several outputs or none, several parts compute its output, or the hook does not
-            take one argument.
-    """
-    _check_arguments(path, hook)
-    made = []
-    for output in _outputs_of_calls([*nodes], path):
-        keys = [key for key, copied in copies.items() if output in copied]
-        if len(keys) != 1:
-            where = f"parts {listed([*map(repr, keys)], 4)} each compute" if keys else "no part computes"
-            raise _refused(path, f"{where} its output {output.name}", [output])
-        made.append((modules[keys[0]], copies[keys[0]][output]))
-    return HookHandle(tuple((module, _inserted(module, node, path, hook)) for module, node in made))
 
 
 def _check_arguments(path: str, hook: Callable[[Any], Any]) -> None:

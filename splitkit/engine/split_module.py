@@ -12,7 +12,8 @@ from splitkit._gc import collector_for_new_objects
 from splitkit.engine.codegen.emit import Emitted, emit
 from splitkit.engine.complete import check_plan, complete_plan
 from splitkit.engine.module_names import Style
-from splitkit.engine.split import PIPELINING, add_overlap_check, decide
+from splitkit.engine.overlap_checks import add_overlap_check
+from splitkit.engine.split import PIPELINING, decide, qualified_names
 from splitkit.engine.subgraphs import extract_subgraphs, segments_of
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import PartKey
@@ -86,7 +87,7 @@ def _emitted(
     emitted = emit(flow, whole, steps, style, _torch.wants_lazy_code(), segments)
     if check_inputs:
         # No `add_object_check`: the parent should have the nodes that torch's has.
-        add_overlap_check(flow, steps, emitted)
+        add_overlap_check(flow, steps, emitted, qualified_names)
     return emitted
 
 
