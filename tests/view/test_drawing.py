@@ -68,5 +68,5 @@ def test_a_spare_text_gives_way():
 
 
 def test_parts_have_the_colours_of_the_page():
-    assert json.dumps(COLOURS, separators=(",", ":")) in script() and colour(len(COLOURS)) == COLOURS[0]
+    assert json.dumps(COLOURS) in script() and colour(len(COLOURS)) == COLOURS[0]
     assert ink_on("#000000") == "#ffffff" != ink_on("#ffffff") and mixed("#000000", 0) == "#ffffff"

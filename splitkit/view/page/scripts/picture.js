@@ -7,7 +7,6 @@ import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
 import {READABLE, arrange, fitInto, reserve, scrolled} from "./framing.js";
 import {listen} from "./input.js";
 import {OPW, Ops} from "./ops.js";
-import {MAP, Minimap} from "./minimap.js";
 import {nested} from "./nested.js";
 import {svgOf} from "./svg_context.js";
 import {download, flattened} from "./take_home.js";
@@ -32,7 +31,6 @@ export class Picture {
     this.open = new Set();
     /** @type {Set<string>} the modules inside rows that are not open or closed as they were at first */
     this.toggled = new Set();
-    this.minimap = new Minimap(this);
     this.folded = data.rows.length > 40;
     this.zoom = 1;
     this.x = this.y = this.pending = 0;
@@ -199,8 +197,6 @@ export class Picture {
   get leftRoom() { return 12 + 38 * this.othersOf(0).length; }
   /** The room at the right for what stands beside the boxes, before zooming. */
   get rightRoom() { return 40; }
-  /** The width that the map leaves to the picture. */
-  get room() { return this.main.clientWidth - (this.minimap.isShown ? MAP : 0); }
   /**
    * The backward ops of a row, drawn upwards; null for a plan in stages, which does not know them.
    * @param {number} row
@@ -451,9 +447,7 @@ export class Picture {
     this.pending = requestAnimationFrame(() => { this.pending = 0; this.paint(); if (this.chart) this.chart.paint(); });
   }
   paint() {
-    const [c, w, h] = context(this.canvas);
-    this.paintOn(c, w, h);
-    this.minimap.paint(c, w, h);
+    this.paintOn(...context(this.canvas));
   }
   /**
    * @param {CanvasRenderingContext2D} c
