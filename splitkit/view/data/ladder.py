@@ -227,7 +227,7 @@ class LadderView(LadderModel):
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page shows, as plain data."""
         found = self.still()
-        at = border_marks(self._borders(), [row.forward + row.backward for row in self._alone])
+        at = border_marks(self.borders, [row.forward + row.backward for row in self._alone])
         # `stretches` has one entry for each pair of marks, in the order in which page/scripts/prices.js looks them up
         stretches = [(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
         alone = [self._stage_of_rows(r, r + 1, True) if self._is_rerun(r) else row for r, row in enumerate(self._alone)]
@@ -266,11 +266,6 @@ class LadderView(LadderModel):
     def part_of_row(self, row: int) -> int:
         """Return the number of the part in the plan that a row lies in."""
         return self._ranks[self.rows.parts[row]][0]
-
-    def _borders(self) -> list[int]:
-        """Return the first row of each part, and the number of rows."""
-        parts = [self.part_of_row(row) for row in range(len(self.rows))]
-        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
     def _run(self, run: ScheduleRun) -> dict[str, Any]:
         """Return a simulated step: actions and memory of each rank, and the same stages otherwise."""
@@ -563,12 +558,4 @@ def resimulated(run: ScheduleRun, stages: Sequence[StageCosts]) -> ScheduleRun |
     schedule, transport = _scalable_schedule(run), run.transport
     if schedule is None or transport is None:
         return None
-    options: dict[str, Any] = {
-        "overlap": transport.overlap,
-        "static_buffers": run.static_buffers,
-        "links": transport.links,
-    }
-    try:
-        return simulate_schedule(stages, schedule.name, run.order.microbatches, **options)
-    except SplitError:
-        return None
+    return _simulated(run, stages, transport, schedule.name, run.order.microbatches, None, transport.links)

@@ -108,12 +108,6 @@ class StagedView(LadderModel):
         of = {node: place[row] for node, row in found.of.items()}
         return LadderRows(tuple(names[i] for i in order), of, found.backward, tuple(parts[i] for i in order))
 
-    @cached_property
-    def borders(self) -> list[int]:
-        """The first row of each stage, and the number of rows."""
-        parts = self.rows.parts
-        return [*(parts.index(stage) for stage in range(len(self.step.stages))), len(parts)]
-
     def _row(self, node: Node, stage: int) -> int:
         """Return the row of a node in a stage: its own, or the nearest row of the stage."""
         return min(max(self.rows.of[node], self.borders[stage]), self.borders[stage + 1] - 1)
