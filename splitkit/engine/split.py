@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit._gc import collector_for_new_objects
 from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, default, unit
 from splitkit.costs.named import priced
 from splitkit.costs.recorded import record_of
 from splitkit.costs.roofline import decomposed_attention
-from splitkit.engine.codegen.emit import Emitted, emit
+from splitkit.engine.codegen.emit import Emitted, Style, emit, unique_name
 from splitkit.engine.complete import check_plan, complete_plan
-from splitkit.engine.module_names import Style, unique_name
 from splitkit.engine.overlap_checks import add_overlap_check, rename_checked_attributes
-from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
+from splitkit.engine.subgraphs import Subgraph, extract_subgraphs, part_graph, part_summary, segments_of
 from splitkit.errors import CycleError, PlanError, PolicyError, listed
 from splitkit.graph.dataflow import Assumed, Dataflow, analyze, assumed_tensors, calls_around
 from splitkit.graph.input_overlap import refuse_objects
@@ -42,6 +42,10 @@ from splitkit.plans.record import Plan, ShownPlan
 from splitkit.plans.rewrite import condense, refine
 from splitkit.prices import kernels_of
 from splitkit.short_repr import brief, few
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
+
 
 OnCycle = Literal["error", "refine", "merge"]
 PIPELINING = "pp"
@@ -80,8 +84,6 @@ class Split(ShownPlan):
 
     def __str__(self) -> str:
         """Return a header line and a line for each of the first parts: its ops, parameters, inputs and outputs."""
-        from splitkit.engine.subgraphs import part_summary
-
         own = sum(self.flow.is_placeable(n) for n in self.copies[PARENT])
         note = f": {self.plan.note}" if self.plan.note else ""
         head = f"Split into {len(self.parts)} parts{f', {own} ops in the parent' if own else ''}{note}"
@@ -91,6 +93,14 @@ class Split(ShownPlan):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the parts in order, with the arguments and results of the original."""
         return self.module(*args, **kwargs)
+
+    @cached_property
+    def locations(self) -> Mapping[str, tuple[str, ...]]:
+        """The inverse of `qualified_names`: a name in the original -> its names in `module`."""
+        where: dict[str, tuple[str, ...]] = {}
+        for name, original in self.qualified_names.items():
+            where[original] = (*where.get(original, ()), name)
+        return where
 
     @cached_property
     def shared(self) -> tuple[tuple[str, ...], ...]:
@@ -144,6 +154,7 @@ class Split(ShownPlan):
         self.module.set_submodule(name, module)
         if rename_checked_attributes(self.module.graph, lambda old: renamed.get(old, old), self.names.values()):
             self.module.recompile()
+        self.__dict__.pop("locations", None)
         self.__dict__.pop("shared", None)
 
     def register_forward_hook(self, path: str, hook: Callable[[Any], Any]) -> HookHandle:
@@ -178,6 +189,21 @@ class Split(ShownPlan):
                 raise _refused(path, f"{where} its output {output.name}", [output])
             made.append((modules[keys[0]], self.copies[keys[0]][output]))
         return HookHandle(tuple((module, _inserted(module, node, path, hook)) for module, node in made))
+
+    def to_networkx(self) -> DiGraph[Any]:
+        """Return the parts as an acyclic graph; nodes that the parent computes itself are vertices too, as
+        ``fx.Node``::
+
+            part 0 ──(relu, 4096 bytes)──> part 1 ──> part 2
+
+        An edge has the attributes ``values`` (names of the values that are passed), ``bytes`` (their size, as far as
+        it is known) and ``effect``, which is true if no value is passed and the reader only waits for an effect on
+        memory, random numbers or the outside world. A vertex has the attributes ``kind`` (``"part"``, or the op of a
+        node of the parent), ``name`` (of the module or node), ``nodes`` (how many it computes) and ``device``. Its
+        ``inputs`` and ``input_bytes`` describe the values from inputs and attributes of the parent, its ``outputs`` and
+        ``output_bytes`` those for the output.
+        """
+        return part_graph(self.flow, self.plan, self.subgraphs, self.names, self.copies[PARENT])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
         """Return a split with copied modules; its plan and facts refer to the same original graph."""
@@ -458,3 +484,83 @@ def _refused(path: str, why: str, nodes: list[Node]) -> PlanError:
         "Put the hook on a module in it, or around it, that has one output.",
         nodes,
     )
+
+
+# A replacement for torch's ``split_module`` with the same signature, the same names and the same code of parts.
+
+
+def split_module(
+    m: fx.GraphModule,
+    root_m: nn.Module | None,
+    split_callback: PolicyLike | Callable[[Node], PartKey],
+    qualname_map: dict[str, str] | None = None,
+    keep_original_order: bool = False,
+    keep_original_node_name: bool = False,
+    keep_original_input_name: bool = True,
+    *,
+    partition_affix: str | None = None,
+    tuple_return: bool = False,
+    check_inputs: bool = True,
+) -> fx.GraphModule:
+    """Split a graph with the signature of ``torch.fx.passes.split_module.split_module``.
+
+    Parameters and buffers stay in the parent and are passed in; called modules move into their part as ``a_b``. Two
+    things differ from torch. ``split_callback`` may be any policy that `split` takes, and is called once per node.
+    Parts run in the order of their first nodes as far as data and effects allow, whatever ``keep_original_order``
+    says. ``docs/split_module.md`` lists all differences.
+
+    Args:
+        m: the graph; it is not modified.
+        root_m: ignored, as in torch; the attributes of ``m`` are used.
+        split_callback: returns the part of a node, any hashable; ``None`` leaves the node in the parent.
+        qualname_map: filled with names of moved modules -> their original names.
+        keep_original_order: the parent reads attributes where they are first needed; and if each part is a segment of
+            the graph, grad-mode and autocast ops stay where they are.
+        keep_original_node_name: nodes keep their names; otherwise they get those that fx gives to new nodes.
+        keep_original_input_name: name the inputs of parts after their values; otherwise ``arg_0`` ...
+        partition_affix: part of the module names, ``submod_<affix>_<id>``. With ``"pp"``, the affix of
+            ``torch.distributed.pipelining``, the parent takes and returns bare values as torch's does, without pytrees:
+            an exported model returns a flat tuple.
+        tuple_return: parts with one output return a tuple.
+        check_inputs: as in `split`; with ``partition_affix="pp"`` there is no check, because the parent is never
+            called.
+    """
+    style = Style(
+        partition_affix,
+        tuple_return,
+        keep_original_input_name,
+        keep_original_node_name,
+        late_attributes=keep_original_order,
+        like_torch=True,
+        flat=partition_affix == PIPELINING,
+    )
+    with collector_for_new_objects():
+        emitted = _emitted(m, split_callback, style, check_inputs and not style.flat)
+    if qualname_map is not None:
+        for part, attributes in emitted.attributes.items():
+            qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
+    return emitted.module
+
+
+def _emitted(
+    m: fx.GraphModule, split_callback: PolicyLike | Callable[[Node], PartKey], style: Style, check_inputs: bool
+) -> Emitted:
+    flow = analyze(m)
+    labels: dict[Node, PartKey] = {}
+    asked = _recorded(split_callback, labels) if style.late_attributes else split_callback
+    whole = complete_plan(flow, decide(flow, asked, None, "error"), "hoist")
+    check_plan(flow, whole)
+    steps = extract_subgraphs(flow, whole, as_met=True)
+    segments = segments_of(flow, whole, labels) if labels else {}
+    emitted = emit(flow, whole, steps, style, _torch.wants_lazy_code(), segments)
+    if check_inputs:
+        # No `add_object_check`: the parent should have the nodes that torch's has.
+        add_overlap_check(flow, steps, emitted, qualified_names)
+    return emitted
+
+
+def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:
+    """Return a callback that records its answers in ``labels``, also those for state ops, which a plan ignores."""
+    if isinstance(policy, (Policy, Plan, Mapping, type)) or not callable(policy):
+        return policy
+    return lambda node: labels.setdefault(node, policy(node))

@@ -15,10 +15,10 @@ from zoographs import specimens
 
 import splitkit as sk
 from splitkit.engine.codegen.writer import LeanGraph
-from splitkit.engine.split import split
-from splitkit.engine.split_module import split_module
+from splitkit.engine.split import split, split_module
 from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
+from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, Stages
 from splitkit.testing import assert_same
@@ -134,6 +134,7 @@ def test_the_name_map_is_complete_and_true_both_ways(specimen, parameters):
     for name, original in made.qualified_names.items():
         *path, last = original.split(".")
         assert getattr(specimen.graph.get_submodule(".".join(path)), last) is attributes[name]
+        assert name in made.locations[original]
 
 
 def test_tied_weights_are_recorded_as_shared():
@@ -304,6 +305,57 @@ class Skipping(nn.Module):
         b = x.cos()
         c = torch.stack([a, b])
         return c, a
+
+
+def test_the_parts_as_a_graph_of_networkx():
+    import networkx as nx
+
+    gm = fx.symbolic_trace(Skipping())
+    for node in gm.graph.nodes:
+        node.meta["example_value"] = torch.empty(2, 4) if node.name == "stack" else torch.empty(4)
+    flow = sk.analyze(gm)
+    sin, add, cos, stack = flow.nodes
+    parts = {1: Part(1, torch.device("cpu"))}
+    made = split(gm, Plan({sin: (0,), add: (1,), cos: (2,), stack: (2,)}, parts))
+    graph = made.to_networkx()
+    assert list(graph) == [0, 1, 2]
+    of_x = {"inputs": ("x",), "input_bytes": 16}
+    assert graph.nodes[0] == {
+        "kind": "part", "name": "submod_0", "nodes": 1, "device": None, **of_x, "outputs": ("sin",), "output_bytes": 16,
+    }  # fmt: skip
+    assert graph.nodes[1] == {
+        "kind": "part", "name": "submod_1", "nodes": 1, "device": torch.device("cpu"), **of_x,
+        "outputs": (), "output_bytes": 0,
+    }  # fmt: skip
+    assert graph.nodes[2]["outputs"] == ("stack",) and graph.nodes[2]["output_bytes"] == 32
+    assert dict(graph.edges) == {
+        (0, 1): {"values": (), "bytes": 0, "effect": True},
+        (0, 2): {"values": ("sin",), "bytes": 16, "effect": False},
+        (1, 2): {"values": (), "bytes": 0, "effect": True},
+    }
+    assert list(nx.topological_sort(graph)) == [0, 1, 2]
+
+
+def test_a_relay_is_a_chain_in_networkx():
+    specimen = ZOO["skips"]
+    flow = sk.analyze(specimen.graph)
+    made = split(specimen.graph, sk.extend.relay(flow, Stages(4).assign(flow, sk.costs.unit(specimen.graph))))
+    chain = made.to_networkx()
+    assert sorted(chain.edges) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("parameters", ["own", "hoist"])
+@pytest.mark.parametrize("specimen", ZOO.values(), ids=ZOO)
+def test_the_graph_of_parts_tells_every_input(specimen, parameters):
+    import networkx as nx
+
+    made = split(specimen.graph, {n.name: i % 2 for i, n in enumerate(sk.analyze(specimen.graph).nodes) if i % 5},
+                 on_cycle="refine", parameters=parameters)  # fmt: skip
+    graph = made.to_networkx()
+    assert nx.is_directed_acyclic_graph(graph)
+    for key, sub in made.subgraphs.items():
+        taken = [name for _, _, edge in graph.in_edges(key, data=True) for name in edge["values"]]
+        assert sorted((*taken, *graph.nodes[key]["inputs"])) == sorted(n.name for n in sub.inputs)
 
 
 def test_names_of_parts():

@@ -17,8 +17,7 @@ from splitkit.exports.import_plan import FORMATS
 from splitkit.exports.onnx_stages import annotate_onnx
 from splitkit.graph.dataflow import module_path
 from splitkit.pipeline.order import PipelineOrder
-from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import Part
+from splitkit.plans.parts import Offloaded, Part
 from splitkit.policies import ByName, Expert, RecomputeAll, Remat, SaveAll, Stages
 from splitkit.training.stage_plan import stage_plan
 

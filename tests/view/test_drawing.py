@@ -8,9 +8,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from svgtexts import overlaps
 
-from splitkit.view.colours import COLOURS, colour, ink_on, mixed
 from splitkit.view.page.bundle import script
-from splitkit.view.svg.drawing import Drawing, shortened, width
+from splitkit.view.svg.drawing import COLOURS, Drawing, colour, ink_on, mixed, shortened, width
 from splitkit.view.svg.scatter import round_size, thinned, tick_values
 
 

@@ -27,7 +27,7 @@ from splitkit.plans.parts import Claim
 from splitkit.plans.record import Plan
 from splitkit.search.plan_figures import StagePricing
 from splitkit.units import duration, size
-from splitkit.view.data.rank_table import rank_table
+from splitkit.view.data.report import rank_table
 from splitkit.view.tables import facts
 
 if TYPE_CHECKING:

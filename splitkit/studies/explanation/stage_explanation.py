@@ -30,7 +30,7 @@ from splitkit.search.placement_model import PlacementModel
 from splitkit.search.plan_figures import StageFigures, StagePricing
 from splitkit.studies.explanation.compared_figures import ChangedPlan, ComparedFigure, changes_table, compared_stages
 from splitkit.studies.explanation.told import Explanation, Section
-from splitkit.training.saved_values import op_of
+from splitkit.training.flow import op_of
 from splitkit.units import duration, size
 from splitkit.view.data.report import collapse, part_title, report
 from splitkit.view.tables import table

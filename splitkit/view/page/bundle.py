@@ -9,12 +9,11 @@ import json
 import re
 from importlib.resources import files
 
-from splitkit.view.colours import COLOURS
+from splitkit.view.svg.drawing import COLOURS
 
 SCRIPTS = (
-    "units", "totals", "elements", "canvas", "geometry", "ops", "prices", "step_facts", "crossing",
-    "drawing", "take_home", "svg_context", "tooltip", "input", "facts", "legend", "nested", "target_texts",
-    "framing", "picture", "measured", "recomputed", "bands", "rank_memory", "alive", "stage_texts", "stage_drawing",
+    "units", "totals", "elements", "canvas", "ops", "prices", "step_facts", "crossing", "drawing", "take_home",
+    "svg_context", "input", "facts", "nested", "framing", "picture", "measured", "bands", "rank_memory", "alive",
     "what_if", "stage_side", "timeline", "ladder", "staged", "step_chart", "joint", "show",
 )  # fmt: skip
 """Each script imports only from earlier ones. Joined they share one scope, so no two may declare the same name."""

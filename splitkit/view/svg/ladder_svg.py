@@ -13,12 +13,11 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from splitkit.units import duration, measure, size
-from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
 from splitkit.view.data.joint_ladder import HalvesView, first_rows
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.staged_ladder import StagedView
-from splitkit.view.svg.drawing import Drawing, shortened, stacked, width
-from splitkit.view.svg.timeline import timeline_svg
+from splitkit.view.svg.drawing import BAD, INK, MUTED, RIBBON, Drawing, colour, ink_on, mixed, shortened, stacked, width
+from splitkit.view.svg.timeline import TimelineDrawing
 
 ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46  # pixels
 _MOST = 80
@@ -431,4 +430,4 @@ class StagedDrawing(LadderDrawing):
 def staged_svg(view: StagedView) -> str:
     """Return the still picture of a training step in stages."""
     ladder = StagedDrawing(view.still()).to_svg()
-    return ladder if view.run is None else stacked([ladder, timeline_svg(view.run, view.memory)])
+    return ladder if view.run is None else stacked([ladder, TimelineDrawing(view.run, view.memory).to_svg()])

@@ -1,6 +1,6 @@
 // @ts-check
 // Fits a picture into its window, and arranges the window and the side panel in a cell or page.
-import {BOX, LEFT, RIBBONS} from "./geometry.js";
+import {BOX, LEFT, RIBBONS} from "./ops.js";
 
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
 

@@ -1,9 +1,8 @@
 // @ts-check
 // Handles mouse and keys of a picture.
-import {GAP, LEFT} from "./geometry.js";
-import {OP, OPW} from "./ops.js";
+import {GAP, LEFT, OP, OPW} from "./ops.js";
 import {ribbonAt} from "./drawing.js";
-import {showTip} from "./tooltip.js";
+import {showTip} from "./elements.js";
 
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
 

@@ -3,14 +3,13 @@
 import {context} from "./canvas.js";
 import {paintOtherPlans, paintBox, paintRibbons, paintSkips} from "./drawing.js";
 import {el, surroundedByDark} from "./elements.js";
-import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
+import {BOX, GAP, LEFT, RIBBONS, ROW, OPW, Ops} from "./ops.js";
 import {READABLE, arrange, fitInto, reserve, scrolled} from "./framing.js";
 import {listen} from "./input.js";
-import {OPW, Ops} from "./ops.js";
 import {nested} from "./nested.js";
 import {svgOf} from "./svg_context.js";
 import {download, flattened} from "./take_home.js";
-import {targetText} from "./target_texts.js";
+import {targetText} from "./facts.js";
 import {known} from "./totals.js";
 
 /** @template {CommonData} D */
@@ -246,12 +245,10 @@ export class Picture {
   /** @param {CanvasRenderingContext2D} c */
   paintStageBorders(c) {}
   /**
-   * Draw on the backward box of a row.
-   * @param {CanvasRenderingContext2D} c
+   * The pixels of an item's backward box that are hatched: the share that is the time of what has been computed before.
    * @param {Item} item
-   * @param {number} left
    */
-  hatch(c, item, left) {}
+  hatched(item) { return 0; }
   /**
    * @param {number} k the border
    * @param {number | undefined} row the row above which it goes
