@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +40,11 @@ from splitkit.graph.dataflow import analyze
 from splitkit.plans.record import Plan
 from splitkit.policies import RecomputeAll, SaveAll, SplitBackward
 from splitkit.search.deferral_problem import deferrals, divided, plan_in_stages
-from splitkit.training.flow import JointFlow, waiting_bytes, waiting_values
+from splitkit.training.flow import JointFlow
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+from waitingvalues import waiting_bytes, waiting_values
 
 BLOCKS = 2
 

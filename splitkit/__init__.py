@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from splitkit.engine.inline import inline as inline
     from splitkit.engine.split import plan as plan
     from splitkit.engine.split import split as split
-    from splitkit.engine.split_module import split_module as split_module
+    from splitkit.engine.split import split_module as split_module
     from splitkit.errors import SplitError as SplitError
     from splitkit.exports.export import export as export
     from splitkit.exports.import_plan import import_plan as import_plan
@@ -96,7 +96,7 @@ _HOME = {
     "simulate_memory": "memory.profile",
     "simulate_schedule": "pipeline.simulate",
     "split": "engine.split",
-    "split_module": "engine.split_module",
+    "split_module": "engine.split",
     "stage_costs": "pipeline.stage_prices",
     "sweep": "studies.sweep",
     "synthesize": "pipeline.synthesize",

@@ -55,7 +55,7 @@ class Stopwatch:
 
     @contextmanager
     def step(self, name: str, what: str, policy: object = None) -> Iterator[None]:
-        """Time a step and show a spinner; show a bar instead for a ``policy`` with a time limit."""
+        """Time a step and show a spinner, with the time limit of a ``policy`` that has one."""
         start = perf_counter()
         with show_spinner(what, getattr(policy, "seconds", None)):
             yield

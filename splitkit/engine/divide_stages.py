@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import Costs
-from splitkit.engine.codegen.part_modules import pickle_by_nodes
 from splitkit.engine.complete import check_plan
-from splitkit.engine.pair import Pair, decide_joint, divide
-from splitkit.engine.stage_traffic import StageLine, StageTraffic
-from splitkit.engine.staged_step import StagedStep, StageGraphs, StageOffload, await_copy, start_copy
+from splitkit.engine.pair import HostCopies, Pair, decide_joint, divide, emitted_half
+from splitkit.engine.staged_step import StagedStep, StageGraphs, check_moved, offloaded_stages
 from splitkit.errors import CycleError, PlanError
+from splitkit.graph.storages import value_of
+from splitkit.memory.kernels.kernel_results import host_value
 from splitkit.plans.parts import PartKey
 from splitkit.plans.policy import PolicyLike
 from splitkit.plans.record import Plan
@@ -62,7 +61,7 @@ def divide_stages(flow: JointFlow, plan: Plan) -> StagedStep:
     own = replace(plan, places=places)
     check_plan(flow, own)
     check_effects(flow, own, line)
-    return _Division(flow, own, line, terms, StageOffload.of(flow, plan.offloaded, places)).step()
+    return _Division(flow, own, line, terms, offloaded_stages(flow, plan.offloaded, places)).step()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +72,7 @@ class _Division:
     plan: Plan
     line: StageLine
     terms: Sequence[GradientTerm]
-    offload: StageOffload
+    offload: Mapping[Node, int]
 
     @cached_property
     def places(self) -> Places:
@@ -167,30 +166,34 @@ class _Division:
         outputs = [self.flow.outputs[i] for i in self.outputs[forward]]
         held = dict.fromkeys([*saved, *(v for v in deferred if v not in saved)])
         reads = {r for n in self.members[forward] for r in n.all_input_nodes} | set(held) | set(outputs)
-        moved = self.offload.of_stage(stage, held, [*received, *sent])
+        moved = sorted((n for n, own in self.offload.items() if own == stage), key=self.flow.index.__getitem__)
+        check_moved(self.flow, moved, stage, held, [*received, *sent])
         primals = [
             n for n in self.flow.graph.find_nodes(op="placeholder") if n in reads and n not in self.flow.backward_inputs
         ]
+        late, given = self.order.backward(self.members[backward]), [*saved, *tangents, *grads_in]
         return StageGraphs(
-            forward=_emit(
+            forward=emitted_half(
                 self.flow,
                 self.order.forward(self.members[forward], [*sent, *held]),
                 [*primals, *received],
                 [*outputs, *sent, *held],
-                leaving=moved,
+                HostCopies(made={value: host_value(value_of(value)) for value in moved}),
+                kept=moved,
             ),
-            backward=_emit(
+            backward=emitted_half(
                 self.flow,
-                self.order.backward(self.members[backward]),
-                [*saved, *tangents, *grads_in],
+                late,
+                given,
                 [*grads_out, *_sums(self.returned.get(backward, [])), *waiting],
-                coming=moved,
+                _coming(late, given, moved),
             ),
-            weight=_emit(
+            weight=emitted_half(
                 self.flow,
                 self.order.backward(self.members[weight]),
                 [*deferred, *waiting],
                 _sums(self.returned.get(weight, [])),
+                HostCopies(),
             ) if line.split[stage] else None,
             primals=_names(primals),
             received=_names(received),
@@ -221,16 +224,12 @@ def _names(nodes: Iterable[Node]) -> tuple[str, ...]:
     return tuple(n.name for n in nodes)
 
 
-_WrittenValue = Callable[[fx.Graph, dict[Node, Node]], Node]
-"""Adds nodes of its own to a graph, given node of the joint graph -> its copy, and returns the last."""
-
-
-def _sums(terms: Sequence[GradientTerm]) -> list[Node | _WrittenValue]:
+def _sums(terms: Sequence[GradientTerm]) -> list[Node | Callable[[fx.Graph, dict[Node, Node]], Node]]:
     """Return the values of some terms of gradients, as outputs of a graph."""
     return [term.nodes[0] if len(term.nodes) == 1 else _sum(term) for term in terms]
 
 
-def _sum(term: GradientTerm) -> _WrittenValue:
+def _sum(term: GradientTerm) -> Callable[[fx.Graph, dict[Node, Node]], Node]:
     def write(graph: fx.Graph, env: dict[Node, Node]) -> Node:
         total = env[term.nodes[0]]
         for node in term.nodes[1:]:
@@ -241,52 +240,14 @@ def _sum(term: GradientTerm) -> _WrittenValue:
     return write
 
 
-def _emit(
-    flow: JointFlow,
-    nodes: Iterable[Node],
-    inputs: Sequence[Node],
-    outputs: Sequence[object],
-    leaving: Collection[Node] = (),
-    coming: Collection[Node] = (),
-) -> fx.GraphModule:
-    """Return the graph that computes ``nodes`` in their order, with the attributes that they read.
-
-    Args:
-        flow: facts about the joint graph.
-        nodes: what it computes; inputs among them are taken as inputs.
-        inputs: its placeholders, in order.
-        outputs: what it returns: nodes, constants, or a `_WrittenValue`.
-        leaving: values whose copies to the host start here. Among the outputs the copies stand for them; they
-            themselves are returned last.
-        coming: inputs that are on their way from the host.
-    """
-    graph, env, hosts = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
-    for node in inputs:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-
-    def copied(node: Node) -> Node:
-        if node not in env and node.op == "get_attr":
-            env[node] = graph.node_copy(node)
-        return env[node]
-
-    due = {value for value in coming if value in env}
+def _coming(nodes: Iterable[Node], inputs: Collection[Node], moved: Iterable[Node]) -> HostCopies:
+    """Return the waits of a backward graph for inputs on their way from the host, each before its first reader."""
+    due, read = {value for value in moved if value in inputs}, dict[Node, list[Node]]()
     for node in nodes:
-        if node not in env:
-            for value in [read for read in node.all_input_nodes if read in due]:
-                env[value] = await_copy(graph, value, env[value])
-                due.remove(value)
-            env[node] = graph.node_copy(node, copied)
-            if node in leaving:
-                hosts[node] = start_copy(graph, node, env[node])
-
-    def returned(value: object) -> Any:
-        if isinstance(value, Node):
-            return hosts[value] if value in hosts else copied(value)
-        return value(graph, env) if callable(value) else value
-
-    graph.output((*map(returned, outputs), *(env[value] for value in leaving)))
-    return pickle_by_nodes(fx.GraphModule(flow.root, graph))
+        for value in [value for value in node.all_input_nodes if value in due]:
+            read.setdefault(node, []).append(value)
+            due.remove(value)
+    return HostCopies(read=read)
 
 
 # Check that a staged plan of a joint graph keeps what the graph does to memory, random numbers and the world.
@@ -369,3 +330,124 @@ def _check_after(node: Node, before: Node, plan: Plan, when: Mapping[PartKey, in
                     f"Place {before.name}, and what it reads, in the part of {node.name}, or earlier.",
                     [node, before],
                 )
+
+
+# Find which values each part of a staged training step receives, and from which part. The parts of one microbatch run
+# in one line, and a value goes along the arrows only::
+#
+#     forward 0  ─>  forward 1  ─>  forward 2        activations
+#         │              │              │            saved values
+#         v              v              v
+#     backward 0 <─  backward 1 <─  backward 2       gradients
+#
+# Where backward is two graphs, ``input`` stands in the place of ``backward``, and ``weight`` of the same stage takes
+# what it reads from ``forward`` and ``input`` of its stage and gives nothing to other parts.
+
+
+@dataclass(frozen=True)
+class StageLine:
+    """The parts of a staged plan in the order in which one microbatch visits them.
+
+    Attributes:
+        split: for each stage, whether its backward is two graphs.
+    """
+
+    split: tuple[bool, ...]
+
+    @property
+    def stages(self) -> range:
+        """The numbers of the stages."""
+        return range(len(self.split))
+
+    def backward(self, stage: int) -> StagePart:
+        """The part that computes the gradients that leave a stage."""
+        return StagePart("input" if self.split[stage] else "backward", stage)
+
+    @property
+    def parts(self) -> tuple[StagePart, ...]:
+        """All parts, in order: forward up, backward down, weight right after the input part of its stage."""
+        found = [StagePart("forward", stage) for stage in self.stages]
+        for stage in reversed(self.stages):
+            found += [self.backward(stage), *([StagePart("weight", stage)] if self.split[stage] else [])]
+        return tuple(found)
+
+    def before(self, part: StagePart) -> tuple[StagePart, ...]:
+        """The parts from which a part may take values, the preferred one first."""
+        half, stage = part
+        if half == "forward":
+            return (StagePart("forward", stage - 1),) if stage else ()
+        if half == "weight":
+            return StagePart("forward", stage), StagePart("input", stage)
+        above = (self.backward(stage + 1),) if stage + 1 < len(self.split) else ()
+        return (StagePart("forward", stage), *above)
+
+
+@dataclass
+class StageTraffic:
+    """What the parts of a plan take from each other.
+
+    Attributes:
+        line: the parts.
+        places: node -> the parts in which it is computed, or given as an input.
+        taken: part -> value that it takes -> the part that it takes the value from.
+    """
+
+    line: StageLine
+    places: Places
+    taken: dict[StagePart, dict[Node, StagePart]] = field(default_factory=dict)
+
+    def take(self, part: StagePart, values: Iterable[Node], why: str) -> None:
+        """Let a part have these values.
+
+        Raises:
+            CycleError: SK203 for a value that no part before it has; ``why`` says what it is needed for.
+        """
+        for value in values:
+            self._take(part, value, why)
+
+    def _take(self, part: StagePart, value: Node, why: str) -> None:
+        while part not in self.places[value] and value not in self.taken.setdefault(part, {}):
+            source = next((p for p in self._sources(part, value) if self._has(value, p)), None)
+            if source is None:
+                raise _cycle(part, value, self.places[value], why)
+            self.taken[part][value] = source
+            part = source
+
+    def _sources(self, part: StagePart, value: Node) -> tuple[StagePart, ...]:
+        """Return the parts from which a part may take a value, the preferred one first.
+
+        What the input part recomputes waits for the weight part; if the weight part took forward's copy, forward would
+        have to save what the plan recomputes.
+        """
+        early = StagePart("input", part.stage)
+        if part.half == "weight" and early in self.places[value]:
+            return (early,)
+        return self.line.before(part)
+
+    def _has(self, value: Node, part: StagePart) -> bool:
+        """Whether a part computes a value, or can take it."""
+        stack = [part]
+        while stack:
+            part = stack.pop()
+            if part in self.places[value] or value in self.taken.get(part, {}):
+                return True
+            stack += self.line.before(part)
+        return False
+
+    def between(self, source: StagePart, target: StagePart) -> list[Node]:
+        """Return the values that one part takes from another, in the order in which they were asked for."""
+        return [value for value, origin in self.taken.get(target, {}).items() if origin == source]
+
+
+def _cycle(part: StagePart, value: Node, places: tuple[PartKey, ...], why: str) -> CycleError:
+    where = f"computed in {', '.join(map(_named, places))}" if places else "computed nowhere"
+    return CycleError(
+        "SK203",
+        f"{_named(part)} needs {value.name} {why}, but it is {where}, which does not run before it",
+        "Activations go only to later stages, gradients only to earlier ones; 'weight' sends nothing to other parts.",
+        [value],
+    )
+
+
+def _named(key: PartKey) -> str:
+    return f"{key[0]!r} of stage {key[1]}" if isinstance(key, tuple) else repr(key)

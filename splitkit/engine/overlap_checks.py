@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
 
@@ -30,6 +29,7 @@ from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
+from splitkit.engine.codegen.emit import Emitted
 from splitkit.engine.subgraphs import Subgraph
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.input_overlap import Use, check_nodes, refuse_shared
@@ -39,37 +39,6 @@ from splitkit.graph.storages import Lookup, storage_key, value_of
 
 _ANYWHERE = ("as_strided", "set_", "resize", "storage")
 """Parts of the names of ops that may touch bytes of a storage outside the tensor they are given."""
-
-
-@dataclass(frozen=True)
-class OverlapCheck:
-    """A check that certain inputs and attributes of a split do not overlap in memory.
-
-    A class is a set of tensors that the graph knows to share memory; the check compares tensors of different classes.
-
-    Attributes:
-        inputs: name of an input -> its class, an index of ``uses``.
-        attributes: name of a parameter or buffer of the parent -> its class.
-        uses: class -> its uses that run out of graph order with a use of another class.
-        whole: class -> whether whole storages count, because some op on it may touch bytes outside its input.
-    """
-
-    inputs: Mapping[str, int]
-    attributes: Mapping[str, int]
-    uses: Sequence[Sequence[Use]]
-    whole: Sequence[bool]
-
-    def write(self, module: fx.GraphModule, parts: Collection[str]) -> None:
-        """Insert the check after the inputs of ``module``, whose children ``parts`` are its parts."""
-        graph = module.graph
-        places = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
-        with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
-            read = _Reader(graph, parts)
-            given = [*(places[name] for name in self.inputs), *map(read.attribute, self.attributes)]
-            classes = (*self.inputs.items(), *self.attributes.items())
-            table = [(name, c, self.uses[c], self.whole[c]) for name, c in classes]
-            graph.call_function(refuse_shared, (given, any(self.whole), json.dumps(table)))
-        module.recompile()
 
 
 class _Reader:
@@ -121,24 +90,30 @@ def rename_checked_attributes(graph: fx.Graph, rename: Callable[[str], str], par
     return bool(checks)
 
 
-def overlap_check(
-    flow: Dataflow, steps: Sequence[Subgraph | Node], qualified_names: Callable[[], Mapping[str, str]]
-) -> OverlapCheck | None:
-    """Return the check that a split needs; ``None`` if no call can go wrong.
+def add_overlap_check(
+    flow: Dataflow,
+    steps: Sequence[Subgraph | Node],
+    emitted: Emitted,
+    qualified_names: Callable[[Emitted], Mapping[str, str]],
+) -> None:
+    """Let the parent of a split refuse inputs that share memory, unless no call can go wrong.
+
+    A class is a set of tensors that the graph knows to share memory; the check compares tensors of different classes.
 
     Args:
         flow: facts about the graph.
         steps: the parts and the parent's own nodes, in the order in which the parent runs them.
+        emitted: the parent and the parts; the check is inserted after the inputs of the parent.
         qualified_names: returns the name of each parameter and buffer of the parent -> its name in the original.
     """
     # Without a write no order of reads matters, and in the order of the graph every call is right.
     acting = [e for e in flow.effects.values() if e is not PURE]
     inputs = [n for n in flow.scope if n.op == "placeholder"]
     if not inputs or not any(e.writes or e.writes_state or not e.known for e in acting):
-        return None
+        return
     times = _execution_times(steps)
     if _keeps_order(flow, times):
-        return None
+        return
     held = [storage_key(t) for e in acting for t in e.reads_state]
     attributes = [n for n in flow.scope if n.op == "get_attr"]
     memory = memory_classes(flow.effects, flow.root, besides=[*inputs, *attributes, *held])
@@ -147,18 +122,24 @@ def overlap_check(
     every = _uses(flow, memory, roots, times)
     uses = _involved(every, set(of_inputs.values()))
     if not uses:
-        return None
-    number = {c: i for i, c in enumerate(uses)}
-    of_attributes: dict[str, int] = {}
-    find = Lookup(flow.root)
-    for name, original in qualified_names().items():
+        return
+    find, of_attributes = Lookup(flow.root), dict[str, Hashable]()
+    for name, original in qualified_names(emitted).items():
         tensor = find(original)
-        if isinstance(tensor, torch.Tensor) and (c := _class_in(memory, storage_key(tensor))) in number:
-            of_attributes[name] = number[c]
-    watched = {name: number[c] for name, c in of_inputs.items() if c in number}
+        if isinstance(tensor, torch.Tensor) and (c := _class_in(memory, storage_key(tensor))) in uses:
+            of_attributes[name] = c
+    watched = {name: c for name, c in of_inputs.items() if c in uses}
     anywhere = {node.name for node, effect in flow.effects.items() if _reaches_anywhere(node, effect)}
-    whole = [any(use.name in anywhere for use in every[c]) for c in uses]
-    return OverlapCheck(watched, of_attributes, list(uses.values()), whole)
+    whole = {c: any(use.name in anywhere for use in every[c]) for c in uses}
+    number = {c: i for i, c in enumerate(uses)}
+    table = [(name, number[c], uses[c], whole[c]) for name, c in (*watched.items(), *of_attributes.items())]
+    graph = emitted.module.graph
+    places = {str(n.target): n for n in graph.find_nodes(op="placeholder")}
+    with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
+        read = _Reader(graph, [name for name in emitted.attributes if name])
+        given = [*(places[name] for name in watched), *map(read.attribute, of_attributes)]
+        graph.call_function(refuse_shared, (given, any(whole.values()), json.dumps(table)))
+    emitted.module.recompile()
 
 
 def _may_hold_memory(node: Node) -> bool:

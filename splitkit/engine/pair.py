@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,14 @@ from splitkit.errors import CycleError, PlanError
 from splitkit.graph.node_values import storage_bytes
 from splitkit.graph.storages import storages_shown, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST, host_value
-from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import PartKey
+from splitkit.plans.parts import Offloaded, PartKey
 from splitkit.plans.policy import Policy, PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.short_repr import brief
 from splitkit.training.emission_order import EmissionOrder, saved_for_backward
-from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, output_nodes, save_all_plan
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, SavedValue, is_size, output_nodes, save_all_plan
 from splitkit.training.offload_timeline import why_not_moved
 from splitkit.training.peaks import apply_checkpoints
-from splitkit.training.saved_values import SavedValue
 
 if TYPE_CHECKING:
     from splitkit.files import PathLike
@@ -217,8 +215,10 @@ def divide(flow: JointFlow, policy: PolicyLike, costs: Costs) -> Pair:
     order = EmissionOrder(flow)
     early, late = order.forward(plan.members(FORWARD), taken), order.backward(plan.members(BACKWARD))
     copies = HostCopies.of(flow, plan.offloaded, saved, early, late)
-    forward = _forward(flow, early, primals, [*flow.outputs, *saved, *sizes], copies)
-    backward = _backward(flow, late, [*sizes, *saved, *flow.backward_inputs], copies)
+    sent = [*flow.outputs, *saved, *sizes]
+    forward = emitted_half(flow, early, primals, sent, replace(copies, fetch={}, read={}))
+    given = [*sizes, *saved, *flow.backward_inputs]
+    backward = emitted_half(flow, late, given, flow.gradients, replace(copies, release={}))
     moved, names = tuple(n.name for n in copies.values), tuple(map(copies.name, saved))
     return Pair(forward, backward, flow.forward_outputs, names, tuple(n.name for n in sizes), plan, moved)
 
@@ -308,34 +308,46 @@ def _rank(node: Node) -> tuple[bool, bool]:
     return not isinstance(value_of(node), torch.Tensor), bool(node.meta.get("saved_tensor_with_no_vc_check"))
 
 
-def _forward(
-    flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], outputs: Sequence[object], copies: HostCopies
+def emitted_half(
+    flow: JointFlow,
+    nodes: Iterable[Node],
+    inputs: Sequence[Node],
+    outputs: Sequence[object],
+    copies: HostCopies,
+    kept: Iterable[Node] = (),
 ) -> fx.GraphModule:
-    graph, env, hosts = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
-    for node in inputs:
-        env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-    for node in nodes:
-        if node not in env:
-            env[node] = graph.node_copy(node, env.__getitem__)
-            copies.after(graph, node, env, hosts)
-    graph.output(tuple(_copied(value, env | hosts) for value in outputs))
-    return pickle_by_nodes(fx.GraphModule(flow.root, graph))
+    """Return the graph that computes ``nodes`` in their order, with the attributes that they read.
 
+    Args:
+        flow: facts about the joint graph.
+        nodes: what it computes; inputs among them are taken as inputs.
+        inputs: its placeholders, in order.
+        outputs: what it returns: nodes, constants, or functions that add nodes of their own to the graph, given node of
+            the joint graph -> its copy, and return the last. The copies on the host stand for what moves there.
+        copies: what the graph copies to the host and back.
+        kept: further outputs, which are returned themselves.
+    """
+    graph, env, back = fx.Graph(), dict[Node, Node](), dict[Node, Node]()
+    hosts = {node: copies.given(graph, node, env) for node in inputs}
 
-def _backward(flow: JointFlow, nodes: Iterable[Node], inputs: Sequence[Node], copies: HostCopies) -> fx.GraphModule:
-    graph, env = fx.Graph(), dict[Node, Node]()
-    hosts, back = {node: copies.given(graph, node, env) for node in inputs}, dict[Node, Node]()
+    def copied(node: Node) -> Node:
+        if node not in env and node.op == "get_attr":
+            env[node] = graph.node_copy(node)
+        return env[node]
+
     for node in nodes:
         if node not in env:
             copies.before(graph, node, env, hosts, back)
-            env[node] = graph.node_copy(node, env.__getitem__)
-    graph.output(tuple(_copied(value, env) for value in flow.gradients))
+            env[node] = graph.node_copy(node, copied)
+            copies.after(graph, node, env, hosts)
+
+    def returned(value: object) -> Any:
+        if isinstance(value, Node):
+            return hosts[value] if value in copies.made else copied(value)
+        return value(graph, env) if callable(value) else value
+
+    graph.output((*map(returned, outputs), *(env[value] for value in kept)))
     return pickle_by_nodes(fx.GraphModule(flow.root, graph))
-
-
-def _copied(value: object, env: Mapping[Node, Node]) -> Any:
-    return env[value] if isinstance(value, Node) else value
 
 
 # Emit the copies of offloaded values: to the host in forward, and back in backward.
@@ -353,7 +365,8 @@ class HostCopies:
         made: value -> its copy on the host, as both graphs show it.
         release: node of forward -> values whose copies are waited for after it.
         fetch: node of backward -> values that are asked for before it.
-        read: node of backward -> values that are waited for before it.
+        read: node of backward -> values that are waited for before it. Where nothing fetches them, the copies that are
+            given are on their way.
     """
 
     values: tuple[Node, ...] = ()
@@ -388,16 +401,16 @@ class HostCopies:
         for one in offloaded:
             value = one.value
             if flaw := _why_not(flow, value, saved, early):
-                raise _refused(value, flaw, "Leave it out of Plan.offloaded, or plan again.")
+                raise offload_refused(value, flaw)
             last = max((early[n] for n in _readers(flow, value, forward)), default=early[value])
             first = next(iter(_readers(flow, value, backward)))
             release, fetch = one.release or forward[max(last, early[value])], one.fetch or first
             if early.get(release, -1) < early[value]:
                 way = "Name a node of forward that runs later, or None."
-                raise _refused(value, f"it cannot leave the device after {release.name}", way)
+                raise offload_refused(value, f"it cannot leave the device after {release.name}", way)
             if late.get(fetch, late[first] + 1) > late[first]:
                 way = f"Name a node of backward that runs no later than {first.name}, or None."
-                raise _refused(value, f"{first.name} reads it, before it is fetched at {fetch.name}", way)
+                raise offload_refused(value, f"{first.name} reads it, before it is fetched at {fetch.name}", way)
             found.made[value] = host_value(value_of(value))
             found.release.setdefault(release, []).append(value)
             found.fetch.setdefault(fetch, []).append(value)
@@ -424,26 +437,26 @@ class HostCopies:
     def after(self, graph: fx.Graph, node: Node, env: _Env, hosts: _Env) -> None:
         """Add what follows a node of forward: the start of its own copy, and the ends of others."""
         if node in self.made:
-            hosts[node] = self._call(graph, f"copy_of_{node.name}", TO_HOST, (env[node],), node, self.made[node])
+            hosts[node] = added_copy(graph, f"copy_of_{node.name}", TO_HOST, (env[node],), node, self.made[node])
         for value in self.release.get(node, ()):
             args = hosts[value], env[value]
-            hosts[value] = self._call(graph, self.name(value), ARRIVED, args, value, self.made[value])
+            hosts[value] = added_copy(graph, self.name(value), ARRIVED, args, value, self.made[value])
 
     def before(self, graph: fx.Graph, node: Node, env: _Env, hosts: _Env, copies: _Env) -> None:
         """Add what precedes a node of backward: the starts of copies, and the ends of those that it reads."""
         for value in self.fetch.get(node, ()):
             args = hosts[value], value_of(value).device
-            copies[value] = self._call(graph, f"copy_of_{value.name}_back", TO_DEVICE, args, value, value_of(value))
+            copies[value] = added_copy(graph, f"copy_of_{value.name}_back", TO_DEVICE, args, value, value_of(value))
         for value in self.read.get(node, ()):
-            args = copies[value], hosts[value]
-            env[value] = self._call(graph, back_on_device(value.name), ARRIVED, args, value, value_of(value))
+            args = copies.get(value, hosts[value]), hosts[value]
+            env[value] = added_copy(graph, back_on_device(value.name), ARRIVED, args, value, value_of(value))
 
-    def _call(
-        self, graph: fx.Graph, name: str, target: object, args: tuple[object, ...], value: Node, val: object
-    ) -> Node:
-        made = graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
-        made.meta = {**value.meta, "val": val}
-        return made
+
+def added_copy(graph: fx.Graph, name: str, target: Any, args: tuple[Any, ...], value: Node, val: object) -> Node:
+    """Add a call that copies a value or waits for a copy; it has the meta of the value, but for what it yields."""
+    made = graph.create_node("call_function", target, args, name=name)
+    made.meta = {**value.meta, "val": val}
+    return made
 
 
 def on_host(name: str) -> str:
@@ -461,12 +474,22 @@ def _why_not(flow: JointFlow, value: Node, saved: Collection[Node], early: Colle
         return "backward does not take it from forward"
     if flaw := why_not_moved(flow, value):
         return flaw
-    (root,) = flow.storages.under(value)
-    if others := [node.name for node in saved if node is not value and root in flow.storages.under(node)]:
-        return f"{others[0]}, which is saved too, lies in the same memory"
-    if any(root in flow.storages.under(node) for node in output_nodes((*flow.outputs, *flow.gradients))):
+    if others := sharing(flow, value, [node for node in saved if node is not value]):
+        return f"{others[0].name}, which is saved too, lies in the same memory"
+    if is_returned(flow, value):
         return "it is returned to the caller"
     return "" if value in early else "forward does not compute it"
+
+
+def is_returned(flow: JointFlow, value: Node) -> bool:
+    """Whether the memory of a value is returned to the caller."""
+    return bool(sharing(flow, value, output_nodes((*flow.outputs, *flow.gradients))))
+
+
+def sharing(flow: JointFlow, value: Node, nodes: Iterable[Node]) -> list[Node]:
+    """Return those of some nodes whose values lie in the memory of ``value``."""
+    roots = set(flow.storages.under(value))
+    return [node for node in nodes if not roots.isdisjoint(flow.storages.under(node))]
 
 
 def _readers(flow: JointFlow, value: Node, nodes: Iterable[Node]) -> Iterable[Node]:
@@ -475,5 +498,8 @@ def _readers(flow: JointFlow, value: Node, nodes: Iterable[Node]) -> Iterable[No
     return (n for n in nodes if any(r is value or roots & {*flow.storages.under(r)} for r in n.all_input_nodes))
 
 
-def _refused(value: Node, reason: str, remedy: str) -> PlanError:
+def offload_refused(
+    value: Node, reason: str, remedy: str = "Leave it out of Plan.offloaded, or plan again."
+) -> PlanError:
+    """Return the SK220 of a value that cannot be moved."""
     return PlanError("SK220", f"{value.name} cannot be offloaded: {reason}", remedy, [value])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
@@ -15,17 +15,17 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit._gc import collector_for_new_objects
 from splitkit.checks import is_word, shown
 from splitkit.costs import Costs, default, unit
 from splitkit.costs.named import priced
 from splitkit.costs.recorded import record_of
 from splitkit.costs.roofline import decomposed_attention
-from splitkit.engine.codegen.emit import Emitted, emit
+from splitkit.engine.codegen.emit import Emitted, Style, emit, unique_name
 from splitkit.engine.complete import check_plan, complete_plan
-from splitkit.engine.module_names import Style, unique_name
-from splitkit.engine.overlap_checks import overlap_check, rename_checked_attributes
-from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
+from splitkit.engine.overlap_checks import add_overlap_check, rename_checked_attributes
+from splitkit.engine.subgraphs import Subgraph, extract_subgraphs, part_graph, part_summary, segments_of
 from splitkit.errors import CycleError, PlanError, PolicyError, listed
 from splitkit.graph.dataflow import Assumed, Dataflow, analyze, assumed_tensors, calls_around
 from splitkit.graph.input_overlap import refuse_objects
@@ -84,8 +84,6 @@ class Split(ShownPlan):
 
     def __str__(self) -> str:
         """Return a header line and a line for each of the first parts: its ops, parameters, inputs and outputs."""
-        from splitkit.engine.subgraphs import part_summary
-
         own = sum(self.flow.is_placeable(n) for n in self.copies[PARENT])
         note = f": {self.plan.note}" if self.plan.note else ""
         head = f"Split into {len(self.parts)} parts{f', {own} ops in the parent' if own else ''}{note}"
@@ -139,9 +137,23 @@ class Split(ShownPlan):
         Raises:
             PlanError: SK216 if there is no such part, or ``module`` is not a module.
         """
-        require_replaceable(part, module, self.names)
-        names = cast(dict[str, str], self.qualified_names)
-        replace_child(self.module, self.names[part], module, names, self.names.values())
+        if part not in self.names:
+            known = listed([*map(repr, self.names)], 8)
+            raise PlanError("SK216", f"the split has no part {part!r}", f"Its parts are {known}.", [part])
+        if not isinstance(module, nn.Module):
+            raise PlanError(
+                "SK216",
+                f"part {part!r} would be replaced by a {type(module).__name__}, which is not a module",
+                "Pass a torch.nn.Module, for example one whose forward calls the object.",
+                [part],
+            )
+        name, names = self.names[part], cast(dict[str, str], self.qualified_names)
+        renamed = _renamed(f"{name}.", self.module.get_submodule(name), module)
+        originals = {old: names.pop(old) for old in [*names] if old.startswith(f"{name}.")}
+        names |= {renamed[old]: original for old, original in originals.items() if old in renamed}
+        self.module.set_submodule(name, module)
+        if rename_checked_attributes(self.module.graph, lambda old: renamed.get(old, old), self.names.values()):
+            self.module.recompile()
         self.__dict__.pop("locations", None)
         self.__dict__.pop("shared", None)
 
@@ -168,7 +180,15 @@ class Split(ShownPlan):
             PlanError: SK221 if several values of the module, or none, are read outside of it, several parts compute its
                 output, or the hook does not take one argument.
         """
-        return hook_outputs({PARENT: self.module, **self.parts}, self.copies, self.flow.index, path, hook)
+        _check_arguments(path, hook)
+        modules, made = {PARENT: self.module, **self.parts}, []
+        for output in _outputs_of_calls([*self.flow.index], path):
+            keys = [key for key, copied in self.copies.items() if output in copied]
+            if len(keys) != 1:
+                where = f"parts {listed([*map(repr, keys)], 4)} each compute" if keys else "no part computes"
+                raise _refused(path, f"{where} its output {output.name}", [output])
+            made.append((modules[keys[0]], self.copies[keys[0]][output]))
+        return HookHandle(tuple((module, _inserted(module, node, path, hook)) for module, node in made))
 
     def to_networkx(self) -> DiGraph[Any]:
         """Return the parts as an acyclic graph; nodes that the parent computes itself are vertices too, as
@@ -183,8 +203,6 @@ class Split(ShownPlan):
         ``inputs`` and ``input_bytes`` describe the values from inputs and attributes of the parent, its ``outputs`` and
         ``output_bytes`` those for the output.
         """
-        from splitkit.engine.part_graph import part_graph
-
         return part_graph(self.flow, self.plan, self.subgraphs, self.names, self.copies[PARENT])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Split:
@@ -257,10 +275,10 @@ def split(
         steps = extract_subgraphs(flow, whole)
         emitted = emit(flow, whole, steps, Style(), lazy)
         if check_inputs:
-            add_object_check(flow, whole, steps, emitted)
-            add_overlap_check(flow, steps, emitted)
+            add_object_check(flow, whole, steps, emitted.module)
+            add_overlap_check(flow, steps, emitted, qualified_names)
     subgraphs = {s.key: s for s in steps if isinstance(s, Subgraph)}
-    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, _qualified_names(emitted), emitted.copies)
+    return Split(emitted.module, whole, flow, subgraphs, emitted.parts, qualified_names(emitted), emitted.copies)
 
 
 def decide(flow: Dataflow, policy: PolicyLike, costs: Costs | None, on_cycle: OnCycle) -> Plan:
@@ -310,19 +328,7 @@ def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
         raise PolicyError("SK302", f"{name}={value!r} is not known", f"Use {', '.join(others)} or {last}.")
 
 
-def add_object_check(flow: Dataflow, plan: Plan, steps: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
-    """Let the parent refuse inputs that are not tensors, if the order of its parts relies on tensors."""
-    if kinds := object_input_check(flow, plan, steps):
-        kinds.write(emitted.module)
-
-
-def add_overlap_check(flow: Dataflow, steps: tuple[Subgraph | Node, ...], emitted: Emitted) -> None:
-    """Let the parent refuse inputs that share memory, if its parts would use that memory in another order."""
-    if check := overlap_check(flow, steps, lambda: _qualified_names(emitted)):
-        check.write(emitted.module, {name for name in emitted.attributes if name})
-
-
-def _qualified_names(emitted: Emitted) -> dict[str, str]:
+def qualified_names(emitted: Emitted) -> dict[str, str]:
     """Return the name of every parameter and buffer of the split module -> its original name."""
     names: dict[str, str] = {}
     for part, attributes in emitted.attributes.items():
@@ -339,45 +345,6 @@ def _qualified_names(emitted: Emitted) -> dict[str, str]:
     return names
 
 
-# Replace the module of a part, and update parameter names and the input check (SK212) accordingly.
-
-
-def replace_child(
-    parent: fx.GraphModule, name: str, module: nn.Module, qualified_names: dict[str, str], parts: Collection[str]
-) -> None:
-    """Let a parent call another module instead of a part; see `splitkit.engine.split.Split.replace`.
-
-    Args:
-        parent: the parent; modified in place.
-        name: the name of the child.
-        module: the module that replaces it.
-        qualified_names: name of a parameter or buffer in the parent -> its original name; modified in place.
-        parts: the names of all parts.
-    """
-    renamed = _renamed(f"{name}.", parent.get_submodule(name), module)
-    moved = [old for old in qualified_names if old.startswith(f"{name}.")]
-    originals = {old: qualified_names.pop(old) for old in moved}
-    qualified_names |= {renamed[old]: original for old, original in originals.items() if old in renamed}
-    parent.set_submodule(name, module)
-    if rename_checked_attributes(parent.graph, lambda old: renamed.get(old, old), parts):
-        parent.recompile()
-
-
-def require_replaceable(part: PartKey, module: object, known: Collection[PartKey]) -> None:
-    """Raise SK216 unless ``part`` is known and ``module`` may take its place."""
-    if part not in known:
-        raise PlanError(
-            "SK216", f"the split has no part {part!r}", f"Its parts are {listed([*map(repr, known)], 8)}.", [part]
-        )
-    if not isinstance(module, nn.Module):
-        raise PlanError(
-            "SK216",
-            f"part {part!r} would be replaced by a {type(module).__name__}, which is not a module",
-            "Pass a torch.nn.Module, for example one whose forward calls the object.",
-            [part],
-        )
-
-
 def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
     """Return the names of parameters and buffers in the old module -> their names in the new one, if it has them."""
     known = {id(tensor): name for name, tensor in parameters_and_buffers(now).items()}
@@ -386,28 +353,6 @@ def _renamed(prefix: str, before: nn.Module, now: nn.Module) -> dict[str, str]:
 
 
 # Check at each call of a split that its inputs are tensors, where the order of its parts relies on that.
-
-
-@dataclass(frozen=True)
-class ObjectInputCheck:
-    """A check that certain inputs of a split are tensors.
-
-    Attributes:
-        wanted: name of an input -> the values in it that the analysis assumed to be tensors.
-    """
-
-    wanted: dict[str, tuple[Assumed, ...]]
-
-    def write(self, module: fx.GraphModule) -> None:
-        """Insert the check after the inputs of ``module``."""
-        graph = module.graph
-        inputs = [n for n in graph.find_nodes(op="placeholder") if str(n.target) in self.wanted]
-        table = [
-            (str(n.target), [(_keys(a), a.by[0].name, a.no_array) for a in self.wanted[str(n.target)]]) for n in inputs
-        ]
-        with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
-            graph.call_function(refuse_objects, (inputs, json.dumps(table)))
-        module.recompile()
 
 
 def _keys(assumed: Assumed) -> list[tuple[bool, int | str]]:
@@ -420,18 +365,24 @@ def _keys(assumed: Assumed) -> list[tuple[bool, int | str]]:
     return keys
 
 
-def object_input_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node]) -> ObjectInputCheck | None:
-    """Return the check that a split needs; ``None`` if it is right whatever the inputs are.
+def add_object_check(flow: Dataflow, plan: Plan, steps: Sequence[Subgraph | Node], module: fx.GraphModule) -> None:
+    """Let the parent refuse inputs that are not tensors (SK219), if the order of its parts relies on tensors.
 
     Args:
         flow: facts about the graph.
         plan: the complete plan.
         steps: the parts and the parent's own nodes, in the order in which the parent runs them.
+        module: the parent; the check is inserted after its inputs.
     """
     assumed = assumed_tensors(flow)
     if not assumed or (_runs_as_the_graph(flow, steps) and _runs_once(plan, assumed.values())):
-        return None
-    return ObjectInputCheck({str(n.target): found for n, found in assumed.items()})
+        return
+    wanted, graph = {str(n.target): found for n, found in assumed.items()}, module.graph
+    inputs = [n for n in graph.find_nodes(op="placeholder") if str(n.target) in wanted]
+    table = [(str(n.target), [(_keys(a), a.by[0].name, a.no_array) for a in wanted[str(n.target)]]) for n in inputs]
+    with graph.inserting_before(next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))):
+        graph.call_function(refuse_objects, (inputs, json.dumps(table)))
+    module.recompile()
 
 
 def _runs_as_the_graph(flow: Dataflow, steps: Sequence[Subgraph | Node]) -> bool:
@@ -480,38 +431,6 @@ class HookHandle:
                 module.graph.erase_node(node)
                 module.delete_submodule(str(node.target))
                 module.recompile()
-
-
-def hook_outputs(
-    modules: Mapping[PartKey, fx.GraphModule],
-    copies: Mapping[PartKey, Mapping[Node, Node]],
-    nodes: Iterable[Node],
-    path: str,
-    hook: Callable[[Any], Any],
-) -> HookHandle:
-    """Let parts call ``hook(output)`` where they have computed the output of a module; see `Split`.
-
-    Args:
-        modules: part (and the parent) -> its module; modified in place.
-        copies: part (and the parent) -> the nodes that it computes -> their copies.
-        nodes: the nodes of the original graph.
-        path: the name of the module in the model.
-        hook: the hook.
-
-    Raises:
-        PolicyError: SK304 if no node was captured in a call of this module.
-        PlanError: SK221 if the call has several outputs or none, several parts compute its output, or the hook does not
-            take one argument.
-    """
-    _check_arguments(path, hook)
-    made = []
-    for output in _outputs_of_calls([*nodes], path):
-        keys = [key for key, copied in copies.items() if output in copied]
-        if len(keys) != 1:
-            where = f"parts {listed([*map(repr, keys)], 4)} each compute" if keys else "no part computes"
-            raise _refused(path, f"{where} its output {output.name}", [output])
-        made.append((modules[keys[0]], copies[keys[0]][output]))
-    return HookHandle(tuple((module, _inserted(module, node, path, hook)) for module, node in made))
 
 
 def _check_arguments(path: str, hook: Callable[[Any], Any]) -> None:
@@ -565,3 +484,83 @@ def _refused(path: str, why: str, nodes: list[Node]) -> PlanError:
         "Put the hook on a module in it, or around it, that has one output.",
         nodes,
     )
+
+
+# A replacement for torch's ``split_module`` with the same signature, the same names and the same code of parts.
+
+
+def split_module(
+    m: fx.GraphModule,
+    root_m: nn.Module | None,
+    split_callback: PolicyLike | Callable[[Node], PartKey],
+    qualname_map: dict[str, str] | None = None,
+    keep_original_order: bool = False,
+    keep_original_node_name: bool = False,
+    keep_original_input_name: bool = True,
+    *,
+    partition_affix: str | None = None,
+    tuple_return: bool = False,
+    check_inputs: bool = True,
+) -> fx.GraphModule:
+    """Split a graph with the signature of ``torch.fx.passes.split_module.split_module``.
+
+    Parameters and buffers stay in the parent and are passed in; called modules move into their part as ``a_b``. Two
+    things differ from torch. ``split_callback`` may be any policy that `split` takes, and is called once per node.
+    Parts run in the order of their first nodes as far as data and effects allow, whatever ``keep_original_order``
+    says. ``docs/split_module.md`` lists all differences.
+
+    Args:
+        m: the graph; it is not modified.
+        root_m: ignored, as in torch; the attributes of ``m`` are used.
+        split_callback: returns the part of a node, any hashable; ``None`` leaves the node in the parent.
+        qualname_map: filled with names of moved modules -> their original names.
+        keep_original_order: the parent reads attributes where they are first needed; and if each part is a segment of
+            the graph, grad-mode and autocast ops stay where they are.
+        keep_original_node_name: nodes keep their names; otherwise they get those that fx gives to new nodes.
+        keep_original_input_name: name the inputs of parts after their values; otherwise ``arg_0`` ...
+        partition_affix: part of the module names, ``submod_<affix>_<id>``. With ``"pp"``, the affix of
+            ``torch.distributed.pipelining``, the parent takes and returns bare values as torch's does, without pytrees:
+            an exported model returns a flat tuple.
+        tuple_return: parts with one output return a tuple.
+        check_inputs: as in `split`; with ``partition_affix="pp"`` there is no check, because the parent is never
+            called.
+    """
+    style = Style(
+        partition_affix,
+        tuple_return,
+        keep_original_input_name,
+        keep_original_node_name,
+        late_attributes=keep_original_order,
+        like_torch=True,
+        flat=partition_affix == PIPELINING,
+    )
+    with collector_for_new_objects():
+        emitted = _emitted(m, split_callback, style, check_inputs and not style.flat)
+    if qualname_map is not None:
+        for part, attributes in emitted.attributes.items():
+            qualname_map |= {f"{part}.{name}": original for name, original in attributes.items() if part}
+    return emitted.module
+
+
+def _emitted(
+    m: fx.GraphModule, split_callback: PolicyLike | Callable[[Node], PartKey], style: Style, check_inputs: bool
+) -> Emitted:
+    flow = analyze(m)
+    labels: dict[Node, PartKey] = {}
+    asked = _recorded(split_callback, labels) if style.late_attributes else split_callback
+    whole = complete_plan(flow, decide(flow, asked, None, "error"), "hoist")
+    check_plan(flow, whole)
+    steps = extract_subgraphs(flow, whole, as_met=True)
+    segments = segments_of(flow, whole, labels) if labels else {}
+    emitted = emit(flow, whole, steps, style, _torch.wants_lazy_code(), segments)
+    if check_inputs:
+        # No `add_object_check`: the parent should have the nodes that torch's has.
+        add_overlap_check(flow, steps, emitted, qualified_names)
+    return emitted
+
+
+def _recorded(policy: PolicyLike, labels: dict[Node, PartKey]) -> PolicyLike:
+    """Return a callback that records its answers in ``labels``, also those for state ops, which a plan ignores."""
+    if isinstance(policy, (Policy, Plan, Mapping, type)) or not callable(policy):
+        return policy
+    return lambda node: labels.setdefault(node, policy(node))

@@ -7,31 +7,29 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx import Node
 
 from splitkit.costs import unit_of
 from splitkit.costs.links import HostLink
 from splitkit.display import Shown
-from splitkit.engine.pair import back_on_device
-from splitkit.errors import PlanError
+from splitkit.engine.pair import back_on_device, is_returned, offload_refused, sharing
 from splitkit.graph.node_values import storage_bytes, value_bytes
 from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import storage_key, tensors, value_of
-from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST, host_value
+from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE
 from splitkit.memory.simulation import BEFORE, MemorySimulation
 from splitkit.pipeline.order import StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import Exchange, StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
-from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import PlannedOptimizer
+from splitkit.plans.parts import Offloaded, PlannedOptimizer
 from splitkit.plans.record import Plan
 from splitkit.prices import Costs, Optimizer, checked
 from splitkit.short_repr import brief, few
-from splitkit.training.flow import JointFlow, output_nodes
+from splitkit.training.flow import JointFlow
 from splitkit.training.offload_timeline import why_not_moved
 from splitkit.training.stage_parts import HALVES, known_part
 from splitkit.units import size
@@ -207,24 +205,8 @@ class StageGraphs:
         )
 
 
-class JointSource(Protocol):
-    """The joint graph that was divided: a `splitkit.frontends.joint_capture.Joint`."""
-
-    @property
-    def graph_module(self) -> fx.GraphModule:
-        """The graph."""
-
-    @property
-    def signature(self) -> Any:
-        """The meaning of its inputs and outputs."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, which has the parameters and buffers."""
-
-    @property
-    def flow(self) -> JointFlow:
-        """The facts about the graph."""
+JointSource = Any
+"""The joint graph that was divided: a `splitkit.frontends.joint_capture.Joint`, which lies on a higher layer."""
 
 
 @dataclass(frozen=True)
@@ -578,82 +560,50 @@ def on_device(held: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
     return [value.copy if isinstance(value, HostValue) else value for value in found]
 
 
-@dataclass(frozen=True, eq=False)
-class StageOffload:
-    """What the stages of a plan move.
+def offloaded_stages(
+    flow: JointFlow, offloaded: Iterable[Offloaded], places: Mapping[Node, Sequence[Any]]
+) -> dict[Node, int]:
+    """Return value that a plan offloads -> its stage, checked as far as that does not depend on the stages' borders.
 
-    Attributes:
-        flow: facts about the joint graph.
-        values: value -> its stage.
+    Raises:
+        PlanError: SK220 for a value that cannot be moved, or with moments of its own.
     """
-
-    flow: JointFlow
-    values: Mapping[Node, int]
-
-    @classmethod
-    def of(cls, flow: JointFlow, offloaded: Iterable[Offloaded], places: Mapping[Node, Sequence[Any]]) -> StageOffload:
-        """Check what a plan offloads, as far as that does not depend on the stages' borders.
-
-        Raises:
-            PlanError: SK220 for a value that cannot be moved, or with moments of its own.
-        """
-        found: dict[Node, int] = {}
-        for one in offloaded:
-            if one.release is not None or one.fetch is not None:
-                flaw = "stages move values by their actions, not by nodes"
-                raise _refused(one.value, flaw, "Leave out release and fetch.")
-            if flaw := why_not_moved(flow, one.value):
-                raise _refused(one.value, flaw)
-            roots = set(flow.storages.under(one.value))
-            returned = output_nodes((*flow.outputs, *flow.gradients))
-            if any(not roots.isdisjoint(flow.storages.under(node)) for node in returned):
-                raise _refused(one.value, "it is returned to the caller")
-            stages = [key[1] for key in places.get(one.value, ()) if key[0] == "forward"]
-            if len(stages) != 1:
-                raise _refused(one.value, "forward does not compute it in one stage")
-            found[one.value] = stages[0]
-        return cls(flow, found)
-
-    def of_stage(self, stage: int, held: Collection[Node], crossing: Collection[Node]) -> tuple[Node, ...]:
-        """Return what a stage moves.
-
-        Args:
-            stage: the stage.
-            held: what its forward saves.
-            crossing: what it receives and sends, which the runtime holds in any case.
-
-        Raises:
-            PlanError: SK220 for a value that is not saved, or shares its memory with one that stays.
-        """
-        moved = [value for value, own in self.values.items() if own == stage]
-        for value in moved:
-            (root,) = self.flow.storages.under(value)
-            if value not in held:
-                raise _refused(value, f"backward of stage {stage} does not take it from forward")
-            if others := [n.name for n in crossing if root in self.flow.storages.under(n)]:
-                raise _refused(
-                    value, f"its memory crosses the border of stage {stage} as {others[0]}, and is held there"
-                )
-            if others := [n.name for n in held if n is not value and root in self.flow.storages.under(n)]:
-                raise _refused(value, f"{others[0]}, which is saved too, lies in the same memory")
-        return tuple(sorted(moved, key=self.flow.index.__getitem__))
+    found: dict[Node, int] = {}
+    for one in offloaded:
+        if one.release is not None or one.fetch is not None:
+            flaw = "stages move values by their actions, not by nodes"
+            raise offload_refused(one.value, flaw, "Leave out release and fetch.")
+        if flaw := why_not_moved(flow, one.value):
+            raise offload_refused(one.value, flaw)
+        if is_returned(flow, one.value):
+            raise offload_refused(one.value, "it is returned to the caller")
+        stages = [key[1] for key in places.get(one.value, ()) if key[0] == "forward"]
+        if len(stages) != 1:
+            raise offload_refused(one.value, "forward does not compute it in one stage")
+        found[one.value] = stages[0]
+    return found
 
 
-def start_copy(graph: fx.Graph, value: Node, made: Node) -> Node:
-    """Add the start of the copy to the host after a node of a forward graph."""
-    return _call(graph, f"copy_of_{value.name}", TO_HOST, (made,), value, host_value(value_of(value)))
+def check_moved(
+    flow: JointFlow, moved: Iterable[Node], stage: int, held: Collection[Node], crossing: Collection[Node]
+) -> None:
+    """Check what a stage moves.
 
+    Args:
+        flow: facts about the joint graph.
+        moved: what it moves.
+        stage: the stage.
+        held: what its forward saves.
+        crossing: what it receives and sends, which the runtime holds in any case.
 
-def await_copy(graph: fx.Graph, value: Node, given: Node) -> Node:
-    """Add the wait for a copy back, which a backward graph is given."""
-    return _call(graph, back_on_device(value.name), ARRIVED, (given, given), value, value_of(value))
-
-
-def _call(graph: fx.Graph, name: str, target: Any, args: tuple[Node, ...], value: Node, val: object) -> Node:
-    made = graph.create_node("call_function", target, args, name=name)
-    made.meta = {**value.meta, "val": val}
-    return made
-
-
-def _refused(value: Node, reason: str, remedy: str = "Leave it out of Plan.offloaded, or plan again.") -> PlanError:
-    return PlanError("SK220", f"{value.name} cannot be offloaded: {reason}", remedy, [value])
+    Raises:
+        PlanError: SK220 for a value that is not saved, or shares its memory with one that stays.
+    """
+    for value in moved:
+        if value not in held:
+            raise offload_refused(value, f"backward of stage {stage} does not take it from forward")
+        if others := sharing(flow, value, crossing):
+            flaw = f"its memory crosses the border of stage {stage} as {others[0].name}, and is held there"
+            raise offload_refused(value, flaw)
+        if others := sharing(flow, value, [n for n in held if n is not value]):
+            raise offload_refused(value, f"{others[0].name}, which is saved too, lies in the same memory")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
+from itertools import groupby, product, takewhile
+from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
 from splitkit.errors import listed
-from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.dataflow import Dataflow, reads
 from splitkit.graph.node_values import tensor_bytes, value_bytes
 from splitkit.graph.scope import Scope, is_state_op, states_before
 from splitkit.plans.part_order import Crossing, crossings, part_order
@@ -20,6 +21,9 @@ from splitkit.plans.parts import PARENT, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.short_repr import brief
 from splitkit.units import size
+
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,8 @@ class _Borders:
         for node, keys in plan.places.items():
             for key in keys:
                 self.nodes[key].append(node)
-        for node, reads in crossing.items():
-            for value, home, sources in reads:
+        for node, taken in crossing.items():
+            for value, home, sources in taken:
                 for key in plan.places[node]:
                     if key not in sources:
                         self._cross(value, home, key)
@@ -288,3 +292,90 @@ class SegmentGraph:
         for enter, handle in reversed(self._handles.items()):
             leave = self.graph.call_function(_torch.EXIT_AUTOCAST, (handle,))
             leave.meta.update(next((user.meta for user in enter.users), {}))
+
+
+# Reduces a graph to the nodes that some of its values need.
+
+
+def reduce_to(graph: fx.Graph, wanted: tuple[Node, ...]) -> None:
+    """Let a graph return these values only, and erase what they do not need, inputs too; in place."""
+    output = graph.output_node()
+    output.args = (wanted,)
+    needed = {output}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed |= {*node.all_input_nodes}
+        else:
+            graph.erase_node(node)
+
+
+# Make a networkx graph of the parts of a split: the values that they exchange, and the effects that order them.
+
+
+def part_graph(
+    flow: Dataflow,
+    plan: Plan,
+    subgraphs: Mapping[PartKey, Subgraph],
+    names: Mapping[PartKey, str],
+    own: Iterable[Node],
+) -> DiGraph[Any]:
+    """Return the graph that `splitkit.engine.split.Split.to_networkx` documents.
+
+    Args:
+        flow: facts about the original graph.
+        plan: the complete plan.
+        subgraphs: the parts, in the order of execution.
+        names: part -> the name of its module.
+        own: the nodes that the parent computes itself.
+    """
+    from networkx import DiGraph
+
+    graph: DiGraph[Any] = DiGraph()
+    own = sorted(own, key=flow.index.__getitem__)
+    for node in own:
+        if flow.is_placeable(node):
+            _add(graph, node, kind=node.op, name=node.name, nodes=1, device=None)
+    for key, sub in subgraphs.items():
+        _add(graph, key, kind="part", name=names[key], nodes=len(sub.nodes), device=plan.parts[key].device)
+    # value -> the vertex that it comes from: its home, or the part before in a relay
+    holder: dict[Node, Any] = {node: flow.producer(node) for node in own}
+    for key, sub in subgraphs.items():
+        for value in sub.inputs:
+            _carry(graph, holder[value], key, value)
+        holder |= dict.fromkeys(sub.outputs, key)
+    for node in own:
+        for value in reads(node):
+            _carry(graph, holder[value], flow.producer(node), value)
+    for node in flow.scope:
+        for earlier in flow.after[node]:
+            for edge in product(_vertices(earlier, plan), _vertices(node, plan)):
+                if edge[0] != edge[1] and edge[0] in graph and edge[1] in graph and not graph.has_edge(*edge):
+                    graph.add_edge(*edge, values=(), bytes=0, effect=True)
+    return graph
+
+
+def _add(graph: DiGraph[Any], vertex: Any, **attributes: Any) -> None:
+    graph.add_node(vertex, **attributes, inputs=(), input_bytes=0, outputs=(), output_bytes=0)
+
+
+def _carry(graph: DiGraph[Any], source: Any, reader: Any, value: Node) -> None:
+    """Record a value on the edge from ``source`` to ``reader``, or on the one of them that is in the graph."""
+    if source == reader:
+        return
+    if source not in graph or reader not in graph:
+        vertex, field, total = (
+            (reader, "inputs", "input_bytes") if reader in graph else (source, "outputs", "output_bytes")
+        )
+        if vertex in graph:
+            graph.nodes[vertex][field] += (value.name,)
+            graph.nodes[vertex][total] += value_bytes(value)
+        return
+    if not graph.has_edge(source, reader):
+        graph.add_edge(source, reader, values=(), bytes=0, effect=False)
+    edge = graph.edges[source, reader]
+    edge["values"] += (value.name,)
+    edge["bytes"] += value_bytes(value)
+
+
+def _vertices(node: Node, plan: Plan) -> list[Any]:
+    return [node if key is PARENT else key for key in plan[node]]

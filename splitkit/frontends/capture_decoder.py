@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from splitkit.checks import is_whole, shown
-from splitkit.engine.reduced_graph import reduce_to
+from splitkit.engine.subgraphs import reduce_to
 from splitkit.errors import CaptureError, listed
 from splitkit.frontends.capture.capture import capture_forward
 from splitkit.frontends.generate_calls import (

@@ -100,7 +100,7 @@ class ScheduleRun(ShownOverTime, StepTrace):
         return self.busy.index(max(self.busy))
 
     def rows(self, devices: Sequence[str] = (), limits: Sequence[int | None] = ()) -> tuple[RankRow, ...]:
-        """Return a row for each rank, for `splitkit.view.data.rank_table.rank_table`.
+        """Return a row for each rank, for `splitkit.view.data.report.rank_table`.
 
         Args:
             devices: the name of each rank's device, if known.

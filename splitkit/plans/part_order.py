@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ from torch.fx import Node
 from splitkit._torch import inputs_of
 from splitkit.errors import CycleError
 from splitkit.graph.dataflow import Dataflow
+from splitkit.graph.dependences import lowest_first
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.record import Plan
 
@@ -77,23 +77,11 @@ def stable_order(needs: Mapping[Item, Collection[Item]], rank: Mapping[Item, Any
 
     This is Kahn's algorithm with a heap. Items on a cycle, and items that need them, are left out.
     """
-    waits = {item: len(before) for item, before in needs.items()}
-    users: dict[Item, list[Item]] = {}
-    for item, before in needs.items():
-        for other in before:
-            users.setdefault(other, []).append(item)
     position = {item: i for i, item in enumerate(needs)}
-    ready = [(rank[i], position[i], i) for i, count in waits.items() if not count]
-    heapq.heapify(ready)
-    order: list[Item] = []
-    while ready:
-        item = heapq.heappop(ready)[2]
-        order.append(item)
-        for user in users.get(item, ()):
-            waits[user] -= 1
-            if not waits[user]:
-                heapq.heappush(ready, (rank[user], position[user], user))
-    return order
+    keys = {item: (rank[item], i) for item, i in position.items()}
+    waits: Any = {keys[item]: [keys[b] for b in before] for item, before in needs.items()}
+    items, found = list(needs), lowest_first(waits)
+    return [items[i] for _, i in found]
 
 
 def step_needs(flow: Dataflow, plan: Plan) -> Needs:
@@ -186,29 +174,16 @@ def _cycle(flow: Dataflow, left: Mapping[ParentStep, Mapping[ParentStep, tuple[N
 
 
 def _shortest_loop(graph: Mapping[ParentStep, list[ParentStep]]) -> list[ParentStep]:
-    """Return a cycle: follow needs until a step repeats, then find the shortest way from it back to itself.
+    """Return a cycle, each step of it before one that it waits for.
 
-    The second part is a breadth-first search. The result is the shortest cycle through that step, not of the graph.
+    It is the shortest through one of the steps on a cycle, not of the graph.
     """
-    # Every remaining step waits for a remaining one, so following the first need never ends: some step repeats.
-    step = next(u for u, before in graph.items() if before)
-    seen: set[ParentStep] = set()
-    while step not in seen:
-        seen.add(step)
-        step = graph[step][0]
-    found_from: dict[ParentStep, ParentStep] = {}
-    queue = [step]
-    for current in queue:
-        for before in graph[current]:
-            if before == step:
-                loop = [current]
-                while loop[-1] != step:
-                    loop.append(found_from[loop[-1]])
-                return loop[::-1]
-            if before not in found_from:
-                found_from[before] = current
-                queue.append(before)
-    raise AssertionError("the step that repeated lies on no cycle")
+    from networkx import DiGraph, find_cycle, shortest_path
+
+    arrows = DiGraph((step, before) for step, needs in graph.items() for before in needs)
+    step = find_cycle(arrows)[0][0]
+    back = shortest_path(arrows, target=step)
+    return [step, *min((back[before] for before in graph[step] if before in back), key=len)[:-1]]
 
 
 def _name(step: ParentStep) -> str:

@@ -19,10 +19,10 @@ from splitkit import files
 from splitkit._torch import target_name
 from splitkit.errors import FileError, PlanError, PlanWarning, SplitError
 from splitkit.graph.canonical import CanonicalForm, canonical_form, value_text
-from splitkit.plans.offloaded import Offloaded, names_of_offloaded, offloaded_from_json, offloaded_to_json
 from splitkit.plans.parts import (
     CALLS,
     Claim,
+    Offloaded,
     Part,
     PartKey,
     PlanRequest,
@@ -34,6 +34,9 @@ from splitkit.plans.parts import (
     flaw_of_replicas,
     key_from_json,
     key_to_json,
+    names_of_offloaded,
+    offloaded_from_json,
+    offloaded_to_json,
     read_key,
     request_from_json,
     request_to_json,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.export import ExportedProgram
@@ -43,11 +43,12 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
         PolicyError: SK301 if ``policy`` is none of these, or does not return a plan.
         PlanError: SK204 if it names nodes of another graph, SK206 if a label cannot name a part.
     """
+    require_policy(policy)
     if isinstance(policy, Plan):
         return policy
     if isinstance(policy, Mapping):
         return _from_mapping(policy, flow)
-    if isinstance(policy, Policy) and not isinstance(policy, type):
+    if isinstance(policy, Policy):
         made: object = policy.assign(flow, require_costs(costs))
         if not isinstance(made, Plan):
             raise PolicyError(
@@ -56,29 +57,20 @@ def as_plan(policy: PolicyLike, flow: Dataflow, costs: Costs) -> Plan:
                 "Return splitkit.Plan.of({node: part}).",
             )
         return made
-    if _is_callback(policy):
-        fixed = ("placeholder", "get_attr", "output")
-        answers = {n: policy(n) for n in flow.index if n.op not in fixed}
-        return Plan.of({n: answers[n] for n in flow.nodes}, note="a callback")
-    raise _no_policy(policy)
+    fixed = ("placeholder", "get_attr", "output")
+    answers = {n: policy(n) for n in flow.index if n.op not in fixed}
+    return Plan.of({n: answers[n] for n in flow.nodes}, note="a callback")
 
 
 def require_policy(policy: object) -> None:
-    """Raise the SK301 that `as_plan` would raise, before there is a graph."""
-    known = isinstance(policy, Plan | Mapping) or (isinstance(policy, Policy) and not isinstance(policy, type))
-    if not known and not _is_callback(policy):
-        raise _no_policy(policy)
-
-
-def _is_callback(policy: object) -> TypeGuard[Callable[[Node], PartKey]]:
-    """Whether an object may be called with nodes; one that runs a model expects tensors."""
+    """Raise SK301 for what is neither a policy nor another object that `as_plan` takes."""
+    known = isinstance(policy, Plan | Mapping | Policy) or callable(policy)
+    # what runs a model expects tensors, not nodes
     runs_a_model = isinstance(policy, nn.Module | ExportedProgram) or isinstance(getattr(policy, "plan", None), Plan)
-    return callable(policy) and not isinstance(policy, type) and not runs_a_model
-
-
-def _no_policy(policy: object) -> PolicyError:
+    if known and not isinstance(policy, type) and (isinstance(policy, Plan | Mapping | Policy) or not runs_a_model):
+        return
     held = ", but its plan is one" if isinstance(getattr(policy, "plan", None), Plan) else ""
-    return PolicyError(
+    raise PolicyError(
         "SK301",
         f"{shown(policy)} is not a policy{held}",
         "Pass a policy such as splitkit.policies.Stages(4), a Plan, a mapping of node names to parts, "

@@ -17,8 +17,17 @@ from splitkit.graph.dataflow import Dataflow, bookkeeping
 from splitkit.graph.shared_memory import NO_MEMORY, Memory, memory_classes
 from splitkit.graph.storages import attribute
 from splitkit.plans import plan_file
-from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import NAMING, PARENT, Claim, Part, PartKey, PlannedOptimizer, PlanRequest, flaw_of_key
+from splitkit.plans.parts import (
+    NAMING,
+    PARENT,
+    Claim,
+    Offloaded,
+    Part,
+    PartKey,
+    PlannedOptimizer,
+    PlanRequest,
+    flaw_of_key,
+)
 from splitkit.price_record import PriceRecord
 from splitkit.prices import Costs
 from splitkit.short_repr import brief, few

@@ -17,8 +17,7 @@ from splitkit.pipeline.purpose import counted_optimizer, microbatches_of
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.stage_prices import check_stage_optimizer
-from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import Claim
+from splitkit.plans.parts import Claim, Offloaded
 from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts

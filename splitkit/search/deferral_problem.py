@@ -25,9 +25,8 @@ from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.prices import checked
 from splitkit.solvers.min_cut import Network, min_cut, whole_capacities
-from splitkit.training.flow import BACKWARD, FORWARD, JointFlow
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, op_of
 from splitkit.training.peaks import apply_checkpoints
-from splitkit.training.saved_values import op_of
 from splitkit.training.stage_parts import stage_part
 from splitkit.training.stage_plan import gradient_terms
 

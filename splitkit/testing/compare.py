@@ -13,9 +13,8 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.engine.codegen.emit import emit
+from splitkit.engine.codegen.emit import Style, emit
 from splitkit.engine.complete import check_plan, complete_plan
-from splitkit.engine.module_names import Style
 from splitkit.engine.split import Split
 from splitkit.engine.subgraphs import extract_subgraphs
 from splitkit.errors import CheckError

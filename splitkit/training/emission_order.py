@@ -96,7 +96,7 @@ class EmissionOrder:
             return list(ops)
         half = _Half(self, ops, self._gradients)
         free = [u for u in ops if u not in self.bound]
-        order = half.ordered([*(u for u in ops if u in self.bound), *free], set(free))
+        order = _Ordering(half, set(free)).run([*(u for u in ops if u in self.bound), *free])
         return min(order, half.ops, key=half.peak)
 
     def forward(self, members: Iterable[Node], saved: Iterable[Node]) -> list[Node]:
@@ -114,7 +114,7 @@ class EmissionOrder:
         if not moved:
             return list(ops)
         half = _Half(self, ops, saved)
-        orders = [half.ordered(half.ops, moved, at_once=at_once) for at_once in (False, True)]
+        orders = [_Ordering(half, moved, at_once).run(half.ops) for at_once in (False, True)]
         return min(*orders, half.ops, key=half.peak)
 
     def nodes(self, ops: Iterable[int]) -> list[Node]:
@@ -182,21 +182,17 @@ class _Half:
                     live -= nbytes[storage]
         return peak
 
-    def ordered(self, late: Iterable[int], movable: Collection[int], *, at_once: bool = False) -> list[int]:
-        """Return the ops in the order of ``late``, with what each needs right before it, and ``movable`` ops early.
-
-        Args:
-            late: all ops.
-            movable: ops that are computed as soon as they are ready, if they take no more memory than they free.
-            at_once: compute them as soon as they are ready in any case.
-        """
-        return _Ordering(self, movable, at_once).run(late)
-
 
 class _Ordering:
-    """The state of one call of `_Half.ordered`."""
+    """Orders the ops of a half: what each needs comes right before it, and ``movable`` ops early.
 
-    def __init__(self, half: _Half, movable: Collection[int], at_once: bool) -> None:
+    Attributes:
+        half: the half.
+        movable: ops that are computed as soon as they are ready, if they take no more memory than they free.
+        at_once: compute them as soon as they are ready in any case.
+    """
+
+    def __init__(self, half: _Half, movable: Collection[int], at_once: bool = False) -> None:
         order = half.order
         self.half, self.movable, self.at_once = half, movable, at_once
         self.needs, self.made, self.held, self.nbytes = order.needs, order.made, order.held, order.nbytes
@@ -221,7 +217,7 @@ class _Ordering:
         self.ready: list[int] = []  # movable ops that became ready, or the last holder of a storage
 
     def run(self, late: Iterable[int]) -> list[int]:
-        """Return the order; arguments as for `_Half.ordered`."""
+        """Return all ops in the order of ``late``, but for what is computed earlier."""
         for op in self.half.ops:
             self.consider(op)
         self.drain()

@@ -17,10 +17,10 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit.checks import shown
 from splitkit.errors import GraphError, PolicyError
-from splitkit.graph.dataflow import Dataflow, reads
+from splitkit.graph.dataflow import Dataflow, module_path
 from splitkit.graph.fake_runs import values_again
 from splitkit.graph.joint_marks import is_marked_backward, mark_of
-from splitkit.graph.node_values import storage_nbytes
+from splitkit.graph.node_values import storage_bytes, storage_nbytes
 from splitkit.graph.storages import attribute, plain_size, shares_memory, storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import Bytes, ResultAliases, as_seen, storages_of
 from splitkit.memory.kernels.strides import kernel_strides
@@ -30,6 +30,7 @@ from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune, rematerialize
 from splitkit.short_repr import brief
+from splitkit.units import size
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -90,7 +91,18 @@ class JointFlow(Dataflow):
     @cached_property
     def save_all(self) -> Plan:
         """The plan of `save_all_plan`."""
-        return _save_all(self)
+        late, needed = _after_tangents(self), _needed_by_forward(self)
+        places: dict[Node, tuple[str, ...]] = {}
+        for node in reversed(self.nodes):
+            readers = {places[self.producer(user)] for user in _readers(self, node)}
+            if node in late:
+                places[node] = (BACKWARD,)
+            elif node in needed or is_size(node) or (FORWARD,) in readers:
+                places[node] = (FORWARD,)
+            else:
+                left = is_marked_backward(node) or (mark_of(node) is None and readers)
+                places[node] = (BACKWARD,) if left else (FORWARD,)
+        return Plan({n: places[n] for n in self.nodes}, {FORWARD: Part(FORWARD), BACKWARD: Part(BACKWARD)})
 
     @cached_property
     def storages(self) -> JointStorages:
@@ -128,21 +140,6 @@ def save_all_plan(flow: JointFlow) -> Plan:
     unless forward needs them. Sizes belong to forward: saving an int is cheaper than saving the tensor it measures.
     """
     return flow.save_all
-
-
-def _save_all(flow: JointFlow) -> Plan:
-    late, needed = _after_tangents(flow), _needed_by_forward(flow)
-    places: dict[Node, tuple[str, ...]] = {}
-    for node in reversed(flow.nodes):
-        readers = {places[flow.producer(user)] for user in _readers(flow, node)}
-        if node in late:
-            places[node] = (BACKWARD,)
-        elif node in needed or is_size(node) or (FORWARD,) in readers:
-            places[node] = (FORWARD,)
-        else:
-            left = is_marked_backward(node) or (mark_of(node) is None and readers)
-            places[node] = (BACKWARD,) if left else (FORWARD,)
-    return Plan({n: places[n] for n in flow.nodes}, {FORWARD: Part(FORWARD), BACKWARD: Part(BACKWARD)})
 
 
 def _readers(flow: JointFlow, node: Node) -> Iterator[Node]:
@@ -332,49 +329,6 @@ def _values_again(flow: Dataflow) -> Mapping[Node, Any]:
         return {}
 
 
-# Which values wait between the input part and the weight part of a divided backward, and how many bytes they take.
-
-
-def waiting_values(flow: JointFlow, plan: Plan, stage: int) -> tuple[Node, ...]:
-    """Return the values that the weight part of a stage reads and does not compute, in graph order.
-
-    The weight part reads its own copy of a value if it has one, else that of the input part, else that which the input
-    part would read too: what forward saved, or a gradient from the next stage. Parameters, buffers and inputs of the
-    model are left out, since every part gets them from the caller.
-
-    Args:
-        flow: facts about the joint graph.
-        plan: a plan with the parts ``("input", stage)`` and ``("weight", stage)``.
-        stage: the stage.
-    """
-    late = ("weight", stage)
-    own = {n for n in flow.scope if late in plan.places.get(flow.producer(n), ())}
-    found = {read: None for node in own if node.op != "get_attr" for read in reads(node) if read not in own}
-    given = (n for n in found if n.op != "get_attr" and (n.op != "placeholder" or n in flow.backward_inputs))
-    return tuple(sorted(given, key=flow.index.__getitem__))
-
-
-def waiting_bytes(flow: JointFlow, plan: Plan, stage: int) -> int:
-    """Return the bytes of the storages of `waiting_values`, each counted once, without those that the caller holds."""
-    early = ("input", stage)
-    nodes, sizes = tuple(flow.index), dict[Hashable, int]()
-    for value in waiting_values(flow, plan, stage):
-        recomputed = early in plan.places.get(flow.producer(value), ())
-        for key, nbytes in _storages(flow, value):
-            # What backward recomputes from a saved base is a second storage, unless it is a view of that base.
-            maker = flow.producer(nodes[flow.storages.maker[key]]) if isinstance(key, int) else value
-            again = recomputed and early in plan.places.get(maker, ())
-            sizes[key, again] = nbytes
-    return sum(sizes.values())
-
-
-def _storages(flow: JointFlow, value: Node) -> Iterator[tuple[Hashable, int]]:
-    if value in flow.backward_inputs:
-        yield from ((storage_key(t), plain_size(storage_nbytes(t), {})) for t in tensors(value_of(value)))
-    else:
-        yield from ((root, flow.storages.nbytes[root]) for root in flow.storages.under(value))
-
-
 # The memory of an optimizer besides weights and gradients, found by stepping the real one on the meta device.
 
 
@@ -480,3 +434,48 @@ def _made(optimizer: str | MakeOptimizer, parameters: list[nn.Parameter], foreac
 def _state(optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
     held: Iterable[Any] = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in held if isinstance(value, Tensor)]
+
+
+# Describe the values that forward saves for backward by module and op.
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """A value that forward saves for backward.
+
+    Attributes:
+        name: the name of the node that makes it.
+        module: the innermost module that computes it, ``""`` for the model itself.
+        op: the op that computes it, such as ``"softmax"``; ``"input"`` for inputs and parameters.
+        nbytes: the bytes of its storage; 0 for inputs, parameters and views of them.
+    """
+
+    name: str
+    module: str
+    op: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, node: Node, held: Collection[object]) -> SavedValue:
+        """Describe a node of forward; storages in ``held`` are the caller's."""
+        if node.op in ("placeholder", "get_attr"):
+            return cls(node.name, "", "input", 0)
+        own = [t for t in tensors(value_of(node)) if storage_key(t) not in held]
+        return cls(node.name, module_path(node), op_of(node), sum(map(storage_bytes, own)))
+
+    def __str__(self) -> str:
+        return f"{self.label} ({size(self.nbytes)})"
+
+    @property
+    def label(self) -> str:
+        """Module and op: ``"transformer.h.0.attn: softmax"``."""
+        return f"{self.module or 'the model'}: {self.op}"
+
+
+def op_of(node: Node) -> str:
+    """Return the short name of the op that computes a node; for a member of a tuple, of the tuple's op."""
+    target: Any = node.target
+    if getattr(target, "__name__", "") == "getitem" and node.args and isinstance(node.args[0], Node):
+        return op_of(node.args[0])
+    packet = getattr(target, "overloadpacket", target)
+    return str(getattr(packet, "__name__", packet)).strip("_")

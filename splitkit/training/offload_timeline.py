@@ -30,7 +30,7 @@ from torch.fx import Node
 from splitkit.costs import Costs
 from splitkit.costs.links import HostLink
 from splitkit.graph.storages import value_of
-from splitkit.plans.offloaded import Offloaded
+from splitkit.plans.parts import Offloaded
 from splitkit.training.choices import Choice, Ints, Savings
 from splitkit.training.flow import JointFlow, is_size
 from splitkit.training.peaks import Peaks, PeakTrace
@@ -160,37 +160,36 @@ class OffloadTimeline:
         trace, early = self.trace, self.trace.forward
         spans = [(one.item, one.release, one.fetch) for one in transfers]
         timeline = trace.timeline - _spans(len(self.seconds), trace.nbytes, spans)
-        waits = self._forward_waits(transfers), self._backward_waits(transfers)
+        items = [one.item for one in transfers]
+        freed = ((one.release, one.item) for one in transfers)
+        out = self._waits(((int(trace.born[item]), item) for item in items), freed, False)
+        by_read = sorted(transfers, key=lambda t: (int(self.first[t.item]), t.item))
+        reads = ((int(self.first[item]), item) for item in items)
+        waits = out, self._waits(((t.fetch, t.item) for t in by_read), reads, True)
         assert all(0 <= one.release < early <= one.fetch <= self.first[one.item] for one in transfers)
         host = sum(int(trace.nbytes[one.item]) for one in transfers)
         return OffloadRun(tuple(transfers), waits, replace(trace, timeline=timeline), host)
 
-    def _forward_waits(self, transfers: Sequence[HostTransfer]) -> float:
-        made = _by_step((int(self.trace.born[t.item]), t) for t in transfers)
-        freed = _by_step((t.release, t) for t in transfers)
-        clock = engine = waited = 0.0
-        done: dict[int, float] = {}
-        for step, seconds in enumerate(self.seconds[: self.trace.forward]):
-            clock += seconds
-            for one in made.get(step, ()):
-                done[one.item] = engine = max(engine, clock) + self._copies[one.item][0]
-            late = max((done[one.item] - clock for one in freed.get(step, ())), default=0.0)
-            if late > 0:
-                clock, waited = clock + late, waited + late
-        return waited
+    def _waits(self, starts: Iterable[tuple[int, int]], needs: Iterable[tuple[int, int]], late: bool) -> float:
+        """Return the seconds that forward, or backward if ``late``, waits for copies.
 
-    def _backward_waits(self, transfers: Sequence[HostTransfer]) -> float:
-        asked = _by_step((t.fetch, t) for t in sorted(transfers, key=lambda t: (int(self.first[t.item]), t.item)))
-        read = _by_step((int(self.first[t.item]), t) for t in transfers)
+        Args:
+            starts: (step, item): the copies that start after the step, or before it in backward, in their order.
+            needs: (step, item): the copies that must be complete then.
+            late: whether it is backward.
+        """
+        asked, wanted = _by_step(starts), _by_step(needs)
         clock = engine = waited = 0.0
         done: dict[int, float] = {}
-        for step, seconds in enumerate(self.seconds[self.trace.forward :], self.trace.forward):
-            for one in asked.get(step, ()):
-                done[one.item] = engine = max(engine, clock) + self._copies[one.item][1]
-            late = max((done[one.item] - clock for one in read.get(step, ())), default=0.0)
-            if late > 0:
-                clock, waited = clock + late, waited + late
-            clock += seconds
+        early = self.trace.forward
+        for step in range(early, len(self.seconds)) if late else range(early):
+            clock += 0.0 if late else self.seconds[step]
+            for item in asked.get(step, ()):
+                done[item] = engine = max(engine, clock) + self._copies[item][late]
+            wait = max((done[item] - clock for item in wanted.get(step, ())), default=0.0)
+            if wait > 0:
+                clock, waited = clock + wait, waited + wait
+            clock += self.seconds[step] if late else 0.0
         return waited
 
     def _left(self, item: int) -> int:
@@ -216,10 +215,10 @@ class OffloadTimeline:
         return found
 
 
-def _by_step(pairs: Iterable[tuple[int, HostTransfer]]) -> dict[int, list[HostTransfer]]:
-    found: dict[int, list[HostTransfer]] = {}
-    for step, one in pairs:
-        found.setdefault(step, []).append(one)
+def _by_step(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for step, item in pairs:
+        found.setdefault(step, []).append(item)
     return found
 
 
@@ -250,7 +249,7 @@ def absent_from(excess: Sequence[int], seconds: Sequence[float], items: Sequence
     Returns:
         For each item a step, or their number; ``None`` if the items are not enough.
     """
-    made, read = _numbered(items, 0), _numbered(items, 1)
+    made, read = (_by_step((int(item[field]), number) for number, item in enumerate(items)) for field in (0, 1))
     done, found = [0.0] * len(items), [len(seconds)] * len(items)
     waiting: list[tuple[float, int]] = []
     clock = engine = 0.0
@@ -268,13 +267,6 @@ def absent_from(excess: Sequence[int], seconds: Sequence[float], items: Sequence
             done[number] = engine = max(engine, clock) + items[number][3]
         for number in read.get(step, ()):
             heapq.heappush(waiting, (done[number], number))
-    return found
-
-
-def _numbered(items: Sequence[Item], field: int) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for number, item in enumerate(items):
-        found.setdefault(int(item[field]), []).append(number)
     return found
 
 

@@ -95,18 +95,11 @@ def terms_and_sums(value: Node, returned: list[Node]) -> tuple[list[Node], list[
         value: the gradient.
         returned: all gradients that backward returns.
     """
-    sums: list[Node] = []
-    return _apart(value, returned, sums), sums
-
-
-def _apart(value: Node, returned: list[Node], sums: list[Node]) -> list[Node]:
-    """Return the terms of a sum, in its order, and collect the sums."""
     readers = [*(u for u in value.users if u.op != "output"), *(v for v in returned if v is value)]
     if value.target is not torch.ops.aten.add.Tensor or len(readers) > 1 or not _is_plain(value):
-        return [value]
-    sums.append(value)
-    first, second = value.all_input_nodes
-    return [*_apart(first, returned, sums), *_apart(second, returned, sums)]
+        return [value], []
+    (terms, sums), (more, others) = (terms_and_sums(term, returned) for term in value.all_input_nodes)
+    return [*terms, *more], [value, *sums, *others]
 
 
 def _is_plain(value: Node) -> bool:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.progress_bar import ProgressBar
 
 
 def to_text(renderable: RenderableType) -> str:
@@ -69,29 +68,14 @@ def show_spinner(what: str, seconds: float | None = None) -> Iterator[None]:
 
     Args:
         what: the text beside the spinner.
-        seconds: the time limit of the step, if it has one: a bar grows to its full length by then.
+        seconds: the time limit of the step, if it has one.
     """
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
+    from rich.markup import escape
 
-    console = Console(stderr=True)
-    if seconds is None:
-        with console.status(what):
-            yield
-        return
-    from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
-
-    class TimeBar(BarColumn):
-        """The seconds that have passed, out of the limit: how far the search itself has come is not known."""
-
-        def render(self, task: Task) -> ProgressBar:
-            bar = super().render(task)
-            bar.completed = min(task.elapsed or 0.0, bar.total or 0.0)  # a step that takes longer fills the bar
-            return bar
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeBar(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        bar.add_task(what, total=seconds)
+    limit = "" if seconds is None else f" (at most {seconds:g} s)"
+    with Console(stderr=True).status(escape(what + limit)):
         yield

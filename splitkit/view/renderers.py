@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from splitkit._torch import target_name
 from splitkit.checks import is_word, items_of, nbytes
-from splitkit.costs import Costs, unit_of
+from splitkit.costs import Costs, flops, unit_of
 from splitkit.engine.pair import Pair, divide
-from splitkit.engine.split import Split
+from splitkit.engine.split import Split, plan
 from splitkit.engine.staged_step import StagedStep
-from splitkit.errors import SplitError, ViewError
+from splitkit.errors import CaptureError, SplitError, ViewError
 from splitkit.graph.dataflow import Dataflow, analyze, module_path
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.memory.profile import MemoryProfile
@@ -30,22 +31,19 @@ from splitkit.pipeline.trace import MeasuredStep
 from splitkit.plans.parts import UNSAID, PlannedOptimizer
 from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import require_times
-from splitkit.training.flow import BACKWARD, FORWARD
-from splitkit.training.saved_values import SavedValue
+from splitkit.training.flow import BACKWARD, FORWARD, SavedValue
 from splitkit.training.stage_parts import is_staged, stage_part
 from splitkit.units import duration, measure, size
-from splitkit.view.data.joint_ladder import HalvesView
-from splitkit.view.data.ladder import LadderView
-from splitkit.view.data.planned_run import planned_run
-from splitkit.view.data.rank_table import rank_table
-from splitkit.view.data.report import Report, report
+from splitkit.view.data.joint_ladder import HalvesView, source_line
+from splitkit.view.data.ladder import LadderView, planned_run
+from splitkit.view.data.report import Report, rank_table, report
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
 from splitkit.view.svg.drawing import Bar, BarsDrawing, escaped
 from splitkit.view.svg.ladder_svg import halves_svg, ladder_svg, staged_svg
-from splitkit.view.svg.memory_chart import memory_svg
-from splitkit.view.svg.timeline import timeline_svg
+from splitkit.view.svg.memory_chart import MemoryDrawing
+from splitkit.view.svg.timeline import TimelineDrawing
 from splitkit.view.tables import table
 
 if TYPE_CHECKING:
@@ -303,7 +301,9 @@ def _bars(found: Report) -> str:
 @pictured.register
 def _run(run: ScheduleRun, *, memory: float | str | None = None) -> Picture:
     limit = limit_of(memory)
-    return Picture(run.order.name, lambda: timeline_svg(run, limit), lambda: [rank_table(run, memory=limit)])
+    return Picture(
+        run.order.name, lambda: TimelineDrawing(run, limit).to_svg(), lambda: [rank_table(run, memory=limit)]
+    )
 
 
 @pictured.register
@@ -321,7 +321,7 @@ def _profile(profile: MemoryProfile, *, memory: float | str | None = None) -> Pi
         alone = [table(("part alone", "peak", "before"), parts, ("peak", "before"))] if parts else []
         return [table(("made by", "module", "kind", "bytes"), rows, ("bytes",), title), *alone]
 
-    return Picture("memory", lambda: memory_svg(profile, limit), tables)
+    return Picture("memory", MemoryDrawing(profile, limit).to_svg, tables)
 
 
 @pictured.register
@@ -538,3 +538,31 @@ def table_of_stages(view: StagedView) -> Table:
         row += [size(stage.sent_bytes), size(stage.gradients_sent_bytes)]
         rows.append([*row, size(costs.temporary_bytes), size(costs.fixed_bytes)])
     return table(titles, rows, titles[1:])
+
+
+# Draws what a capture that failed had reached, and where it stopped.
+
+
+def capture_failure_html(error: CaptureError, title: str = "") -> str:
+    """Return a page of ``error.reached`` with the place and the reason where the capture stopped.
+
+    It is the page of a plan of one stage. Where the graph has no sizes, as under ``symbolic_trace``, it is a table of
+    the nodes.
+
+    Args:
+        error: what `splitkit.capture` raised; its ``reached`` is a graph module.
+        title: the title of the page.
+    """
+    gm = error.reached
+    assert gm is not None
+    nodes = [node for node in gm.graph.nodes if node.op != "output"]
+    try:
+        whole, costs = plan(gm, lambda node: 0), flops(gm)
+        data = LadderView(analyze(gm), whole, costs, title, optimizer=None).to_dict()
+    except SplitError:
+        rows = [(node.name, target_name(node), module_path(node), source_line(node)) for node in nodes]
+        reached = table(("node", "op", "module", "line"), rows, title="reached, in order")
+        return still_page(title, fragment(f'<pre style="white-space:pre-wrap">{escaped(str(error))}</pre>', [reached]))
+    last = max(data["ops"]["row"], default=0)
+    stopped = {"row": last, "node": nodes[-1].name, "at": error.stopped_at, "why": str(error)}
+    return page(data | {"note": "", "stopped": stopped})

@@ -19,7 +19,7 @@ from splitkit.engine.staged_step import HostValue, StagedStep
 from splitkit.frontends.joint_capture import Joint
 from splitkit.memory.kernels import kernel_results
 from splitkit.memory.measurement import measure_memory
-from splitkit.plans.offloaded import Offloaded
+from splitkit.plans.parts import Offloaded
 from splitkit.policies import Budget
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan

@@ -15,7 +15,7 @@ from splitkit.engine.pair import divide
 from splitkit.errors import FileError, PlanError
 from splitkit.frontends.step_module import DividedStep
 from splitkit.memory.storage_watch import StorageWatch
-from splitkit.plans.offloaded import Offloaded
+from splitkit.plans.parts import Offloaded
 from splitkit.policies import Budget, SaveAll
 
 

@@ -14,8 +14,7 @@ from zoographs import specimens
 
 from splitkit.engine.codegen import source_code
 from splitkit.engine.codegen.writer import LeanGraph
-from splitkit.engine.split import split
-from splitkit.engine.split_module import split_module
+from splitkit.engine.split import split, split_module
 from splitkit.policies import RoundRobin
 
 ZOO = specimens()

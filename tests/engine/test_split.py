@@ -15,8 +15,7 @@ from zoographs import specimens
 
 import splitkit as sk
 from splitkit.engine.codegen.writer import LeanGraph
-from splitkit.engine.split import split
-from splitkit.engine.split_module import split_module
+from splitkit.engine.split import split, split_module
 from splitkit.errors import CycleError, GraphError, PlanError, PolicyError
 from splitkit.graph.dataflow import analyze
 from splitkit.plans.parts import Part

@@ -15,7 +15,7 @@ from splitkit.engine.divide_stages import divide_stages
 from splitkit.engine.staged_step import HostValue
 from splitkit.errors import PlanError
 from splitkit.memory.kernels import kernel_results
-from splitkit.plans.offloaded import Offloaded
+from splitkit.plans.parts import Offloaded
 from splitkit.plans.record import Plan
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan

@@ -12,8 +12,7 @@ from zoographs import specimens
 from splitkit.costs import unit
 from splitkit.engine.codegen import writer
 from splitkit.engine.codegen.writer import Writer, is_fast
-from splitkit.engine.split import split
-from splitkit.engine.split_module import split_module
+from splitkit.engine.split import split, split_module
 from splitkit.policies import RoundRobin
 from splitkit.testing import assert_same
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from jointgraphs import Hand
 from torch import fx
 from torch.fx import Node
+from waitingvalues import waiting_bytes, waiting_values
 
 from splitkit.plans.parts import PARENT
-from splitkit.training.flow import BACKWARD, waiting_bytes, waiting_values
+from splitkit.training.flow import BACKWARD
 from splitkit.training.stage_parts import stage_part
 
 aten = torch.ops.aten

@@ -10,8 +10,7 @@ from torch.fx import Node
 from splitkit.engine.divide_stages import divide_stages
 from splitkit.errors import PlanError
 from splitkit.graph.dataflow import readers_of
-from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import Part, PartKey
+from splitkit.plans.parts import Offloaded, Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, output_nodes, save_all_plan, unrepeatable

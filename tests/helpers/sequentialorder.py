@@ -10,9 +10,8 @@ from io import StringIO
 from torch import fx
 from torch.fx import Node
 
-from splitkit.engine.codegen.emit import emit
+from splitkit.engine.codegen.emit import Style, emit
 from splitkit.engine.complete import complete_plan
-from splitkit.engine.module_names import Style
 from splitkit.engine.subgraphs import Subgraph, extract_subgraphs
 from splitkit.errors import CycleError
 from splitkit.graph.dataflow import Dataflow

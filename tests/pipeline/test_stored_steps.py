@@ -20,7 +20,7 @@ from splitkit.pipeline.synthesize import order_from_csv, order_to_csv
 from splitkit.plans.parts import Part
 from splitkit.policies import Stages
 from splitkit.view.console import to_text
-from splitkit.view.data.rank_table import rank_table
+from splitkit.view.data.report import rank_table
 
 STAGES = [
     StageCosts(1e-3, 2e-3, 1e-3, saved_bytes=2**20, deferred_bytes=2**18, temporary_bytes=2**10, parameter_bytes=2**16,

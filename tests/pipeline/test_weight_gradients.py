@@ -13,6 +13,7 @@ from savedbytes import storages, tensors_of
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils import _pytree as pytree
+from waitingvalues import waiting_bytes
 
 import splitkit as sk
 from splitkit import _torch
@@ -23,7 +24,6 @@ from splitkit.pipeline.stage_prices import stage_costs
 from splitkit.policies import SplitBackward, Stages
 from splitkit.runtime.ranks.border_values import non_view
 from splitkit.testing.models import build
-from splitkit.training.flow import waiting_bytes
 
 SCALARS = 512
 """Bytes of a loss, of seeds of kernels: no value of the graph."""

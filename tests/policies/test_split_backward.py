@@ -10,6 +10,7 @@ from campaigns import some_of_all, these_first
 from dividedbackward import Parts, run_parts
 from jointmodels import NAMES, SMALL, TRANSFORMERS, assert_steps_alike, captured, eager, ran
 from torch import nn
+from waitingvalues import waiting_bytes, waiting_values
 
 import splitkit as sk
 from splitkit.costs import flops, roofline
@@ -18,7 +19,7 @@ from splitkit.frontends.joint_capture import capture_joint
 from splitkit.graph.joint_marks import forward_owners
 from splitkit.plans.record import Plan
 from splitkit.policies import MinCut, RecomputeAll, SaveAll, SplitBackward
-from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, waiting_bytes, waiting_values
+from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan
 from splitkit.training.stage_plan import stage_plan
 
 POLICIES = {

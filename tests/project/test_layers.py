@@ -97,7 +97,6 @@ PRIVATE_ENGINE = (
     "engine/codegen/writer.py",
     "engine/codegen/source_code.py",
     "engine/codegen/part_modules.py",
-    "engine/codegen/assemble.py",
 )
 """Where private torch names may stand; each use has the versions it was checked on beside it."""
 

@@ -17,8 +17,7 @@ import splitkit as sk
 from splitkit.exports.import_plan import FORMATS
 from splitkit.exports.onnx_stages import annotate_onnx
 from splitkit.graph.dataflow import module_path
-from splitkit.plans.offloaded import Offloaded
-from splitkit.plans.parts import Part
+from splitkit.plans.parts import Offloaded, Part
 from splitkit.policies import ByName, Expert, RecomputeAll, Remat, SaveAll, Stages
 from splitkit.training.stage_plan import stage_plan
 

@@ -15,7 +15,7 @@ from jointmodels import assert_stages_alike, captured, ran
 import splitkit as sk
 from splitkit.engine.pair import divide
 from splitkit.extend import stage_plan
-from splitkit.plans.offloaded import Offloaded
+from splitkit.plans.parts import Offloaded
 from splitkit.plans.record import Plan
 from splitkit.policies import RoundRobin, SaveAll
 from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable

@@ -13,10 +13,11 @@ from dividedbackward import legal_divisions, run_parts, small_backwards
 from hypothesis import strategies as st
 from jointgraphs import Hand
 from jointmodels import assert_steps_alike, captured
+from waitingvalues import waiting_bytes, waiting_values
 
 from splitkit import costs
 from splitkit.search.deferral_problem import DeferralNetwork, deferrals, divided, plan_in_stages
-from splitkit.training.flow import BACKWARD, recompute, save_all_plan, waiting_bytes, waiting_values
+from splitkit.training.flow import BACKWARD, recompute, save_all_plan
 
 KIB = 1024
 DIVIDED = ("backward", 0)

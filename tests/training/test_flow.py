@@ -8,8 +8,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import splitkit as sk
-from splitkit.training.flow import BACKWARD, FORWARD, save_all_plan, unrepeatable, with_inputs
-from splitkit.training.saved_values import SavedValue
+from splitkit.training.flow import BACKWARD, FORWARD, SavedValue, save_all_plan, unrepeatable, with_inputs
 
 
 def placed(flow):

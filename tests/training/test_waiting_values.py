@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jointgraphs import Hand
+from waitingvalues import waiting_bytes, waiting_values
 
 from splitkit.plans.parts import Part
 from splitkit.plans.record import Plan
-from splitkit.training.flow import waiting_bytes, waiting_values
 from splitkit.training.stage_plan import computed_again
 
 KIB = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from splitkit.view.colours import mixed
+from splitkit.view.svg.drawing import mixed
 from splitkit.view.svg.scatter import PlotArea, round_size, tick_values, visible_limit
 
 

@@ -14,7 +14,7 @@ import splitkit as sk
 from splitkit.cli import main
 from splitkit.errors import CaptureError
 from splitkit.graph.dataflow import module_path
-from splitkit.view.capture_failure import capture_failure_html
+from splitkit.view.renderers import capture_failure_html
 
 NET = """
 import torch

@@ -8,9 +8,8 @@ import xml.etree.ElementTree as ET
 import pytest
 from svgtexts import overlaps
 
-from splitkit.view.colours import COLOURS, colour, ink_on, mixed
 from splitkit.view.page.bundle import script
-from splitkit.view.svg.drawing import Drawing, shortened, width
+from splitkit.view.svg.drawing import COLOURS, Drawing, colour, ink_on, mixed, shortened, width
 from splitkit.view.svg.scatter import round_size, thinned, tick_values
 
 
@@ -68,5 +67,5 @@ def test_a_spare_text_gives_way():
 
 
 def test_parts_have_the_colours_of_the_page():
-    assert json.dumps(COLOURS, separators=(",", ":")) in script() and colour(len(COLOURS)) == COLOURS[0]
+    assert json.dumps(COLOURS) in script() and colour(len(COLOURS)) == COLOURS[0]
     assert ink_on("#000000") == "#ffffff" != ink_on("#ffffff") and mixed("#000000", 0) == "#ffffff"

@@ -58,17 +58,17 @@ def pictures(model, ladder):
 PLACES = """(() => { const s = %s, box = e => e.getBoundingClientRect(), main = box(s.main), side = box(s.side);
   const foot = s.chart && box(s.chart.canvas);
   return {left: s.x - s.leftRoom, right: s.x + (s.right + s.rightRoom) * s.zoom, zoom: s.zoom, wide: s.main.clientWidth,
-    map: s.minimap.isShown ? 46 : 0, high: main.height, isBeside: side.left >= main.right,
+    high: main.height, isBeside: side.left >= main.right,
     isApart: side.left >= main.right || side.top >= main.bottom, foot: foot ? foot.height : 150,
     isBelow: !foot || (foot.top >= main.bottom - 1 && foot.width > main.width - 1),
     isCut: main.right > innerWidth}; })()"""
-"""Where the picture, the map, the side panel and the chart below are."""
+"""Where the picture, the side panel and the chart below are."""
 
 
 def assert_whole(page, picture="splitkit"):
-    """The whole width of the picture is seen beside the map, high enough, and nothing covers it."""
+    """The whole width of the picture is seen, high enough, and nothing covers it."""
     found = page.value(PLACES % picture)
-    assert found["left"] >= 0 and found["right"] <= found["wide"] - found["map"] + 1, found
+    assert found["left"] >= 0 and found["right"] <= found["wide"] + 1, found
     assert found["high"] >= 200 and found["foot"] >= 100, found
     assert found["isApart"] and found["isBelow"] and not found["isCut"], found
     # a panel beside it never makes the picture too small to read
@@ -128,16 +128,15 @@ def test_a_long_note_does_not_stand_in_a_narrow_column(browser, ladder, tmp_path
     assert wide > 900 and high < 60
 
 
-def test_the_part_that_is_seen_first_scrolls_to_both_ends_beside_the_map(browser, ladder, tmp_path):
+def test_the_part_that_is_seen_first_scrolls_to_both_ends(browser, ladder, tmp_path):
     page = shown(browser, tmp_path, ladder)
     try:
         page("Emulation.setDeviceMetricsOverride", **WINDOW | {"height": 420})
         for _ in range(3):
             page.settle()
-        assert page.value("splitkit.minimap.isShown")
         page.value("splitkit.zoom = 1.5, splitkit.scroll(5000, 0)")
         right = page.value("splitkit.x + (splitkit.right + splitkit.rightRoom) * splitkit.zoom")
-        assert right == pytest.approx(page.value("splitkit.main.clientWidth - 46"))
+        assert right == pytest.approx(page.value("splitkit.main.clientWidth"))
     finally:
         page("Emulation.setDeviceMetricsOverride", **WINDOW)
 

@@ -33,7 +33,7 @@ SCHEDULES = [
 ]
 TOLD = """(data => { const p = new Ladder(data, {}), seen = [];
 p.folded = false; p.layout(); cancelAnimationFrame(p.pending);
-const {run} = p, stages = run.by.units.map((_, k) => ({...savedIn(p, run, k), weights: weightsIn(p, run, k)}));
+const {run} = p, stages = run.by.units.map((_, k) => ({...p.heldIn(run, k), weights: weightsIn(p, run, k)}));
 const bands = run.by.points.map((points, rank) => points.map((point, i) =>
   [point[0], bandsOfRank(p, run, rank).reduce((total, band) => total + band.bytes[i], 0)]));
 return {stages, bands}; })"""
@@ -235,7 +235,7 @@ def test_the_highest_peak_is_listed_until_an_instant_is_clicked(page, ladder):
     assert page.value("splitkit.selected") is None
     rows = page.value(ROWS)
     by_name = {node.name: node for node in ladder.flow.nodes}
-    sizes = page.value("savedIn(splitkit, splitkit.run, 1).values.map(each => each[2])")
+    sizes = page.value("splitkit.heldIn(splitkit.run, 1).values.map(each => each[2])")
     assert [row[3] for row in rows] == [size(2 * nbytes) for nbytes in sizes[: len(rows)]] and len(rows) == 12
     for value, module, kind, _ in rows:
         name, kind_of_value = value.split("\n")

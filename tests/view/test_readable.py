@@ -72,20 +72,6 @@ def test_a_picture_of_more_than_40_rows_is_folded_at_first(browser, tmp_path, pa
     assert page.value("[splitkit.data.rows.length, splitkit.folded]") == [2 * pairs, pairs > 20]
 
 
-def test_the_map_scrolls_to_where_it_is_clicked(opened):
-    assert not opened.value("splitkit.minimap.isShown")  # the folded picture is seen whole
-    unfold(opened)
-    assert opened.value("splitkit.minimap.isShown")
-    wide, high = opened.value("[splitkit.main.clientWidth, splitkit.main.clientHeight]")
-    top = opened.value("splitkit.main.getBoundingClientRect().top")
-    before = opened.value("splitkit.y")
-    opened.drag(wide - 20, top + 10, wide - 20, top + high / 2)
-    shown_middle = opened.value("(splitkit.main.clientHeight / 2 - splitkit.y) / splitkit.zoom")
-    assert shown_middle == pytest.approx(opened.value("splitkit.height / 2"), rel=0.05)
-    assert opened.value("splitkit.y") < before and opened.value("splitkit.selected") is None
-    assert_quiet(opened)
-
-
 def test_modules_inside_a_layer_open_and_close_at_every_depth(opened):
     unfold(opened)
     row = "model.layers.3"

@@ -213,7 +213,7 @@ def test_what_is_alive_in_stages_that_run_again_is_what_they_receive_and_send(br
     for made in (plan, checkpointed(plan)):
         page = shown(browser, tmp_path, stepped(flow, made, costs))
         texts.append(page.value("document.querySelector('aside').innerText"))
-        kinds = page.value("savedIn(splitkit, splitkit.run, 1).values.map(each => each[1])")
+        kinds = page.value("splitkit.heldIn(splitkit.run, 1).values.map(each => each[1])")
         assert ("saved" in kinds) is (made is plan) and kinds
     assert ["would cost its forward again" in text for text in texts] == [True, False]
     assert ["state of the random number generator" in text for text in texts] == [False, True]

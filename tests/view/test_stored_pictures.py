@@ -20,12 +20,11 @@ from splitkit.pipeline.trace import MeasuredStep
 from splitkit.plans.record import checkpointed
 from splitkit.policies import Budget
 from splitkit.view import renderers
-from splitkit.view.capture_failure import capture_failure_html
 from splitkit.view.console import to_text
 from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.report import report
 from splitkit.view.data.staged_ladder import StagedView
-from splitkit.view.renderers import pictured
+from splitkit.view.renderers import capture_failure_html, pictured
 from splitkit.view.svg.ladder_svg import halves_svg, staged_svg
 
 
@@ -197,7 +196,7 @@ class Stops(Net):
 
 def test_the_page_of_a_capture_that_failed(monkeypatch):
     pages = []
-    monkeypatch.setattr("splitkit.view.capture_failure.page", lambda data: pages.append(data) or "")
+    monkeypatch.setattr("splitkit.view.renderers.page", lambda data: pages.append(data) or "")
     with pytest.raises(CaptureError) as caught:
         sk.capture(Stops(), torch.randn(6, 4))
     capture_failure_html(caught.value, "stopped")

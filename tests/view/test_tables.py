@@ -12,7 +12,7 @@ from splitkit.errors import PolicyError
 from splitkit.pipeline.run import rows_of_parts
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.view.console import to_text
-from splitkit.view.data.rank_table import rank_table
+from splitkit.view.data.report import rank_table
 from splitkit.view.tables import facts, table
 
 STAGE = StageCosts(1.0, 1.0, 1.0, saved_bytes=2**20, temporary_bytes=2**10, parameter_bytes=2**30)

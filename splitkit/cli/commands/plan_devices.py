@@ -40,7 +40,7 @@ from splitkit.plans.record import Plan
 from splitkit.policies import Stages
 from splitkit.search.plan_figures import StagePricing
 from splitkit.units import duration, size
-from splitkit.view.data.rank_table import rank_table
+from splitkit.view.data.report import rank_table
 from splitkit.view.tables import facts, table
 
 if TYPE_CHECKING:

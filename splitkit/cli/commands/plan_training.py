@@ -178,7 +178,7 @@ def _value(name: str, nbytes: int, node: Node | None) -> dict[str, Any]:
     found = {"name": name, "nbytes": nbytes}
     if node is None:
         return found
-    from splitkit.training.saved_values import SavedValue
+    from splitkit.training.flow import SavedValue
 
     value = SavedValue.of(node, ())
     return found | {"module": value.module, "op": value.op, "label": value.label}

@@ -131,7 +131,7 @@ def _draw_reached(args: Namespace, error: CaptureError) -> CaptureError:
     """Write the page of what a capture reached before it failed; return the error with the page in its remedy."""
     if error.reached is None or suffix_of(args.output) == ".svg":
         return error
-    from splitkit.view.capture_failure import capture_failure_html
+    from splitkit.view.renderers import capture_failure_html
 
     write_outputs({args.output: capture_failure_html(error, args.target)})
     return CaptureError(error.code, error.reason, f"{args.output} shows what was reached. {error.remedy}", error.nodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,10 +14,9 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from splitkit import _torch
-from splitkit.engine.codegen.assemble import add_parts, build_module, carry_hooks, share_whole_modules
+from splitkit.engine.codegen.part_modules import add_parts, build_module, carry_hooks, share_whole_modules
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
 from splitkit.engine.codegen.writer import LeanGraph, Writer
-from splitkit.engine.module_names import Style, flat_names, module_names
 from splitkit.engine.subgraphs import SegmentGraph, SegmentStateOps, Subgraph, with_empty_segments
 from splitkit.graph.ambient import SETTINGS, Setting
 from splitkit.graph.dataflow import Dataflow
@@ -75,19 +75,19 @@ def emit(
     attributes: dict[str, Mapping[str, str]] = {}
     copies: dict[PartKey, Mapping[Node, Node]] = {}
     bases: dict[int, str] = {}
-    whole = _modules_to_share(flow)
+    whole, kind = _modules_to_share(flow), "GraphModule" if style.like_torch else type(flow.root).__name__
     for sub in subgraphs:
-        written = _write_part(sub, flow, style, segments.get(sub.key), bases)
-        parts[sub.key] = build_module(flow.root, written.graph, written.attributes, style, lazy, is_part=True)
-        attributes[names[sub.key]] = share_whole_modules(parts[sub.key], flow.root, written.attributes, whole)
-        copies[sub.key] = {n: written.env[n] for n in sub.nodes}
+        graph, env, read = _write_part(sub, flow, style, segments.get(sub.key), bases)
+        parts[sub.key] = build_module(flow.root, graph, read, kind, lazy, is_part=True)
+        attributes[names[sub.key]] = share_whole_modules(parts[sub.key], flow.root, read, whole)
+        copies[sub.key] = {n: env[n] for n in sub.nodes}
     parent = _Parent(flow, plan, style, names, NEUTRAL if segments else flow.final)
     parent.write(steps)
     if segments:  # a part ends in the grad mode in which the next one begins
         restore_modes_on_error(parent.graph, always=True)
     copies[PARENT] = parent.copies
     read = {name: name for name in parent.attributes}
-    module = build_module(flow.root, parent.graph, read, style, lazy)
+    module = build_module(flow.root, parent.graph, read, kind, lazy)
     attributes[""] = share_whole_modules(module, flow.root, read, whole)
     add_parts(module, {names[key]: part for key, part in parts.items()})
     module.meta = {**_torch.meta_of(flow.root), "partition_names": set(names.values())}
@@ -103,17 +103,14 @@ def _modules_to_share(flow: Dataflow) -> set[str]:
     return owners | flow.bindings.whole
 
 
-@dataclass(frozen=True)
-class _Written:
-    graph: fx.Graph
-    env: Mapping[Node, Node]
-    attributes: Mapping[str, str]
-
-
 def _write_part(
     sub: Subgraph, flow: Dataflow, style: Style, segment: SegmentStateOps | None, bases: dict[int, str]
-) -> _Written:
-    """Write the graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output."""
+) -> tuple[fx.Graph, dict[Node, Node], dict[str, str]]:
+    """Write the graph of a part: its inputs, the attributes that it reads, its nodes in their scopes, its output.
+
+    Returns:
+        The graph, node -> its copy there, and the names of its attributes -> their names in the original.
+    """
     writer = Writer(LeanGraph(), style.original_node_names, bases)
     env: dict[Node, Node] = {}
     for number, value in enumerate(sub.inputs):
@@ -139,7 +136,7 @@ def _write_part(
     output = writer.append("output", "output", (values[0] if single else values,), "output")
     _describe(output, sub.outputs, single)
     targets = [*(str(n.target) for n in sub.nodes if n.op == "get_attr"), *called, *of_regions]
-    return _Written(writer.graph, env, {renamed.get(target, target): target for target in targets})
+    return writer.graph, env, {renamed.get(target, target): target for target in targets}
 
 
 def _write_scoped(
@@ -359,3 +356,68 @@ class ScopedGraph:
             self._first = state_op
             restore_modes_on_error(self.graph)
         return state_op
+
+
+# Names of the modules of parts and of their attributes.
+
+
+@dataclass(frozen=True)
+class Style:
+    """Options of `emit` for names and return values; `split` uses the defaults.
+
+    Attributes:
+        affix: ``submod_<affix>_<key>`` instead of ``submod_<key>``.
+        tuple_return: a part with one output returns a tuple with one item.
+        original_input_names: inputs of parts have the names of their values; otherwise ``arg_0``, ``arg_1`` ...
+        original_node_names: nodes keep their names; otherwise they are named after their targets, as fx names new
+            nodes.
+        late_attributes: the parent reads its attributes where they are first needed, not all at the start.
+        like_torch: the other conventions of ``torch.fx.passes.split_module``: modules ``a.b`` of parts become ``a_b``,
+            members of tuples are named ``getitem``, classes ``GraphModule``, and the inputs and outputs of parts are
+            in the order of first use.
+        flat: the parent takes and returns the bare values of its graph, without the pytrees of the original.
+    """
+
+    affix: str | None = None
+    tuple_return: bool = False
+    original_input_names: bool = True
+    original_node_names: bool = True
+    late_attributes: bool = False
+    like_torch: bool = False
+    flat: bool = False
+
+
+def module_names(keys: Iterable[PartKey], taken: Container[str], style: Style) -> dict[PartKey, str]:
+    """Return module names that are not ``taken``: ``submod_0``; ``submod_cuda_0_3`` for ``("cuda:0", 3)``."""
+    names: dict[PartKey, str] = {}
+    used: set[str] = set()
+    for key in keys:
+        atoms = key if isinstance(key, tuple) else (key,)
+        stem = "_".join(["submod", *([_word(style.affix)] if style.affix else []), *(_word(a) for a in atoms)])
+        name = stem if stem not in taken and stem not in used else unique_name(stem, {*used}, taken)
+        names[key] = name
+        used.add(name)
+    return names
+
+
+def flat_names(targets: Iterable[str]) -> dict[str, str]:
+    """Return ``a.b`` -> ``a_b`` for each target, with a number appended if another target has that name."""
+    flat: dict[str, str] = {}
+    taken: set[str] = set()
+    for target in dict.fromkeys(targets):
+        name = target.replace(".", "_")
+        flat[target] = name if name not in taken else unique_name(name, taken)
+        taken.add(flat[target])
+    return flat
+
+
+def unique_name(stem: str, *taken: Container[str]) -> str:
+    """Return the first of ``stem_1``, ``stem_2`` ... that is in none of ``taken``."""
+    number = 1
+    while any(f"{stem}_{number}" in names for names in taken):
+        number += 1
+    return f"{stem}_{number}"
+
+
+def _word(atom: object) -> str:
+    return re.sub(r"[^0-9A-Za-z_]", "_", str(atom))  # ASCII only: Python normalises other letters in identifiers (NFKC)

@@ -21,9 +21,8 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit.engine.codegen.assemble import build_module, carry_hooks
+from splitkit.engine.codegen.part_modules import build_module, carry_hooks
 from splitkit.engine.codegen.restore_modes import restore_modes_on_error
-from splitkit.engine.module_names import Style
 from splitkit.graph.dataflow import require_order
 from splitkit.graph.scope import is_state_op
 
@@ -62,7 +61,7 @@ def inlined(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
     names = (str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module"))
-    made = build_module(gm, graph, {name: name for name in names}, Style())
+    made = build_module(gm, graph, {name: name for name in names}, type(gm).__name__)
     made.meta = dict(_torch.meta_of(gm))
     carry_hooks(gm, made)
     return inline_regions(made)

@@ -14,8 +14,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import attributes_of
-from splitkit.engine.codegen.assemble import carry_hooks
-from splitkit.engine.codegen.part_modules import Tied
+from splitkit.engine.codegen.part_modules import Tied, carry_hooks
 from splitkit.engine.overlap_checks import rename_checked_attributes
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError

@@ -12,9 +12,9 @@ from torch import fx, nn
 from torch.fx import Node
 
 from splitkit.checks import is_whole, shown
-from splitkit.engine.reduced_graph import reduce_to
 from splitkit.engine.split import Split
 from splitkit.engine.split import split as split_graph
+from splitkit.engine.subgraphs import reduce_to
 from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ENCODER_CACHES, cache_forms, caches_of, constant_caches
 from splitkit.graph.storages import parameters_and_buffers, symbols_of

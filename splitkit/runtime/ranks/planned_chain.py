@@ -62,7 +62,8 @@ class PlannedParts:
 def captured_graph(source: StageSource) -> fx.GraphModule | None:
     """Return the graph that was divided into stages; ``None`` for stages of a folder."""
     if isinstance(source, PlannedParts):
-        return source.joint.graph_module
+        graph: fx.GraphModule = source.joint.graph_module
+        return graph
     return source.flow.root if isinstance(source, Split) else None
 
 

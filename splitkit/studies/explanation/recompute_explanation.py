@@ -33,13 +33,12 @@ from splitkit.studies.explanation.stage_explanation import ranges, without_numbe
 from splitkit.studies.explanation.told import ChangedPlan, Explanation, Section, changes_table, compared_steps
 from splitkit.training.choices import Bools, Savings, savings
 from splitkit.training.emission_order import saved_for_backward
-from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, output_nodes, save_all_plan
+from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, op_of, output_nodes, save_all_plan
 from splitkit.training.offload_timeline import OffloadRun
 from splitkit.training.peaks import Peaks
-from splitkit.training.saved_values import op_of
 from splitkit.training.stage_parts import is_staged, stage_part
 from splitkit.units import bounded, duration, size
-from splitkit.view.data.planned_run import planned_run
+from splitkit.view.data.ladder import planned_run
 from splitkit.view.tables import table
 
 _SHOWN = 14  # rows of values

@@ -36,7 +36,7 @@ from splitkit.studies.explanation.told import (
     changes_table,
     compared_stages,
 )
-from splitkit.training.saved_values import op_of
+from splitkit.training.flow import op_of
 from splitkit.units import duration, size
 from splitkit.view.data.report import collapse, part_title, report
 from splitkit.view.tables import table

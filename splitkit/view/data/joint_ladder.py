@@ -256,6 +256,11 @@ class LadderModel:
         """Return the number of the part that a row lies in."""
         return self.rows.parts[row]
 
+    @cached_property
+    def borders(self) -> list[int]:
+        """The first row of each part, and the number of rows."""
+        return first_rows([self.part_of_row(row) for row in range(len(self.rows))])
+
     def _edges(self) -> dict[tuple[int, int], int]:
         """Return (row, lower row that reads from it) -> bytes of the values read; each value counts once."""
         found: dict[tuple[int, int], int] = {}
@@ -266,6 +271,11 @@ class LadderModel:
             for row in sorted({of[reader] for reader in readers if reader not in late} - {of[node]}):
                 found[of[node], row] = found.get((of[node], row), 0) + self.costs.nbytes(node)
         return found
+
+
+def first_rows(parts: Sequence[int]) -> list[int]:
+    """Return the first row of each part, and the number of rows; ``parts``: those of the rows, in order."""
+    return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
 
 def sums_of_makers(saved: Mapping[tuple[int, int], Mapping[Any, int]]) -> list[tuple[int, int, int]]:
@@ -330,7 +340,7 @@ class HalvesView(LadderModel):
             "trains": True,
             "bytes": simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).saved + pair.host_bytes,
             "again": again,
-            "recomputed": [row in rows for row in range(len(self.rows))],
+            "counts": {"again": [rows.count(row) for row in range(len(self.rows))]},
             "times": {
                 "forward": self._seconds(first),
                 "backward": self._seconds(second),

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 from torch.fx import Node
 
-from splitkit.costs.links import Links
+from splitkit.costs.links import Links, links_of
 from splitkit.errors import PlanError, SplitError
 from splitkit.graph.caches import given_caches
 from splitkit.graph.dataflow import Dataflow
@@ -26,6 +26,7 @@ from splitkit.graph.node_values import value_bytes
 from splitkit.memory.graph_memory import GraphMemory
 from splitkit.memory.segment import OrderMemory
 from splitkit.pipeline.placed_prices import in_part
+from splitkit.pipeline.purpose import planned_order
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedule import Schedule
 from splitkit.pipeline.schedules import known_schedules, schedule_of
@@ -38,7 +39,8 @@ from splitkit.plans.record import Plan, checkpointed
 from splitkit.prices import Costs, Optimizer
 from splitkit.search.plan_figures import StagePricing
 from splitkit.view.data.joint_ladder import LadderModel, LadderRows, as_triples, ladder_rows, ops_data, sums_of_makers
-from splitkit.view.data.staged_ladder import HeldStorage, held_storages, run_data, shared_weights
+from splitkit.view.data.report import part_title
+from splitkit.view.data.staged_ladder import HeldStorage, held_storages, makers_of, run_data, shared_weights
 
 SCHEMA = "splitkit.ladder/2"
 COLUMNS = ("forward", "backward", "saved", "temporary", "fixed")
@@ -207,7 +209,7 @@ class LadderView(LadderModel):
             "note": self.plan.note,
             "trains": self.trains,
             **({} if self._pricing is None else {"tokens": self.plan.request.tokens}),
-            "parts": _part_names(self._keys),
+            "parts": list(map(part_title, self._keys)),
             "devices": [self._device(key) for key in self._keys],
             "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")} | self._elsewhere,
             "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
@@ -227,7 +229,7 @@ class LadderView(LadderModel):
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page shows, as plain data."""
         found = self.still()
-        at = border_marks(self._borders(), [row.forward + row.backward for row in self._alone])
+        at = border_marks(self.borders, [row.forward + row.backward for row in self._alone])
         # `stretches` has one entry for each pair of marks, in the order in which page/scripts/prices.js looks them up
         stretches = [(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
         alone = [self._stage_of_rows(r, r + 1, True) if self._is_rerun(r) else row for r, row in enumerate(self._alone)]
@@ -240,7 +242,8 @@ class LadderView(LadderModel):
             "alone": {c: [_figure(row, c) for row in alone] for c in _BYTES},
             "saved": sums_of_makers(self._saved),
             "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
-            "stored": [storage.to_list(place) for storage in self._held],
+            "kept": [makers_of(of, place) for _, of in sorted(self._saved.items())],
+            "held": [] if self.run is None else self._held_in(self.run, place),
             "shared": shared_weights(self._memory, self._ends, self._optimizer),
             "taken": self._taken_by(nodes),
             "plan": plan_template(self.plan, self._keys),
@@ -267,11 +270,6 @@ class LadderView(LadderModel):
         """Return the number of the part in the plan that a row lies in."""
         return self._ranks[self.rows.parts[row]][0]
 
-    def _borders(self) -> list[int]:
-        """Return the first row of each part, and the number of rows."""
-        parts = [self.part_of_row(row) for row in range(len(self.rows))]
-        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
-
     def _run(self, run: ScheduleRun) -> dict[str, Any]:
         """Return a simulated step: actions and memory of each rank, and the same stages otherwise."""
         return run_data(run, self.stages) | {
@@ -285,7 +283,7 @@ class LadderView(LadderModel):
         step = None if self.run is None else resimulated(self.run, stages)
         return {
             "note": plan.note,
-            "parts": _part_names(run_order(self.flow, plan)),
+            "parts": list(map(part_title, run_order(self.flow, plan))),
             "rows": [self._ranks[rank][number] for rank in self.rows.parts],
             "stages": {c: [_figure(s, c) for s in stages] for c in COLUMNS},
             "step": None
@@ -296,6 +294,34 @@ class LadderView(LadderModel):
     @cached_property
     def _held(self) -> list[HeldStorage]:
         return held_storages(self.flow, self._graph_memory, self.nodes_of_rows) if self.trains else []
+
+    def _held_in(self, run: ScheduleRun, place: Mapping[Node, int]) -> list[list[tuple[int, str, int]]]:
+        """Return for each stage what it holds of a microbatch of a step: op or -1, how it comes or goes, and bytes.
+
+        The largest are first. Copies of values that it sends are left out.
+        """
+        found = []
+        for stage, (start, end) in enumerate(pairwise(self.borders)):
+            rank = run.order.rank_of[stage]
+            # a received value in a static buffer is among the messages
+            buffered = run.static_buffers and not (stage and run.order.rank_of[stage - 1] == rank)
+            own: dict[Node | None, tuple[str, int]] = {}
+            for storage in self._held:
+                # a stage that backward runs again keeps only what it receives and sends
+                savers = () if self._rerun[stage] else storage.savers
+                saver = next((node for node in savers if start <= self.rows.of[node] < end), None)
+                maker = saver if storage.maker is None else storage.maker
+                row = None if maker is None else self.rows.of[maker]
+                if (saver is None and not storage.is_held(start, end)) or (
+                    buffered and row is not None and row < start
+                ):
+                    continue
+                made = "received" if row is None or not start <= row < end else "sent" if saver is None else "saved"
+                kind, nbytes = own.get(maker, (made, 0))
+                own[maker] = kind, nbytes + storage.nbytes // run.replicas[rank]
+            values = [(place.get(n, -1) if n else -1, kind, nbytes) for n, (kind, nbytes) in own.items()]
+            found.append(sorted(values, key=lambda each: (-each[2], each[0])))
+        return found
 
     @cached_property
     def _saved(self) -> dict[tuple[int, int], dict[Node, int]]:
@@ -329,18 +355,8 @@ def _numbers(flow: Dataflow, plan: Plan) -> dict[Node, int]:
     return {node: number[key] for node, key in homes.items() if key is not PARENT}
 
 
-def _part_names(keys: Iterable[Any]) -> list[str]:
-    return [" ".join(map(str, k)) if isinstance(k, tuple) else str(k) for k in keys]
-
-
 def _figure(stage: StageCosts, column: str) -> float:
-    if column == "backward":
-        return stage.backward_input + stage.backward_weight
-    whole: float = (
-        stage.fixed_bytes
-        if column == "fixed"
-        else getattr(stage, "forward" if column == "forward" else f"{column}_bytes")
-    )
+    whole: float = getattr(stage, column if column in ("forward", "backward") else f"{column}_bytes")
     return whole
 
 
@@ -475,7 +491,7 @@ def kept_between(
     """Return (row that makes, row that keeps, bytes) of what lies between forward and backward.
 
     A part that backward runs again keeps the values of other parts that it reads, up to its first reader; other parts
-    keep what autograd saves. `page/scripts/recomputed.js` does the same after a border has moved.
+    keep what autograd saves. `page/scripts/crossing.js` does the same after a border has moved.
 
     Args:
         saved: (row, row) -> what autograd saves, as if no part were run again.
@@ -561,11 +577,23 @@ def resimulated(run: ScheduleRun, stages: Sequence[StageCosts]) -> ScheduleRun |
     schedule, transport = _scalable_schedule(run), run.transport
     if schedule is None or transport is None:
         return None
-    options: dict[str, Any] = {
-        "static_buffers": run.static_buffers,
-        "links": transport.links,
-    }
+    return _simulated(run, stages, transport, schedule.name, run.order.microbatches, None, transport.links)
+
+
+# Simulates the step of the schedule that a plan in stages was made for.
+
+
+def planned_run(plan: Plan, stages: Sequence[StageCosts]) -> ScheduleRun | None:
+    """Return the step of the schedule, microbatches and links that a plan was made for.
+
+    It is ``None`` if the plan does not know a schedule, if the schedule does not go with the stages, or if values wait
+    on the host and it is not known how long their copies take.
+    """
+    asked = plan.request
+    if asked.schedule is None or (plan.offloaded and all(stage.copies is None for stage in stages)):
+        return None
     try:
-        return simulate_schedule(stages, schedule.name, run.order.microbatches, **options)
-    except SplitError:
+        order = planned_order(asked, asked.schedule, None, len(stages))
+        return simulate_schedule(stages, order, links=links_of(asked.links))
+    except SplitError:  # a plan file of another hand may name what does not go together
         return None

@@ -108,12 +108,6 @@ class StagedView(LadderModel):
         of = {node: place[row] for node, row in found.of.items()}
         return LadderRows(tuple(names[i] for i in order), of, found.backward, tuple(parts[i] for i in order))
 
-    @cached_property
-    def borders(self) -> list[int]:
-        """The first row of each stage, and the number of rows."""
-        parts = self.rows.parts
-        return [*(parts.index(stage) for stage in range(len(self.step.stages))), len(parts)]
-
     def _row(self, node: Node, stage: int) -> int:
         """Return the row of a node in a stage: its own, or the nearest row of the stage."""
         return min(max(self.rows.of[node], self.borders[stage]), self.borders[stage + 1] - 1)
@@ -229,23 +223,16 @@ class StagedView(LadderModel):
             "ops": ops_data(self.flow, self.nodes, self.rows.of.__getitem__, self.costs),
             "late": sum(node not in self.rows.backward for node in self.nodes),
             "places": [[number for at in self.placed[node] for number in at] for node in self.nodes],
-            "kept": [self._makers(of, place) for _, of in sorted(self._ribbons(self.saved_values).items())],
-            "left": [self._makers(of, place) for _, of in sorted(self._ribbons(self.waiting_values).items())],
+            "kept": [makers_of(of, place) for _, of in sorted(self._ribbons(self.saved_values).items())],
+            "left": [makers_of(of, place) for _, of in sorted(self._ribbons(self.waiting_values).items())],
             "held": self._held(place),
             "crossing": [self._crossing(k, place) for k in range(len(self.step.stages) - 1)],
-            "stored": [],
             "taken": [],
             "shared": [],
             "alone": {"fixed": self._fixed_of_rows()},
             "run": None if self.run is None else self._run(self.run),
             "beside": [],
         }
-
-    @staticmethod
-    def _makers(of: dict[Node, int], place: dict[Node, int]) -> list[tuple[int, int]]:
-        """Return the places of the ops that make some values (-1: no op does), and bytes; the largest first."""
-        found = [(place.get(maker, -1), nbytes) for maker, nbytes in of.items()]
-        return sorted(found, key=lambda each: (-each[1], each[0]))
 
     def _held(self, place: dict[Node, int]) -> list[list[tuple[int, str, int]]]:
         """Return for each stage what it holds of a microbatch: op or -1, how it comes or goes, and bytes.
@@ -274,7 +261,7 @@ class StagedView(LadderModel):
             for name in names:
                 node = self._by_name.get(name, nodes[name])
                 of[node] = of.get(node, 0) + value_bytes(nodes[name])
-            found.append(self._makers(of, place))
+            found.append(makers_of(of, place))
         return found
 
     def _fixed_of_rows(self) -> list[int]:
@@ -348,6 +335,12 @@ class StagedView(LadderModel):
         return found
 
 
+def makers_of(of: Mapping[Node, int], place: Mapping[Node, int]) -> list[tuple[int, int]]:
+    """Return the places of the ops that make some values (-1: no op does), and bytes; the largest first."""
+    found = [(place.get(maker, -1), nbytes) for maker, nbytes in of.items()]
+    return sorted(found, key=lambda each: (-each[1], each[0]))
+
+
 def _placeholder(graph: fx.GraphModule | None, name: str) -> Node | None:
     if graph is None:
         return None
@@ -388,10 +381,10 @@ class HeldStorage:
         """Return the node that makes the storage, or the node that saves it if no node makes it."""
         return saver if self.maker is None else self.maker
 
-    def to_list(self, place: Mapping[Node, int]) -> list[Any]:
-        """Return bytes, maker or -1, savers, and the rows of `crosses` one after the other, as plain data."""
-        own = -1 if self.maker is None else place[self.maker]
-        return [self.nbytes, own, [place[node] for node in self.savers], [row for rows in self.crosses for row in rows]]
+    def is_held(self, start: int, end: int) -> bool:
+        """Whether a stage of the rows ``start`` to ``end - 1`` receives or sends a value in it."""
+        inside = range(start, end)
+        return any(read >= end if made in inside else made < start and read in inside for made, read in self.crosses)
 
 
 def held_storages(flow: Dataflow, memory: GraphMemory, rows: Sequence[Sequence[Node]]) -> list[HeldStorage]:

@@ -16,20 +16,16 @@ def style() -> str:
     return files(__package__).joinpath("page.css").read_text("utf-8")
 
 
-def page(data: Mapping[str, Any], *, height: int | None = None) -> str:
+def page(data: Mapping[str, Any]) -> str:
     """Return a complete page.
 
     Args:
         data: what `splitkit.view.data.ladder.LadderView.to_dict` or
             `splitkit.view.data.joint_ladder.HalvesView.to_dict` returns.
-        height: the height in pixels; by default that of the window.
     """
     # names come from models: "<" is the only character that can end the script element around the data
     data_text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    options = json.dumps({"height": height})
-    whole = (
-        "" if height else "html,body{margin:0;height:100%}.sk{--h:100vh;border:0!important;border-radius:0!important}"
-    )
+    whole = "html,body{margin:0;height:100%}.sk{--h:100vh;border:0!important;border-radius:0!important}"
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     head = f'<meta charset="utf-8"><title>{escape(str(data["title"]))} · splitkit</title>'
     head += f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -38,5 +34,5 @@ def page(data: Mapping[str, Any], *, height: int | None = None) -> str:
     return (
         f'<!doctype html><html lang="en"><head>{head}</head><body>'
         f'<script type="application/json" id="splitkit-data">{data_text}</script>'
-        f"<script>{script()}\nwindow.splitkit = show(document.body, {start}, {options});</script></body></html>"
+        f"<script>{script()}\nwindow.splitkit = show(document.body, {start});</script></body></html>"
     )

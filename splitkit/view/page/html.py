@@ -8,8 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from splitkit.units import size
-from splitkit.view.colours import INK, LINE, MUTED, PAPER
-from splitkit.view.svg.drawing import FONT, escaped
+from splitkit.view.svg.drawing import FONT, INK, LINE, MUTED, PAPER, escaped
 
 if TYPE_CHECKING:
     from rich.table import Table

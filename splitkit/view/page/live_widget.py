@@ -58,7 +58,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
     def __init__(self, ladder: LadderView, height: int = 720) -> None:
         self.ladder, self._step = ladder, ladder.run
         self.planner: Callable[[int], Plan] = self._stages
-        super().__init__(data=ladder.to_dict(), borders=_borders(ladder), height=height)
+        super().__init__(data=ladder.to_dict(), borders=ladder.borders, height=height)
         self.on_msg(self._answer)
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
             PlanError: if the graph cannot be split there.
         """
         borders, ladder = list(self.borders), self.ladder
-        if borders == _borders(ladder):
+        if borders == ladder.borders:
             return ladder.plan
         keys = run_order(ladder.flow, ladder.plan)
         same = len(keys) == len(borders) - 1  # then the parts keep their keys, devices and replicas
@@ -129,7 +129,7 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         self.send({"planning": count})  # tells the page that the kernel lives, however long planning takes
         try:
             ladder = self._planned(self.planner(count))
-            data, borders = ladder.to_dict(), _borders(ladder)
+            data, borders = ladder.to_dict(), ladder.borders
         except SplitError as error:
             self.send({"refused": f"{error.reason}. {error.remedy}"})
             return
@@ -140,9 +140,3 @@ class LadderWidget(anywidget.AnyWidget):  # type: ignore[misc]  # untyped where 
         with self.hold_sync():  # one message: the page must never see the borders of one plan with the rows of another
             self.data, self.borders = data, borders
         self.send({"planned": count})
-
-
-def _borders(ladder: LadderView) -> list[int]:
-    """Return the first row of each part, and the number of rows."""
-    parts = ladder.rows.parts
-    return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]

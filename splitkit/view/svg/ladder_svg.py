@@ -13,12 +13,11 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from splitkit.units import duration, measure, size
-from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
-from splitkit.view.data.joint_ladder import HalvesView
+from splitkit.view.data.joint_ladder import HalvesView, first_rows
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.staged_ladder import StagedView
-from splitkit.view.svg.drawing import Drawing, shortened, stacked, width
-from splitkit.view.svg.timeline import timeline_svg
+from splitkit.view.svg.drawing import BAD, INK, MUTED, RIBBON, Drawing, colour, ink_on, mixed, shortened, stacked, width
+from splitkit.view.svg.timeline import TimelineDrawing
 
 ROW, GAP, BOX, RIBBONS, LEFT, TOP = 24, 9, 214, 176, 150, 46  # pixels
 _MOST = 80
@@ -59,17 +58,17 @@ class LadderDrawing:
 
     Attributes:
         data: what `splitkit.view.data.ladder.LadderView.still` returns.
-        saved: (start, end) -> bytes that the rows ``start`` to ``end - 1`` save for backward.
+        saved: (start, end) -> bytes that the rows ``start`` to ``end - 1`` save for backward; by default what the data
+            say of each row.
     """
 
     data: Mapping[str, Any]
-    saved: Callable[[int, int], int]
+    saved: Callable[[int, int], int] | None = None
 
     @cached_property
     def borders(self) -> list[int]:
         """Return the first row of each stage, and the number of rows."""
-        parts = [row["part"] for row in self.data["rows"]]
-        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
+        return first_rows([row["part"] for row in self.data["rows"]])
 
     @cached_property
     def items(self) -> list[Item]:
@@ -165,11 +164,16 @@ class LadderDrawing:
         """Whether nothing runs there; such a box is pale."""
         return False
 
-    def _marks(self, draw: Drawing, item: Item) -> None:
-        """Hatch the share of a backward box that is the time of the second forward."""
-        if self._is_rerun(item.stage):
+    def _hatched(self, item: Item) -> float:
+        """The pixels of a backward box that stand for the time of what forward has computed before."""
+        span = slice(item.start, item.end)
+        if "again" not in self.data["times"]:  # the whole forward runs again, or nothing does
             share = self._seconds(item, "forward") / (self._seconds(item, "backward") or 1)
-            draw.path(stripes(self._columns[1].x, item.y, BOX * share, ROW), "#ffffff", 1.5, opacity=0.4)
+            return BOX * share if self._is_rerun(item.stage) else 0.0
+        if not any(self.data["counts"]["again"][span]):
+            return 0.0
+        again, whole = (sum(self.data["times"][column][span]) for column in ("again", "backward"))
+        return max(BOX * min(1.0, again / whole if whole else 0.0), 4)
 
     def _time(self, seconds: float) -> str:
         return duration(seconds, self.data["unit"])
@@ -225,7 +229,7 @@ class LadderDrawing:
 
     def _box(self, draw: Drawing, item: Item) -> None:
         name = self._name(item)
-        saved = f", saved {size(self.saved(item.start, item.end))}" if self._trains else ""
+        saved = f", saved {size(self._saved_in(item))}" if self._trains else ""
         ops = sum(row["ops"] for row in self.data["rows"][item.start : item.end])
         for column, sign, x, _ in self._columns:
             fill = self._fill(item, column == "backward")
@@ -233,11 +237,16 @@ class LadderDrawing:
             if self._is_empty(item, column):
                 fill, time = mixed(fill, 0.3), ""
             draw.rect(x, item.y, BOX, ROW, fill, f"{name}\n{ops} ops, {column} {time}{saved}", round_=4)
-            if column == "backward":
-                self._marks(draw, item)
+            if column == "backward" and (hatched := self._hatched(item)):
+                draw.path(stripes(x, item.y, hatched, ROW), "#ffffff", 1.5, opacity=0.4)
             draw.text(x + BOX - 8, item.y + 16, time, ink_on(fill), "end")
             shown = shortened(name, BOX - 24 - width(time) - width(sign), end=True)
             draw.text(x + 8, item.y + 16, sign + shown, ink_on(fill), title="" if shown == name else name)
+
+    def _saved_in(self, item: Item) -> int:
+        if self.saved is not None:
+            return self.saved(item.start, item.end)
+        return sum(int(nbytes) for row, _, nbytes in self.data["saved"] if item.start <= row < item.end)
 
     def _merged(self, what: str) -> list[tuple[int, int, int]]:
         """Sum edges or saved values of rows by box: (box, box, bytes), the largest first."""
@@ -357,27 +366,13 @@ class HalvesDrawing(LadderDrawing):
         middle = LEFT + BOX + RIBBONS / 2
         draw.line((middle, TOP - GAP), (middle, TOP - GAP + high), INK, 1.3, dashes="6 4")
 
-    def _marks(self, draw: Drawing, item: Item) -> None:
-        """Hatch the share of a backward box that is the time of ops computed again."""
-        spent = sum(self.data["times"]["again"][item.start : item.end])
-        whole = sum(self.data["times"]["backward"][item.start : item.end])
-        if not any(self.data["recomputed"][item.start : item.end]):
-            return
-        left, wide = self._right - BOX, BOX * min(1.0, spent / whole if whole else 0.0)
-        draw.path(stripes(left, item.y, max(wide, 4), ROW), "#ffffff", 1.5, opacity=0.4)
-
     def _legend(self) -> list[tuple[str, str]]:
         return [(colour(_BACKWARD), "hatched: computed again in backward")] if self.data["again"] else []
 
 
 def halves_svg(halves: HalvesView) -> str:
     """Return the still picture of the chosen division of a step."""
-    data = halves.still()
-
-    def saved(start: int, end: int) -> int:
-        return sum(int(nbytes) for row, _, nbytes in data["saved"] if start <= row < end)
-
-    return HalvesDrawing(data, saved).to_svg()
+    return HalvesDrawing(halves.still()).to_svg()
 
 
 # Draws a training step in stages as a still picture: the ladder of its stages, and its simulated step below.
@@ -424,15 +419,6 @@ class StagedDrawing(LadderDrawing):
     def _is_empty(self, item: Item, column: str) -> bool:
         return not any(self.data["counts"][column][item.start : item.end])
 
-    def _marks(self, draw: Drawing, item: Item) -> None:
-        """Hatch the share of a backward box that is the time of ops computed again."""
-        times, span = self.data["times"], slice(item.start, item.end)
-        if any(self.data["counts"]["again"][span]):
-            whole = sum(times["backward"][span])
-            share = min(1.0, sum(times["again"][span]) / whole) if whole else 0.0
-            left = self._columns[1].x
-            draw.path(stripes(left, item.y, max(BOX * share, 4), ROW), "#ffffff", 1.5, opacity=0.4)
-
     def _legend(self) -> list[tuple[str, str]]:
         found = [(RIBBON, "line: read by the box, ribbon: held until its end, as wide as its bytes")]
         if any(self.data["counts"]["again"]):
@@ -443,10 +429,5 @@ class StagedDrawing(LadderDrawing):
 
 def staged_svg(view: StagedView) -> str:
     """Return the still picture of a training step in stages."""
-    data = view.still()
-
-    def saved(start: int, end: int) -> int:
-        return sum(int(nbytes) for row, _, nbytes in data["saved"] if start <= row < end)
-
-    ladder = StagedDrawing(data, saved).to_svg()
-    return ladder if view.run is None else stacked([ladder, timeline_svg(view.run, view.memory)])
+    ladder = StagedDrawing(view.still()).to_svg()
+    return ladder if view.run is None else stacked([ladder, TimelineDrawing(view.run, view.memory).to_svg()])

@@ -9,8 +9,7 @@ from functools import cached_property
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.profile import MemoryProfile
 from splitkit.units import bounded, size
-from splitkit.view.colours import BAD, INK, MUTED, colour, mixed
-from splitkit.view.svg.drawing import Drawing, width
+from splitkit.view.svg.drawing import BAD, INK, MUTED, Drawing, colour, mixed, width
 from splitkit.view.svg.scatter import (
     PlotArea,
     horizontal_axis,
@@ -110,8 +109,3 @@ class MemoryDrawing:
         for foot in (y - 8, y + 14):
             if draw.text(middle, foot, text, INK, "middle", size=10, bold=True, room=room, spare=True, halo=True):
                 return
-
-
-def memory_svg(profile: MemoryProfile, memory: int | None = None) -> str:
-    """Return the still picture of a profile; ``memory`` is the limit in bytes, if there is one."""
-    return MemoryDrawing(profile, memory).to_svg()

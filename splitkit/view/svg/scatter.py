@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from splitkit.units import duration, size
-from splitkit.view.colours import BAD, INK, LINE, MUTED, colour
-from splitkit.view.svg.drawing import Anchor, Drawing, width
+from splitkit.view.svg.drawing import BAD, INK, LINE, MUTED, Anchor, Drawing, colour, width
 
 WIDTH, HEIGHT = 820, 340  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 58, 46  # pixels around the plot

@@ -12,8 +12,7 @@ from splitkit.pipeline.order import KINDS
 from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.trace import Event
 from splitkit.units import duration, measure, size
-from splitkit.view.colours import BAD, INK, MUTED, RIBBON, colour, ink_on, mixed
-from splitkit.view.svg.drawing import Drawing, width
+from splitkit.view.svg.drawing import BAD, INK, MUTED, RIBBON, Drawing, colour, ink_on, mixed, width
 from splitkit.view.svg.scatter import PlotArea, horizontal_axis, thinned, tick_values, visible_limit
 
 WIDTH, LEFT, RIGHT, TOP = 860, 66, 84, 76  # pixels: the picture, and around the plot
@@ -142,8 +141,3 @@ class TimelineDrawing:
             y = frame.y(self._limit)
             draw.line((frame.left, y), (frame.right, y), BAD, dashes="4 3")
         draw.line((frame.left, base), (frame.right, base))
-
-
-def timeline_svg(run: ScheduleRun, memory: int | None = None) -> str:
-    """Return the still picture of a step; ``memory`` is the limit of each rank in bytes, if there is one."""
-    return TimelineDrawing(run, memory).to_svg()

@@ -69,7 +69,7 @@ export function level(c, x, x2, y, ink) {
   c.stroke();
 }
 /**
- * Black or white, whichever is legible on a colour; as ink_on of view/colours.py.
+ * Black or white, whichever is legible on a colour; as ink_on of view/svg/drawing.py.
  * @param {string} colour
  */
 export function legible(colour) {

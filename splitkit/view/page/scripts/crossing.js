@@ -41,19 +41,6 @@ export function linesOf(ops, values, readers, most = 6) {
   return values.length > most ? [...lines, `and ${values.length - most} more`] : lines;
 }
 /**
- * For each of the saved triples the ops that make what is saved, and bytes; what no op makes counts as its reader's.
- * @param {LadderData} data
- */
-export function keptOf({saved, stored, ops: {row}}) {
-  /** @type {Map<string, Map<number, number>>} */
-  const found = new Map(saved.map(([from, to]) => [`${from} ${to}`, new Map()]));
-  for (const [nbytes, maker, savers] of stored) for (const saver of savers) {
-    const op = maker < 0 ? saver : maker, of = known(found, `${row[op]} ${row[saver]}`);
-    of.set(op, (of.get(op) || 0) + nbytes);
-  }
-  return [...found.values()].map(of => [...of].sort((a, b) => b[1] - a[1]));
-}
-/**
  * What a ribbon saves, the largest first.
  * @param {import("./picture.js").Picture<CommonData>} p
  * @param {[number, number, number?]} ribbon the numbers of two items, and 1 for what waits between the parts of backward
@@ -63,4 +50,31 @@ export function keptText(p, [from, to, waits]) {
   /** @type {[number, number][]} */
   const found = saved.flatMap(([made, read], i) => p.itemOf[made] === a && p.itemOf[read] === b ? kept[i].filter(([op]) => op >= 0) : []);
   return linesOf(p.ops, found.sort((x, y) => y[1] - x[1]), () => []).join("\n");
+}
+/**
+ * What is saved, with the borders as they are now: a stage that is run again keeps the values of other stages that it
+ * reads, up to its first reader; other stages keep what autograd saves.
+ * @param {LadderData} data
+ * @param {number[]} row the row of each op
+ * @param {number[]} stage the stage of each row
+ * @param {(stage: number) => boolean} isAgain
+ * @returns {{saved: Triple[], kept: [number, number][][]}} the second: for each of the first the ops that make it, and bytes
+ */
+export function keptNow({saved, kept, taken}, row, stage, isAgain) {
+  /** @type {Map<string, [number, number][]>} */
+  const found = new Map();
+  const keep = (/** @type {number} */ from, /** @type {number} */ to, /** @type {[number, number]} */ of) => {
+    const key = `${from} ${to}`;
+    if (!found.has(key)) found.set(key, []);
+    known(found, key).push(of);
+  };
+  saved.forEach(([from, to], i) => { if (!isAgain(stage[to])) for (const of of kept[i]) keep(from, to, of); });
+  for (const [maker, nbytes, readers] of taken) {
+    /** @type {Map<number, number>} stage -> its first reader */
+    const first = new Map();
+    for (const to of readers.map(op => row[op])) first.set(stage[to], Math.min(to, first.get(stage[to]) ?? to));
+    for (const [own, to] of first) if (isAgain(own) && (maker < 0 || stage[row[maker]] !== own)) keep(maker < 0 ? to : row[maker], to, [maker, nbytes]);
+  }
+  const pairs = [...found].map(([key, of]) => ({at: key.split(" ").map(Number), of})).sort((a, b) => a.at[0] - b.at[0] || a.at[1] - b.at[1]);
+  return {saved: pairs.map(({at, of}) => [at[0], at[1], of.reduce((sum, [, nbytes]) => sum + nbytes, 0)]), kept: pairs.map(({of}) => of)};
 }

@@ -1,8 +1,7 @@
 // @ts-check
 // Draws boxes, arrows and ribbons of a picture on its canvas.
 import {SMALL, legible, put, shorten, stripes} from "./canvas.js";
-import {BOX, GAP, LEFT, ROW} from "./geometry.js";
-import {OP, OPW} from "./ops.js";
+import {BOX, GAP, LEFT, ROW, OP, OPW} from "./ops.js";
 import {merge, sum} from "./totals.js";
 import {duration, size} from "./units.js";
 
@@ -64,7 +63,7 @@ export function paintBox(p, c, item) {
     if (empty) c.globalAlpha *= 0.3;
     rect(p, c, left, item.y, w, inner ? item.h : ROW, inner ? p.ink.bg : late, line || late);
     if (empty) c.globalAlpha = faint ? 0.25 : 1;
-    if (!inner && column === 1) p.hatch(c, item, left);
+    if (!inner && column === 1 && p.hatched(item)) stripes(c, left, item.y, p.hatched(item), ROW);
     label(p, c, sign, p.name(item), empty ? "" : duration(seconds, unit), left, item.y, w, inner || empty ? p.ink.fg : legible(late));
   };
   if (p.trains) back(1, p.divided ? "∇x " : "∇ ", p.left2, item.w2, item.mirror, price.backward);

@@ -1,5 +1,5 @@
 // @ts-check
-// Creates elements of the page. Texts from models go through textContent only, so they cannot be markup.
+// Creates elements of the page, its legend and tooltips. Texts from models go through textContent only, so they cannot be markup.
 
 /**
  * @template {keyof HTMLElementTagNameMap} K
@@ -56,4 +56,44 @@ export function tableOf(name, titles, rows) {
   body.append(...rows);
   table.append(head, body);
   return table;
+}
+/**
+ * @param {HTMLElement} tip
+ * @param {HTMLElement} within what it must not leave
+ * @param {string} text "" hides it
+ * @param {MouseEvent} e
+ */
+export function showTip(tip, within, text, e) {
+  tip.textContent = text;
+  tip.style.display = text ? "block" : "none";
+  if (!text) return;
+  const right = within.clientWidth - tip.offsetWidth - 6, below = e.offsetY + 16, fits = below + tip.offsetHeight < within.clientHeight;
+  tip.style.left = `${Math.max(4, Math.min(e.offsetX + 14, right))}px`;
+  tip.style.top = `${fits ? below : Math.max(4, e.offsetY - tip.offsetHeight - 10)}px`;
+}
+/** @typedef {[string, string, string]} Entry the class of the sample, its colour, and what it means */
+
+// what both pictures have
+/** @type {Entry} */
+export const ARROW = ["line", "var(--rib)", "read by the next box; an arc skips boxes"];
+/** @type {Entry} */
+export const RIBBON = ["ribbon", "var(--rib)", "saved for backward, as wide as its bytes"];
+/** @type {Entry} */
+export const LIMIT = ["line", "var(--bad)", "the memory limit; red figures are above it"];
+
+/**
+ * @param {{legendIsOpen: boolean}} p the picture, which remembers whether its legend is open
+ * @param {Entry[]} entries
+ */
+export function legend(p, entries) {
+  const box = el("details", undefined, {class: "legend", ontoggle: () => { p.legendIsOpen = box.open; }}), list = el("ul");
+  box.open = p.legendIsOpen;
+  for (const [kind, colour, text] of entries) {
+    const line = el("li"), sample = el("i", undefined, {class: kind});
+    sample.style.color = colour;
+    line.append(sample, text);
+    list.append(line);
+  }
+  box.append(el("summary", "legend"), list);
+  return box;
 }

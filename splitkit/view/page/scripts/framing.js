@@ -1,6 +1,6 @@
 // @ts-check
 // Fits a picture into its window, and arranges the window and the side panel in a cell or page.
-import {BOX, LEFT, RIBBONS} from "./geometry.js";
+import {BOX, LEFT, RIBBONS} from "./ops.js";
 
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
 
@@ -34,9 +34,7 @@ export function fitInto(p, least) {
   const zoomFor = (/** @type {number} */ room) => Math.max(0.05, Math.min((room - left) / wide, most));
   p.zoom = zoomFor(p.main.clientWidth);
   reserve(p);
-  // the map is there only if the picture is taller than the window at this zoom
-  p.zoom = zoomFor(p.room);
-  p.x = Math.max(left, (p.room - wide * p.zoom) / 2);
+  p.x = Math.max(left, (p.main.clientWidth - wide * p.zoom) / 2);
   p.y = 40 * p.zoom + Math.max(0, (h - (p.height + 60) * p.zoom) / 2);
   p.draw();
 }
@@ -50,7 +48,7 @@ export function scrolled(p, right, down) {
   const {x, y, zoom} = p;
   const within = (/** @type {number} */ at, /** @type {number} */ low, /** @type {number} */ high) => Math.max(Math.min(low, high), Math.min(Math.max(low, high), at));
   if (down) p.y = within(y - down, 40 * zoom, p.main.clientHeight - (p.height + 30) * zoom);
-  if (right) p.x = within(x - right, p.leftRoom, p.room - (p.right + p.rightRoom) * zoom);
+  if (right) p.x = within(x - right, p.leftRoom, p.main.clientWidth - (p.right + p.rightRoom) * zoom);
   p.untouched = false;
   p.draw();
   return x !== p.x || y !== p.y;

@@ -1,9 +1,8 @@
 // @ts-check
 // Handles mouse and keys of a picture.
-import {GAP, LEFT} from "./geometry.js";
-import {OP, OPW} from "./ops.js";
+import {GAP, LEFT, OP, OPW} from "./ops.js";
 import {ribbonAt} from "./drawing.js";
-import {showTip} from "./tooltip.js";
+import {showTip} from "./elements.js";
 
 /** @typedef {import("./picture.js").Picture<CommonData>} AnyPicture */
 
@@ -15,7 +14,6 @@ import {showTip} from "./tooltip.js";
  */
 export function pick(p, event) {
   const x = (event.offsetX - p.x) / p.zoom, y = (event.offsetY - p.y) / p.zoom, {borders} = p;
-  if (p.minimap.has(event)) return null;
   const borderAt = !p.showsBorders ? -1 : borders.findIndex((row, k) => k > 0 && k < borders.length - 1 && Math.abs(p.itemOf[row].y - GAP / 2 - y) * p.zoom < 6);
   if (borderAt > 0 && x > 0 && x < p.right + 20) return {border: borderAt};
   const ribbon = p.trains ? ribbonAt(p, x, y) : null;
@@ -70,7 +68,6 @@ export function listen(p) {
   const {canvas} = p;
   /** @type {{border: number, x: number, y: number, moved: boolean} | null} */
   let drag = null;
-  let onMap = false;
   /** @type {Map<number, PointerEvent>} */
   const fingers = new Map();
   canvas.addEventListener("wheel", e => {
@@ -85,8 +82,6 @@ export function listen(p) {
     p.untouched = false;
     fingers.set(e.pointerId, e);
     if (fingers.size > 1) { drag = null; return; }
-    onMap = p.minimap.has(e);
-    if (onMap) return p.minimap.go(e);
     const at = pick(p, e);
     const border = p.movable && at && at.border || 0;
     if (border) p.beginDrag();
@@ -94,7 +89,6 @@ export function listen(p) {
   });
   canvas.addEventListener("pointermove", e => {
     if (fingers.size === 2 && fingers.has(e.pointerId)) return pinch(p, fingers, e);
-    if (onMap) return p.minimap.go(e);
     if (drag) p.tip.style.display = "none";
     if (drag && drag.border) return p.moveBorder(drag.border, p.rowNear((e.offsetY - p.y) / p.zoom));
     if (drag) {
@@ -111,7 +105,7 @@ export function listen(p) {
     if (drag && !drag.border && !drag.moved) { const at = pick(p, e); p.select(at && (at.border || at.ribbon) ? null : at); }
     lift(e);
   });
-  const lift = (/** @type {PointerEvent} */ e) => { fingers.delete(e.pointerId); drag = null; onMap = false; p.endDrag(); };
+  const lift = (/** @type {PointerEvent} */ e) => { fingers.delete(e.pointerId); drag = null; p.endDrag(); };
   canvas.addEventListener("pointercancel", lift);
   canvas.addEventListener("pointerleave", () => { p.tip.style.display = "none"; p.hover(null); });
   canvas.addEventListener("dblclick", e => { const at = pick(p, e); if (at && at.row !== undefined) p.toggle(at.row, at.frame); });

@@ -2,12 +2,10 @@
 // The picture of forward and backward of a joint graph: what is saved, and what is recomputed.
 import {aliveTable} from "./alive.js";
 import {bandTable} from "./bands.js";
-import {stripes} from "./canvas.js";
 import {dashed, heading} from "./drawing.js";
-import {el, mark, pressed, remark, tableOf} from "./elements.js";
+import {el, mark, pressed, remark, tableOf, ARROW, LIMIT, RIBBON, legend} from "./elements.js";
 import {factsOfOp, factsOfRow, limitField, showFacts} from "./facts.js";
-import {LEFT, RIBBONS, ROW} from "./geometry.js";
-import {ARROW, LIMIT, RIBBON, legend} from "./legend.js";
+import {LEFT, RIBBONS} from "./ops.js";
 import {nested} from "./nested.js";
 import {Picture} from "./picture.js";
 import {StepChart} from "./step_chart.js";
@@ -81,15 +79,10 @@ export class Halves extends Picture {
     const ops = this.choice.again.filter(op => this.itemOf[this.ops.row[op]] === item);
     return {count: ops.length, seconds: sum(ops.map(op => this.ops.seconds(op)))};
   }
-  /**
-   * Hatch the share of a backward box that is the time of recomputed ops.
-   * @param {CanvasRenderingContext2D} c
-   * @param {Item} item
-   * @param {number} left
-   */
-  hatch(c, item, left) {
+  /** @param {Item} item */
+  hatched(item) {
     const {count, seconds} = this.againIn(item), share = seconds / (this.priceOf(item.start, item.end).backward || 1);
-    if (count) stripes(c, left, item.y, Math.min(1, share) * item.w2, ROW);
+    return count ? Math.min(1, share) * item.w2 : 0;
   }
   /**
    * @param {number} row

@@ -1,19 +1,14 @@
 // @ts-check
 // The picture of a plan in stages: its borders can be moved, and the slider sets the number of stages.
-import {stripes} from "./canvas.js";
 import {el} from "./elements.js";
-import {ROW} from "./geometry.js";
 import {Picture} from "./picture.js";
 import {Prices, bordersOf} from "./prices.js";
 import {colourOf} from "./drawing.js";
-import {keptOf, readersOf} from "./crossing.js";
-import {paintBands, paintBorders} from "./stage_drawing.js";
-import {savedIn} from "./rank_memory.js";
-import {keptNow} from "./recomputed.js";
-import {showStages} from "./stage_side.js";
+import {readersOf, keptNow} from "./crossing.js";
+import {paintBands, paintBorders, showStages, borderText, stageText} from "./stage_side.js";
 import {download, planFile} from "./take_home.js";
-import {borderText, stageText} from "./stage_texts.js";
 import {Timeline} from "./timeline.js";
+import {sum} from "./totals.js";
 
 /** @typedef {[number[], string, number[]]} Past borders, how they were made, and what was chosen among other steps */
 
@@ -141,8 +136,7 @@ export class Ladder extends Picture {
   keep() {
     const {data, ops} = this, isAgain = (/** @type {number} */ k) => this.isAgain(k);
     this.runsAgain = this.stages.map((stage, k) => isAgain(k) && stage.backward > 0);
-    const all = keptOf(data);
-    const {saved, kept} = data.rerun.includes(true) ? keptNow(data, all, ops.row, data.rows.map((_, row) => this.stageOf(row)), isAgain) : {saved: data.saved, kept: all};
+    const {saved, kept} = data.rerun.includes(true) ? keptNow(data, ops.row, data.rows.map((_, row) => this.stageOf(row)), isAgain) : data;
     this.saved = saved;
     this.kept = kept;
   }
@@ -158,11 +152,16 @@ export class Ladder extends Picture {
    */
   moreTimes(k) { return ""; }
   /**
-   * What a stage holds of a microbatch of a step.
+   * What a stage holds of a microbatch of a step, the largest first, and the bytes of what cannot be told apart: copies of
+   * values that it sends, and all of a stage whose values are not those of its rows.
    * @param {Run} run
    * @param {number} k
+   * @returns {{values: import("./rank_memory.js").Value[], rest: number}}
    */
-  heldIn(run, k) { return savedIn(this, run, k); }
+  heldIn(run, k) {
+    const whole = run.by.units[k][1], values = this.data.held[k], rest = whole - sum(values.map(value => value[2]));
+    return run.by.why || rest < 0 ? {values: [], rest: whole} : {values, rest};
+  }
   /**
    * The bytes of weights and state of an item.
    * @param {Item} item
@@ -178,7 +177,7 @@ export class Ladder extends Picture {
   get whyFixed() { return "There are too many stages to move borders."; }
   /**
    * More entries of the legend.
-   * @returns {import("./legend.js").Entry[]}
+   * @returns {import("./elements.js").Entry[]}
    */
   moreLegend() { return []; }
   /** Whether the page can say what it costs to run stages again in backward. */
@@ -201,15 +200,10 @@ export class Ladder extends Picture {
     // in a stage that runs again, so does a row without a backward of its own
     return this.runsAgain[stage] && !price.backward ? {...price, backward: price.forward} : price;
   }
-  /**
-   * Hatch the share of a backward box that is the time of the second forward.
-   * @param {CanvasRenderingContext2D} c
-   * @param {Item} item
-   * @param {number} left
-   */
-  hatch(c, item, left) {
+  /** @param {Item} item */
+  hatched(item) {
     const {forward, backward} = this.priceOf(item.start, item.end);
-    if (this.runsAgain[this.stageOf(item.start)] && backward) stripes(c, left, item.y, forward / backward * item.w2, ROW);
+    return this.runsAgain[this.stageOf(item.start)] && backward ? forward / backward * item.w2 : 0;
   }
   /** @param {number} row */
   stageOf(row) { let k = 0; while (this.borders[k + 1] <= row) k++; return k; }

@@ -1,6 +1,7 @@
 // @ts-check
-// Holds the ops of the graph.
+// Holds the ops of the graph, and the sizes of the ladder and of ops in pixels, before zooming.
 
+export const ROW = 26, GAP = 10, BOX = 220, RIBBONS = 190, LEFT = 170;
 export const OP = 19, OPW = 178;
 
 /** The ops of the graph, read from the columns that Python sends. */

@@ -3,15 +3,13 @@
 import {context} from "./canvas.js";
 import {paintOtherPlans, paintBox, paintRibbons, paintSkips} from "./drawing.js";
 import {el, surroundedByDark} from "./elements.js";
-import {BOX, GAP, LEFT, RIBBONS, ROW} from "./geometry.js";
+import {BOX, GAP, LEFT, RIBBONS, ROW, OPW, Ops} from "./ops.js";
 import {READABLE, arrange, fitInto, reserve, scrolled} from "./framing.js";
 import {listen} from "./input.js";
-import {OPW, Ops} from "./ops.js";
-import {MAP, Minimap} from "./minimap.js";
 import {nested} from "./nested.js";
 import {svgOf} from "./svg_context.js";
 import {download, flattened} from "./take_home.js";
-import {targetText} from "./target_texts.js";
+import {targetText} from "./facts.js";
 import {known} from "./totals.js";
 
 /** @template {CommonData} D */
@@ -32,7 +30,6 @@ export class Picture {
     this.open = new Set();
     /** @type {Set<string>} the modules inside rows that are not open or closed as they were at first */
     this.toggled = new Set();
-    this.minimap = new Minimap(this);
     this.folded = data.rows.length > 40;
     this.zoom = 1;
     this.x = this.y = this.pending = 0;
@@ -199,8 +196,6 @@ export class Picture {
   get leftRoom() { return 12 + 38 * this.othersOf(0).length; }
   /** The room at the right for what stands beside the boxes, before zooming. */
   get rightRoom() { return 40; }
-  /** The width that the map leaves to the picture. */
-  get room() { return this.main.clientWidth - (this.minimap.isShown ? MAP : 0); }
   /**
    * The backward ops of a row, drawn upwards; null for a plan in stages, which does not know them.
    * @param {number} row
@@ -250,12 +245,10 @@ export class Picture {
   /** @param {CanvasRenderingContext2D} c */
   paintStageBorders(c) {}
   /**
-   * Draw on the backward box of a row.
-   * @param {CanvasRenderingContext2D} c
+   * The pixels of an item's backward box that are hatched: the share that is the time of what has been computed before.
    * @param {Item} item
-   * @param {number} left
    */
-  hatch(c, item, left) {}
+  hatched(item) { return 0; }
   /**
    * @param {number} k the border
    * @param {number | undefined} row the row above which it goes
@@ -451,9 +444,7 @@ export class Picture {
     this.pending = requestAnimationFrame(() => { this.pending = 0; this.paint(); if (this.chart) this.chart.paint(); });
   }
   paint() {
-    const [c, w, h] = context(this.canvas);
-    this.paintOn(c, w, h);
-    this.minimap.paint(c, w, h);
+    this.paintOn(...context(this.canvas));
   }
   /**
    * @param {CanvasRenderingContext2D} c

@@ -13,33 +13,6 @@ const BANDS = 6;
 const TINTS = [0.1, 0.5, 0.25, 0.65, 0, 0.4];
 
 /**
- * What a stage holds of a microbatch, the largest first, and the bytes of what cannot be told apart: copies of values
- * that it sends, and all of a stage whose values are not those of its rows.
- * @param {Ladder} p
- * @param {Run} run
- * @param {number} k the stage
- * @returns {{values: Value[], rest: number}}
- */
-export function savedIn(p, {by, replicas}, k) {
-  const {row} = p.ops, start = p.borders[k], end = p.borders[k + 1], rank = by.owned.findIndex(own => own.includes(k)), buffered = by.static && !by.owned[rank].includes(k - 1);
-  const isIn = (/** @type {number} */ at) => at >= start && at < end;
-  /** @type {Map<number, Value>} */
-  const found = new Map();
-  let rest = by.units[k][1];
-  for (const [nbytes, maker, savers, rows] of p.data.stored) {
-    // a stage that backward runs again keeps only what it receives and sends
-    const saver = p.isAgain(k) ? undefined : savers.find(op => isIn(row[op])), crosses = rows.some((from, i) => i % 2 === 0 && (isIn(from) ? rows[i + 1] >= end : from < start && isIn(rows[i + 1])));
-    const op = maker < 0 ? saver ?? -1 : maker, own = Math.floor(nbytes / replicas[rank]);
-    // a received value in a static buffer is among the messages
-    if ((saver === undefined && !crosses) || (buffered && row[op] < start)) continue;
-    const value = found.get(op) || [op, isIn(row[op]) ? saver === undefined ? "sent" : "saved" : "received", 0];
-    value[2] += own;
-    rest -= own;
-    found.set(op, value);
-  }
-  return by.why || rest < 0 ? {values: [], rest: by.units[k][1]} : {values: [...found.values()].sort((a, b) => b[2] - a[2] || a[0] - b[0]), rest};
-}
-/**
  * The bytes of weights and state in each row of a stage; null where they are not those of its rows.
  * @param {Ladder} p
  * @param {Run} run

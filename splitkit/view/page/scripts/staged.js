@@ -1,9 +1,7 @@
 // @ts-check
 // The picture of a training step in stages: forward, backward in one or two parts, what is saved and what waits.
-import {stripes} from "./canvas.js";
 import {linesOf} from "./crossing.js";
 import {el, tableOf} from "./elements.js";
-import {ROW} from "./geometry.js";
 import {Ladder} from "./ladder.js";
 import {nested} from "./nested.js";
 import {sum} from "./totals.js";
@@ -40,12 +38,6 @@ export class Staged extends Ladder {
     slider.disabled = true;
     return slider;
   }
-  keep() {
-    const data = /** @type {StagedData} */ (this.data);
-    this.saved = data.saved;
-    this.kept = data.kept;
-    this.runsAgain = data.parts.map(() => false);
-  }
   get stages() {
     const {stages} = /** @type {StagedData} */ (this.data);
     return this.prices.stages(this.borders, true).map((stage, k) => ({...stage, seconds: stage.seconds + stages.weight[k]}));
@@ -74,15 +66,10 @@ export class Staged extends Ladder {
     const {forward, backward, weight} = this.staged.counts;
     return !sum([forward, backward, weight][column].slice(item.start, item.end));
   }
-  /**
-   * Hatch the share of a backward box that is the time of ops computed again.
-   * @param {CanvasRenderingContext2D} c
-   * @param {Item} item
-   * @param {number} left
-   */
-  hatch(c, item, left) {
+  /** @param {Item} item */
+  hatched(item) {
     const {times, counts} = this.staged, over = (/** @type {number[]} */ column) => sum(column.slice(item.start, item.end));
-    if (over(counts.again)) stripes(c, left, item.y, Math.max(4, item.w2 * Math.min(1, over(times.again) / (over(times.backward) || 1))), ROW);
+    return over(counts.again) ? Math.max(4, item.w2 * Math.min(1, over(times.again) / (over(times.backward) || 1))) : 0;
   }
   /** @param {number} row */
   mirrored(row) { return nested(this.columns[1][row], this.ops, this.toggled, true); }
@@ -96,15 +83,6 @@ export class Staged extends Ladder {
     const column = inner.column ?? (inner.up ? 1 : 0), own = this.staged.places[op];
     return own.some((at, i) => i % 2 === 1 && at < column);
   }
-  /**
-   * @param {Run} run
-   * @param {number} k
-   * @returns {{values: import("./rank_memory.js").Value[], rest: number}}
-   */
-  heldIn(run, k) {
-    const whole = run.by.units[k][1], values = this.staged.held[k], rest = whole - sum(values.map(value => value[2]));
-    return run.by.why || rest < 0 ? {values: [], rest: whole} : {values, rest};
-  }
   /** @param {Item} item */
   weightsOf(item) { return sum(this.staged.alone.fixed.slice(item.start, item.end)); }
   /**
@@ -112,10 +90,10 @@ export class Staged extends Ladder {
    * @returns {import("./facts.js").Fact[]}
    */
   moreFacts(op) { return [["runs in", this.partsOf(op)]]; }
-  /** @returns {import("./legend.js").Entry[]} */
+  /** @returns {import("./elements.js").Entry[]} */
   moreLegend() {
     const {counts} = this.staged, colour = COLOURS[0];
-    /** @type {import("./legend.js").Entry[]} */
+    /** @type {import("./elements.js").Entry[]} */
     const found = sum(counts.again) ? [["hatched", colour, "computed again in backward"]] : [];
     if (this.divided) found.push(["sign", "var(--fg)", "∇x: the part of backward for gradients of inputs; ∇w: for those of weights"]);
     return [...found, ["pale", colour, "a pale box: nothing runs there"]];

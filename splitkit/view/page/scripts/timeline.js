@@ -3,11 +3,10 @@
 import {bandAt, paintBandsOf} from "./bands.js";
 import {SMALL, context, legible, level, put} from "./canvas.js";
 import {colourOf} from "./drawing.js";
-import {el} from "./elements.js";
+import {el, showTip} from "./elements.js";
 import {colourOfChange, heldWhenRun, highest, measuredText, measuredTitle, ownScale, spanOf} from "./measured.js";
 import {bandsOfRank, pointAt} from "./rank_memory.js";
 import {COMPUTATIONS, heldAt, idleOf, memoryOf, peakPoint, peakTime} from "./step_facts.js";
-import {showTip} from "./tooltip.js";
 import {near, sum} from "./totals.js";
 import {duration, size} from "./units.js";
 

@@ -107,8 +107,10 @@ interface LadderData extends CommonData {
   down: number[];
   up: number[];
   saved: Triple[];
-  /** `splitkit.view.data.stage_memory.HeldStorage`: bytes, the op that makes it or -1, the first op of each row that saves it, and pairs of rows: one that makes a value in it, and another that reads this value */
-  stored: [number, number, number[], number[]][];
+  /** for each of `saved` the ops that make it, or -1, and bytes */
+  kept: [number, number][][];
+  /** for each stage what it holds of a microbatch: the op that makes it or -1, how it comes or goes, and bytes; empty without a run */
+  held: [number, string, number][][];
   /** parameters that several rows read: bytes, then the rows */
   shared: number[][];
   marks: number[];
@@ -165,13 +167,10 @@ interface StagedData extends LadderData {
   counts: {forward: number[]; backward: number[]; weight: number[]; again: number[]};
   stages: StageColumns & {weight: number[]; waiting: number[]; again: number[]};
   waits: Triple[];
-  /** for each of `saved` and of `waits` the ops that make it, or -1, and bytes */
-  kept: [number, number][][];
+  /** for each of `waits`, as `kept` */
   left: [number, number][][];
   /** for each border the ops whose values cross it, and bytes: activations, then gradients */
   crossing: [[number, number][], [number, number][]][];
-  /** for each stage what it holds of a microbatch: the op that makes it or -1, how it comes or goes, and bytes */
-  held: [number, string, number][][];
 }
 
 /** The costs of consecutive rows; a stage of a pipeline has more bytes. */
