@@ -329,17 +329,11 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def allocations(run: Callable[[], Any]) -> list[int]:
+def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
     """Return the bytes that the CPU allocator allocated (positive) and freed (negative) during ``run()``, in order.
 
-    The result of ``run`` is still alive at the end.
-    """
-    return [nbytes for group in allocations_between(run, "") for nbytes in group]
-
-
-def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
-    """Return `allocations`: those before the first ``record_function`` whose name has this prefix, those in it, and so
-    on; the last list has those after the last one.
+    The first list has those before the first ``record_function`` whose name has this prefix, the next those in it, and
+    so on; the last list has those after the last one. The result of ``run`` is still alive at the end.
 
     The public profiler only has sums by op, which do not give a peak, and in 2.13 and 2.15 it writes two lines to
     standard error each time; the legacy one (2.11, 2.13, 2.15) does not.

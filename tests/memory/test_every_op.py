@@ -172,7 +172,7 @@ def inside(func, args, kwargs=None):
     profile = simulate_memory(gm)
     with torch.no_grad():
         gm(*real)  # what is made once
-        taken = max(itertools.accumulate(_torch.allocations(lambda: gm(*real))), default=0)
+        taken = max(itertools.accumulate(_torch.allocations_between(lambda: gm(*real), "")[0]), default=0)
     return taken - (profile.peak - profile.baseline), max(profile.baseline, profile.peak - profile.baseline), profile
 
 
