@@ -24,9 +24,8 @@ from splitkit._torch import pytree, without_modes, without_onednn
 from splitkit.costs import Costs, default
 from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.engine.pair import Pair, divide
-from splitkit.errors import CaptureError, SplitError
+from splitkit.errors import CaptureError, PolicyError, SplitError
 from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
-from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.trace_settings import (
     with_gradients_on_meta,
     without_globals,
@@ -370,6 +369,28 @@ def on_real_tensors(joint: fx.GraphModule) -> Iterator[None]:
         yield
 
 
+def refuse_region_budgets(joint: fx.GraphModule) -> None:
+    """Raise SK305 for a graph in which the model itself sets an activation memory budget for torch's partitioner.
+
+    ``torch.autograd.graph.region_activation_memory_budget`` (2.13, 2.15) and the older ``memory_budget`` set it in the
+    meta of nodes; 1.0 means no limit.
+    """
+    graphs = (module.graph for module in joint.modules() if isinstance(module, fx.GraphModule))
+    for node in (node for graph in graphs for node in graph.nodes):
+        custom = node.meta.get("custom")
+        asked = custom.get("_region_activation_memory_budget") if isinstance(custom, dict) else None  # 2.13, 2.15
+        asked = node.meta.get("memory_budget") if asked is None else asked  # 2.11, 2.13, 2.15
+        if isinstance(asked, float) and asked < 1:
+            raise PolicyError(
+                "SK305",
+                f"the model itself sets an activation memory budget of {asked} "
+                f"(torch.autograd.graph.region_activation_memory_budget, at {node.name}), and a policy was given",
+                "Set it in one place: remove it from the model and plan with splitkit.policies."
+                f"Budget({asked}, of='saved'), or let torch obey it: joint.partition(...), torch.compile(model).",
+                [node],
+            )
+
+
 def _describe(pair: Pair, joint: fx.GraphModule) -> None:
     """Set the output descriptors and the node marks that the compilers of the halves read."""
     described = joint.graph.output_node().meta.get("desc")
@@ -411,8 +432,9 @@ def without_tokens(gm: fx.GraphModule) -> None:
         CaptureError: SK410 for an op that is registered with an effect that its schema does not show: without the
             token, the effect would be invisible.
     """
-    for node in _threaded(gm.graph):
-        _call_plainly(gm, node)
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.higher_order.with_effects:
+            _call_plainly(gm, node)
     inputs = [n for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), _TOKENS)]
     output = gm.graph.output_node()
     described = output.meta.get("desc", ())
@@ -424,10 +446,6 @@ def without_tokens(gm: fx.GraphModule) -> None:
         for node in inputs:
             gm.graph.erase_node(node)
     gm.recompile()
-
-
-def _threaded(graph: fx.Graph) -> Iterator[Node]:
-    return (node for node in list(graph.nodes) if node.target is torch.ops.higher_order.with_effects)
 
 
 def _call_plainly(gm: fx.GraphModule, node: Node) -> None:

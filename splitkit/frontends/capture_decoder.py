@@ -29,7 +29,7 @@ from splitkit.frontends.generate_calls import (
     model_device,
     not_a_decoder,
 )
-from splitkit.frontends.trace_settings import without_result_cache, without_special_sizes
+from splitkit.frontends.trace_settings import as_in_steps
 from splitkit.graph.caches import ARGUMENTS, ENCODER_CACHES, caches_of, given_caches, updated_caches
 from splitkit.graph.ops.classify import effects_of
 from splitkit.graph.ops.facts import PURE
@@ -116,8 +116,7 @@ def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
             torch.no_grad(),
             masked_attention() as not_causal,
             continued_states(model),
-            without_special_sizes(),
-            without_result_cache(),
+            as_in_steps(),
             entered,
         ):
             gm = capture_forward(model, (), dict(step), "export", dynamic=True)

@@ -175,7 +175,9 @@ def checkpoint_context(
     keys, drawn = _keys(joint)
     positions = _positions(first.ops)
     unsavable = {n for n in keys if n in drawn or keys[n] not in positions}
-    _tag_unsavable(joint, unsavable)
+    for node in unsavable:  # eager mode does not save it alone, so plans compute it again
+        if joint.flow.producer(node) is node:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     prices = (costs or default)(joint.graph_module)
     pair = divide(_as_checkpointed(joint.flow, unsavable), chosen, prices)
     saved = _saved_ops(joint, pair, keys, positions)
@@ -250,13 +252,6 @@ def _joint(layer: nn.Module, recorded: RecordedLayer) -> Joint:
     return capture_joint(plain, *args, loss=cast(Loss, sum_of_outputs), **kwargs)
 
 
-def _tag_unsavable(joint: Joint, unsavable: Collection[Node]) -> None:
-    """Tag the nodes of forward that eager mode does not save alone, so that plans compute them again."""
-    for node in unsavable:
-        if joint.flow.producer(node) is node:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
 def _positions(ops: Sequence[RecordedOp]) -> dict[Hashable, int]:
     """Return key -> the position of the first op with that key, without those whose results an op writes to."""
     written = {number for op in ops for number in op.writes}
@@ -289,7 +284,7 @@ def _saved_ops(
 def _keys(joint: Joint) -> tuple[Mapping[Node, Hashable], set[Node]]:
     """Return node -> the key of its op, as `recorded_ops` has them, and the nodes that come from random numbers."""
     signature, effects = joint.signature, joint.flow.effects
-    state = {**signature.parameters, **signature.buffers}
+    inputs, state = signature.inputs, {**signature.parameters, **signature.buffers}
     own, passed, drawn = dict[Node, Hashable](), dict[Node, Hashable](), set[Node]()
 
     def key(value: Any) -> Hashable:
@@ -297,7 +292,8 @@ def _keys(joint: Joint) -> tuple[Mapping[Node, Hashable], set[Node]]:
 
     for node in joint.graph_module.graph.nodes:
         if node.op == "placeholder":
-            passed[node] = ("state", state[node.name]) if node.name in state else _input_key(signature.inputs, node)
+            given = ("input", inputs[node.name]) if node.name in inputs else ("tangent", node.name)
+            passed[node] = ("state", state[node.name]) if node.name in state else given
         elif node.op == "get_attr":
             passed[node] = constant_key(node.meta.get("val"))
         elif node.target is operator.getitem:
@@ -307,10 +303,6 @@ def _keys(joint: Joint) -> tuple[Mapping[Node, Hashable], set[Node]]:
             if passed[node] == DRAWN or effects[node].random:
                 drawn.add(node)
     return own, drawn
-
-
-def _input_key(inputs: Mapping[str, int], node: Node) -> Hashable:
-    return ("input", inputs[node.name]) if node.name in inputs else ("tangent", node.name)
 
 
 # Record the ops of checkpointed layers in eager mode, and name their results so that a joint graph's can be matched.
@@ -533,7 +525,7 @@ def keys_of(
         key: the key of an argument.
         is_random: whether it draws random numbers.
     """
-    leaves = pytree.tree_leaves(list(args), is_leaf=_is_leaf)
+    leaves = pytree.tree_leaves(list(args), is_leaf=lambda value: not isinstance(value, list | tuple))
     given = [key(value) for value in leaves]
     terms = (_out_of_place(func), len(args), *given, *((n, _deep(v, key)) for n, v in sorted(kwargs.items())))
     own = sha256(repr(terms).encode()).hexdigest()  # of fixed size: terms of terms double with each residual branch
@@ -558,10 +550,6 @@ def _out_of_place(func: Any) -> Any:
 
 def _deep(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
     return tuple(map(key, value)) if isinstance(value, list | tuple) else key(value)
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, list | tuple)
 
 
 def item_key(key: Hashable, position: int) -> Hashable:

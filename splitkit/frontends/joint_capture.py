@@ -27,18 +27,17 @@ from splitkit.frontends.capture.capture import (
     IN_EVAL_MODE,
     buffers_on_meta,
     capture_by_export,
+    capture_conditions,
     capture_forward,
     copy_repeated,
     inputs_on_meta,
     silenced,
     succeeds,
 )
-from splitkit.frontends.capture.capture import capture_conditions as capture_conditions
 from splitkit.frontends.capture.capture_errors import came_from_torch, capture_error, require_module
 from splitkit.frontends.capture.first_call import are_real, in_eval_mode, outputs_of_call, retry_after_call
-from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.example_run import failed_run_error
-from splitkit.frontends.module_state import dicts_restored, owned_dicts
+from splitkit.frontends.module_state import tables_restored
 from splitkit.frontends.sharded_step import (
     NO_LOSS,
     NO_TENSOR,
@@ -161,7 +160,7 @@ class Joint:
     @cached_property
     def flow(self) -> JointFlow:
         """The facts about the graph that policies read; raises SK305 if the model sets a memory budget itself."""
-        refuse_region_budgets(self.graph_module)
+        aot.refuse_region_budgets(self.graph_module)
         return aot.joint_flow(self.graph_module, self.signature.forward_outputs)
 
     def split(self, policy: PolicyLike, costs: Costs | None = None) -> Pair | StagedStep:
@@ -322,7 +321,7 @@ def _traced(
     """Return the joint graph of a step; errors name ``original`` if the model of the step is a capture of it."""
     model = original or step.model
     # AOTAutograd replaces parameters while it traces, and does not restore all of a module with two names
-    with capture_conditions(), dicts_restored(owned_dicts(step)):
+    with capture_conditions(), tables_restored(step):
         try:
             trace = aot.trace_sharded if isinstance(step, ShardedStep) else aot.trace_joint
             gm = trace(step, args, kwargs)

@@ -6,7 +6,7 @@ a dtype, or create the parameters and buffers of a lazy module. TorchScript modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,11 +30,6 @@ def write_back(tensor: Tensor, value: Tensor) -> None:
             tensor.data.copy_(value)
 
 
-def is_as_before(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether a tensor has the shape and dtype of ``value``."""
-    return tensor.shape == value.shape and tensor.dtype == value.dtype
-
-
 @contextmanager
 def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
     """Restore all buffers afterwards; those of lazy modules get the values that they were created with.
@@ -52,7 +47,7 @@ def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
             for module, name, buffer, value in held:
                 if buffer.grad_fn is not None:
                     buffer.detach_()
-                if sizes or is_as_before(buffer, value):
+                if sizes or (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
                     write_back(buffer, value)
                 if not isinstance(module, torch.jit.ScriptModule):
                     module._buffers[name] = buffer
@@ -61,17 +56,14 @@ def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
                     write_back(buffer, value)
 
 
-def owned_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the dicts of parameters and buffers of all modules except TorchScript's, which only mirror C++ state."""
-    for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            yield from (module._parameters, module._buffers)
-
-
 @contextmanager
-def dicts_restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore afterwards what dicts hold, such as the buffers of modules: rebound entries are put back."""
-    held = [(now, dict(now)) for now in dicts]
+def tables_restored(model: nn.Module) -> Iterator[None]:
+    """Put back afterwards what was rebound in the dicts of parameters and buffers of all modules.
+
+    Those of TorchScript's modules only mirror state in C++, and are left alone.
+    """
+    own = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    held = [(now, dict(now)) for module in own for now in (module._parameters, module._buffers)]
     try:
         yield
     finally:

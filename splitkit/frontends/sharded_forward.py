@@ -24,7 +24,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.frontends import aot
-from splitkit.frontends.module_state import dicts_restored, owned_dicts
+from splitkit.frontends.module_state import tables_restored
 from splitkit.frontends.sharded_step import ShardedStep
 from splitkit.graph.shards import PIECES, full_tensor, is_sharded
 from splitkit.graph.storages import parameters_and_buffers
@@ -66,7 +66,7 @@ def forward_of_shards(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         kwargs: example keyword inputs.
     """
     step = ShardedForward(model)
-    with dicts_restored(owned_dicts(step)):  # AOTAutograd replaces parameters while it traces
+    with tables_restored(step):  # AOTAutograd replaces parameters while it traces
         traced = aot.trace_sharded(step, args, kwargs)
     step.clean(traced.graph)
     return _Writer(step, traced, args, kwargs).module()

@@ -495,7 +495,7 @@ def test_a_device_type_has_kernels_of_ops():
 
 def test_dynamic_sizes_may_be_0_and_1():
     shapes, x = ({0: torch.export.Dim.AUTO},), torch.ones(3)
-    with trace_settings.without_special_sizes():
+    with trace_settings.as_in_steps():
         program = torch.export.export(torch.nn.ReLU(), (x,), dynamic_shapes=shapes)
     assert [len(program.module()(torch.ones(n))) for n in (0, 1, 5)] == [0, 1, 5]
 

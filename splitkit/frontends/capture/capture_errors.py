@@ -21,7 +21,6 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from splitkit import _torch
 from splitkit.errors import CaptureError, SplitError
 from splitkit.frontends.capture.first_call import are_real
-from splitkit.frontends.quantized import diagnose_packed
 from splitkit.graph.storages import attribute
 
 _TORCH = Path(torch.__file__).parent
@@ -250,6 +249,40 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
+# Explain failed captures of models with weights packed by ``torch.ao.quantization``, which no op tracer accepts.
+
+
+_PACKED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")  # packages: 2.11, 2.13, 2.15
+_FLOAT = "capture the float model before quantize_dynamic or convert"
+
+AS_MODULES = f'Use how="symbolic_trace", which keeps quantized modules whole; or {_FLOAT}.'
+"""The remedy where ``symbolic_trace`` was tried and captures the model."""
+WITHOUT_SIZES = (
+    "Split torch.fx.symbolic_trace(model), which keeps quantized modules whole, by a policy that needs no sizes, such "
+    f"as splitkit.policies.ByName; or {_FLOAT}."
+)
+"""The remedy where only torch's own tracer works: ``quantize_per_tensor`` has no sizes on fake tensors."""
+_NO_GRADIENT = (
+    "Packed weights have no gradient: capture the float model, or for quantization-aware training the result of "
+    "prepare_qat, and convert it after training."
+)
+
+
+def quantized_part(model: nn.Module) -> str | None:
+    """Return the name of the first submodule with packed weights, empty for the model itself; ``None`` if none has."""
+    return next((name for name, module in model.named_modules() if type(module).__module__.startswith(_PACKED)), None)
+
+
+def diagnose_packed(model: nn.Module, how: str) -> tuple[str, str] | None:
+    """Return (reason, remedy) why ``how`` cannot capture a model with packed weights; ``None`` for other models."""
+    name = quantized_part(model)
+    if name is None:
+        return None
+    part = f"its part {name}" if name else "it"
+    construct = f"{part} has packed weights (torch.ao.quantization), which only the module itself can read"
+    return construct, _NO_GRADIENT if how == "dynamo" else WITHOUT_SIZES
+
+
 # Export ``no_grad``, ``inference_mode`` and autocast blocks as plain nodes, not as hidden bodies.
 #
 # The last two passes of torch.export turn such blocks into higher-order ops, and lose a ``no_grad`` inside autocast or
@@ -310,8 +343,9 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
         stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", trace))
         for kind, method, how in _WRITERS:
             stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
-        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer, me)))
-        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer, me)))
+        begin, end = (marked(how, lambda mode: torch._C._set_grad_enabled(mode)) for how in ("begin", "end"))
+        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(begin)))
+        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(end)))
         yield
 
 
@@ -345,36 +379,26 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _enter_inference(writer: list[str], me: int) -> Callable[..., None]:
+def _enter_inference(set_grad: Callable[[bool], None]) -> Callable[..., None]:
     """Return an ``__enter__`` that records the grad mode of inference mode, which tracing itself does not record."""
     original = torch.inference_mode.__enter__
 
     def enter(self: Any) -> None:
         self._splitkit_before = torch.is_grad_enabled()
         original(self)
-        if threading.get_ident() == me:
-            _set_grad(writer, "begin", not self.mode)
+        set_grad(not self.mode)
 
     return enter
 
 
-def _exit_inference(writer: list[str], me: int) -> Callable[..., None]:
+def _exit_inference(set_grad: Callable[[bool], None]) -> Callable[..., None]:
     original = torch.inference_mode.__exit__
 
     def leave(self: Any, *why: Any) -> None:
         original(self, *why)
-        if threading.get_ident() == me:
-            _set_grad(writer, "end", self._splitkit_before)
+        set_grad(self._splitkit_before)
 
     return leave
-
-
-def _set_grad(writer: list[str], how: str, mode: bool) -> None:
-    writer.append(how)
-    try:
-        torch._C._set_grad_enabled(mode)
-    finally:
-        writer.pop()
 
 
 def restore_callers_grad(graph: fx.Graph) -> None:

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -62,13 +61,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     set_values(gm, bound.arguments)
     if constants:
         check = _ConstantInputs(signature, constants)
-        _register_check(check, gm)
-        gm._register_deepcopy_hook(partial(_register_check, check))  # 2.11, 2.13, 2.15
+        check.watch(gm)
+        gm._register_deepcopy_hook(check.watch)  # 2.11, 2.13, 2.15
     return gm
-
-
-def _register_check(check: _ConstantInputs, gm: fx.GraphModule) -> None:
-    gm.register_forward_pre_hook(check, with_kwargs=True)
 
 
 class _RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -193,6 +188,10 @@ class _ConstantInputs:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.positional = [name for name, p in signature.parameters.items() if p.kind in kinds]
         self.constants = dict(constants)
+
+    def watch(self, gm: fx.GraphModule) -> None:
+        """Register the check on ``gm``."""
+        gm.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Plain loops, since Dynamo cannot trace inspect.Signature.bind.

@@ -31,7 +31,7 @@ from splitkit.frontends.capture.first_call import call_once
 from splitkit.frontends.compile.changing_sizes import CompileHistory, SizeWatch
 from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.input_copies import copy_inputs
-from splitkit.frontends.module_state import buffers_kept, dicts_restored, is_uninitialised, owned_dicts
+from splitkit.frontends.module_state import buffers_kept, is_uninitialised, tables_restored
 from splitkit.frontends.trace_settings import scalar_writes_kept, without_meta_errors
 from splitkit.graph.storages import storages_shown
 from splitkit.late_policies import LatePolicies
@@ -287,7 +287,13 @@ def apply(
         divided.written = written
         _compile(applied, divided, fullgraph)
         if names := divided.overwritten_later(_try(applied, divided, fullgraph, args, kwargs)):
-            raise overwritten_error(names)
+            raise PlanError(
+                "SK215",
+                f"backward needs {', '.join(names)}, which the model writes to in a later graph, after forward has "
+                "saved it",
+                "Read a copy (buffer.clone()), or write to it after backward.",
+                names,
+            )
     if len(divided.pairs) > 1:
         warnings.warn(
             f"{type(applied).__name__} has graph breaks: its {len(divided.pairs)} graphs are divided one by one; "
@@ -333,7 +339,7 @@ def _try(
         inputs, named = copy_inputs((args, kwargs))
         with (
             buffers_kept(applied),
-            dicts_restored(owned_dicts(applied)),
+            tables_restored(applied),
             torch.random.fork_rng(),
             torch.enable_grad(),
             without_meta_errors(),
@@ -427,16 +433,6 @@ def overwritten_saves(pair: Pair, written: Collection[Node], names: Sequence[str
     found = [nodes[name] for name in pair.saved if not memory.isdisjoint(storages_shown([nodes[name]]))]
     positions = {n.name: aot.input_position(n) for n in found if n.op == "placeholder"}
     return [n.name if (i := positions.get(n.name)) is None or i >= len(names) else names[i] for n in found]
-
-
-def overwritten_error(names: Sequence[str]) -> PlanError:
-    """Return the SK215 for values that backward needs and that a later graph writes to."""
-    return PlanError(
-        "SK215",
-        f"backward needs {', '.join(names)}, which the model writes to in a later graph, after forward has saved it",
-        "Read a copy (buffer.clone()), or write to it after backward.",
-        list(names),
-    )
 
 
 def _versions(values: Iterable[Any]) -> list[int]:
