@@ -401,7 +401,7 @@ def action_schedule(
     read: Any = schedules._Action.from_str
     made = runtime(stages, count, loss_fn=loss, scale_grads=False)
     rows = [list(map(str, row)) for row in ranks]
-    if messages and _sends_are_awaited():
+    if messages and hasattr(schedules._ComputationType, "WAIT_SEND_F"):  # since 2.15
         rows = [_with_waits(row) for row in rows]
     form = "compute_comms" if messages else "compute_only"
     made._prepare_schedule_with_comms({rank: list(map(read, row)) for rank, row in enumerate(rows)}, format=form)
@@ -410,14 +410,6 @@ def action_schedule(
         rows = made.pipeline_order_with_comms.items()
         made.pipeline_order_with_comms = {r: [a for a in row if a.computation_type.name in kept] for r, row in rows}
     return made
-
-
-def _sends_are_awaited() -> bool:
-    """Whether rows must say when each message must have been sent: since 2.15."""
-    from torch.distributed.pipelining import schedules
-
-    kinds: Any = schedules._ComputationType
-    return hasattr(kinds, "WAIT_SEND_F")
 
 
 def _with_waits(row: Iterable[str]) -> list[str]:

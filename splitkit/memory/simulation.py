@@ -31,7 +31,7 @@ from splitkit.checks import is_whole
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fake_runs import values_again
-from splitkit.graph.node_values import body_graphs, require_values, storage_nbytes
+from splitkit.graph.node_values import body_graphs, op_name, require_values, storage_nbytes
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import (
     assumed_upper_bounds,
@@ -46,7 +46,7 @@ from splitkit.graph.storages import (
 )
 from splitkit.memory.kernels.kernel_results import Bytes, ResultAliases, storages_of
 from splitkit.memory.kernels.strides import kernel_strides
-from splitkit.memory.kernels.temporaries import Temporaries, allocates_unseen, name_of
+from splitkit.memory.kernels.temporaries import Temporaries, allocates_unseen
 from splitkit.memory.kernels.vmap_batches import VmapRun, run_vmap
 from splitkit.memory.storage_watch import BEFORE, HELD
 
@@ -221,7 +221,7 @@ class MemorySimulation:
             hidden = self._hidden(gm, node, autocast)
             value = self._result(gm, node, read)
             if allocates_unseen(node.target):
-                self.unseen.add(name_of(node.target))
+                self.unseen.add(op_name(node.target))
             self.transient.append(max(self.workspace(node), hidden))
         for held in (*read.values(), value):
             self.hold(held, len(self.steps) - 1)

@@ -57,8 +57,7 @@ from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
 from splitkit.frontends.sharded_step import has_shards, refuse_fsdp, refuse_sharded_inputs
 from splitkit.frontends.trace_settings import with_attention_on_meta, without_meta_errors, without_partial_graph
-from splitkit.graph.storages import mark_repeated_inputs
-from splitkit.graph.unsaved_buffers import keep_values
+from splitkit.graph.storages import keep_values, mark_repeated_inputs
 
 # Checks that export adds to the graph. They hold by construction, and would fail in a part on another device.
 _EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})

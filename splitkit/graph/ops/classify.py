@@ -74,11 +74,11 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return union_effects(f.of(node) for f in facts)
     if (found := container_effects(node, root, memo.tuples)) is not None:
         return found
-    if node.op == "call_method" and (found := foreign_effects(node, root, memo.origins)) is not None:
+    if node.op == "call_method" and (found := foreign_effects(node, root, memo)) is not None:
         return found
     if not is_python(node):
         return named_effects(node)
-    found = operand_effects(node, root, memo.origins)
+    found = operand_effects(node, root, memo)
     return python_effects(node) if found is None else found
 
 

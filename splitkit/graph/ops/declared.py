@@ -21,12 +21,8 @@ _DECLARED: dict[Any, Facts] = {
     **dict.fromkeys((*CHECKS, refuse_objects), Facts(check=True)),
     **dict.fromkeys(SCANS, Facts()),
 }
-_WATCHERS: list[Callable[[], None]] = []
-
-
-def on_declare(forget: Callable[[], None]) -> None:
-    """Call ``forget`` at each declaration, which may make cached answers about targets wrong."""
-    _WATCHERS.append(forget)
+QUICK: dict[int, Any] = {}
+"""What `splitkit.graph.ops.fast_path` has found about targets; each declaration empties it."""
 
 
 def declare(
@@ -61,8 +57,7 @@ def declare(
         impure=impure,
     )
     _DECLARED.update(dict.fromkeys(spellings, facts))
-    for forget in _WATCHERS:
-        forget()
+    QUICK.clear()
 
 
 def _spellings(target: Any) -> tuple[Any, ...]:
