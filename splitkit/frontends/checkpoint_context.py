@@ -592,10 +592,7 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return made
         with without_modes():
             made = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, self._fake_if_inexact, made)
-
-    def _fake_if_inexact(self, tensor: Tensor) -> Tensor:
-        return self.mode.from_tensor(tensor) if is_inexact(tensor) else tensor
+        return pytree.tree_map_only(Tensor, lambda t: self.mode.from_tensor(t) if is_inexact(t) else t, made)
 
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default  # 2.11, 2.13, 2.15

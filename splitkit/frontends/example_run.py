@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ def describe_failure(model: nn.Module, error: BaseException, args: tuple[Any, ..
         args: the positional example inputs.
         kwargs: the keyword example inputs.
     """
-    called = [f for f, _ in traceback.walk_tb(error.__traceback__) if _is_call(f)]
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = {id(module): name for name, module in model.named_modules()}
-    for frame in reversed(called):  # the innermost named submodule
-        module = frame.f_locals["self"]
-        if names.get(id(module)):
+    for frame in reversed(frames):  # the innermost named submodule; nn.Module._call_impl: 2.11, 2.13, 2.15
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "_call_impl" and names.get(id(module)):
             given = frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
             part = (
                 f", in its part {names[id(module)]}, a {type(module).__name__}, called with {describe_inputs(*given)}"
@@ -59,11 +58,6 @@ def failed_run_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         refusal.__cause__ = error
         return refusal
     return None
-
-
-def _is_call(frame: FrameType) -> bool:
-    # nn.Module._call_impl: 2.11, 2.13, 2.15
-    return frame.f_code.co_name == "_call_impl" and isinstance(frame.f_locals.get("self"), nn.Module)
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -98,7 +98,8 @@ class GenerateCalls:
             if len(kinds) > 1:
                 why = f"generate gives it {name} as {' and then as '.join(kinds)}, and one graph runs all steps"
                 raise not_a_decoder(self.model, why)
-            if not _are_tensors(several.get(name)):
+            leaves = pytree.tree_leaves(several.get(name))
+            if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
                 raise not_a_decoder(self.model, f"generate gives it {name}, which is {next(iter(kinds))}")
         if self.embedded:
             several |= self._deepstack(several)
@@ -220,10 +221,6 @@ def _further(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_nothing(value: Any) -> bool:
     return all(leaf is None or leaf is False for leaf in pytree.tree_leaves(value))
-
-
-def _are_tensors(value: Any) -> bool:
-    return all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _kind(value: Any) -> str:

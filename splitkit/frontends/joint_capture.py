@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -619,13 +619,8 @@ def name_modules(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for key in _STACKS:
             if stack := node.meta.get(key):
-                node.meta[key] = dict(_inside_model(stack))
+                named = {n: (path.replace(f"{_ROOT}.{_WRAPPED}", _ROOT), kind) for n, (path, kind) in stack.items()}
+                node.meta[key] = {name: named[name] for name, (path, _) in stack.items() if path != _ROOT}
         if node.op == "call_function" and mark_of(node) == "is_backward":
             stacks = (n.meta.get(key) for n in (node, *node.all_input_nodes) for key in reversed(_STACKS))
             node.meta[_STACKS[1]] = next(filter(None, stacks), {})
-
-
-def _inside_model(stack: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    for key, (path, kind) in stack.items():
-        if path != _ROOT:
-            yield key, (path.replace(f"{_ROOT}.{_WRAPPED}", _ROOT), kind)

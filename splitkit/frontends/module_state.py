@@ -38,7 +38,8 @@ def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
         model: the module.
         sizes: whether to restore buffers that changed shape or dtype; otherwise these stay as the run left them.
     """
-    held = [(m, name, b, b.detach().clone()) for m, name, b in _buffers(model) if not is_lazy(b)]
+    buffers = ((m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None)
+    held = [(m, name, b, b.detach().clone()) for m, name, b in buffers if not is_lazy(b)]
     with ExitStack() as hooks:
         made = [hooks.enter_context(_as_made(m)) for m in model.modules() if _is_uninitialised(m)]
         try:
@@ -81,11 +82,6 @@ def made_by_hooks(owner: nn.Module) -> set[str]:
 def is_uninitialised(model: nn.Module) -> bool:
     """Return whether a module in the model is lazy and was never called."""
     return any(map(_is_uninitialised, model.modules()))
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in model.modules():
-        yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
 
 
 def _is_uninitialised(module: nn.Module) -> bool:

@@ -104,7 +104,8 @@ def register_classes_of(value: Any) -> None:
     """Register the class of every object in ``value`` that holds tensors and that pytree does not know."""
     for leaf in pytree.tree_leaves(value):
         if _is_object(leaf) and _has_values(leaf, set()):
-            _register(type(leaf))
+            if (kind := type(leaf)) not in pytree.SUPPORTED_NODES:
+                pytree.register_pytree_node(kind, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
             register_classes_of(_state(leaf)[1])
 
 
@@ -128,11 +129,6 @@ def named_leaves(value: Any) -> tuple[list[tuple[str, Any]], Any]:
 def _is_size(value: Any) -> bool:
     """Return whether a value is a ``torch.Size``, which pytree would rebuild as a tuple."""
     return isinstance(value, torch.Size) and all(type(n) is int for n in value)
-
-
-def _register(kind: type) -> None:
-    if kind not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(kind, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
 
 
 def _is_object(leaf: Any) -> bool:

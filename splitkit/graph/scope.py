@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit.errors import GraphError
 from splitkit.graph.ambient import GRAD, TARGETS, Region, closed_by, is_state_op, opened_by, read_by, written_by
 
@@ -54,6 +55,11 @@ class Scope:
         """The grad mode that the graph has set, ``None`` for the caller's."""
         value = self.value(GRAD.name)
         return None if value is CALLERS else bool(value)
+
+    @property
+    def autocast(self) -> tuple[Node, ...]:
+        """The enter nodes of the open autocast regions, outermost first."""
+        return tuple(enter for enter in self.regions if enter.target is _torch.ENTER_AUTOCAST)
 
     def value(self, setting: str) -> Any:
         """Return the value of a setting, or `CALLERS`."""

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.losses import loss_node
@@ -76,7 +75,7 @@ class GraphMemory:
         leaves = pytree.tree_leaves((node.args, node.kwargs)) if inside.wide or inside.handed else []
         saves = dict.fromkeys(s for n in (node, *followers) for s in known.saved.get(n, ())) if self.training else {}
         forward = inside.forward
-        regions = tuple(r for r in self.flow.scope[node].regions if r.target is _torch.ENTER_AUTOCAST)
+        regions = self.flow.scope[node].autocast
         if not self.training or (regions and not any(r in known.requires for r in reads)):
             without = temporaries(self.flow.root, node, regions)
             forward = max(without.transient, forward if self.training else 0)

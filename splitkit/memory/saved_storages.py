@@ -25,7 +25,6 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._gc import paused_collector
 from splitkit._torch import plain_tensors, pytree
 from splitkit.graph.dataflow import Dataflow, root_of
@@ -324,7 +323,7 @@ class BackwardTemporaries:
         scope = self._scope[node]
         if body_graphs(self.gm, node):
             return _guess(self.gm, node)
-        call = stand_in(self.gm, node, NO_SIZES, [r for r in scope.regions if r.target is _torch.ENTER_AUTOCAST])
+        call = stand_in(self.gm, node, NO_SIZES, scope.autocast)
         flags = tuple(self._flags(node))
         watch = _CallRun(flags, scope.grad is not False)
         return self._calls.ask(call, watch, lambda: _guess(self.gm, node), watch)

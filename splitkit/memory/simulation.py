@@ -32,7 +32,7 @@ from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fake_runs import values_again
 from splitkit.graph.node_values import body_graphs, op_name, require_values, storage_nbytes
-from splitkit.graph.scope import Scope, is_state_op, scopes
+from splitkit.graph.scope import is_state_op, scopes
 from splitkit.graph.storages import (
     assumed_upper_bounds,
     attribute,
@@ -198,7 +198,7 @@ class MemorySimulation:
                 outputs = [(leaf, values[leaf]) for leaf in leaves if leaf in values]
             elif not is_state_op(node):
                 read = {n: values[n] for n in node.all_input_nodes if n in values}
-                values[node] = self._call(gm, node, read, (*autocast, *_autocast(scope[node])))
+                values[node] = self._call(gm, node, read, (*autocast, *scope[node].autocast))
         for value in [*unread, *(value for _, value in outputs)]:
             self.hold(value, len(self.steps) - 1)
         self._drop_casts()
@@ -360,11 +360,6 @@ class MemorySimulation:
 
 _BRANCHES_AND_LOOPS = frozenset(("cond", "while_loop", "scan", "map_impl", "associative_scan"))
 """Higher-order ops of which only the data decides which body runs, or how often: their bytes are upper bounds."""
-
-
-def _autocast(scope: Scope) -> tuple[Node, ...]:
-    """Return the nodes that open the autocast regions of a scope, outermost first."""
-    return tuple(enter for enter in scope.regions if enter.target is _torch.ENTER_AUTOCAST)
 
 
 def _calls_graph(gm: fx.GraphModule, node: Node) -> fx.GraphModule | None:

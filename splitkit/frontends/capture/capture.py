@@ -485,7 +485,8 @@ def _computed_again(model: nn.Module, module: nn.Module) -> dict[str, torch.Tens
 
     It runs on two copies of the module filled with different numbers: what differs afterwards was not filled.
     """
-    fill = next((m for m in _owners(model, module) if callable(getattr(m, "_init_weights", None))), None)
+    around = [m for m in model.modules() if any(inner is module for inner in m.modules())]
+    fill: Any = next((m for m in reversed(around) if callable(getattr(m, "_init_weights", None))), None)
     if fill is None:
         return {}
     made: list[dict[str, torch.Tensor]] = []
@@ -506,12 +507,6 @@ def _computed_again(model: nn.Module, module: nn.Module) -> dict[str, torch.Tens
         made.append({name: b for name, b in fresh.items() if b is not None})
     first, second = made
     return {name: b for name, b in first.items() if torch.equal(b, second[name])}
-
-
-def _owners(model: nn.Module, module: nn.Module) -> Iterator[Any]:
-    """Yield the modules that have a module inside, the innermost first."""
-    around = [m for m in model.modules() if any(inner is module for inner in m.modules())]
-    yield from reversed(around)
 
 
 # Check the inputs of a captured graph, with a hook that Dynamo and strict export can trace.

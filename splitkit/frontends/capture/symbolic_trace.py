@@ -46,7 +46,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     constants = {
         name: value
         for name, value in bound.arguments.items()
-        if signature.parameters[name].kind not in variadic and not _has_tensor(value)
+        if signature.parameters[name].kind not in variadic and not any(map(torch.is_tensor, pytree.tree_leaves(value)))
     }
     with (
         functions_as_fx_nodes(),
@@ -150,10 +150,6 @@ def _lost_write(what: str) -> CaptureError:
     )
 
 
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
 def _fold_constants(gm: fx.GraphModule, constants: Mapping[str, Any]) -> None:
     """Drop the checks that fx adds for constant inputs, and restore the names of these inputs (``y_1`` -> ``y``).
 
@@ -201,14 +197,9 @@ class _ConstantInputs:
             self._require(name, kwargs[name])
 
     def _require(self, name: str, given: Any) -> None:
-        if name in self.constants and not _same(given, self.constants[name]):
-            raise RuntimeError(
-                f"Expected input {name} to be {self.constants[name]!r}, as at capture, but got {given!r}"
-            )
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))
+        wanted = self.constants.get(name, given)
+        if not (given is wanted or (type(given) is type(wanted) and bool(given == wanted))):
+            raise RuntimeError(f"Expected input {name} to be {wanted!r}, as at capture, but got {given!r}")
 
 
 # Refuse a model that seeds a random number generator while it is traced: the seed would be set now and never again.

@@ -208,7 +208,7 @@ class SizeWatch:
 
         def watched(*args: Any) -> Any:
             if not self.known.has_warned:
-                sizes = {name: _size_at(args, place) for name, place in places.items()}
+                sizes = {name: int(args[i] if dim is None else args[i].shape[dim]) for name, (i, dim) in places.items()}
                 key = tuple(sizes.values())
                 if key not in seen and any(sizes[name] > most for name, most in self.most.items() if name in sizes):
                     seen.add(key)
@@ -302,8 +302,3 @@ def _size_positions(gm: fx.GraphModule) -> dict[str, tuple[int, int | None]]:
                 if isinstance(one, torch.SymInt):
                     found.setdefault(str(one.node.expr), (i, dim))
     return found
-
-
-def _size_at(args: Sequence[Any], place: tuple[int, int | None]) -> int:
-    position, dim = place
-    return int(args[position] if dim is None else args[position].shape[dim])

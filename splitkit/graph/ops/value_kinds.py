@@ -239,16 +239,13 @@ def _member(value: Any, path: Sequence[Node]) -> Any:
             if read.target is operator.getitem:
                 value = value[key] if type(value) in _CONTAINERS else _UNKNOWN
             else:
-                value = inspect.getattr_static(value, str(key)) if _has(value, str(key)) else _UNKNOWN
+                has = str(key) in getattr(value, "__dict__", {})
+                value = inspect.getattr_static(value, str(key)) if has else _UNKNOWN
         except Exception:
             return _UNKNOWN
         if isinstance(value, torch.Tensor):
             return value
     return value
-
-
-def _has(value: object, name: str) -> bool:
-    return name in getattr(value, "__dict__", {})
 
 
 def _of_value(value: object) -> ValueKind:
@@ -425,7 +422,8 @@ def sizes_only(node: Node) -> tuple[Node, ...]:
     args, kwargs = list[object](node.args), dict[str, object](node.kwargs)
     asked: dict[Node, None] = {}
     for position in positions:
-        given = args[position] if position < len(args) else _pop(kwargs, _NAMES[position])
+        by_name = next((name for name in _NAMES[position] if name in kwargs), "")
+        given = args[position] if position < len(args) else kwargs.pop(by_name, None)
         if position < len(args):
             args[position] = None
         if isinstance(given, Node) and _is_plain(given):
@@ -433,10 +431,6 @@ def sizes_only(node: Node) -> tuple[Node, ...]:
         else:
             args.append(given)
     return tuple(a for a in asked if a not in argument_nodes((args, kwargs)))
-
-
-def _pop(kwargs: dict[str, object], names: tuple[str, ...]) -> object:
-    return next((kwargs.pop(name) for name in names if name in kwargs), None)
 
 
 def _positions(node: Node) -> tuple[int, ...]:
