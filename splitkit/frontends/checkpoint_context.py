@@ -47,7 +47,7 @@ from splitkit.frontends.compile.compile import BudgetLike, as_policy
 from splitkit.frontends.joint_capture import Joint, Loss, capture_joint, checked_loss, sum_of_outputs
 from splitkit.frontends.trace_settings import without_meta_errors
 from splitkit.graph.node_selection import no_module
-from splitkit.graph.storages import storages_shown
+from splitkit.graph.storages import storages_shown, tensors
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 from splitkit.plans.policy import PolicyLike
 from splitkit.short_repr import brief
@@ -460,12 +460,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, before = kwargs or {}, len(self._storages)
         output = func(*args, **kwargs)
         own, passed = keys_of(func, args, kwargs, self._key, draws(func, args, kwargs))
-        leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        leaves = list(tensors(output))
         for i, tensor in enumerate(leaves):
             self._name(tensor, passed if isinstance(output, Tensor) else item_key(passed, i))
         if func in SAC_IGNORED_OPS:
             return output
-        written = _written(func, args, kwargs)
+        written = list(tensors(written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else []))
         for tensor in written:
             self._keys[id(tensor)] = passed
         made = frozenset(self._storage(t) for t in leaves)
@@ -494,13 +494,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def reads_floats(args: Any, kwargs: Any) -> bool:
     """Return whether there is a tensor of floats or complex numbers among the arguments of an op."""
-    return any(isinstance(leaf, Tensor) and is_inexact(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that an op writes to."""
-    given = written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else []
-    return [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    return any(map(is_inexact, tensors((args, kwargs))))
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -582,13 +576,13 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, on fakes if a float is among its inputs or results."""
         kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = list(tensors((args, kwargs)))
         if any(isinstance(t, FakeTensor) or is_inexact(t) for t in given):
             run = _grouped_mm if func is GROUPED_MM and args[0].dtype != torch.bfloat16 else func
             return run(*args, **kwargs)
         if not given:
             made = func(*args, **kwargs)  # fake
-            if any(is_inexact(t) for t in pytree.tree_leaves(made) if isinstance(t, Tensor)):
+            if any(map(is_inexact, tensors(made))):
                 return made
         with without_modes():
             made = func(*args, **kwargs)

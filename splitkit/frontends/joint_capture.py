@@ -34,9 +34,8 @@ from splitkit.frontends.capture.capture import (
     silenced,
     succeeds,
 )
-from splitkit.frontends.capture.capture_errors import came_from_torch, capture_error, require_module
+from splitkit.frontends.capture.capture_errors import came_from_torch, capture_error, failed_run_error, require_module
 from splitkit.frontends.capture.first_call import are_real, in_eval_mode, outputs_of_call, retry_after_call
-from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.module_state import tables_restored
 from splitkit.frontends.sharded_step import (
     NO_LOSS,
@@ -624,3 +623,64 @@ def name_modules(graph: fx.Graph) -> None:
         if node.op == "call_function" and mark_of(node) == "is_backward":
             stacks = (n.meta.get(key) for n in (node, *node.all_input_nodes) for key in reversed(_STACKS))
             node.meta[_STACKS[1]] = next(filter(None, stacks), {})
+
+
+# Run a divided training step as a module: it returns the loss, and backward of the loss runs the backward half.
+
+
+class DividedStep(nn.Module):
+    """A module whose forward and backward are the halves of a pair, or those of stages, one after the other.
+
+    Called like the model, it returns the loss and writes to buffers and inputs as the model does.
+
+    Attributes:
+        model: the model, which holds the parameters.
+        joint: forward and backward as one graph.
+        pair: the two halves of that graph, or its stages.
+    """
+
+    def __init__(self, joint: Joint, pair: Pair | StagedStep) -> None:
+        super().__init__()
+        self.model = joint.model
+        self.joint, self.pair = joint, pair
+        self.training = joint.model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the forward half."""
+        primals = self.joint.primals(*args, **kwargs)
+        outputs: tuple[Any, ...] = _Halves.apply(self.joint, self.pair, *primals)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for position, index in _indices(self.joint, self.joint.signature.updates).items():
+                primals[index].copy_(outputs[position])
+        loss: Tensor = outputs[self.joint.signature.loss]
+        return loss
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, pair: Pair | StagedStep, *primals: Any) -> tuple[Any, ...]:
+        outputs, ctx.held = pair.run_forward(primals)
+        ctx.joint, ctx.pair, ctx.primals = joint, pair, len(primals)
+        others = (v for i, v in enumerate(outputs) if i != joint.signature.loss and isinstance(v, Tensor))
+        ctx.mark_non_differentiable(*others)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        signature = ctx.joint.signature
+        of_outputs = zip(signature.tangents.values(), ctx.joint.tangents(), strict=True)
+        # The loss has the gradient that autograd passes; other outputs are not differentiable, so theirs are zero.
+        tangents = [gradients[position] if position == signature.loss else zero for position, zero in of_outputs]
+        found = ctx.pair.run_backward(ctx.held, tangents)
+        of_primals: list[Tensor | None] = [None] * ctx.primals
+        for position, index in _indices(ctx.joint, signature.gradients).items():
+            of_primals[index] = found[position - signature.forward_outputs]
+        return None, None, *of_primals
+
+
+def _indices(joint: Joint, named: Mapping[int, str]) -> dict[int, int]:
+    """Return output position -> index of the primal of the same name in ``named``."""
+    placeholders = joint.graph_module.graph.find_nodes(op="placeholder")
+    primals = [n.name for n in placeholders if n.name not in joint.signature.tangents]
+    index = {name: i for i, name in enumerate(primals)}
+    return {position: index[name] for position, name in named.items()}

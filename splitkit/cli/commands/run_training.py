@@ -22,7 +22,7 @@ from splitkit.view.tables import facts, table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitkit.frontends.step_module import DividedStep
+    from splitkit.frontends.joint_capture import DividedStep
     from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.compare import Comparison
     from splitkit.testing.differences import Difference
@@ -33,7 +33,7 @@ def run(args: Namespace, file: dict[str, Any]) -> Outcome:
     wanted = source.from_plan(args.target, file, args)
     require_one_rank(wanted.mesh, "run")
     work = trainplan.prepare_step(wanted)
-    from splitkit.frontends.step_module import DividedStep
+    from splitkit.frontends.joint_capture import DividedStep
     from splitkit.testing import timing
 
     with work.clock.step("plan", "reading the plan"):

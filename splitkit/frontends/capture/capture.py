@@ -37,6 +37,7 @@ from splitkit.frontends.capture.capture_errors import (
     GradFlags,
     blocks_as_nodes,
     capture_error,
+    describe_failure,
     quantized_part,
     require_module,
     restore_callers_grad,
@@ -53,7 +54,6 @@ from splitkit.frontends.capture.first_call import (
 )
 from splitkit.frontends.capture.symbolic_trace import refuse_seeding, trace
 from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, restore_by_value
-from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
 from splitkit.frontends.sharded_step import has_shards, refuse_fsdp, refuse_sharded_inputs
 from splitkit.frontends.trace_settings import with_attention_on_meta, without_meta_errors, without_partial_graph

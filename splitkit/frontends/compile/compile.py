@@ -26,10 +26,9 @@ from splitkit.errors import CostError, PlanError, PolicyError, SplitError
 from splitkit.frontends import aot
 from splitkit.frontends.aot import PartitionFn, divide_joint, joint_flow, with_model_line
 from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
-from splitkit.frontends.capture.capture_errors import capture_error, require_module
+from splitkit.frontends.capture.capture_errors import capture_error, failed_run_error, require_module
 from splitkit.frontends.capture.first_call import call_once
 from splitkit.frontends.compile.changing_sizes import CompileHistory, SizeWatch
-from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.input_copies import copy_inputs
 from splitkit.frontends.module_state import buffers_kept, is_uninitialised, tables_restored
 from splitkit.frontends.trace_settings import scalar_writes_kept, without_meta_errors

@@ -302,7 +302,8 @@ def _of_type(annotated: Any) -> ValueKind:
         return _of_words(annotated)
     origin_ = typing.get_origin(annotated)
     if origin_ in (typing.Union, types.UnionType):
-        return _agreed({_of_type(a) for a in typing.get_args(annotated) if a is not type(None)})
+        kinds = (_of_type(a) for a in typing.get_args(annotated) if a is not type(None))
+        return min(kinds, key=_FIRST.index, default=ValueKind.PLAIN)
     if origin_ is typing.Literal:
         return ValueKind.PLAIN
     return _of_class(origin_ if origin_ is not None else annotated)
@@ -326,22 +327,15 @@ def _bare(annotated: Any) -> Any:
             return annotated
 
 
-def _agreed(kinds: set[ValueKind]) -> ValueKind:
-    for kind in (ValueKind.OBJECT, ValueKind.ARRAY, ValueKind.OPEN, ValueKind.TENSOR):
-        if kind in kinds:
-            return kind
-    return ValueKind.PLAIN
+_FIRST = (ValueKind.OBJECT, ValueKind.ARRAY, ValueKind.OPEN, ValueKind.TENSOR, ValueKind.PLAIN)
+"""What a value of several kinds counts as: the first of them."""
 
 
 def _of_words(text: str) -> ValueKind:
     words = set(re.findall(r"[A-Za-z_]\w*", text))
-    return (
-        ValueKind.OPEN
-        if words == {"Any"}
-        else ValueKind.TENSOR
-        if all(map(_KNOWN_WORDS.fullmatch, words))
-        else ValueKind.OBJECT
-    )
+    if words == {"Any"}:
+        return ValueKind.OPEN
+    return ValueKind.TENSOR if all(map(_KNOWN_WORDS.fullmatch, words)) else ValueKind.OBJECT
 
 
 def _of_class(kind: Any) -> ValueKind:
