@@ -409,9 +409,8 @@ def blocks_as_nodes(flags: GradFlags) -> Iterator[None]:
         stack.enter_context(patch.object(PreDispatchTorchFunctionMode, "__torch_function__", trace))
         for kind, method, how in _WRITERS:
             stack.enter_context(patch.object(kind, method, marked(how, getattr(kind, method))))
-        begin, end = (marked(how, lambda mode: torch._C._set_grad_enabled(mode)) for how in ("begin", "end"))
-        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(begin)))
-        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(end)))
+        stack.enter_context(patch.object(torch.inference_mode, "__enter__", _enter_inference(writer, me)))
+        stack.enter_context(patch.object(torch.inference_mode, "__exit__", _exit_inference(writer, me)))
         yield
 
 
@@ -445,26 +444,36 @@ _WRITERS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _enter_inference(set_grad: Callable[[bool], None]) -> Callable[..., None]:
+def _enter_inference(writer: list[str], me: int) -> Callable[..., None]:
     """Return an ``__enter__`` that records the grad mode of inference mode, which tracing itself does not record."""
     original = torch.inference_mode.__enter__
 
     def enter(self: Any) -> None:
         self._splitkit_before = torch.is_grad_enabled()
         original(self)
-        set_grad(not self.mode)
+        if threading.get_ident() == me:
+            _set_grad(writer, "begin", not self.mode)
 
     return enter
 
 
-def _exit_inference(set_grad: Callable[[bool], None]) -> Callable[..., None]:
+def _exit_inference(writer: list[str], me: int) -> Callable[..., None]:
     original = torch.inference_mode.__exit__
 
     def leave(self: Any, *why: Any) -> None:
         original(self, *why)
-        set_grad(self._splitkit_before)
+        if threading.get_ident() == me:
+            _set_grad(writer, "end", self._splitkit_before)
 
     return leave
+
+
+def _set_grad(writer: list[str], how: str, mode: bool) -> None:
+    writer.append(how)
+    try:
+        torch._C._set_grad_enabled(mode)
+    finally:
+        writer.pop()
 
 
 def restore_callers_grad(graph: fx.Graph) -> None:
