@@ -75,39 +75,25 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     refuse_kept_casts(captured)
     # AOTAutograd must see the fake mode and the symbols of the capture, which are in its tracing context.
-    with (
-        without_onednn(),
-        with_gradients_on_meta(),
-        TargetKernels(_kernels(module, args, kwargs)),
-        tracing(captured.meta["tracing_context"]),
-        ExitStack() as stack,
-    ):
-        gm = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs)).graph_module
-    return _with_constants(gm, args, kwargs)
+    with tracing(captured.meta["tracing_context"]):
+        return _joint_graph(module, captured, args, kwargs)
 
 
 def trace_sharded(step: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """Return the joint graph of a step with ``DTensor``, which Dynamo would take apart; see `trace_joint`."""
-    with (
-        without_onednn(),
-        torch.fx.traceback.preserve_node_meta(),
-        with_gradients_on_meta(),
-        TargetKernels(_kernels(step, args, kwargs)),
-        export_trace._compiling_state_context(),  # type: ignore[attr-defined]  # models ask torch whether they may look at values
-        ExitStack() as stack,
-    ):
-        gm = aot_export_joint_with_descriptors(stack, step, args, dict(kwargs)).graph_module
-    return _with_constants(gm, args, kwargs)
+    # models ask torch whether they may look at values
+    with torch.fx.traceback.preserve_node_meta(), export_trace._compiling_state_context():  # type: ignore[attr-defined]
+        return _joint_graph(step, step, args, kwargs)
 
 
-def _kernels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the kernels that the graph of a call of a module calls."""
+def _joint_graph(
+    module: nn.Module, captured: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> fx.GraphModule:
+    """Return the joint graph of what was captured of a module, without tokens; all inputs have values."""
     held = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, dict(kwargs))))
-    return own_kernels(t for t in held if isinstance(t, torch.Tensor))
-
-
-def _with_constants(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
-    """Return a joint graph without tokens, in which all inputs have values."""
+    kernels = own_kernels(t for t in held if isinstance(t, torch.Tensor))
+    with without_onednn(), with_gradients_on_meta(), TargetKernels(kernels), ExitStack() as stack:
+        gm = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs)).graph_module
     without_tokens(gm)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     for node in gm.graph.find_nodes(op="placeholder"):

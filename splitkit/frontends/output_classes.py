@@ -151,11 +151,7 @@ def _state(value: Any) -> tuple[Any, dict[str, Any]]:
     """What makes an empty object like ``value``, and all that is to be put into it."""
     reduced = value.__reduce_ex__(4)
     make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-    return make, {"args": args, "state": state, "items": _listed(items), "pairs": _listed(pairs)}
-
-
-def _listed(items: Iterable[Any] | None) -> list[Any] | None:
-    return None if items is None else list(items)
+    return make, {"args": args, "state": state, "items": list(items or ()), "pairs": list(pairs or ())}
 
 
 def _flatten(value: Any) -> tuple[list[Any], _ObjectState]:
@@ -198,9 +194,9 @@ def _unflatten(tensors: Iterable[Any], frame: _ObjectState) -> Any:
     made = frame.make(*state["args"])
     if (inner := state["state"]) is not None:
         _put_into(made, inner)
-    for item in state["items"] or ():
+    for item in state["items"]:
         made.append(item)
-    for key, item in state["pairs"] or ():
+    for key, item in state["pairs"]:
         made[key] = item
     return made
 

@@ -14,7 +14,7 @@ runs with the same warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -183,7 +183,9 @@ class SizeWatch:
 
     def watching(self, gm: fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return the compiled graph with a warning at its first call with sizes that exceed the budget."""
-        places = _size_positions(gm)
+        places: dict[str, tuple[int, int | None]] = {}  # the first of each
+        for position, dim, one in _sizes(gm.graph):
+            places.setdefault(str(one.node.expr), (position, dim))
         seen: set[tuple[int, ...]] = set()
 
         def watched(*args: Any) -> Any:
@@ -226,15 +228,21 @@ def _limit(policy: Any, flow: JointFlow) -> int | None:
         return None
 
 
+def _sizes(graph: fx.Graph) -> Iterator[tuple[int, int | None, torch.SymInt]]:
+    """Yield the symbolic sizes of inputs: position, dimension (``None`` for an input that is itself a size), size."""
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        value = value_of(node)
+        for dim, one in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
+            if isinstance(one, torch.SymInt):
+                yield i, dim, one
+
+
 def _symbols(graph: fx.Graph) -> dict[str, torch.SymInt]:
     """Return symbol name -> size, for the symbolic sizes of the inputs of a graph that have a value in the example."""
     found: dict[str, torch.SymInt] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        value = value_of(node)
-        for one in value.shape if isinstance(value, torch.Tensor) else [value]:
-            # SymNode.expr, .hint: 2.11, 2.13, 2.15
-            if isinstance(one, torch.SymInt) and one.node.expr.is_Symbol and one.node.hint is not None:
-                found.setdefault(str(one.node.expr), one)
+    for _, _, one in _sizes(graph):
+        if one.node.expr.is_Symbol and one.node.hint is not None:  # SymNode.expr, .hint: 2.11, 2.13, 2.15
+            found.setdefault(str(one.node.expr), one)
     return found
 
 
@@ -271,18 +279,3 @@ def _guard_above(symbols: Mapping[str, torch.SymInt], hints: Mapping[str, int], 
         return
     above = reduce(or_, (symbol > most[name] for name, symbol in symbols.items()))
     assert bool(above)  # a guard
-
-
-def _size_positions(gm: fx.GraphModule) -> dict[str, tuple[int, int | None]]:
-    """Return symbol -> (input of a Dynamo graph, dimension), with ``None`` for an input that is the size itself."""
-    found: dict[str, tuple[int, int | None]] = {}
-    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        value = value_of(node)
-        if isinstance(value, torch.SymInt):
-            found.setdefault(str(value.node.expr), (i, None))
-        elif isinstance(value, torch.Tensor):
-            sizes: Sequence[Any] = value.shape
-            for dim, one in enumerate(sizes):
-                if isinstance(one, torch.SymInt):
-                    found.setdefault(str(one.node.expr), (i, dim))
-    return found

@@ -401,28 +401,25 @@ class LaterWrites:
 class WriteWatch:
     """Records the versions of inputs and outputs of compiled graphs, by number of graph, until `stop`."""
 
-    _runs: list[tuple[int, Sequence[Any], Sequence[Any]]] = field(default_factory=list)
-    _versions: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    _runs: list[tuple[int, list[Sequence[Any]], list[list[int]]]] = field(default_factory=list)
     _on: bool = True
 
     def saw(self, number: int, inputs: Sequence[Any], outputs: Any) -> None:
         """Record the inputs and outputs of a graph that has run."""
         if self._on:
-            given = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            self._runs.append((number, tuple(inputs), tuple(given)))
-            self._versions.append((_versions(inputs), _versions(given)))
+            values = [tuple(inputs), tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)]
+            self._runs.append((number, values, [*map(_versions, values)]))
 
     def stop(self) -> Mapping[int, LaterWrites]:
         """Return number of graph -> its inputs and outputs that were written to after it had run."""
         self._on = False
         found: dict[int, LaterWrites] = {}
-        for (number, inputs, outputs), (before, yielded) in zip(self._runs, self._versions, strict=True):
-            changed = LaterWrites(_changed(inputs, before), _changed(outputs, yielded))
+        for number, values, before in self._runs:
+            changed = LaterWrites(*map(_changed, values, before))
             if changed.inputs or changed.outputs:
                 known = found.get(number, LaterWrites(frozenset(), frozenset()))
                 found[number] = LaterWrites(known.inputs | changed.inputs, known.outputs | changed.outputs)
         self._runs.clear()
-        self._versions.clear()
         return found
 
 
