@@ -44,8 +44,9 @@ from splitkit.errors import CaptureError, PlanError, message_line
 from splitkit.frontends.capture.capture_errors import require_module
 from splitkit.frontends.capture.first_call import hook_state_restored
 from splitkit.frontends.compile.compile import BudgetLike, as_policy
-from splitkit.frontends.joint_capture import Joint, Loss, capture_joint, checked_loss, sum_of_outputs
+from splitkit.frontends.joint_capture import Joint, Loss, capture_joint, no_loss_error, sum_of_outputs
 from splitkit.frontends.trace_settings import without_meta_errors
+from splitkit.graph.losses import loss_of
 from splitkit.graph.node_selection import no_module
 from splitkit.graph.storages import storages_shown, tensors
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
@@ -677,7 +678,9 @@ def dry_run(
 
     def step(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         # The output is not held during backward, as in `model(**batch).loss.backward()`.
-        value = checked_loss(module(*inputs, **named), loss, model, args, kwargs)
+        value = (loss_of if loss is None else loss)(module(*inputs, **named))
+        if value is None:
+            raise no_loss_error(model, args, kwargs)
         value.backward()  # type: ignore[no-untyped-call]
 
     try:

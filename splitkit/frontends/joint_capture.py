@@ -47,7 +47,7 @@ from splitkit.frontends.sharded_step import (
     refuse_sharded_inputs,
 )
 from splitkit.graph.joint_marks import mark_of
-from splitkit.graph.losses import GIVE, loss_of, no_loss
+from splitkit.graph.losses import GIVE, no_loss
 from splitkit.graph.shards import local_tensor, sharded_as
 from splitkit.graph.storages import mark_repeated_inputs, storage_key
 from splitkit.plans.policy import PolicyLike
@@ -420,16 +420,6 @@ def check_inputs(model: nn.Module, signature: JointSignature, leaves: list[Any])
     inputs = [name for name in signature.updates.values() if name in signature.inputs]
     if twice := [name for name in inputs if memory[storage_key(leaves[signature.inputs[name]])] > 1]:
         raise _shared_memory_error(model, twice)
-
-
-def checked_loss(
-    output: Any, loss: Loss | None, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Tensor:
-    """Return the loss in an output of a model, by ``loss`` or, without one, by `loss_of`; refuse an output without."""
-    value = loss_of(output) if loss is None else loss(output)
-    if value is None:
-        raise no_loss_error(model, args, kwargs)
-    return value
 
 
 def no_loss_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CaptureError:

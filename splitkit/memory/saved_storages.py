@@ -46,7 +46,7 @@ from splitkit.graph.node_values import (
 )
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import repeated_group, storage_key, tensors, value_of
-from splitkit.memory.kernels.kernel_results import hinted_bytes
+from splitkit.memory.kernels.kernel_results import as_seen, bytes_made
 from splitkit.memory.kernels.target_kernels import TargetKernels, inexact, own_kernels
 from splitkit.memory.measurement import measure_memory
 
@@ -245,8 +245,10 @@ class _RecordingRun(fx.Interpreter):
         for tensor in (part for t in tensors(value) for part in plain_tensors(t)):
             key = storage_key(tensor)
             if key not in self._numbers:
-                shown = hint(tensor.untyped_storage().nbytes())
-                self._numbers[key] = self._new(shown if made_by is None else max(shown, hinted_bytes(made_by, tensor)))
+                nbytes = hint(tensor.untyped_storage().nbytes())
+                if made_by is not None:
+                    nbytes = max(nbytes, as_seen(bytes_made(made_by, tensor), tensor))
+                self._numbers[key] = self._new(nbytes)
             found[self._numbers[key]] = None
         found.pop(-1, None)
         return tuple(found)

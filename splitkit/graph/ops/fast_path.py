@@ -14,7 +14,7 @@ from torch.fx import Node
 from splitkit._torch import inputs_of
 from splitkit.graph.ops import op_tables
 from splitkit.graph.ops.declared import QUICK, declared_facts
-from splitkit.graph.ops.facts import PURE, Effects, Facts, replace_effects, view_effects
+from splitkit.graph.ops.facts import PURE, Effects, Facts, replace_effects
 from splitkit.graph.ops.functions import is_ambient, is_pure_python, signature_facts, torch_name
 from splitkit.graph.ops.schemas import named_facts, schema_facts
 from splitkit.graph.ops.tuples import find_attribute, is_iterator, is_stock, is_sum, is_tuple
@@ -42,7 +42,7 @@ def quick_effects(node: Node, root: nn.Module, memo: Memo) -> Effects | None:
     if not is_view:
         return PURE
     first = node.args[0] if node.args else None
-    return view_effects(first) if isinstance(first, Node) else None
+    return replace_effects(PURE, aliases=(first,)) if isinstance(first, Node) else None
 
 
 def _joined(node: Node, root: nn.Module, memo: Memo) -> Effects | None:

@@ -223,11 +223,6 @@ def bytes_made_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
     return storage_nbytes(tensor) if rule is None else rule(_bound(op, args, kwargs), tensor)
 
 
-def hinted_bytes(node: Node, tensor: torch.Tensor) -> int:
-    """Return `bytes_made` as a plain number, as seen at capture."""
-    return as_seen(bytes_made(node, tensor), tensor)
-
-
 def as_seen(nbytes: Bytes, tensor: torch.Tensor) -> int:
     """Return ``nbytes`` as a plain number; if it depends on the data, `storage_bytes` of the tensor."""
     try:
