@@ -78,13 +78,6 @@ class Dataflow:
 
     __repr__ = brief
 
-    def __str__(self) -> str:
-        inputs = sum(n.op == "placeholder" for n in self.index)
-        return (
-            f"Dataflow of {len(self.index)} nodes: {len(self.nodes)} to place, {inputs} inputs, "
-            f"{len(self.once)} that run once, {len(self.written)} attributes that are written"
-        )
-
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The placeable nodes in graph order: the nodes that a policy assigns to parts."""

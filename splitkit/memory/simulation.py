@@ -64,7 +64,6 @@ class SimulatedStorage:
             backward), ``"tangent"``, ``"gradient"``, ``"cast"`` (of a weight, by autocast) or ``"output"``.
         name: the name of the node or attribute that makes it.
         node: the node, ``None`` for parameters, buffers and constants.
-        device: the device that holds it.
         born: the step that allocates it, -1 if it exists before.
         dies: the step after which it is freed; larger than every step if its owner holds it to the end.
     """
@@ -73,7 +72,6 @@ class SimulatedStorage:
     kind: str
     name: str
     node: Node | None
-    device: torch.device
     born: int
     dies: int
 
@@ -156,7 +154,7 @@ class MemorySimulation:
             if key not in self._static:
                 dies = HELD if keep else BEFORE
                 nbytes = storage_nbytes(tensor)
-                self._static[key] = self._add(node.name, node, tensor.device, nbytes, kind, BEFORE, dies)
+                self._static[key] = self._add(node.name, node, nbytes, kind, BEFORE, dies)
             value[key] = self._static[key]
         if group is not None:
             self._inputs[group] = value
@@ -235,7 +233,7 @@ class MemorySimulation:
         for piece in storages_of(gm, node, list(self._tensors(node)), read, self.aliases.get(node)):
             held = piece.held
             if held is None:
-                held = self._add(node.name, node, piece.tensor.device, piece.nbytes + beyond, "activation", step, step)
+                held = self._add(node.name, node, piece.nbytes + beyond, "activation", step, step)
                 beyond = 0
             value[piece.key] = held
         return value
@@ -295,10 +293,9 @@ class MemorySimulation:
             self._casts.region = region
         self._casts.last = step
         weights = [attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-        wanted = {storage_key(w): w for w in weights if isinstance(w, nn.Parameter)}
-        if nbytes and not wanted.keys() <= self._casts.of.keys():
-            device = next(iter(wanted.values())).device
-            self.storages.append(SimulatedStorage(nbytes, "cast", node.name, node, device, step, step))
+        wanted = {storage_key(w) for w in weights if isinstance(w, nn.Parameter)}
+        if nbytes and not wanted <= self._casts.of.keys():
+            self.storages.append(SimulatedStorage(nbytes, "cast", node.name, node, step, step))
             self._casts.of |= dict.fromkeys(wanted, len(self.storages) - 1)
 
     def _drop_casts(self) -> None:
@@ -342,19 +339,14 @@ class MemorySimulation:
     def _attribute(self, name: str, tensor: torch.Tensor, kind: str) -> int:
         key = storage_key(tensor)
         if key not in self._static:
-            parts = [
-                self._add(name, None, part.device, storage_nbytes(part), kind, BEFORE, HELD)
-                for part in plain_tensors(tensor)
-            ]
+            parts = [self._add(name, None, storage_nbytes(part), kind, BEFORE, HELD) for part in plain_tensors(tensor)]
             self._static[key] = parts[0]
         return self._static[key]
 
-    def _add(
-        self, name: str, node: Node | None, device: torch.device, nbytes: Bytes, kind: str, born: int, dies: int
-    ) -> int:
+    def _add(self, name: str, node: Node | None, nbytes: Bytes, kind: str, born: int, dies: int) -> int:
         self.bounds |= assumed_upper_bounds(nbytes, self.sizes)
         known = known_bytes(name, nbytes, self.sizes)
-        self.storages.append(SimulatedStorage(known, kind, name, node, device, born, dies))
+        self.storages.append(SimulatedStorage(known, kind, name, node, born, dies))
         return len(self.storages) - 1
 
 
