@@ -35,8 +35,13 @@ from splitkit.frontends.capture.capture import (
     succeeds,
 )
 from splitkit.frontends.capture.capture_errors import came_from_torch, capture_error, failed_run_error, require_module
-from splitkit.frontends.capture.first_call import are_real, in_eval_mode, outputs_of_call, retry_after_call
-from splitkit.frontends.module_state import tables_restored
+from splitkit.frontends.capture.first_call import (
+    are_real,
+    in_eval_mode,
+    outputs_of_call,
+    retry_after_call,
+    tables_restored,
+)
 from splitkit.frontends.sharded_step import (
     NO_LOSS,
     NO_TENSOR,

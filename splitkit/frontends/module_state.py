@@ -57,22 +57,6 @@ def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
                     write_back(buffer, value)
 
 
-@contextmanager
-def tables_restored(model: nn.Module) -> Iterator[None]:
-    """Put back afterwards what was rebound in the dicts of parameters and buffers of all modules.
-
-    Those of TorchScript's modules only mirror state in C++, and are left alone.
-    """
-    own = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    held = [(now, dict(now)) for module in own for now in (module._parameters, module._buffers)]
-    try:
-        yield
-    finally:
-        for now, before in held:
-            now.clear()
-            now.update(before)
-
-
 def made_by_hooks(owner: nn.Module) -> set[str]:
     """Return the names of attributes that a torch hook recomputes from parameters before each forward."""
     hooks = owner._forward_pre_hooks.values()  # 2.11, 2.13, 2.15

@@ -24,7 +24,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.frontends import aot
-from splitkit.frontends.module_state import tables_restored
+from splitkit.frontends.capture.first_call import tables_restored
 from splitkit.frontends.sharded_step import ShardedStep
 from splitkit.graph.shards import PIECES, full_tensor, is_sharded
 from splitkit.graph.storages import parameters_and_buffers

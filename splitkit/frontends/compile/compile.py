@@ -27,10 +27,10 @@ from splitkit.frontends import aot
 from splitkit.frontends.aot import PartitionFn, divide_joint, joint_flow, with_model_line
 from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
 from splitkit.frontends.capture.capture_errors import capture_error, failed_run_error, require_module
-from splitkit.frontends.capture.first_call import call_once
+from splitkit.frontends.capture.first_call import call_once, tables_restored
 from splitkit.frontends.compile.changing_sizes import CompileHistory, SizeWatch
 from splitkit.frontends.input_copies import copy_inputs
-from splitkit.frontends.module_state import buffers_kept, is_uninitialised, tables_restored
+from splitkit.frontends.module_state import buffers_kept, is_uninitialised
 from splitkit.frontends.trace_settings import scalar_writes_kept, without_meta_errors
 from splitkit.graph.storages import storages_shown
 from splitkit.late_policies import LatePolicies
