@@ -135,11 +135,13 @@ class ResultStorage:
         key: its key in the node's value.
         held: the number of the argument's storage that it is; ``None`` if it is new.
         nbytes: its bytes if it is new, perhaps symbolic.
+        tensor: the first tensor of the result that lies in it.
     """
 
     key: Hashable
     held: int | None
     nbytes: Bytes
+    tensor: torch.Tensor
 
 
 def storages_of(
@@ -172,7 +174,7 @@ def storages_of(
             held = read.get(origin[0], {}).get(origin[1], shown)
         copied = held is None and shown is not None  # the fake shares the storage that the kernel copies
         nbytes = tensor.numel() * tensor.element_size() if copied else bytes_made(node, tensor)
-        found.setdefault(key, ResultStorage(key, held, nbytes))
+        found.setdefault(key, ResultStorage(key, held, nbytes, tensor))
     return list(found.values())
 
 
