@@ -293,7 +293,7 @@ def _of_result(function: object, path: Sequence[Node]) -> ValueKind:
 def _of_type(annotated: Any) -> ValueKind:
     """Return the kind of the values that an annotation allows."""
     annotated = _bare(annotated)
-    if annotated in _ANY if _is_hashable(annotated) else False:
+    if any(annotated is known for known in _ANY):
         return ValueKind.OPEN
     if isinstance(annotated, (typing.TypeVar, typing.ForwardRef)):
         annotated = getattr(annotated, "__forward_arg__", None)
@@ -307,14 +307,6 @@ def _of_type(annotated: Any) -> ValueKind:
     if origin_ is typing.Literal:
         return ValueKind.PLAIN
     return _of_class(origin_ if origin_ is not None else annotated)
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _bare(annotated: Any) -> Any:
