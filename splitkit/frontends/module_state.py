@@ -83,8 +83,5 @@ def _as_made(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
             made = [b for b in module._buffers.values() if b is not None and not is_lazy(b)]
             found.extend((b, b.detach().clone()) for b in made)
 
-    handle = module.register_forward_pre_hook(note)
-    try:
+    with module.register_forward_pre_hook(note):
         yield found
-    finally:
-        handle.remove()

@@ -69,11 +69,8 @@ def outputs_opened(model: nn.Module) -> Iterator[None]:
     def look(module: nn.Module, args: Any, output: Any) -> None:
         register_classes_of(output)
 
-    handle = model.register_forward_hook(look)
-    try:
+    with model.register_forward_hook(look):
         yield
-    finally:
-        handle.remove()
 
 
 def register_caches_among(inputs: Any) -> None:

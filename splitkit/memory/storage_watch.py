@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
@@ -220,7 +221,6 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 def _resizes_seen_by(watch: StorageWatch) -> Iterator[None]:
     """Record ``UntypedStorage.resize_`` as an op: FSDP allocates and frees with it, past the dispatcher."""
     kind: Any = torch.UntypedStorage
-    before = vars(kind).get("resize_")  # set by an enclosing watch
     resize = kind.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -233,14 +233,8 @@ def _resizes_seen_by(watch: StorageWatch) -> Iterator[None]:
         watch.ops.append("UntypedStorage.resize_")
         return result
 
-    kind.resize_ = resize_
-    try:
+    with patch.object(kind, "resize_", resize_):
         yield
-    finally:
-        if before is None:
-            del kind.resize_
-        else:
-            kind.resize_ = before
 
 
 @contextmanager

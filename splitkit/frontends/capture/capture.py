@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
@@ -247,13 +247,10 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 @contextmanager
 def _marks_removed(inputs: Any) -> Iterator[None]:
     """Take from inputs what torch notes on them: if an export fails, their sizes would vary in each later one."""
-    before = [(leaf, dict(leaf.__dict__)) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    try:
+    with ExitStack() as notes:
+        for leaf in (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)):
+            notes.enter_context(patch.dict(leaf.__dict__))
         yield
-    finally:
-        for leaf, attributes in before:
-            leaf.__dict__.clear()
-            leaf.__dict__.update(attributes)
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

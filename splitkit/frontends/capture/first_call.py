@@ -119,12 +119,9 @@ def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def outputs_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the model's output for copies of the inputs; its state and the RNG states are restored."""
     found: list[Any] = []
-    handle = model.register_forward_hook(lambda module, given, output: found.append(output))
-    try:
-        with attributes_restored(model), buffers_kept(model), torch.enable_grad():
-            call_once(model, args, kwargs)
-    finally:
-        handle.remove()
+    noted = model.register_forward_hook(lambda module, given, output: found.append(output))
+    with noted, attributes_restored(model), buffers_kept(model), torch.enable_grad():
+        call_once(model, args, kwargs)
     return found[-1]
 
 
