@@ -91,7 +91,10 @@ class _Writer:
         placeholders = self.traced.find_nodes(op="placeholder")
         given = {aot.input_position(node): node for node in placeholders}
         for position, (path, leaf) in enumerate(self._inputs):
-            self._put_input(given.get(position), path, leaf)
+            made = self.graph.placeholder(self._name(path))
+            made.meta["val"] = leaf
+            if (node := given.get(position)) is not None:
+                self._put(node, made)
         read = {node for node in placeholders if node.users} | {node for _, node in aot.inputs_of_updates(self.traced)}
         for node in placeholders:
             if node in read and (own := aot.parameter_name(node) or aot.buffer_name(node)) is not None:
@@ -103,12 +106,6 @@ class _Writer:
         gm.meta[PIECES] = frozenset(name for name, tensor in whole.items() if is_sharded(tensor))
         gm.train(self.step.model.training)
         return gm
-
-    def _put_input(self, node: Node | None, path: Any, leaf: Any) -> None:
-        made = self.graph.placeholder(self._name(path))
-        made.meta["val"] = leaf
-        if node is not None:
-            self._put(node, made)
 
     def _put(self, node: Node, made: Node) -> None:
         self._made[node] = made

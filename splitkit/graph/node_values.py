@@ -408,7 +408,8 @@ class Gradients:
         cut = self._is_cut(node)
         self._memory[node] = self._memory[aliases[0]] if aliases and not cut else node
         if node.op in ("placeholder", "get_attr"):
-            if _leaf_requires_grad(root, node):
+            value = operator.attrgetter(str(node.target))(root) if node.op == "get_attr" else value_of(node)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
                 self._live.add(node)
                 self.needed.add(node)
             return
@@ -447,11 +448,6 @@ def _sources(node: Node) -> Sequence[Node]:
     if node.op in ("call_function", "call_method") and op_name(node.target) in _FORMED:
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes
-
-
-def _leaf_requires_grad(root: nn.Module, node: Node) -> bool:
-    value = operator.attrgetter(str(node.target))(root) if node.op == "get_attr" else value_of(node)
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _module_requires_grad(root: nn.Module, node: Node) -> bool:

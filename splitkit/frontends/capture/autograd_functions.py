@@ -310,7 +310,10 @@ def apply_replaced(apply: Callable[..., Any]) -> Iterator[None]:
 
     def of_forward(function: type[Function], forward: Callable[..., Any]) -> Callable[..., Any]:
         def seen(*args: Any, **kwargs: Any) -> Any:
-            if not open_calls[0] and _is_traced((args, kwargs)):
+            # torch.export is tracing, or an argument is a proxy: 2.11, 2.13, 2.15
+            by_export = _mode_of(torch._C._TorchDispatchModeKey.PROXY) is not None
+            traced = by_export or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+            if not open_calls[0] and traced:
                 why = "was bound before the capture (relu = Relu.apply: write Relu.apply(...) where it is called)"
                 raise _lost_backward_error(function.__qualname__, why)
             return forward(*args, **kwargs)
@@ -335,12 +338,6 @@ def _all_under(cls: Any) -> Iterator[Any]:
     for below in cls.__subclasses__():
         yield below
         yield from _all_under(below)
-
-
-def _is_traced(inputs: Any) -> bool:
-    # torch.export is tracing, or an argument is a proxy: 2.11, 2.13, 2.15
-    by_export = _mode_of(torch._C._TorchDispatchModeKey.PROXY) is not None
-    return by_export or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(inputs))
 
 
 # ---------------------------------------------------------------- refusals
