@@ -288,6 +288,13 @@ class Order:
     written: frozenset[Node]
 
 
+class _Edges(dict[Node, tuple[Node, ...]]):
+    """Order edges; a node without an entry waits for no other."""
+
+    def __missing__(self, node: Node) -> tuple[Node, ...]:
+        return ()
+
+
 def order_edges(
     effects: Mapping[Node, Effects],
     root: nn.Module,
@@ -307,7 +314,7 @@ def order_edges(
     acting = acting_nodes(effects)
     memory = memory_classes(effects, root)
     members, written = memory.members, memory.written
-    after, once = dict[Node, tuple[Node, ...]].fromkeys(effects, ()), dict[Node, str]()
+    after, once = _Edges(), dict[Node, str]()
     last_write: dict[Hashable, Node] = {}
     readers: dict[Hashable, dict[Node, None]] = {}
     all_nodes = AMBIENT in written or bool(bindings.opaque)
