@@ -74,7 +74,8 @@ def inside(joint: Joint, ways: Any, batch: Any, rank: int, args: argparse.Namesp
     peaks: dict[str, int] = {}
     for name, pipe in pipes.items():
         pipe.step(*batch[0], **batch[1])
-        peaks[name] = max(accumulate(_torch.allocations(lambda pipe=pipe: pipe.step(*batch[0], **batch[1]))))
+        changes = _torch.allocations_between(lambda pipe=pipe: pipe.step(*batch[0], **batch[1]), "")[0]
+        peaks[name] = max(accumulate(changes))
     dice, names = random.Random(0), list(pipes)
     for _ in range(args.rounds):
         dice.shuffle(names)

@@ -45,8 +45,7 @@ from zoo_models import Row, rows
 
 import splitkit as sk
 from splitkit.engine.pair import Pair
-from splitkit.frontends.joint_capture import Joint, TrainingStep, sum_of_outputs
-from splitkit.frontends.step_module import DividedStep
+from splitkit.frontends.joint_capture import DividedStep, Joint, TrainingStep, sum_of_outputs
 from splitkit.memory.measurement import MeasuredMemory
 from splitkit.memory.profile import MemoryProfile
 from splitkit.testing.compare import Comparison

@@ -329,17 +329,11 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def allocations(run: Callable[[], Any]) -> list[int]:
+def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
     """Return the bytes that the CPU allocator allocated (positive) and freed (negative) during ``run()``, in order.
 
-    The result of ``run`` is still alive at the end.
-    """
-    return [nbytes for group in allocations_between(run, "") for nbytes in group]
-
-
-def allocations_between(run: Callable[[], Any], prefix: str) -> list[list[int]]:
-    """Return `allocations`: those before the first ``record_function`` whose name has this prefix, those in it, and so
-    on; the last list has those after the last one.
+    The first list has those before the first ``record_function`` whose name has this prefix, the next those in it, and
+    so on; the last list has those after the last one. The result of ``run`` is still alive at the end.
 
     The public profiler only has sums by op, which do not give a peak, and in 2.13 and 2.15 it writes two lines to
     standard error each time; the legacy one (2.11, 2.13, 2.15) does not.
@@ -407,7 +401,7 @@ def action_schedule(
     read: Any = schedules._Action.from_str
     made = runtime(stages, count, loss_fn=loss, scale_grads=False)
     rows = [list(map(str, row)) for row in ranks]
-    if messages and _sends_are_awaited():
+    if messages and hasattr(schedules._ComputationType, "WAIT_SEND_F"):  # since 2.15
         rows = [_with_waits(row) for row in rows]
     form = "compute_comms" if messages else "compute_only"
     made._prepare_schedule_with_comms({rank: list(map(read, row)) for rank, row in enumerate(rows)}, format=form)
@@ -416,14 +410,6 @@ def action_schedule(
         rows = made.pipeline_order_with_comms.items()
         made.pipeline_order_with_comms = {r: [a for a in row if a.computation_type.name in kept] for r, row in rows}
     return made
-
-
-def _sends_are_awaited() -> bool:
-    """Whether rows must say when each message must have been sent: since 2.15."""
-    from torch.distributed.pipelining import schedules
-
-    kinds: Any = schedules._ComputationType
-    return hasattr(kinds, "WAIT_SEND_F")
 
 
 def _with_waits(row: Iterable[str]) -> list[str]:

@@ -20,13 +20,11 @@ class _ReachedError(Exception):
 @torch.no_grad()
 def given_to_language_model(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a model gives its language model, which is not run, for arguments of the model's class."""
-    handle = model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True)
     try:
-        type(model).forward(model, **given)
+        with model.get_decoder().register_forward_pre_hook(_stop, with_kwargs=True):
+            type(model).forward(model, **given)
     except _ReachedError as reached:
         return dict(reached.given)
-    finally:
-        handle.remove()
     raise AssertionError("the model did not call its language model")
 
 

@@ -596,7 +596,7 @@ class FirstRun(MeasuringRun):
 def _cpu(call: Call) -> tuple[Any, int]:
     """Return the result of a call, and its workspace."""
     made: list[Any] = []
-    held = list(accumulate(_torch.allocations(lambda: made.append(call())), initial=0))
+    held = list(accumulate(_torch.allocations_between(lambda: made.append(call()), "")[0], initial=0))
     return made[0], max(held) - max(held[-1], 0)
 
 

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._torch import TorchDispatchMode, pytree
 from splitkit.costs.base import WrappedCosts
 from splitkit.costs.flop_formulas import NOMINAL, Flops, counter_of
@@ -272,7 +271,7 @@ class BackwardKernels:
         root, scope = self._flow.root, self._flow.scope[node]
         if body_graphs(root, node):
             return None
-        call = stand_in(root, node, NO_SIZES, [r for r in scope.regions if r.target is _torch.ENTER_AUTOCAST])
+        call = stand_in(root, node, NO_SIZES, scope.autocast)
         reads = self.gradients.reads[node]
         flags = tuple(isinstance(leaf, Node) and leaf in reads for leaf in pytree.tree_leaves((node.args, node.kwargs)))
         yields_tuple = isinstance(node.meta["val"], tuple | list)

@@ -486,7 +486,7 @@ def graph_temporaries(graph: fx.GraphModule, outputs: int | None = None) -> int:
     Raises:
         GraphError: SK108 for a data-dependent size.
     """
-    run = MemorySimulation({}, 1, lambda node: 0)
+    run = MemorySimulation({}, lambda node: 0)
     returned = run.graph(graph, lambda node: run.input(node, "input"))
     steps = len(run.steps)
     for _, value in returned:

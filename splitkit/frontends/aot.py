@@ -24,9 +24,8 @@ from splitkit._torch import pytree, without_modes, without_onednn
 from splitkit.costs import Costs, default
 from splitkit.engine.common_subexpressions import deduplicate
 from splitkit.engine.pair import Pair, divide
-from splitkit.errors import CaptureError, SplitError
+from splitkit.errors import CaptureError, PolicyError, SplitError
 from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
-from splitkit.frontends.compile.region_budgets import refuse_region_budgets
 from splitkit.frontends.trace_settings import (
     with_gradients_on_meta,
     without_globals,
@@ -76,39 +75,25 @@ def trace_joint(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
         captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     refuse_kept_casts(captured)
     # AOTAutograd must see the fake mode and the symbols of the capture, which are in its tracing context.
-    with (
-        without_onednn(),
-        with_gradients_on_meta(),
-        TargetKernels(_kernels(module, args, kwargs)),
-        tracing(captured.meta["tracing_context"]),
-        ExitStack() as stack,
-    ):
-        gm = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs)).graph_module
-    return _with_constants(gm, args, kwargs)
+    with tracing(captured.meta["tracing_context"]):
+        return _joint_graph(module, captured, args, kwargs)
 
 
 def trace_sharded(step: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
     """Return the joint graph of a step with ``DTensor``, which Dynamo would take apart; see `trace_joint`."""
-    with (
-        without_onednn(),
-        torch.fx.traceback.preserve_node_meta(),
-        with_gradients_on_meta(),
-        TargetKernels(_kernels(step, args, kwargs)),
-        export_trace._compiling_state_context(),  # type: ignore[attr-defined]  # models ask torch whether they may look at values
-        ExitStack() as stack,
-    ):
-        gm = aot_export_joint_with_descriptors(stack, step, args, dict(kwargs)).graph_module
-    return _with_constants(gm, args, kwargs)
+    # models ask torch whether they may look at values
+    with torch.fx.traceback.preserve_node_meta(), export_trace._compiling_state_context():  # type: ignore[attr-defined]
+        return _joint_graph(step, step, args, kwargs)
 
 
-def _kernels(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the kernels that the graph of a call of a module calls."""
+def _joint_graph(
+    module: nn.Module, captured: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> fx.GraphModule:
+    """Return the joint graph of what was captured of a module, without tokens; all inputs have values."""
     held = (*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, dict(kwargs))))
-    return own_kernels(t for t in held if isinstance(t, torch.Tensor))
-
-
-def _with_constants(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
-    """Return a joint graph without tokens, in which all inputs have values."""
+    kernels = own_kernels(t for t in held if isinstance(t, torch.Tensor))
+    with without_onednn(), with_gradients_on_meta(), TargetKernels(kernels), ExitStack() as stack:
+        gm = aot_export_joint_with_descriptors(stack, captured, args, dict(kwargs)).graph_module
     without_tokens(gm)
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -370,6 +355,28 @@ def on_real_tensors(joint: fx.GraphModule) -> Iterator[None]:
         yield
 
 
+def refuse_region_budgets(joint: fx.GraphModule) -> None:
+    """Raise SK305 for a graph in which the model itself sets an activation memory budget for torch's partitioner.
+
+    ``torch.autograd.graph.region_activation_memory_budget`` (2.13, 2.15) and the older ``memory_budget`` set it in the
+    meta of nodes; 1.0 means no limit.
+    """
+    graphs = (module.graph for module in joint.modules() if isinstance(module, fx.GraphModule))
+    for node in (node for graph in graphs for node in graph.nodes):
+        custom = node.meta.get("custom")
+        asked = custom.get("_region_activation_memory_budget") if isinstance(custom, dict) else None  # 2.13, 2.15
+        asked = node.meta.get("memory_budget") if asked is None else asked  # 2.11, 2.13, 2.15
+        if isinstance(asked, float) and asked < 1:
+            raise PolicyError(
+                "SK305",
+                f"the model itself sets an activation memory budget of {asked} "
+                f"(torch.autograd.graph.region_activation_memory_budget, at {node.name}), and a policy was given",
+                "Set it in one place: remove it from the model and plan with splitkit.policies."
+                f"Budget({asked}, of='saved'), or let torch obey it: joint.partition(...), torch.compile(model).",
+                [node],
+            )
+
+
 def _describe(pair: Pair, joint: fx.GraphModule) -> None:
     """Set the output descriptors and the node marks that the compilers of the halves read."""
     described = joint.graph.output_node().meta.get("desc")
@@ -411,8 +418,9 @@ def without_tokens(gm: fx.GraphModule) -> None:
         CaptureError: SK410 for an op that is registered with an effect that its schema does not show: without the
             token, the effect would be invisible.
     """
-    for node in _threaded(gm.graph):
-        _call_plainly(gm, node)
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.higher_order.with_effects:
+            _call_plainly(gm, node)
     inputs = [n for n in gm.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("desc"), _TOKENS)]
     output = gm.graph.output_node()
     described = output.meta.get("desc", ())
@@ -424,10 +432,6 @@ def without_tokens(gm: fx.GraphModule) -> None:
         for node in inputs:
             gm.graph.erase_node(node)
     gm.recompile()
-
-
-def _threaded(graph: fx.Graph) -> Iterator[Node]:
-    return (node for node in list(graph.nodes) if node.target is torch.ops.higher_order.with_effects)
 
 
 def _call_plainly(gm: fx.GraphModule, node: Node) -> None:

@@ -95,7 +95,10 @@ class CapabilityBasedPartitioner:
         flow = analyze(self.graph_module)
         before = all_dependences(flow)
         supported = self._supported(flow)
-        made = self._limited(flow, before, supported) if self._limits else self._unlimited(before, supported)
+        if self._limits:
+            made = self._limited(flow, before, supported)
+        else:
+            made = move_members(_with_places(before, self._divided(before, supported, {})), before)
         if not self.allows_single_node_partition:
             transparent = ALWAYS_TRANSPARENT.union(self.non_compute_ops)
             worth = self.allowed_single_node_partition_ops
@@ -158,10 +161,6 @@ class CapabilityBasedPartitioner:
         answers = {node: bool(ask(node)) for node in reversed(list(flow.index))}
         rebound = {*flow.bindings.reads, *flow.bindings.calls}
         return {node: answers[node] and node not in rebound for node in flow.index}
-
-    def _unlimited(self, before: Before, supported: dict[Node, bool]) -> Partitions:
-        found = self._divided(before, supported, {})
-        return move_members(_with_places(before, found), before)
 
     def _limited(self, flow: Dataflow, before: Before, supported: dict[Node, bool]) -> Partitions:
         owners = owners_of(before)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -29,7 +30,7 @@ from splitkit.frontends.generate_calls import (
     model_device,
     not_a_decoder,
 )
-from splitkit.frontends.trace_settings import without_result_cache, without_special_sizes
+from splitkit.frontends.trace_settings import as_in_steps
 from splitkit.graph.caches import ARGUMENTS, ENCODER_CACHES, caches_of, given_caches, updated_caches
 from splitkit.graph.ops.classify import effects_of
 from splitkit.graph.ops.facts import PURE
@@ -110,22 +111,19 @@ def _require_mask_of_encoder(model: nn.Module, gm: fx.GraphModule) -> None:
 
 def _captured(model: nn.Module, step: Mapping[str, Any]) -> fx.GraphModule:
     entered = language_model_entered(model, step) if "inputs_embeds" in step else nullcontext()
-    handle = model.register_forward_hook(_logits_and_caches)
     try:
         with (
+            model.register_forward_hook(_logits_and_caches),
             torch.no_grad(),
             masked_attention() as not_causal,
             continued_states(model),
-            without_special_sizes(),
-            without_result_cache(),
+            as_in_steps(),
             entered,
         ):
             gm = capture_forward(model, (), dict(step), "export", dynamic=True)
     except CaptureError as error:
         # the remedies for training do not help here
         raise CaptureError("SK401", error.reason, WITHOUT_SPLIT) from error
-    finally:
-        handle.remove()
     mask = step.get("attention_mask")
     if not_causal and isinstance(mask, torch.Tensor) and mask.ndim == 2:
         which = listed(sorted(not_causal), 2)
@@ -213,16 +211,11 @@ def language_model_entered(model: Any, step: Mapping[str, Any]) -> Iterator[None
 
     kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in step]
     forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
-    hidden = [(module, vars(module).get("forward")) for module in (model, decoder)]
-    model.forward, decoder.forward = forward, enter
     try:
-        yield
+        with patch.object(model, "forward", forward), patch.object(decoder, "forward", enter):
+            yield
     finally:
         given.clear()
-        for module, before in hidden:
-            del module.forward
-            if before is not None:
-                module.forward = before
 
 
 def drop_unread(gm: fx.GraphModule) -> None:

@@ -44,10 +44,11 @@ from splitkit.errors import CaptureError, PlanError, message_line
 from splitkit.frontends.capture.capture_errors import require_module
 from splitkit.frontends.capture.first_call import hook_state_restored
 from splitkit.frontends.compile.compile import BudgetLike, as_policy
-from splitkit.frontends.joint_capture import Joint, Loss, capture_joint, checked_loss, sum_of_outputs
+from splitkit.frontends.joint_capture import Joint, Loss, capture_joint, no_loss_error, sum_of_outputs
 from splitkit.frontends.trace_settings import without_meta_errors
+from splitkit.graph.losses import loss_of
 from splitkit.graph.node_selection import no_module
-from splitkit.graph.storages import storages_shown
+from splitkit.graph.storages import storages_shown, tensors
 from splitkit.memory.measurement import MeasuredMemory, measure_memory
 from splitkit.plans.policy import PolicyLike
 from splitkit.short_repr import brief
@@ -175,7 +176,9 @@ def checkpoint_context(
     keys, drawn = _keys(joint)
     positions = _positions(first.ops)
     unsavable = {n for n in keys if n in drawn or keys[n] not in positions}
-    _tag_unsavable(joint, unsavable)
+    for node in unsavable:  # eager mode does not save it alone, so plans compute it again
+        if joint.flow.producer(node) is node:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     prices = (costs or default)(joint.graph_module)
     pair = divide(_as_checkpointed(joint.flow, unsavable), chosen, prices)
     saved = _saved_ops(joint, pair, keys, positions)
@@ -250,13 +253,6 @@ def _joint(layer: nn.Module, recorded: RecordedLayer) -> Joint:
     return capture_joint(plain, *args, loss=cast(Loss, sum_of_outputs), **kwargs)
 
 
-def _tag_unsavable(joint: Joint, unsavable: Collection[Node]) -> None:
-    """Tag the nodes of forward that eager mode does not save alone, so that plans compute them again."""
-    for node in unsavable:
-        if joint.flow.producer(node) is node:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
 def _positions(ops: Sequence[RecordedOp]) -> dict[Hashable, int]:
     """Return key -> the position of the first op with that key, without those whose results an op writes to."""
     written = {number for op in ops for number in op.writes}
@@ -289,7 +285,7 @@ def _saved_ops(
 def _keys(joint: Joint) -> tuple[Mapping[Node, Hashable], set[Node]]:
     """Return node -> the key of its op, as `recorded_ops` has them, and the nodes that come from random numbers."""
     signature, effects = joint.signature, joint.flow.effects
-    state = {**signature.parameters, **signature.buffers}
+    inputs, state = signature.inputs, {**signature.parameters, **signature.buffers}
     own, passed, drawn = dict[Node, Hashable](), dict[Node, Hashable](), set[Node]()
 
     def key(value: Any) -> Hashable:
@@ -297,7 +293,8 @@ def _keys(joint: Joint) -> tuple[Mapping[Node, Hashable], set[Node]]:
 
     for node in joint.graph_module.graph.nodes:
         if node.op == "placeholder":
-            passed[node] = ("state", state[node.name]) if node.name in state else _input_key(signature.inputs, node)
+            given = ("input", inputs[node.name]) if node.name in inputs else ("tangent", node.name)
+            passed[node] = ("state", state[node.name]) if node.name in state else given
         elif node.op == "get_attr":
             passed[node] = constant_key(node.meta.get("val"))
         elif node.target is operator.getitem:
@@ -307,10 +304,6 @@ def _keys(joint: Joint) -> tuple[Mapping[Node, Hashable], set[Node]]:
             if passed[node] == DRAWN or effects[node].random:
                 drawn.add(node)
     return own, drawn
-
-
-def _input_key(inputs: Mapping[str, int], node: Node) -> Hashable:
-    return ("input", inputs[node.name]) if node.name in inputs else ("tangent", node.name)
 
 
 # Record the ops of checkpointed layers in eager mode, and name their results so that a joint graph's can be matched.
@@ -468,12 +461,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs, before = kwargs or {}, len(self._storages)
         output = func(*args, **kwargs)
         own, passed = keys_of(func, args, kwargs, self._key, draws(func, args, kwargs))
-        leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        leaves = list(tensors(output))
         for i, tensor in enumerate(leaves):
             self._name(tensor, passed if isinstance(output, Tensor) else item_key(passed, i))
         if func in SAC_IGNORED_OPS:
             return output
-        written = _written(func, args, kwargs)
+        written = list(tensors(written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else []))
         for tensor in written:
             self._keys[id(tensor)] = passed
         made = frozenset(self._storage(t) for t in leaves)
@@ -502,13 +495,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def reads_floats(args: Any, kwargs: Any) -> bool:
     """Return whether there is a tensor of floats or complex numbers among the arguments of an op."""
-    return any(isinstance(leaf, Tensor) and is_inexact(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that an op writes to."""
-    given = written_arguments(func, args, kwargs) if isinstance(func, OpOverload) else []
-    return [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    return any(map(is_inexact, tensors((args, kwargs))))
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -533,7 +520,7 @@ def keys_of(
         key: the key of an argument.
         is_random: whether it draws random numbers.
     """
-    leaves = pytree.tree_leaves(list(args), is_leaf=_is_leaf)
+    leaves = pytree.tree_leaves(list(args), is_leaf=lambda value: not isinstance(value, list | tuple))
     given = [key(value) for value in leaves]
     terms = (_out_of_place(func), len(args), *given, *((n, _deep(v, key)) for n, v in sorted(kwargs.items())))
     own = sha256(repr(terms).encode()).hexdigest()  # of fixed size: terms of terms double with each residual branch
@@ -558,10 +545,6 @@ def _out_of_place(func: Any) -> Any:
 
 def _deep(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
     return tuple(map(key, value)) if isinstance(value, list | tuple) else key(value)
-
-
-def _is_leaf(value: Any) -> bool:
-    return not isinstance(value, list | tuple)
 
 
 def item_key(key: Hashable, position: int) -> Hashable:
@@ -594,20 +577,17 @@ class RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, on fakes if a float is among its inputs or results."""
         kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = list(tensors((args, kwargs)))
         if any(isinstance(t, FakeTensor) or is_inexact(t) for t in given):
             run = _grouped_mm if func is GROUPED_MM and args[0].dtype != torch.bfloat16 else func
             return run(*args, **kwargs)
         if not given:
             made = func(*args, **kwargs)  # fake
-            if any(is_inexact(t) for t in pytree.tree_leaves(made) if isinstance(t, Tensor)):
+            if any(map(is_inexact, tensors(made))):
                 return made
         with without_modes():
             made = func(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, self._fake_if_inexact, made)
-
-    def _fake_if_inexact(self, tensor: Tensor) -> Tensor:
-        return self.mode.from_tensor(tensor) if is_inexact(tensor) else tensor
+        return pytree.tree_map_only(Tensor, lambda t: self.mode.from_tensor(t) if is_inexact(t) else t, made)
 
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default  # 2.11, 2.13, 2.15
@@ -698,7 +678,9 @@ def dry_run(
 
     def step(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         # The output is not held during backward, as in `model(**batch).loss.backward()`.
-        value = checked_loss(module(*inputs, **named), loss, model, args, kwargs)
+        value = (loss_of if loss is None else loss)(module(*inputs, **named))
+        if value is None:
+            raise no_loss_error(model, args, kwargs)
         value.backward()  # type: ignore[no-untyped-call]
 
     try:

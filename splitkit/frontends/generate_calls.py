@@ -11,9 +11,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -98,7 +99,8 @@ class GenerateCalls:
             if len(kinds) > 1:
                 why = f"generate gives it {name} as {' and then as '.join(kinds)}, and one graph runs all steps"
                 raise not_a_decoder(self.model, why)
-            if not _are_tensors(several.get(name)):
+            leaves = pytree.tree_leaves(several.get(name))
+            if not all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in leaves):
                 raise not_a_decoder(self.model, f"generate gives it {name}, which is {next(iter(kinds))}")
         if self.embedded:
             several |= self._deepstack(several)
@@ -215,15 +217,11 @@ def in_order(model: Any, known: Mapping[str, Any], further: Mapping[str, Any]) -
 def _further(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that a call is given, but for tokens, caches and settings."""
     left_out = {*_SETTINGS, *ARGUMENTS, "input_ids", "decoder_input_ids", "encoder_outputs"}
-    return {name: x for name, x in given.items() if name not in left_out and not _is_nothing(x)}
-
-
-def _is_nothing(value: Any) -> bool:
-    return all(leaf is None or leaf is False for leaf in pytree.tree_leaves(value))
-
-
-def _are_tensors(value: Any) -> bool:
-    return all(leaf is None or isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    return {
+        name: x
+        for name, x in given.items()
+        if name not in left_out and any(leaf is not None and leaf is not False for leaf in pytree.tree_leaves(x))
+    }
 
 
 def _kind(value: Any) -> str:
@@ -394,14 +392,10 @@ def continued_states(model: nn.Module) -> Iterator[_LastState]:
     for file in {type(module).__module__ for module in model.modules()}:
         source = sys.modules[file]
         changed += [(source, name, function) for name, function in own.items() if name in vars(source)]
-    before = [(where, name, vars(where)[name]) for where, name, _ in changed]
-    try:
-        for where, name, function in changed:
-            setattr(where, name, function)
+    with ExitStack() as patches:
+        for change in changed:
+            patches.enter_context(patch.object(*change))
         yield last
-    finally:
-        for where, name, function in before:
-            setattr(where, name, function)
 
 
 def _positions(cache: Any) -> int | torch.SymInt | None:

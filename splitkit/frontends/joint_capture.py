@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -27,18 +27,21 @@ from splitkit.frontends.capture.capture import (
     IN_EVAL_MODE,
     buffers_on_meta,
     capture_by_export,
+    capture_conditions,
     capture_forward,
     copy_repeated,
     inputs_on_meta,
     silenced,
     succeeds,
 )
-from splitkit.frontends.capture.capture import capture_conditions as capture_conditions
-from splitkit.frontends.capture.capture_errors import came_from_torch, capture_error, require_module
-from splitkit.frontends.capture.first_call import are_real, in_eval_mode, outputs_of_call, retry_after_call
-from splitkit.frontends.compile.region_budgets import refuse_region_budgets
-from splitkit.frontends.example_run import failed_run_error
-from splitkit.frontends.module_state import dicts_restored, owned_dicts
+from splitkit.frontends.capture.capture_errors import came_from_torch, capture_error, failed_run_error, require_module
+from splitkit.frontends.capture.first_call import (
+    are_real,
+    in_eval_mode,
+    outputs_of_call,
+    retry_after_call,
+    tables_restored,
+)
 from splitkit.frontends.sharded_step import (
     NO_LOSS,
     NO_TENSOR,
@@ -49,7 +52,7 @@ from splitkit.frontends.sharded_step import (
     refuse_sharded_inputs,
 )
 from splitkit.graph.joint_marks import mark_of
-from splitkit.graph.losses import GIVE, loss_of, no_loss
+from splitkit.graph.losses import GIVE, no_loss
 from splitkit.graph.shards import local_tensor, sharded_as
 from splitkit.graph.storages import mark_repeated_inputs, storage_key
 from splitkit.plans.policy import PolicyLike
@@ -161,7 +164,7 @@ class Joint:
     @cached_property
     def flow(self) -> JointFlow:
         """The facts about the graph that policies read; raises SK305 if the model sets a memory budget itself."""
-        refuse_region_budgets(self.graph_module)
+        aot.refuse_region_budgets(self.graph_module)
         return aot.joint_flow(self.graph_module, self.signature.forward_outputs)
 
     def split(self, policy: PolicyLike, costs: Costs | None = None) -> Pair | StagedStep:
@@ -322,7 +325,7 @@ def _traced(
     """Return the joint graph of a step; errors name ``original`` if the model of the step is a capture of it."""
     model = original or step.model
     # AOTAutograd replaces parameters while it traces, and does not restore all of a module with two names
-    with capture_conditions(), dicts_restored(owned_dicts(step)):
+    with capture_conditions(), tables_restored(step):
         try:
             trace = aot.trace_sharded if isinstance(step, ShardedStep) else aot.trace_joint
             gm = trace(step, args, kwargs)
@@ -422,16 +425,6 @@ def check_inputs(model: nn.Module, signature: JointSignature, leaves: list[Any])
     inputs = [name for name in signature.updates.values() if name in signature.inputs]
     if twice := [name for name in inputs if memory[storage_key(leaves[signature.inputs[name]])] > 1]:
         raise _shared_memory_error(model, twice)
-
-
-def checked_loss(
-    output: Any, loss: Loss | None, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Tensor:
-    """Return the loss in an output of a model, by ``loss`` or, without one, by `loss_of`; refuse an output without."""
-    value = loss_of(output) if loss is None else loss(output)
-    if value is None:
-        raise no_loss_error(model, args, kwargs)
-    return value
 
 
 def no_loss_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CaptureError:
@@ -620,13 +613,69 @@ def name_modules(graph: fx.Graph) -> None:
     for node in graph.nodes:
         for key in _STACKS:
             if stack := node.meta.get(key):
-                node.meta[key] = dict(_inside_model(stack))
+                named = {n: (path.replace(f"{_ROOT}.{_WRAPPED}", _ROOT), kind) for n, (path, kind) in stack.items()}
+                node.meta[key] = {name: named[name] for name, (path, _) in stack.items() if path != _ROOT}
         if node.op == "call_function" and mark_of(node) == "is_backward":
             stacks = (n.meta.get(key) for n in (node, *node.all_input_nodes) for key in reversed(_STACKS))
             node.meta[_STACKS[1]] = next(filter(None, stacks), {})
 
 
-def _inside_model(stack: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    for key, (path, kind) in stack.items():
-        if path != _ROOT:
-            yield key, (path.replace(f"{_ROOT}.{_WRAPPED}", _ROOT), kind)
+# Run a divided training step as a module: it returns the loss, and backward of the loss runs the backward half.
+
+
+class DividedStep(nn.Module):
+    """A module whose forward and backward are the halves of a pair, or those of stages, one after the other.
+
+    Called like the model, it returns the loss and writes to buffers and inputs as the model does.
+
+    Attributes:
+        model: the model, which holds the parameters.
+        joint: forward and backward as one graph.
+        pair: the two halves of that graph, or its stages.
+    """
+
+    def __init__(self, joint: Joint, pair: Pair | StagedStep) -> None:
+        super().__init__()
+        self.model = joint.model
+        self.joint, self.pair = joint, pair
+        self.training = joint.model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the forward half."""
+        primals = self.joint.primals(*args, **kwargs)
+        outputs: tuple[Any, ...] = _Halves.apply(self.joint, self.pair, *primals)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for position, index in _indices(self.joint, self.joint.signature.updates).items():
+                primals[index].copy_(outputs[position])
+        loss: Tensor = outputs[self.joint.signature.loss]
+        return loss
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, pair: Pair | StagedStep, *primals: Any) -> tuple[Any, ...]:
+        outputs, ctx.held = pair.run_forward(primals)
+        ctx.joint, ctx.pair, ctx.primals = joint, pair, len(primals)
+        others = (v for i, v in enumerate(outputs) if i != joint.signature.loss and isinstance(v, Tensor))
+        ctx.mark_non_differentiable(*others)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        signature = ctx.joint.signature
+        of_outputs = zip(signature.tangents.values(), ctx.joint.tangents(), strict=True)
+        # The loss has the gradient that autograd passes; other outputs are not differentiable, so theirs are zero.
+        tangents = [gradients[position] if position == signature.loss else zero for position, zero in of_outputs]
+        found = ctx.pair.run_backward(ctx.held, tangents)
+        of_primals: list[Tensor | None] = [None] * ctx.primals
+        for position, index in _indices(ctx.joint, signature.gradients).items():
+            of_primals[index] = found[position - signature.forward_outputs]
+        return None, None, *of_primals
+
+
+def _indices(joint: Joint, named: Mapping[int, str]) -> dict[int, int]:
+    """Return output position -> index of the primal of the same name in ``named``."""
+    placeholders = joint.graph_module.graph.find_nodes(op="placeholder")
+    primals = [n.name for n in placeholders if n.name not in joint.signature.tangents]
+    index = {name: i for i, name in enumerate(primals)}
+    return {position: index[name] for position, name in named.items()}

@@ -6,7 +6,7 @@ a dtype, or create the parameters and buffers of a lazy module. TorchScript modu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -30,11 +30,6 @@ def write_back(tensor: Tensor, value: Tensor) -> None:
             tensor.data.copy_(value)
 
 
-def is_as_before(tensor: Tensor, value: Tensor) -> bool:
-    """Return whether a tensor has the shape and dtype of ``value``."""
-    return tensor.shape == value.shape and tensor.dtype == value.dtype
-
-
 @contextmanager
 def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
     """Restore all buffers afterwards; those of lazy modules get the values that they were created with.
@@ -43,7 +38,8 @@ def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
         model: the module.
         sizes: whether to restore buffers that changed shape or dtype; otherwise these stay as the run left them.
     """
-    held = [(m, name, b, b.detach().clone()) for m, name, b in _buffers(model) if not is_lazy(b)]
+    buffers = ((m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None)
+    held = [(m, name, b, b.detach().clone()) for m, name, b in buffers if not is_lazy(b)]
     with ExitStack() as hooks:
         made = [hooks.enter_context(_as_made(m)) for m in model.modules() if _is_uninitialised(m)]
         try:
@@ -52,32 +48,13 @@ def buffers_kept(model: nn.Module, sizes: bool = True) -> Iterator[None]:
             for module, name, buffer, value in held:
                 if buffer.grad_fn is not None:
                     buffer.detach_()
-                if sizes or is_as_before(buffer, value):
+                if sizes or (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
                     write_back(buffer, value)
                 if not isinstance(module, torch.jit.ScriptModule):
                     module._buffers[name] = buffer
             for values in made:
                 for buffer, value in values:
                     write_back(buffer, value)
-
-
-def owned_dicts(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield the dicts of parameters and buffers of all modules except TorchScript's, which only mirror C++ state."""
-    for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            yield from (module._parameters, module._buffers)
-
-
-@contextmanager
-def dicts_restored(dicts: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restore afterwards what dicts hold, such as the buffers of modules: rebound entries are put back."""
-    held = [(now, dict(now)) for now in dicts]
-    try:
-        yield
-    finally:
-        for now, before in held:
-            now.clear()
-            now.update(before)
 
 
 def made_by_hooks(owner: nn.Module) -> set[str]:
@@ -89,11 +66,6 @@ def made_by_hooks(owner: nn.Module) -> set[str]:
 def is_uninitialised(model: nn.Module) -> bool:
     """Return whether a module in the model is lazy and was never called."""
     return any(map(_is_uninitialised, model.modules()))
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    for module in model.modules():
-        yield from ((module, name, b) for name, b in module._buffers.items() if b is not None)
 
 
 def _is_uninitialised(module: nn.Module) -> bool:
@@ -111,8 +83,5 @@ def _as_made(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
             made = [b for b in module._buffers.values() if b is not None and not is_lazy(b)]
             found.extend((b, b.detach().clone()) for b in made)
 
-    handle = module.register_forward_pre_hook(note)
-    try:
+    with module.register_forward_pre_hook(note):
         yield found
-    finally:
-        handle.remove()

@@ -69,11 +69,8 @@ def outputs_opened(model: nn.Module) -> Iterator[None]:
     def look(module: nn.Module, args: Any, output: Any) -> None:
         register_classes_of(output)
 
-    handle = model.register_forward_hook(look)
-    try:
+    with model.register_forward_hook(look):
         yield
-    finally:
-        handle.remove()
 
 
 def register_caches_among(inputs: Any) -> None:
@@ -104,7 +101,8 @@ def register_classes_of(value: Any) -> None:
     """Register the class of every object in ``value`` that holds tensors and that pytree does not know."""
     for leaf in pytree.tree_leaves(value):
         if _is_object(leaf) and _has_values(leaf, set()):
-            _register(type(leaf))
+            if (kind := type(leaf)) not in pytree.SUPPORTED_NODES:
+                pytree.register_pytree_node(kind, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
             register_classes_of(_state(leaf)[1])
 
 
@@ -130,11 +128,6 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, torch.Size) and all(type(n) is int for n in value)
 
 
-def _register(kind: type) -> None:
-    if kind not in pytree.SUPPORTED_NODES:
-        pytree.register_pytree_node(kind, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)
-
-
 def _is_object(leaf: Any) -> bool:
     return not isinstance(leaf, (*_VALUES, *_NEVER)) and type(leaf).__module__ not in ("builtins", "torch")
 
@@ -155,11 +148,7 @@ def _state(value: Any) -> tuple[Any, dict[str, Any]]:
     """What makes an empty object like ``value``, and all that is to be put into it."""
     reduced = value.__reduce_ex__(4)
     make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-    return make, {"args": args, "state": state, "items": _listed(items), "pairs": _listed(pairs)}
-
-
-def _listed(items: Iterable[Any] | None) -> list[Any] | None:
-    return None if items is None else list(items)
+    return make, {"args": args, "state": state, "items": list(items or ()), "pairs": list(pairs or ())}
 
 
 def _flatten(value: Any) -> tuple[list[Any], _ObjectState]:
@@ -202,9 +191,9 @@ def _unflatten(tensors: Iterable[Any], frame: _ObjectState) -> Any:
     made = frame.make(*state["args"])
     if (inner := state["state"]) is not None:
         _put_into(made, inner)
-    for item in state["items"] or ():
+    for item in state["items"]:
         made.append(item)
-    for key, item in state["pairs"] or ():
+    for key, item in state["pairs"]:
         made[key] = item
     return made
 

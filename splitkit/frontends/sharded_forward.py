@@ -24,7 +24,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.frontends import aot
-from splitkit.frontends.module_state import dicts_restored, owned_dicts
+from splitkit.frontends.capture.first_call import tables_restored
 from splitkit.frontends.sharded_step import ShardedStep
 from splitkit.graph.shards import PIECES, full_tensor, is_sharded
 from splitkit.graph.storages import parameters_and_buffers
@@ -66,7 +66,7 @@ def forward_of_shards(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         kwargs: example keyword inputs.
     """
     step = ShardedForward(model)
-    with dicts_restored(owned_dicts(step)):  # AOTAutograd replaces parameters while it traces
+    with tables_restored(step):  # AOTAutograd replaces parameters while it traces
         traced = aot.trace_sharded(step, args, kwargs)
     step.clean(traced.graph)
     return _Writer(step, traced, args, kwargs).module()
@@ -91,7 +91,10 @@ class _Writer:
         placeholders = self.traced.find_nodes(op="placeholder")
         given = {aot.input_position(node): node for node in placeholders}
         for position, (path, leaf) in enumerate(self._inputs):
-            self._put_input(given.get(position), path, leaf)
+            made = self.graph.placeholder(self._name(path))
+            made.meta["val"] = leaf
+            if (node := given.get(position)) is not None:
+                self._put(node, made)
         read = {node for node in placeholders if node.users} | {node for _, node in aot.inputs_of_updates(self.traced)}
         for node in placeholders:
             if node in read and (own := aot.parameter_name(node) or aot.buffer_name(node)) is not None:
@@ -103,12 +106,6 @@ class _Writer:
         gm.meta[PIECES] = frozenset(name for name, tensor in whole.items() if is_sharded(tensor))
         gm.train(self.step.model.training)
         return gm
-
-    def _put_input(self, node: Node | None, path: Any, leaf: Any) -> None:
-        made = self.graph.placeholder(self._name(path))
-        made.meta["val"] = leaf
-        if node is not None:
-            self._put(node, made)
 
     def _put(self, node: Node, made: Node) -> None:
         self._made[node] = made

@@ -15,8 +15,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -177,7 +178,7 @@ def _at_once(node: fx.Node) -> None:
 def _paths_noted(model: nn.Module) -> Iterator[None]:
     """Give the nodes that are traced inside the block the path of their module, as Dynamo does."""
     meta: dict[str, Any] = traceback.current_meta  # 2.11, 2.13, 2.15
-    before, stack, handles = meta.get("nn_module_stack"), list[dict[str, Any]](), []
+    stack: list[dict[str, Any]] = []
 
     def enter(name: str, module: nn.Module) -> None:
         inside = {name: (f"L['self'].model.{name}".rstrip("."), type(module))}
@@ -188,14 +189,9 @@ def _paths_noted(model: nn.Module) -> Iterator[None]:
         stack.pop()
         meta["nn_module_stack"] = stack[-1] if stack else {}
 
-    try:
+    with patch.dict(meta), ExitStack() as hooks:
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda m, given, n=name: enter(n, m), prepend=True))
-            handles.append(module.register_forward_hook(lambda m, given, output: leave(m)))
+            entered = module.register_forward_pre_hook(lambda m, given, n=name: enter(n, m), prepend=True)
+            hooks.enter_context(entered)
+            hooks.enter_context(module.register_forward_hook(lambda m, given, output: leave(m)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        meta.pop("nn_module_stack", None)
-        if before is not None:
-            meta["nn_module_stack"] = before

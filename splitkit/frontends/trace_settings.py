@@ -148,20 +148,15 @@ def as_in_export() -> Iterator[None]:
 
 
 @contextmanager
-def without_special_sizes() -> Iterator[None]:
-    """Let dynamic sizes be 0 and 1 too, which a graph would otherwise refuse (2.11, 2.13, 2.15)."""
+def as_in_steps() -> Iterator[None]:
+    """Let dynamic sizes be 0 and 1 too, which a graph would otherwise refuse, and let fake tensors compute each result.
+
+    To cache results takes longer than it saves where sizes are dynamic.
+    """
     from torch.fx.experimental import _config
 
-    config: Any = _config
-    with config.patch(backed_size_oblivious=True):
-        yield
-
-
-@contextmanager
-def without_result_cache() -> Iterator[None]:
-    """Let fake tensors compute each result: to cache them takes longer than it saves where sizes are dynamic."""
-    config: Any = torch._dynamo.config
-    with config.patch(fake_tensor_cache_enabled=False):  # 2.11, 2.13, 2.15
+    sizes, results = cast(Any, _config), cast(Any, torch._dynamo.config)  # 2.11, 2.13, 2.15
+    with sizes.patch(backed_size_oblivious=True), results.patch(fake_tensor_cache_enabled=False):
         yield
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -114,12 +114,8 @@ def is_state_op(node: Node) -> bool:
     if id(node.target) not in TARGETS or node.op != "call_function":
         return False
     setting = read_by(node)  # `before = is_grad_enabled(); ...; set_grad_enabled(before)`
-    return setting is None or (bool(node.users) and all(setting is _written(user) for user in node.users))
-
-
-def _written(node: Node) -> Setting | None:
-    found = _BY_SET.get(id(node.target))
-    return found and found[0]
+    setters = [_BY_SET.get(id(user.target), (None,))[0] for user in node.users]
+    return setting is None or (bool(setters) and all(setter is setting for setter in setters))
 
 
 def opened_by(node: Node) -> Region | None:
@@ -191,15 +187,11 @@ def register_region(
     """
     key: Hashable = ("registered", name if state is None else state)
     sets: Mapping[str, Any] = {} if grad is None else {GRAD.name: grad}
-    known = _known(enter)
+    known = _BY_ENTER.get(id(enter))
     if known is not None and (known.name, known.exit, known.handle) == (name, exit, handle):
         return
     _refuse_unfit(name, enter, exit, handle)
     _add_region(Region(name, enter, exit, lambda node: key, lambda node: sets, handle))
-
-
-def _known(target: Any) -> Region | None:
-    return _BY_ENTER.get(id(target))
 
 
 def _refuse_unfit(name: str, enter: Any, exit: Any, handle: bool) -> None:
@@ -231,19 +223,11 @@ def _add_setting(setting: Setting) -> None:
     TARGETS.update({id(target): target for target in (setting.get, *writers)})
 
 
-class RegionTargets(NamedTuple):
-    """Targets that open or close regions, each with whether the region has a handle."""
-
-    enters: tuple[tuple[Any, bool], ...]
-    exits: tuple[tuple[Any, bool], ...]
-
-
-def region_targets() -> RegionTargets:
-    """Return the targets that are registered now."""
-    return RegionTargets(
-        tuple((TARGETS[i], kind.handle) for i, kind in _BY_ENTER.items()),
-        tuple((TARGETS[i], kinds[0].handle) for i, kinds in _BY_EXIT.items()),
-    )
+def region_targets(enters: bool) -> tuple[tuple[Any, bool], ...]:
+    """Return the targets that open regions, or those that close them, each with whether its region has a handle."""
+    if enters:
+        return tuple((TARGETS[i], kind.handle) for i, kind in _BY_ENTER.items())
+    return tuple((TARGETS[i], kinds[0].handle) for i, kinds in _BY_EXIT.items())
 
 
 def setting_targets() -> tuple[tuple[Any, str], ...]:

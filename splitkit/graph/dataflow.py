@@ -78,13 +78,6 @@ class Dataflow:
 
     __repr__ = brief
 
-    def __str__(self) -> str:
-        inputs = sum(n.op == "placeholder" for n in self.index)
-        return (
-            f"Dataflow of {len(self.index)} nodes: {len(self.nodes)} to place, {inputs} inputs, "
-            f"{len(self.once)} that run once, {len(self.written)} attributes that are written"
-        )
-
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The placeable nodes in graph order: the nodes that a policy assigns to parts."""
@@ -267,17 +260,13 @@ def _followers(effects: Mapping[Node, Effects], root: nn.Module, known: Known) -
             continue
         if source in written:
             continue
+        known_tuple = is_tuple(source, root, known)
+        # Unknown: an index that only tensors take shows a view of a tensor. Keeping a pair together is always right.
+        unpacks = isinstance(node.args[1], int | slice | str) if known_tuple is None else known_tuple
         # A computed index may come from another part; then the whole tuple crosses.
-        if len(node.all_input_nodes) == 1 and _unpacks(node, is_tuple(source, root, known)):
+        if len(node.all_input_nodes) == 1 and unpacks:
             followers[node] = followers.get(source, source)
     return followers
-
-
-def _unpacks(node: Node, known: bool | None) -> bool:
-    if known is not None:
-        return known
-    # Unknown: an index that only tensors take shows a view of a tensor. Keeping a pair together is always right.
-    return isinstance(node.args[1], int | slice | str)
 
 
 def _kernels() -> tuple[bool, ...]:

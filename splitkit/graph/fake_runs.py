@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from torch.fx import Node
 from splitkit import _torch
 from splitkit._torch import FakeTensor, FakeTensorMode, attributes_of, fake_mode, pytree
 from splitkit.errors import GraphError, message_line
+from splitkit.graph.call_signature import bind_inputs
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.storages import parameters_and_buffers, require_made, storage_key
 
@@ -36,24 +36,14 @@ def propagate(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> None:
     require_graph(gm)
     require_made(parameters_and_buffers(gm))
     try:
-        set_values(gm, _by_name(gm, args, kwargs))
+        names = (str(node.target).lstrip("*") for node in gm.graph.find_nodes(op="placeholder"))
+        set_values(gm, dict(zip(names, bind_inputs(gm, args, kwargs), strict=True)))
     except Exception as error:
         raise GraphError(
             "SK109",
             f"the graph does not run on fake tensors of these inputs: {message_line(error)}",
             "Give inputs that gm(*args, **kwargs) accepts; register fake kernels for custom ops.",
         ) from error
-
-
-def _by_name(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call by the names of the graph's placeholders."""
-    signature = inspect.signature(gm.forward)
-    names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
-    if not {name.lstrip("*") for name in names} <= signature.parameters.keys():  # a copy of Dynamo's: (*args, **kwargs)
-        return dict(zip(names, args, strict=False)) | dict(kwargs)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
 
 
 def set_values(gm: fx.GraphModule, inputs: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.errors import PlanError
-from splitkit.graph.storages import address_range, hides_memory, tensors_inside
+from splitkit.graph.storages import address_range, hides_memory, tensors, tensors_inside
 
 # Find the nodes of a split's parent that check its inputs and compute nothing.
 
@@ -102,11 +102,9 @@ def blocks(value: object, whole: bool = False) -> Iterator[ByteRange]:
         value: a tensor or a pytree of them.
         whole: count the whole storage of each tensor, not only the bytes that the tensor shows.
     """
-    for leaf in (value,) if isinstance(value, Tensor) else pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            for tensor in tensors_inside(leaf):
-                if (block := _block(tensor, whole)) is not None:
-                    yield block
+    for tensor in (inner for leaf in tensors(value) for inner in tensors_inside(leaf)):
+        if (block := _block(tensor, whole)) is not None:
+            yield block
 
 
 def _block(tensor: Tensor, whole: bool) -> ByteRange | None:

@@ -27,7 +27,7 @@ from splitkit._torch import OpOverloadPacket
 from splitkit.graph.ops import Effects
 from splitkit.graph.ops.functions import torch_name
 from splitkit.graph.ops.schemas import overloads_of
-from splitkit.graph.scope import Scope, is_state_op, region_kind, states_before
+from splitkit.graph.scope import Scope, is_state_op, states_before
 from splitkit.graph.shared_memory import GIVEN, REACHED, Memory, memory_classes
 from splitkit.graph.storages import VIEWS, Lookup, held_in, storage_key, value_of
 
@@ -73,7 +73,7 @@ def kept_casts(
     find = _Casts(effects, root, memory, without_cache)
     before = frozenset[Node]()
     for node, scope in states_before(graph).items():
-        now = frozenset(enter for enter in scope.regions if _is_autocast(enter))
+        now = frozenset(scope.autocast)
         if before.isdisjoint(now):  # the outermost region has been left
             find.leave()
         before = now
@@ -163,13 +163,9 @@ def _op_name(node: Node) -> str:
     return packet.__name__ if packet is not None else torch_name(node.target) or ""
 
 
-def _is_autocast(enter: Node) -> bool:
-    return enter.target is _torch.ENTER_AUTOCAST
-
-
 def _casts(scope: Scope, without_cache: bool) -> bool:
     """Whether the innermost autocast of a scope is on, and keeps casts or need not."""
-    inner = [enter for enter in scope.regions if _is_autocast(enter)][-1]
+    inner = scope.autocast[-1]
     names = ("device_type", "dtype", "enabled", "cache_enabled")
     given = {**dict(zip(names, inner.args, strict=False)), **inner.kwargs}
     keeps = without_cache or given.get("cache_enabled") is not False
@@ -178,5 +174,4 @@ def _casts(scope: Scope, without_cache: bool) -> bool:
 
 def _outer(scope: Scope) -> tuple[Node, ...]:
     """Return the regions up to the outermost autocast."""
-    first = next(i for i, enter in enumerate(scope.regions) if region_kind(enter).name == "autocast")
-    return scope.regions[: first + 1]
+    return scope.regions[: scope.regions.index(scope.autocast[0]) + 1]

@@ -57,7 +57,9 @@ def modules_matching(patterns: Collection[str], nodes: Iterable[Node]) -> dict[N
         PolicyError: SK304 for a pattern that matches no module.
     """
     paths = {node: module_path(node) for node in nodes}
-    around = {path: _with_parents(path) for path in dict.fromkeys(paths.values())}
+    around: dict[str, list[str]] = {}  # a.b.c -> a.b.c, a.b, a
+    for path in paths.values():
+        around[path] = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)]
     known = dict.fromkeys(name for names in around.values() for name in names)
     matched = {pattern: {name for name in known if fnmatchcase(name, pattern)} for pattern in patterns}
     for pattern, names in matched.items():
@@ -76,12 +78,6 @@ def no_module(reason: str, name: str, known: Iterable[str]) -> PolicyError:
     found = near(name, paths, most=3, cutoff=0.3) or paths[:3]
     remedy = f"Modules near it: {', '.join(found)}." if found else "The graph carries no module paths."
     return PolicyError("SK304", reason, remedy, [name])
-
-
-def _with_parents(path: str) -> list[str]:
-    """Return a path and the paths of its enclosing modules: ``a.b.c``, ``a.b``, ``a``."""
-    atoms = path.split(".")
-    return [".".join(atoms[:i]) for i in range(len(atoms), 0, -1)]
 
 
 def _asked(policy: object, rule: Callable[[Node], object]) -> Rule:

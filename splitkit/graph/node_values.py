@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,7 +149,7 @@ class StandIn:
         No real tensor is read or written, and no random number is drawn. Raises whatever the target raises on fakes: a
         custom op may have no fake kernel, and a size may depend on data.
         """
-        with mode or new_mode(), torch.no_grad():
+        with mode or _torch.fake_mode(), torch.no_grad():
             args, kwargs = pytree.tree_map(self._fake, (self.args, self.kwargs))
             with ExitStack() as regions:
                 for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):  # the caller's
@@ -199,11 +199,6 @@ class StandIn:
         return hints(sizes, self.sizes)
 
 
-def new_mode() -> FakeTensorMode:
-    """Return a fake mode that accepts real parameters and buffers of modules."""
-    return _torch.fake_mode()
-
-
 class CallMemo(Generic[T]):
     """A cache of the results of calls: each distinct call runs once. It lives as long as its owner."""
 
@@ -222,7 +217,7 @@ class CallMemo(Generic[T]):
         """
         key = (call.key, *facts)
         if key not in self._seen:
-            self._mode = self._mode or new_mode()
+            self._mode = self._mode or _torch.fake_mode()
             try:
                 self._seen[key] = call.run(watch, self._mode)
             except Exception:
@@ -337,39 +332,28 @@ def cache_bytes(gm: GraphModule | Dataflow) -> Mapping[Node, int]:
     Args:
         gm: a captured forward graph, or facts about it.
     """
-    flow = facts_of(gm)
-    return {node: nbytes for node, nbytes in _each(flow) if nbytes}
-
-
-def _each(flow: Dataflow) -> Iterator[tuple[Node, int]]:
+    flow, found = facts_of(gm), dict[Node, int]()
     for node in flow.nodes:
         if op_name(target_of(flow.root, node)) != _ATTENTION:
             continue
-        given = [*node.args, *node.kwargs.values()][1:3] if len(node.args) >= 3 else [*map(node.kwargs.get, _NAMES)]
+        given = [node.kwargs.get("key"), node.kwargs.get("value")] if len(node.args) < 3 else node.args[1:3]
         kept = [arg for arg in given if isinstance(arg, Node)]
         value = value_of(kept[0]) if kept else None
         if isinstance(value, torch.Tensor) and value.dim() >= 3:
             shape = hints(value.shape)
             batch = shape[0] if len(shape) > 3 else 1
             tokens = batch * shape[-2]
-            yield node, sum(-(-_least_bytes(flow, arg) // tokens) for arg in kept) if tokens else 0
-
-
-_NAMES = ("key", "value")
+            found[node] = sum(-(-_least_bytes(flow, arg) // tokens) for arg in kept) if tokens else 0
+    return {node: nbytes for node, nbytes in found.items() if nbytes}
 
 
 def _least_bytes(flow: Dataflow, node: Node) -> int:
     """Return the bytes of keys or values before they are repeated."""
-    least = _nbytes(node)
+    least = value_bytes(node)
     while op_name(target_of(flow.root, node)) in _SAME_VALUES and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
-        least = min(least, _nbytes(node) or least)
+        least = min(least, value_bytes(node) or least)
     return least
-
-
-def _nbytes(node: Node) -> int:
-    value = value_of(node)
-    return tensor_bytes(value) if isinstance(value, torch.Tensor) else 0
 
 
 # Find the nodes of a forward graph that take part in backward.
@@ -424,7 +408,8 @@ class Gradients:
         cut = self._is_cut(node)
         self._memory[node] = self._memory[aliases[0]] if aliases and not cut else node
         if node.op in ("placeholder", "get_attr"):
-            if _leaf_requires_grad(root, node):
+            value = operator.attrgetter(str(node.target))(root) if node.op == "get_attr" else value_of(node)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
                 self._live.add(node)
                 self.needed.add(node)
             return
@@ -463,11 +448,6 @@ def _sources(node: Node) -> Sequence[Node]:
     if node.op in ("call_function", "call_method") and op_name(node.target) in _FORMED:
         return [n for n in node.args[:1] if isinstance(n, Node)]
     return node.all_input_nodes
-
-
-def _leaf_requires_grad(root: nn.Module, node: Node) -> bool:
-    value = operator.attrgetter(str(node.target))(root) if node.op == "get_attr" else value_of(node)
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _module_requires_grad(root: nn.Module, node: Node) -> bool:

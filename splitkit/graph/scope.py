@@ -22,6 +22,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit.errors import GraphError
 from splitkit.graph.ambient import GRAD, TARGETS, Region, closed_by, is_state_op, opened_by, read_by, written_by
 
@@ -54,6 +55,11 @@ class Scope:
         """The grad mode that the graph has set, ``None`` for the caller's."""
         value = self.value(GRAD.name)
         return None if value is CALLERS else bool(value)
+
+    @property
+    def autocast(self) -> tuple[Node, ...]:
+        """The enter nodes of the open autocast regions, outermost first."""
+        return tuple(enter for enter in self.regions if enter.target is _torch.ENTER_AUTOCAST)
 
     def value(self, setting: str) -> Any:
         """Return the value of a setting, or `CALLERS`."""
@@ -168,8 +174,8 @@ class _Reader:
         if any(kind.handle for kind in kinds):
             handles = node.all_input_nodes
             known = [*node.args, *node.kwargs.values()] == handles and len(handles) == 1 and handles[0] in self.saved
-            return handles[0] if known and _is_one(handles[0], kinds) else None
-        return next((enter for enter in reversed(self.now.regions) if _is_one(enter, kinds)), None)
+            return handles[0] if known and opened_by(handles[0]) in kinds else None
+        return next((enter for enter in reversed(self.now.regions) if opened_by(enter) in kinds), None)
 
     def _set(self, node: Node) -> None:
         setting, value = written_by(node)
@@ -179,7 +185,7 @@ class _Reader:
             raise GraphError(
                 "SK103",
                 f"{node.name} sets the {setting.name} to {value}, which the graph computes",
-                f"Set it to a constant or to the result of {_name(setting.get)}().",
+                f"Set it to a constant or to the result of {getattr(setting.get, '__name__', setting.get)}().",
                 [node],
             )
         self.now = self.now.having({setting.name: value})
@@ -194,11 +200,3 @@ def _is_constant(node: Node) -> bool:
     except AttributeError:
         return False
     return not isinstance(value, torch.Tensor)
-
-
-def _is_one(enter: Node, kinds: tuple[Region, ...]) -> bool:
-    return opened_by(enter) in kinds
-
-
-def _name(target: Any) -> str:
-    return str(getattr(target, "__name__", target))

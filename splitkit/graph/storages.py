@@ -200,7 +200,7 @@ def shared_keys(given: Iterable[torch.Tensor]) -> Iterator[tuple[Hashable, Hasha
     """
     ends: dict[tuple[torch.device, int], int] = {}
     for tensor in {id(t): t for t in given if not is_lazy(t)}.values():
-        for inner in (tensor,) if _is_simple(tensor) else tensors_inside(tensor):
+        for inner in tensors_inside(tensor):
             key: Any = storage_key(inner)
             if inner is not tensor:
                 yield storage_key(tensor), key
@@ -214,11 +214,6 @@ def shared_keys(given: Iterable[torch.Tensor]) -> Iterator[tuple[Hashable, Hasha
             yield one, other
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    return type(tensor) in _SIMPLE and tensor.layout is torch.strided
-
-
-_SIMPLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _STORAGE = "storage"
 
 
@@ -441,3 +436,40 @@ def _size_of_symbol(symbol: Any, shape_env: Any, sizes: Mapping[str, int]) -> in
         return int(shape_env.backed_var_to_val[symbol])
     upper = shape_env.var_to_range[symbol].upper  # 2.11, 2.13, 2.15
     return int(upper) if upper.is_number and upper.is_finite and upper < 2**48 else None
+
+
+# Keep the values of buffers that no checkpoint has beside a graph that was captured on ``meta``.
+
+
+_UNSAVED = "splitkit.unsaved_buffers"
+
+
+def keep_values(gm: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Note the values of buffers of a graph module that are on ``meta`` and in no state dict.
+
+    Args:
+        gm: the graph module.
+        values: name of a buffer -> its value, on the CPU.
+    """
+    if values:
+        _torch.meta_of(gm)[_UNSAVED] = dict(values)
+
+
+def kept_values(root: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return what `keep_values` noted: name of a buffer -> its value; empty for a module with nothing noted."""
+    found: Mapping[str, torch.Tensor] = getattr(root, "meta", {}).get(_UNSAVED, {})
+    return found
+
+
+def known_value(root: torch.nn.Module, names: Iterable[str], tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the value of a tensor on ``meta`` on the CPU, if no checkpoint is needed for it.
+
+    Args:
+        root: the graph module.
+        names: the names of the tensor.
+        tensor: the tensor. Without elements, it has no value that could be lost: caches begin with such constants.
+    """
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    kept = kept_values(root)
+    return next((kept[name] for name in names if name in kept), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from splitkit.checks import is_number, shown
+from splitkit.checks import is_number, plain_name, shown
 from splitkit.errors import CostError, nearest
 
 SLOWEST, LONGEST_WAIT = 1e-12, 1e12
@@ -77,13 +77,9 @@ def find_link(link: object) -> Link:
     if isinstance(link, Link):
         return link
     if isinstance(link, str):
-        names = {_plain(name): name for name in PRESETS}
-        if _plain(link) in names:
-            return PRESETS[names[_plain(link)]]
+        names = {plain_name(name): name for name in PRESETS}
+        if plain_name(link) in names:
+            return PRESETS[names[plain_name(link)]]
         hint = nearest(link, PRESETS) or f"Known are {', '.join(PRESETS)}; or give a Link."
         raise CostError("SK322", f"no link is called {link!r}", hint)
     raise CostError("SK322", f"{shown(link)} is not a link", f"Give a Link, or one of {', '.join(PRESETS)}.")
-
-
-def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())

@@ -5,8 +5,8 @@ question                                               answered by
 =====================================================  ==============================================================
 peak of a graph, a split, or forward and backward      `profile.simulate_memory`: follows the nodes (`simulation`)
 peaks of thousands of plans of a joint graph           `splitkit.training.peaks`: the same simulation over arrays
-what eager autograd saves for each forward node        `autograd.saved_storages.activations`: a run on fake tensors
-what a pipeline stage holds, for any segment           `segments.segment.OrderMemory`, made by `segments.graph_memory`
+what eager autograd saves for each forward node        `saved_storages.activations`: a run on fake tensors
+what a pipeline stage holds, for any segment           `segment.OrderMemory`, made by `graph_memory`
 bytes of each rank in a step of a schedule             `splitkit.pipeline.memory`: stages as numbers
 what was alive in a real run                           `measurement.measure_memory`: watches ops (`storage_watch`)
 =====================================================  ==============================================================

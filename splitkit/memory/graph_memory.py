@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._torch import pytree
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.losses import loss_node
@@ -28,19 +27,6 @@ from splitkit.memory.saved_storages import NOTHING, Activations, activations, ac
 from splitkit.memory.segment import BEFORE, Bools, Incidence, Ints, OrderMemory
 
 
-@dataclass(frozen=True)
-class _Owned:
-    """A storage of parameters, buffers or constants: its bytes, and offset -> bytes of the gradients in it."""
-
-    nbytes: int
-    gradients: dict[object, int] = field(default_factory=dict)
-
-    @property
-    def trained(self) -> int:
-        """The bytes of all gradients."""
-        return sum(self.gradients.values())
-
-
 @dataclass
 class GraphMemory:
     """The memory of a graph's nodes, and of orders of them.
@@ -50,34 +36,31 @@ class GraphMemory:
         activations: what a run with gradients makes and keeps.
         training: whether there is a backward.
         nodes: placeable node -> what it touches and takes.
+        storage_sizes: bytes of each storage: those of the run with gradients, then the weights that autocast has cast.
+        nbytes: node -> bytes of the tensors that it yields.
+        owned: key of a parameter, buffer or constant -> its bytes.
+        gradients: the same key -> offset in its storage -> bytes of the gradient there.
     """
 
     flow: Dataflow
     activations: Activations
     training: bool
     nodes: dict[Node, NodeMemory] = field(init=False)
-    _owned: dict[object, _Owned] = field(default_factory=dict)
-    _sizes: list[int] = field(init=False)
+    storage_sizes: list[int] = field(init=False)
+    nbytes: dict[Node, int] = field(init=False)
+    owned: dict[object, int] = field(default_factory=dict)
+    gradients: dict[object, dict[object, int]] = field(default_factory=dict)
     _casts: dict[object, int] = field(default_factory=dict)
-    _views: dict[Node, Node] = field(init=False)
-    _nbytes: dict[Node, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sizes = list(self.activations.nbytes)
+        self.storage_sizes = list(self.activations.nbytes)
+        self.nbytes = {n: sum(map(tensor_bytes, tensors(value_of(n)))) for n in self.flow.index}
         followers: dict[Node, list[Node]] = {}
         for node, producer in self.flow.followers.items():
             followers.setdefault(producer, []).append(node)
         temporaries = Temporaries({})
         with TargetKernels(self.activations.kernels):
             self.nodes = {n: self._node(n, followers.get(n, []), temporaries) for n in self.flow.nodes}
-        self.settle(self._sizes)
-
-    def settle(self, sizes: list[int]) -> None:
-        """Set the bytes of each storage, and what follows from `nodes`."""
-        self._sizes = sizes
-        self._views = self._views_of() if self.training else {}
-        self._nbytes = {n: sum(map(tensor_bytes, tensors(value_of(n)))) for n in self.flow.index}
-        self.__dict__.pop("_tables", None)
 
     def _node(self, node: Node, followers: Sequence[Node], temporaries: Temporaries) -> NodeMemory:
         known = self.activations
@@ -87,12 +70,12 @@ class GraphMemory:
         parameters = self._parameters((node, *followers))
         wants = self.training and not group.isdisjoint(known.requires)
         contributes: list[object] = [r for r in reads if r in known.requires] if wants else []
-        contributes += [key for key in parameters if wants and self._owned[key].trained]
+        contributes += [key for key in parameters if wants and any(self.gradients[key].values())]
         inside = known.inside.get(node, NOTHING)
         leaves = pytree.tree_leaves((node.args, node.kwargs)) if inside.wide or inside.handed else []
         saves = dict.fromkeys(s for n in (node, *followers) for s in known.saved.get(n, ())) if self.training else {}
         forward = inside.forward
-        regions = tuple(r for r in self.flow.scope[node].regions if r.target is _torch.ENTER_AUTOCAST)
+        regions = self.flow.scope[node].autocast
         if not self.training or (regions and not any(r in known.requires for r in reads)):
             without = temporaries(self.flow.root, node, regions)
             forward = max(without.transient, forward if self.training else 0)
@@ -115,8 +98,8 @@ class GraphMemory:
 
     def _cast(self, parameters: tuple[object, ...], nbytes: int) -> int:
         if parameters not in self._casts:
-            self._casts[parameters] = len(self._sizes)
-            self._sizes.append(nbytes)
+            self._casts[parameters] = len(self.storage_sizes)
+            self.storage_sizes.append(nbytes)
         return self._casts[parameters]
 
     def _parameters(self, nodes: Iterable[Node]) -> tuple[object, ...]:
@@ -124,14 +107,15 @@ class GraphMemory:
         for tensor in self.flow.owned(*nodes):
             key = storage_key(tensor)
             found[key] = None
-            owned = self._owned.setdefault(key, _Owned(storage_bytes(tensor)))
+            self.owned.setdefault(key, storage_bytes(tensor))
+            gradients, start = self.gradients.setdefault(key, {}), start_of(tensor)
             if tensor.requires_grad:
-                start = start_of(tensor)
-                owned.gradients[start] = max(owned.gradients.get(start, 0), tensor_bytes(tensor))
+                gradients[start] = max(gradients.get(start, 0), tensor_bytes(tensor))
         return tuple(found)
 
-    def _views_of(self) -> dict[Node, Node]:
-        """Return view -> base for the views whose gradient is a view of the base's gradient.
+    @cached_property
+    def views(self) -> dict[Node, Node]:
+        """View -> base for the views whose gradient is a view of the base's gradient; empty without training.
 
         Autograd passes the gradient of a view on as a view of that gradient: it takes no memory, and what holds one
         holds both. That is so only if nobody else reads the base, for gradients of several readers are summed in new
@@ -142,7 +126,7 @@ class GraphMemory:
             for read in memory.reads:
                 readers[read] = readers.get(read, 0) + 1
         values, found = self.activations.values, dict[Node, Node]()
-        for node, memory in self.nodes.items():
+        for node, memory in self.nodes.items() if self.training else ():
             bases = [r for r in memory.contributes if isinstance(r, Node)]
             only = memory.makes == (node,) and len(bases) == len(memory.contributes) == 1 and readers[bases[0]] == 1
             if not only or self.flow.effects[node].writes:
@@ -152,7 +136,7 @@ class GraphMemory:
                 found[node] = bases[0]
         return found
 
-    def _scattered(self) -> dict[Node, Node]:
+    def scattered(self) -> dict[Node, Node]:
         """Return value whose elements are not contiguous -> the first value that is the same in another shape.
 
         A stage sends a contiguous copy of it, unless it received that first value, which then is contiguous already.
@@ -165,15 +149,6 @@ class GraphMemory:
                 found[node] = found[of] if same and _sizes_of(node) == _sizes_of(of) else node  # type: ignore[index, arg-type]
         return found
 
-    @property
-    def storage_sizes(self) -> Sequence[int]:
-        """The bytes of each storage: those of the run with gradients, then the weights that autocast has cast."""
-        return self._sizes
-
-    def bytes_of(self, node: Node) -> int:
-        """Return the bytes of the tensors that a node yields."""
-        return self._nbytes[node]
-
     def order(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int] | None = None) -> OrderMemory:
         """Return the memory of the order that runs one part after the other.
 
@@ -181,7 +156,7 @@ class GraphMemory:
             parts: placeable nodes, in the order in which they run.
             homes: node -> the part whose copy others read, for nodes that are in several parts.
         """
-        return self._tables.order(parts, homes or {})
+        return _OrderBuilder(self._tables, parts, homes or {}).order()
 
     def kept_outputs(self) -> Sequence[Node]:
         """Return the outputs that are held to the end.
@@ -194,22 +169,7 @@ class GraphMemory:
 
     @cached_property
     def _tables(self) -> OrderTables:
-        graph, known = self.flow.graph, self.activations
-        return OrderTables(
-            MemoryFacts(
-                nodes=self.nodes,
-                inputs=graph.find_nodes(op="placeholder"),
-                outputs=[n for n in self.kept_outputs() if n in known.values and n.op != "get_attr"],
-                training=self.training,
-                storages=known.values,
-                storage_sizes=self._sizes,
-                nbytes=self._nbytes,
-                graded=frozenset(known.requires),
-                views=self._views,
-                scattered=self._scattered(),
-                owned={key: (owned.nbytes, owned.trained) for key, owned in self._owned.items()},
-            )
-        )
+        return OrderTables(self)
 
 
 def graph_memory(flow: Dataflow, training: bool, kernels: str | None = None) -> GraphMemory:
@@ -248,17 +208,19 @@ def mixed_memory(on: Mapping[Node, GraphMemory]) -> GraphMemory:
         values[node] = numbered(node, memory, memory.activations.values[node])
         if node in memory.activations.saved:
             saved[node] = numbered(node, memory, memory.activations.saved[node])
-    made.nodes = {}
+    nodes: dict[Node, NodeMemory] = {}
     for node, memory in on.items():
         group = dict.fromkeys((node, *memory.nodes[node].makes))
         storages = dict.fromkeys(s for n in group for s in values.get(n, ()))
         kept = dict.fromkeys(s for n in group for s in saved.get(n, ())) if base.training else {}
         casts = [s for s in memory.nodes[node].saves if s >= len(memory.activations.nbytes)]
         saves = (*kept, *numbered(node, memory, casts))
-        made.nodes[node] = replace(memory.nodes[node], storages=tuple(storages), saves=saves)
+        nodes[node] = replace(memory.nodes[node], storages=tuple(storages), saves=saves)
     estimated = {n: why for n, memory in on.items() if (why := memory.activations.estimated.get(n))}
     made.activations = replace(base.activations, nbytes=tuple(sizes), values=values, saved=saved, estimated=estimated)
-    made.settle(sizes)
+    made.nodes, made.storage_sizes = nodes, sizes
+    for found_before in ("views", "_tables"):
+        made.__dict__.pop(found_before, None)
     return made
 
 
@@ -322,37 +284,6 @@ class NodeMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class MemoryFacts:
-    """What the tables of one graph are made from.
-
-    Attributes:
-        nodes: placeable node -> what it touches.
-        inputs: the placeholders.
-        outputs: the nodes whose values the graph returns.
-        training: whether there is a backward.
-        storages: node -> the storages that its value lies in.
-        storage_sizes: bytes of each storage.
-        nbytes: node -> bytes of the tensors that it yields.
-        graded: nodes whose values have a gradient.
-        views: value -> the value that it is in another shape; it has no gradient of its own.
-        scattered: value whose elements are not contiguous -> the value that it is in another shape, or itself.
-        owned: key of a parameter or buffer -> its bytes, and the bytes of its gradients.
-    """
-
-    nodes: Mapping[Node, NodeMemory]
-    inputs: Sequence[Node]
-    outputs: Sequence[Node]
-    training: bool
-    storages: Mapping[Node, tuple[int, ...]]
-    storage_sizes: Sequence[int]
-    nbytes: Mapping[Node, int]
-    graded: frozenset[Node]
-    views: Mapping[Node, Node]
-    scattered: Mapping[Node, Node]
-    owned: Mapping[object, tuple[int, int]]
-
-
-@dataclass(frozen=True, eq=False)
 class _Lists:
     """Rows of whole numbers in CSR form: row i is ``items[starts[i]:starts[i + 1]]``."""
 
@@ -377,57 +308,41 @@ class OrderTables:
     """Makes the `OrderMemory` of any parts of one graph.
 
     Values and nodes are numbered: the inputs first, then what each node makes, in the order of the nodes.
-
-    Args:
-        facts: what the graph's nodes touch.
     """
 
-    def __init__(self, facts: MemoryFacts) -> None:
-        self._facts = facts
-        rows = list(facts.nodes.values())
-        self._row: dict[Node, int] = {node: i for i, node in enumerate(facts.nodes)}
-        nodes = [*facts.inputs, *(made for row in rows for made in row.makes)]
+    def __init__(self, memory: GraphMemory) -> None:
+        self.training, rows = memory.training, list(memory.nodes.values())
+        self._row: dict[Node, int] = {node: i for i, node in enumerate(memory.nodes)}
+        inputs = memory.flow.graph.find_nodes(op="placeholder")
+        nodes = [*inputs, *(made for row in rows for made in row.makes)]
         number = {node: i for i, node in enumerate(nodes)}
-        self._maker = np.array(
-            [BEFORE] * len(facts.inputs) + [i for i, row in enumerate(rows) for _ in row.makes], np.int64
-        )
+        self._maker = np.array([BEFORE] * len(inputs) + [i for i, row in enumerate(rows) for _ in row.makes], np.int64)
         self._makes = _Lists.of([number[made] for made in row.makes] for row in rows)
         self._reads = _Lists.of([number[read] for read in row.reads] for row in rows)
         self._saves = _Lists.of(sorted(set(row.saves)) for row in rows)
-        storages = facts.storages
+        storages = memory.activations.values
         self._touches = _Lists.of(
             sorted({*row.storages, *row.saves, *(s for read in row.reads for s in storages[read])}) for row in rows
         )
-        keys = {key: i for i, key in enumerate(facts.owned)}
+        keys = {key: i for i, key in enumerate(memory.owned)}
         self._parameters = _Lists.of(sorted({keys[key] for key in row.parameters}) for row in rows)
         # Gradients are numbered like values, and those of parameters after all values.
-        adds = [[c for c in row.contributes if facts.views.get(node) is not c] for node, row in facts.nodes.items()]
-        values = len(nodes)
+        views, scattered, values = memory.views, memory.scattered(), len(nodes)
+        adds = [[c for c in row.contributes if views.get(node) is not c] for node, row in memory.nodes.items()]
         self._adds = _Lists.of([number[c] if isinstance(c, Node) else values + keys[c] for c in of] for of in adds)
         self._wide = np.array([row.wide.get(c, 0) for row, of in zip(rows, adds, strict=True) for c in of], np.int64)
-        self._viewed = np.array([number[facts.views[n]] if n in facts.views else BEFORE for n in nodes], np.int64)
-        scattered = facts.scattered
+        self._viewed = np.array([number[views[n]] if n in views else BEFORE for n in nodes], np.int64)
         self._scattered = np.array([number[scattered[n]] if n in scattered else BEFORE for n in nodes], np.int64)
-        self._graded = np.array([facts.training and node in facts.graded for node in nodes], np.bool_)
+        self._graded = np.array([self.training and node in memory.activations.requires for node in nodes], np.bool_)
         self._value_storages = _Lists.of(storages.get(node, ()) for node in nodes)
-        self._nbytes = np.array([facts.nbytes[node] for node in nodes], np.int64)
+        self._nbytes = np.array([memory.nbytes[node] for node in nodes], np.int64)
         self._messages = np.where(self._maker == BEFORE, 0, self._nbytes)
-        self._outputs = np.array([number[n] for n in facts.outputs if n in number], np.int64)
+        self._outputs = np.array([number[n] for n in memory.kept_outputs() if n in number], np.int64)
         self._forward = np.array([row.forward for row in rows], np.int64)
         self._backward = np.array([row.backward for row in rows], np.int64)
-
-    def order(self, parts: Sequence[Sequence[Node]], homes: Mapping[Node, int]) -> OrderMemory:
-        """Return the memory of the order that runs one part after the other; see `GraphMemory.order`."""
-        return _OrderBuilder(self, parts, homes).order()
-
-    @cached_property
-    def _owned(self) -> Ints:
-        """(keys, 2) bytes of each parameter and buffer, and of its gradients."""
-        return np.array([*self._facts.owned.values()], np.int64).reshape(-1, 2)
-
-    @cached_property
-    def _sizes(self) -> Ints:
-        return np.array(self._facts.storage_sizes, np.int64)
+        gradients = [sum(memory.gradients[key].values()) for key in memory.owned]
+        self._owned = np.array([*zip(memory.owned.values(), gradients, strict=True)], np.int64).reshape(-1, 2)
+        self._sizes = np.array(memory.storage_sizes, np.int64)
 
 
 class _OrderBuilder:
@@ -493,7 +408,7 @@ class _OrderBuilder:
         adds, gradient_bytes = self._added(gradient_of, own)
         return OrderMemory(
             length=length,
-            training=tables._facts.training,
+            training=tables.training,
             storages=self._touched(tables._touches),
             storage_bytes=tables._sizes,
             saves=self._touched(tables._saves),

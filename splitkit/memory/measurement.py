@@ -131,8 +131,7 @@ def _held_by_the_caller(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, 
 
 def _measured(watch: StorageWatch, allocator_peaks: Mapping[str, int]) -> MeasuredMemory:
     lives, steps = watch.lives, len(watch.ops)
-    timeline = _timeline(lives, steps)
-    baseline = _baseline(lives)
+    baseline, *timeline = _levels(lives, steps)
     peak = max(baseline, *timeline, 0)
     index = timeline.index(peak) if peak in timeline else BEFORE
     alive = [(life.nbytes, life.made) for life in lives if life.nbytes and life.born <= index < life.died]
@@ -144,26 +143,18 @@ def _measured(watch: StorageWatch, allocator_peaks: Mapping[str, int]) -> Measur
         ops=tuple(watch.ops),
         timeline=tuple(timeline),
         live_at_peak=tuple(sorted(alive, key=lambda entry: -entry[0])),
-        by_device={device: _peak(own, steps) for device, own in _by_device(lives).items()},
+        by_device={device: max(_levels(own, steps)) for device, own in _by_device(lives).items()},
         allocator_peaks=allocator_peaks,
     )
 
 
-def _timeline(lives: Iterable[StorageLifetime], steps: int) -> list[int]:
-    """Return the bytes alive after each step."""
-    change = [0] * (steps + 1)
+def _levels(lives: Iterable[StorageLifetime], steps: int) -> list[int]:
+    """Return the bytes alive before the first step, and after each step."""
+    change = [0] * (steps + 2)
     for life in lives:
-        change[min(max(life.born, 0), steps)] += life.nbytes
-        change[min(life.died, steps)] -= life.nbytes
-    return list(accumulate(change))[:steps]
-
-
-def _baseline(lives: Iterable[StorageLifetime]) -> int:
-    return sum(life.nbytes for life in lives if life.born == BEFORE)
-
-
-def _peak(lives: list[StorageLifetime], steps: int) -> int:
-    return max(_baseline(lives), *_timeline(lives, steps), 0)
+        change[min(life.born, steps) + 1] += life.nbytes
+        change[min(life.died, steps) + 1] -= life.nbytes
+    return list(accumulate(change))[: steps + 1]
 
 
 def _by_device(lives: Iterable[StorageLifetime]) -> dict[str, list[StorageLifetime]]:
@@ -177,11 +168,12 @@ def _by_device(lives: Iterable[StorageLifetime]) -> dict[str, list[StorageLifeti
 def _allocated(run: Callable[[], Any], lives: Iterable[StorageLifetime]) -> dict[str, int]:
     """Return the peak of each allocator: the bytes of ``lives`` before the run, and the most that it added."""
     before = _start_counting_on_cuda()
-    held = accumulate(_torch.allocations(run), initial=0)
+    (allocated,) = _torch.allocations_between(run, "")
+    held = accumulate(allocated, initial=0)
     added = {"cpu": max(held)} | {
-        f"cuda:{index}": torch.cuda.max_memory_allocated(index) - allocated for index, allocated in before.items()
+        f"cuda:{index}": torch.cuda.max_memory_allocated(index) - then for index, then in before.items()
     }
-    before_run = {device: _baseline(own) for device, own in _by_device(lives).items()}
+    before_run = {device: _levels(own, 0)[0] for device, own in _by_device(lives).items()}
     peaks = {device: before_run.get(device, 0) + more for device, more in added.items()}
     return {device: peak for device, peak in peaks.items() if peak or device == "cpu"}
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx import Node
 
@@ -18,24 +17,20 @@ from splitkit.errors import GraphError
 from splitkit.graph.dataflow import module_path
 from splitkit.memory.kernels.vmap_batches import ends_inside, run_vmap
 from splitkit.memory.simulation import (
-    BEFORE,
-    HELD,
     MemorySimulation,
     SimulatedStorage,
     SplitLike,
     ValueStorages,
     bad_option,
-    bytes_of_block,
     check_options,
     checked_workspace,
     leaves_returned,
 )
+from splitkit.memory.storage_watch import BEFORE, HELD
 from splitkit.short_repr import brief
 from splitkit.units import bounded, size
 
 _NAMED = 3  # ops in a text
-CUDA_BLOCK = 512
-"""Torch's CUDA caching allocator rounds every allocation up to a multiple of this (``kMinBlockSize``)."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,7 @@ class MemoryProfile(ShownOverTime):
     @cached_property
     def live_at_peak(self) -> tuple[SimulatedStorage, ...]:
         """The storages alive at the peak, the largest first."""
-        return self.live_at(self.index)
-
-    def live_at(self, step: int) -> tuple[SimulatedStorage, ...]:
-        """Return the storages alive while ``step`` runs, the largest first."""
-        alive = [b for b in self.buffers if b.nbytes and b.born <= step <= b.dies]
+        alive = [b for b in self.buffers if b.nbytes and b.born <= self.index <= b.dies]
         return tuple(sorted(alive, key=lambda b: -b.nbytes))
 
     def peak_of(self, call: str) -> int:
@@ -112,26 +103,6 @@ class MemoryProfile(ShownOverTime):
     def peaks(self) -> Mapping[str, int]:
         """The peak of each call, in the order in which they run."""
         return {call: self.peak_of(call) for call in self.calls}
-
-    def on(self, device: torch.device | str) -> int:
-        """Return the most bytes alive at once on one device, without the temporary memory of kernels.
-
-        Raises:
-            GraphError: SK110 if torch does not know the device.
-        """
-        try:
-            wanted, change = torch.device(device), Counter[int]()
-        except RuntimeError as error:
-            raise bad_option(f"{device!r} is not a device", "Give one such as 'cpu' or 'cuda:0'.") from error
-        for storage in self.buffers:
-            if storage.device == wanted:
-                change[max(storage.born, 0)] += storage.nbytes
-                change[storage.dies + 1] -= storage.nbytes
-        live = peak = 0
-        for step in sorted(change):
-            live += change[step]
-            peak = max(peak, live)
-        return peak
 
     def to_dict(self, top: int | None = 20) -> dict[str, Any]:
         """Return the profile as plain data, with the ``top`` storages alive at the peak, or all for ``None``."""
@@ -171,8 +142,9 @@ class MemoryProfile(ShownOverTime):
             {"ph": "C", "name": "bytes alive", "pid": 0, "ts": step, "args": {"bytes": nbytes}}
             for step, nbytes in enumerate(self.timeline)
         ]
-        for name, steps, row in ((name, steps, 0) for name, steps in self.calls.items() if len(steps)):
-            events.append({"ph": "X", "name": name, "pid": 0, "tid": row, "ts": steps.start, "dur": len(steps)})
+        for name, steps in self.calls.items():
+            if len(steps):
+                events.append({"ph": "X", "name": name, "pid": 0, "tid": 0, "ts": steps.start, "dur": len(steps)})
         for step, node in enumerate(self.steps):
             about = {"module": module_path(node)}
             events.append({"ph": "X", "name": node.name, "pid": 0, "tid": 1, "ts": step, "dur": 1, "args": about})
@@ -186,7 +158,6 @@ def simulate_memory(
     user_outputs: int | None = None,
     keep_inputs: bool = True,
     sizes: Mapping[str, int] | None = None,
-    block: int | str = 1,
     workspace: Callable[[Node], int] | None = None,
 ) -> MemoryProfile:
     """Predict the bytes alive at each step of a run without autograd.
@@ -213,7 +184,6 @@ def simulate_memory(
             after their last reader, as in boxed calls.
         sizes: symbol -> size: an upper bound for a data-dependent size (``{"u0": 128}``), which makes the result an
             upper bound too; or another size for one that was seen at capture (``{"s0": 64}``).
-        block: the allocator rounds up to a multiple of this many bytes (``"2MiB"``); on a GPU, `CUDA_BLOCK`.
         workspace: node -> the bytes that it takes besides its results while it runs, where that is more than the
             dispatcher sees, such as ``costs.measured(...).workspace``.
 
@@ -223,13 +193,13 @@ def simulate_memory(
             ``torch.vmap``, SK110 for invalid options.
     """
     check_options(graph, backward, user_outputs, sizes or {})
-    run = MemorySimulation(sizes or {}, bytes_of_block(block), checked_workspace(workspace))
+    run = MemorySimulation(sizes or {}, checked_workspace(workspace))
     parts: dict[Hashable, MemoryProfile] = {}
     if not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike):
         inside = run_vmap(graph.module)
         run.know(inside)
         for key, part in graph.parts.items():
-            alone = MemorySimulation(run.sizes, run.block, run.workspace)
+            alone = MemorySimulation(run.sizes, run.workspace)
             alone.know(inside)
             parts[key] = _profile_alone(alone, part, {}, workspace is not None)
         graph = graph.module
@@ -263,7 +233,13 @@ def _pair(
     outputs = run.graph(forward, lambda n: run.input(n, _kind_of_primal(n), keep))
     run.calls["forward"] = range(len(run.steps))
     taken = {n.name for n in backward.graph.find_nodes(op="placeholder")}
-    users, kept = _divide_outputs(outputs, taken, None if user_outputs is None else _count_nodes(forward, user_outputs))
+    if user_outputs is None:
+        seen = Counter(node.name for node, _ in outputs)
+        users = [(n, v) for n, v in outputs if n.name not in taken or seen[n.name] > 1]
+        kept = [(n, v) for n, v in outputs if n.name in taken]
+    else:  # others of its outputs are ``None`` or constants
+        count = sum(isinstance(leaf, Node) for leaf in leaves_returned(forward)[:user_outputs])
+        users, kept = outputs[:count], outputs[count:]
     _hand_over(run, users, "output")
     saved = {node.name: value for node, value in kept}
     passing = {number for value in saved.values() for number in value.values() if run.storages[number].born != BEFORE}
@@ -273,22 +249,6 @@ def _pair(
     run.calls["backward"] = range(run.calls["forward"].stop, len(run.steps))
     _hand_over(run, gradients, "gradient")
     return sum(run.storages[number].nbytes for number in passing)
-
-
-def _count_nodes(forward: fx.GraphModule, count: int) -> int:
-    """Return how many of the first ``count`` outputs are nodes; others are ``None`` or constants."""
-    return sum(isinstance(leaf, Node) for leaf in leaves_returned(forward)[:count])
-
-
-def _divide_outputs(
-    outputs: list[tuple[Node, ValueStorages]], taken: set[str], count: int | None
-) -> tuple[list[tuple[Node, ValueStorages]], list[tuple[Node, ValueStorages]]]:
-    """Divide the outputs of forward into the caller's (the first ``count``, if known) and those for backward."""
-    if count is not None:
-        return outputs[:count], outputs[count:]
-    seen = Counter(node.name for node, _ in outputs)
-    users = [(n, v) for n, v in outputs if n.name not in taken or seen[n.name] > 1]
-    return users, [(n, v) for n, v in outputs if n.name in taken]
 
 
 def _hand_over(run: MemorySimulation, outputs: Iterable[tuple[Node, ValueStorages]], kind: str) -> None:

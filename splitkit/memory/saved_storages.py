@@ -25,7 +25,6 @@ import torch
 from torch import fx, nn
 from torch.fx import Node
 
-from splitkit import _torch
 from splitkit._gc import paused_collector
 from splitkit._torch import plain_tensors, pytree
 from splitkit.graph.dataflow import Dataflow, root_of
@@ -47,7 +46,7 @@ from splitkit.graph.node_values import (
 )
 from splitkit.graph.scope import Scope, is_state_op, scopes
 from splitkit.graph.storages import repeated_group, storage_key, tensors, value_of
-from splitkit.memory.kernels.kernel_results import hinted_bytes
+from splitkit.memory.kernels.kernel_results import as_seen, bytes_made
 from splitkit.memory.kernels.target_kernels import TargetKernels, inexact, own_kernels
 from splitkit.memory.measurement import measure_memory
 
@@ -81,17 +80,6 @@ class Activations:
         return sum(self.nbytes[s] for s in {s for storages in self.saved.values() for s in storages})
 
 
-@dataclass
-class ActivationRecord:
-    """The activations recorded so far; see `Activations`."""
-
-    nbytes: list[int] = field(default_factory=list)
-    values: dict[Node, tuple[int, ...]] = field(default_factory=dict)
-    saved: dict[Node, dict[int, None]] = field(default_factory=dict)
-    requires: set[Node] = field(default_factory=set)
-    estimated: dict[Node, str] = field(default_factory=dict)
-
-
 def activations(gm: fx.GraphModule | Dataflow, kernels: str | None = None) -> Activations:
     """Return what eager autograd saves for backward, node by node, from one run on fake tensors.
 
@@ -120,32 +108,15 @@ def activations_alone(gm: fx.GraphModule | Dataflow, kernels: str | None = None)
     root = root_of(gm)
     require_values(root.graph)
     kernels = kernels or own_kernels(t for node in root.graph.nodes for t in tensors(value_of(node)))
+    kept = _RecordingRun(root)
     # inference mode of the caller would save nothing
     with paused_collector(), torch.inference_mode(False), TargetKernels(kernels):
-        kept = _record(root)
+        kept.record()
     order = {node: i for i, node in enumerate(root.graph.nodes)}
     saved = {n: tuple(sorted(kept.saved[n])) for n in sorted(kept.saved, key=order.__getitem__) if kept.saved[n]}
     unknown = {n: why for n in saved if (why := inexact(target_of(root, n), kernels))}
     estimated = kept.estimated | unknown
     return Activations(tuple(kept.nbytes), kept.values, saved, frozenset(kept.requires), {}, estimated, kernels)
-
-
-def _record(root: fx.GraphModule) -> ActivationRecord:
-    """Record what a graph saves by running it."""
-    run = _RecordingRun(root)
-
-    def watched(call: Any, *fakes: Any) -> None:
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(run.pack, _never):
-            held = call(*fakes, enable_io_processing=False)
-        run.settle()
-        del held  # after `settle`: by then autograd has freed what no output depends on
-
-    StandIn(run.run, _given(root), {}, NO_SIZES, ()).run(watched)
-    return run.record
-
-
-def _given(root: fx.GraphModule) -> tuple[Any, ...]:
-    return tuple(value_of(node) for node in root.graph.find_nodes(op="placeholder"))
 
 
 _KEPT = "_kept_by_splitkit"
@@ -166,17 +137,34 @@ def _never(kept: _SavedMarker) -> torch.Tensor:
 
 
 class _RecordingRun(fx.Interpreter):
-    """Runs a graph inside a fake mode and records what its nodes yield and save."""
+    """Runs a graph inside a fake mode and records what its nodes yield and save; the attributes are `Activations`'."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
+        self.nbytes: list[int] = []
+        self.values: dict[Node, tuple[int, ...]] = {}
+        self.saved: dict[Node, dict[int, None]] = {}
+        self.requires: set[Node] = set()
+        self.estimated: dict[Node, str] = {}
         self._gm = gm
         self._now: Node | None = None
-        self.record = ActivationRecord()
         self._numbers: dict[Hashable, int] = {}  # by storage; -1 for the caller's
         self._owned: dict[int, torch.Tensor] = {}  # by id of the real parameter or buffer
         self._alive: weakref.WeakSet[_SavedMarker] = weakref.WeakSet()
         self._given: dict[int, Any] = {}  # one tensor that was passed for several inputs
+
+    def record(self) -> None:
+        """Run the graph on fakes of its inputs."""
+        given = tuple(value_of(node) for node in self._gm.graph.find_nodes(op="placeholder"))
+
+        def watched(call: Any, *fakes: Any) -> None:
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self.pack, _never):
+                held = call(*fakes, enable_io_processing=False)
+            for kept in self._alive:  # what is still saved at the end
+                self.saved.setdefault(kept.node, {}).update(dict.fromkeys(kept.storages))
+            del held  # not before: now autograd has freed what no output depends on
+
+        StandIn(self.run, given, {}, NO_SIZES, ()).run(watched)
 
     def pack(self, tensor: torch.Tensor) -> _SavedMarker:
         """Record a tensor that autograd saves; the hook that packs it."""
@@ -192,11 +180,6 @@ class _RecordingRun(fx.Interpreter):
             if attributes and _KEPT not in attributes:
                 attributes[_KEPT] = [self.pack(t) for t in tensors(list(attributes.values()))]
 
-    def settle(self) -> None:
-        """Record what is still saved at the end of the run."""
-        for kept in self._alive:
-            self.record.saved.setdefault(kept.node, {}).update(dict.fromkeys(kept.storages))
-
     def run_node(self, n: Node) -> Any:
         """Run ``n`` and record what it yields."""
         if "saved_tensors_hooks" in getattr(n.target, "__name__", ""):
@@ -210,10 +193,10 @@ class _RecordingRun(fx.Interpreter):
             result = self._estimate(n, str(error).strip().partition("\n")[0] or type(error).__name__)
         if (group := repeated_group(n)) is not None:
             result = self._given.setdefault(group, result)
-        self.record.values[n] = self._storages(result, n)
+        self.values[n] = self._storages(result, n)
         self._keep_attributes(result)
         if any(t.requires_grad for t in tensors(result)):
-            self.record.requires.add(n)
+            self.requires.add(n)
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -234,18 +217,16 @@ class _RecordingRun(fx.Interpreter):
 
     def _estimate(self, node: Node, why: str) -> Any:
         """Return stand-ins for a node's results; count them and its inputs as saved if it takes part in backward."""
-        needs = any(n in self.record.requires for n in node.all_input_nodes) and torch.is_grad_enabled()
+        needs = any(n in self.requires for n in node.all_input_nodes) and torch.is_grad_enabled()
         result = pytree.tree_map(lambda leaf: _stand_in(leaf, needs), value_of(node))
         if needs:
-            self.record.estimated[node] = why
-            inner = sum(
-                value_bytes(n) for body in body_graphs(self._gm, node) for n in body.graph.nodes if "call" in n.op
-            )
-            taken = [s for n in node.all_input_nodes for s in self.record.values.get(n, ())]
+            self.estimated[node] = why
+            inner = _bytes_inside(self._gm, node)
+            taken = [s for n in node.all_input_nodes for s in self.values.get(n, ())]
             kept = [*taken, *self._storages(result)]
             if inner:
                 kept.append(self._new(inner * body_calls(node)))
-            self.record.saved[node] = dict.fromkeys(kept)
+            self.saved[node] = dict.fromkeys(kept)
         return result
 
     def _fake_of(self, value: Any) -> Any:
@@ -264,15 +245,17 @@ class _RecordingRun(fx.Interpreter):
         for tensor in (part for t in tensors(value) for part in plain_tensors(t)):
             key = storage_key(tensor)
             if key not in self._numbers:
-                shown = hint(tensor.untyped_storage().nbytes())
-                self._numbers[key] = self._new(shown if made_by is None else max(shown, hinted_bytes(made_by, tensor)))
+                nbytes = hint(tensor.untyped_storage().nbytes())
+                if made_by is not None:
+                    nbytes = max(nbytes, as_seen(bytes_made(made_by, tensor), tensor))
+                self._numbers[key] = self._new(nbytes)
             found[self._numbers[key]] = None
         found.pop(-1, None)
         return tuple(found)
 
     def _new(self, nbytes: int) -> int:
-        self.record.nbytes.append(nbytes)
-        return len(self.record.nbytes) - 1
+        self.nbytes.append(nbytes)
+        return len(self.nbytes) - 1
 
 
 def _stand_in(leaf: Any, needs_grad: bool) -> Any:
@@ -342,7 +325,7 @@ class BackwardTemporaries:
         scope = self._scope[node]
         if body_graphs(self.gm, node):
             return _guess(self.gm, node)
-        call = stand_in(self.gm, node, NO_SIZES, [r for r in scope.regions if r.target is _torch.ENTER_AUTOCAST])
+        call = stand_in(self.gm, node, NO_SIZES, scope.autocast)
         flags = tuple(self._flags(node))
         watch = _CallRun(flags, scope.grad is not False)
         return self._calls.ask(call, watch, lambda: _guess(self.gm, node), watch)
@@ -400,6 +383,11 @@ def _backward(outputs: Any, inputs: Any, gradients: Any, found: list[torch.Tenso
 
 
 def _guess(gm: fx.GraphModule, node: Node) -> BackwardBytes:
-    inner = sum(value_bytes(n) for body in body_graphs(gm, node) for n in body.graph.nodes if "call" in n.op)
+    inner = _bytes_inside(gm, node)
     made, taken = value_bytes(node), sum(map(value_bytes, node.all_input_nodes))
     return BackwardBytes(inner + made, inner + made + taken)
+
+
+def _bytes_inside(gm: fx.GraphModule, node: Node) -> int:
+    """Return the bytes of all values in the graphs that a node calls."""
+    return sum(value_bytes(n) for body in body_graphs(gm, node) for n in body.graph.nodes if "call" in n.op)

@@ -164,8 +164,10 @@ class OrderMemory:
 
     def segment(self, start: int, end: int) -> SegmentMemory:
         """Return the memory of the part that has the nodes from ``start`` to before ``end``."""
+        return self._alone(start, end, self._border(start, end))
+
+    def _alone(self, start: int, end: int, border: _Border) -> SegmentMemory:
         parameters, trained = self.parameters_of(start, end)
-        border = self._border(start, end)
         first = self._first_saved(start, end, border.crosses)
         forward = self._bytes_of(border.arrives) + border.extra
         forward += self._forward(start, end, border.arrives, self._with_saved(start, end, border.crosses))
@@ -246,15 +248,8 @@ class OrderMemory:
 
         Unlike `segment`, it never decreases as the segment grows, because each node then only sees more storages.
         """
-        parameters, trained = self.parameters_of(start, end)
         nothing = np.zeros(len(self.storage_bytes), np.bool_)
-        forward = self._forward(start, end, nothing, self._with_saved(start, end, nothing))
-        if not self.training:
-            return SegmentMemory(parameters, 0, 0, forward)
-        first = self._first_saved(start, end, nothing)
-        saved = int(first.sum())
-        backward = self._backward(start, end, first, np.zeros(0, np.int64))
-        return SegmentMemory(parameters, trained, saved, max(0, forward - saved, backward - saved))
+        return self._alone(start, end, _Border(np.zeros(0, np.int64), nothing, nothing, 0))
 
     def single_nodes(self) -> tuple[Ints, Ints, Ints, Ints]:
         """Return `lower_bound` of every single node, computed in one pass.
@@ -337,16 +332,6 @@ class OrderMemory:
         return int(self.storage_bytes[np.flatnonzero(storages)].sum())
 
     @cached_property
-    def _touched_bytes(self) -> Ints:
-        """The bytes of each pair of `storages`."""
-        return self.storage_bytes[self.storages.item]
-
-    @cached_property
-    def _saved_bytes(self) -> Ints:
-        """The bytes of each pair of `saves`."""
-        return self.storage_bytes[self.saves.item]
-
-    @cached_property
     def _gradient_pairs(self) -> tuple[Ints, Bools, Ints]:
         """For each pair of `gradient_reads` its bytes, whether its item belongs to a value, and the position of that.
 
@@ -359,12 +344,14 @@ class OrderMemory:
     def _first_saved(self, start: int, end: int, lasting: Bools) -> Ints:
         """Return the bytes of each pair of `saves`: 0 if an earlier node of the segment saves it, or if it lasts."""
         pairs = self.saves.within(start, end)
-        return self._saved_bytes[pairs] * ((self.saves.before[pairs] < start) & ~lasting[self.saves.item[pairs]])
+        item = self.saves.item[pairs]
+        return self.storage_bytes[item] * ((self.saves.before[pairs] < start) & ~lasting[item])
 
     def _forward(self, start: int, end: int, present: Bools, held: Bools) -> int:
         """Return the peak of forward beyond the storages ``present`` throughout; ``held`` ones are never freed."""
         incidence, pairs = self.storages, self.storages.within(start, end)
-        item, nbytes = incidence.item[pairs], self._touched_bytes[pairs]
+        item = incidence.item[pairs]
+        nbytes = self.storage_bytes[item]
         born = _prefix_sums(nbytes * ((incidence.before[pairs] < start) & ~present[item]))
         died = _prefix_sums(nbytes * ((incidence.after[pairs] >= end) & ~held[item]))
         at = incidence.starts[start : end + 1] - incidence.starts[start]

@@ -31,8 +31,8 @@ from splitkit.checks import is_whole
 from splitkit.errors import GraphError
 from splitkit.graph.dataflow import require_graph
 from splitkit.graph.fake_runs import values_again
-from splitkit.graph.node_values import body_graphs, require_values, storage_nbytes
-from splitkit.graph.scope import Scope, is_state_op, scopes
+from splitkit.graph.node_values import body_graphs, op_name, require_values, storage_nbytes
+from splitkit.graph.scope import is_state_op, scopes
 from splitkit.graph.storages import (
     assumed_upper_bounds,
     attribute,
@@ -46,14 +46,9 @@ from splitkit.graph.storages import (
 )
 from splitkit.memory.kernels.kernel_results import Bytes, ResultAliases, storages_of
 from splitkit.memory.kernels.strides import kernel_strides
-from splitkit.memory.kernels.temporaries import Temporaries, allocates_unseen, name_of
+from splitkit.memory.kernels.temporaries import Temporaries, allocates_unseen
 from splitkit.memory.kernels.vmap_batches import VmapRun, run_vmap
-from splitkit.units import read_size
-
-BEFORE = -1
-"""The step that makes what is there before the run."""
-HELD = 2**62
-"""The last step of what its owner still holds after the run."""
+from splitkit.memory.storage_watch import BEFORE, HELD
 
 ValueStorages = Mapping[Hashable, int]
 """The storages of a value: key of a storage -> its number in this simulation."""
@@ -64,12 +59,11 @@ class SimulatedStorage:
     """One storage of a simulated run.
 
     Attributes:
-        nbytes: its bytes, rounded up as the allocator would.
+        nbytes: its bytes.
         kind: ``"parameter"``, ``"buffer"``, ``"constant"``, ``"input"``, ``"activation"``, ``"saved"`` (for
             backward), ``"tangent"``, ``"gradient"``, ``"cast"`` (of a weight, by autocast) or ``"output"``.
         name: the name of the node or attribute that makes it.
         node: the node, ``None`` for parameters, buffers and constants.
-        device: the device that holds it.
         born: the step that allocates it, -1 if it exists before.
         dies: the step after which it is freed; larger than every step if its owner holds it to the end.
     """
@@ -78,7 +72,6 @@ class SimulatedStorage:
     kind: str
     name: str
     node: Node | None
-    device: torch.device
     born: int
     dies: int
 
@@ -104,7 +97,6 @@ class MemorySimulation:
 
     Attributes:
         sizes: symbol -> size, for symbols whose size differs from the one at capture.
-        block: the allocator rounds allocations up to a multiple of this many bytes.
         workspace: node -> bytes that it takes besides its results while it runs, as far as the caller knows.
         steps: the nodes that compute, in the order in which they run.
         transient: for each step, the bytes that exist only while it runs.
@@ -118,7 +110,6 @@ class MemorySimulation:
     """
 
     sizes: Mapping[str, int]
-    block: int
     workspace: Callable[[Node], int]
     steps: list[Node] = field(default_factory=list)
     transient: list[int] = field(default_factory=list)
@@ -163,7 +154,7 @@ class MemorySimulation:
             if key not in self._static:
                 dies = HELD if keep else BEFORE
                 nbytes = storage_nbytes(tensor)
-                self._static[key] = self._add(node.name, node, tensor.device, nbytes, kind, BEFORE, dies)
+                self._static[key] = self._add(node.name, node, nbytes, kind, BEFORE, dies)
             value[key] = self._static[key]
         if group is not None:
             self._inputs[group] = value
@@ -205,7 +196,7 @@ class MemorySimulation:
                 outputs = [(leaf, values[leaf]) for leaf in leaves if leaf in values]
             elif not is_state_op(node):
                 read = {n: values[n] for n in node.all_input_nodes if n in values}
-                values[node] = self._call(gm, node, read, (*autocast, *_autocast(scope[node])))
+                values[node] = self._call(gm, node, read, (*autocast, *scope[node].autocast))
         for value in [*unread, *(value for _, value in outputs)]:
             self.hold(value, len(self.steps) - 1)
         self._drop_casts()
@@ -228,8 +219,8 @@ class MemorySimulation:
             hidden = self._hidden(gm, node, autocast)
             value = self._result(gm, node, read)
             if allocates_unseen(node.target):
-                self.unseen.add(name_of(node.target))
-            self.transient.append(self._rounded(max(self.workspace(node), hidden)))
+                self.unseen.add(op_name(node.target))
+            self.transient.append(max(self.workspace(node), hidden))
         for held in (*read.values(), value):
             self.hold(held, len(self.steps) - 1)
         return value
@@ -242,7 +233,7 @@ class MemorySimulation:
         for piece in storages_of(gm, node, list(self._tensors(node)), read, self.aliases.get(node)):
             held = piece.held
             if held is None:
-                held = self._add(node.name, node, piece.tensor.device, piece.nbytes + beyond, "activation", step, step)
+                held = self._add(node.name, node, piece.nbytes + beyond, "activation", step, step)
                 beyond = 0
             value[piece.key] = held
         return value
@@ -285,7 +276,7 @@ class MemorySimulation:
 
     def _inside(self, body: fx.GraphModule, autocast: tuple[Node, ...]) -> int:
         """Return the peak of a higher-order op's body beyond its inputs and results."""
-        inner = MemorySimulation(self.sizes, self.block, self.workspace)
+        inner = MemorySimulation(self.sizes, self.workspace)
         for _, value in inner.graph(body, lambda n: inner.input(n, "input"), autocast):
             inner.hold(value, HELD)
         self.bounds |= inner.bounds
@@ -302,10 +293,9 @@ class MemorySimulation:
             self._casts.region = region
         self._casts.last = step
         weights = [attribute(gm, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-        wanted = {storage_key(w): w for w in weights if isinstance(w, nn.Parameter)}
-        if nbytes and not wanted.keys() <= self._casts.of.keys():
-            device = next(iter(wanted.values())).device
-            self.storages.append(SimulatedStorage(self._rounded(nbytes), "cast", node.name, node, device, step, step))
+        wanted = {storage_key(w) for w in weights if isinstance(w, nn.Parameter)}
+        if nbytes and not wanted <= self._casts.of.keys():
+            self.storages.append(SimulatedStorage(nbytes, "cast", node.name, node, step, step))
             self._casts.of |= dict.fromkeys(wanted, len(self.storages) - 1)
 
     def _drop_casts(self) -> None:
@@ -349,32 +339,19 @@ class MemorySimulation:
     def _attribute(self, name: str, tensor: torch.Tensor, kind: str) -> int:
         key = storage_key(tensor)
         if key not in self._static:
-            parts = [
-                self._add(name, None, part.device, storage_nbytes(part), kind, BEFORE, HELD)
-                for part in plain_tensors(tensor)
-            ]
+            parts = [self._add(name, None, storage_nbytes(part), kind, BEFORE, HELD) for part in plain_tensors(tensor)]
             self._static[key] = parts[0]
         return self._static[key]
 
-    def _add(
-        self, name: str, node: Node | None, device: torch.device, nbytes: Bytes, kind: str, born: int, dies: int
-    ) -> int:
+    def _add(self, name: str, node: Node | None, nbytes: Bytes, kind: str, born: int, dies: int) -> int:
         self.bounds |= assumed_upper_bounds(nbytes, self.sizes)
-        rounded = self._rounded(known_bytes(name, nbytes, self.sizes))
-        self.storages.append(SimulatedStorage(rounded, kind, name, node, device, born, dies))
+        known = known_bytes(name, nbytes, self.sizes)
+        self.storages.append(SimulatedStorage(known, kind, name, node, born, dies))
         return len(self.storages) - 1
-
-    def _rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self.block) * self.block
 
 
 _BRANCHES_AND_LOOPS = frozenset(("cond", "while_loop", "scan", "map_impl", "associative_scan"))
 """Higher-order ops of which only the data decides which body runs, or how often: their bytes are upper bounds."""
-
-
-def _autocast(scope: Scope) -> tuple[Node, ...]:
-    """Return the nodes that open the autocast regions of a scope, outermost first."""
-    return tuple(enter for enter in scope.regions if enter.target is _torch.ENTER_AUTOCAST)
 
 
 def _calls_graph(gm: fx.GraphModule, node: Node) -> fx.GraphModule | None:
@@ -402,16 +379,13 @@ class SplitLike(Protocol):
 def check_options(graph: object, backward: object, user_outputs: object, sizes: Mapping[str, object]) -> None:
     """Refuse what is not a graph, and options that contradict the graph or each other."""
     is_split = not isinstance(graph, fx.GraphModule) and isinstance(graph, SplitLike)
-    if graph is None:
-        require_graph(graph, "a torch.fx.GraphModule or a Split")
-    for given in (graph.module if isinstance(graph, SplitLike) and is_split else graph, backward):
-        if given is not None:
-            require_graph(given, "a torch.fx.GraphModule or a Split")
+    gm = require_graph(getattr(graph, "module", graph) if is_split else graph, "a torch.fx.GraphModule or a Split")
+    if backward is not None:
+        require_graph(backward, "a torch.fx.GraphModule or a Split")
     if is_split and backward is not None:
         raise bad_option(
             "a Split is not the forward graph of a pair", "Take the graphs of splitkit.capture_joint(...).split."
         )
-    gm = graph.module if is_split and isinstance(graph, SplitLike) else graph
     known_symbols = _symbols(gm, backward) if sizes else set()
     for name, bound in sizes.items():
         if name not in known_symbols:
@@ -425,19 +399,10 @@ def check_options(graph: object, backward: object, user_outputs: object, sizes: 
             raise bad_option(f"sizes[{name!r}] is {bound!r}", "Give a whole number, 0 or more.")
     if user_outputs is not None and backward is None:
         raise bad_option("user_outputs is given without a backward graph", "Leave it out, or give backward.")
-    if isinstance(graph, fx.GraphModule) and user_outputs is not None:
-        known = len(leaves_returned(graph))
+    if user_outputs is not None:
+        known = len(leaves_returned(gm))
         if not is_whole(user_outputs) or user_outputs > known:
             raise bad_option(f"user_outputs is {user_outputs!r}", f"forward has {known} outputs.")
-
-
-def bytes_of_block(block: object) -> int:
-    """Return the bytes of an allocator's block, given as a whole number or as text such as ``"2MiB"``."""
-    known = read_size(block) if isinstance(block, str) else block
-    if not is_whole(known, 1):
-        remedy = 'Give bytes, 1 or more: a whole number such as splitkit.memory.profile.CUDA_BLOCK, or "2MiB".'
-        raise bad_option(f"block is {block!r:.200}", remedy)
-    return int(known)
 
 
 def _symbols(*graphs: object) -> set[str]:

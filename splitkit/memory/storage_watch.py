@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # 2.11, 2.13, 2.15
 from splitkit import _torch
 from splitkit._torch import plain_tensors, pytree
 from splitkit.errors import GraphError
+from splitkit.graph.storages import tensors
 from splitkit.memory.kernels.kernel_results import bytes_made_by
 
 BEFORE = -1
@@ -125,15 +127,11 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             known.place, known.nbytes = place, nbytes
             self._take(place, StorageLifetime(nbytes, old.made, device, len(self.ops)))
 
-    def done(self, op: str) -> None:
-        """Record that an op has run."""
-        self.ops.append(op)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "namespace", "") == "prim":  # ops of fake tensors, such as a query of the device
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = list(tensors((args, kwargs)))
         if any(map(_wraps, given)):
             return NotImplemented  # a wrapper: its ops on the wrapped tensors come next
         if _is_composite(func, given):  # inference mode hands composite ops to modes undecomposed
@@ -143,12 +141,12 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in given:
                 self.see(tensor, "outside")
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors(result):
             taken = bytes_made_by(func, args, kwargs, tensor) if isinstance(tensor, _torch.FakeTensor) else 0
             self.see(tensor, str(func), len(self.ops), _known_size(taken))
         for tensor in given:
             self.see(tensor, str(func), len(self.ops))
-        self.done(str(func))
+        self.ops.append(str(func))
         return result
 
     def _take(self, place: Hashable, life: StorageLifetime) -> None:
@@ -186,9 +184,8 @@ class FakesOfReals(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, mode: _torch.FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
-        self._fakes: dict[
-            int, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # id -> (the real tensor, held so that the id stays its own; its fake)
+        # id -> (the real tensor, held so that the id stays its own; its fake)
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _LIFTS:  # a lifted constant stays real: the fake mode then knows its value
@@ -224,7 +221,6 @@ _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 def _resizes_seen_by(watch: StorageWatch) -> Iterator[None]:
     """Record ``UntypedStorage.resize_`` as an op: FSDP allocates and frees with it, past the dispatcher."""
     kind: Any = torch.UntypedStorage
-    before = vars(kind).get("resize_")  # set by an enclosing watch
     resize = kind.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -234,17 +230,11 @@ def _resizes_seen_by(watch: StorageWatch) -> Iterator[None]:
         watch.see_storage(storage, device, "outside", BEFORE)
         result = resize(storage, size)
         watch.see_storage(storage, device, "outside", BEFORE)
-        watch.done("UntypedStorage.resize_")
+        watch.ops.append("UntypedStorage.resize_")
         return result
 
-    kind.resize_ = resize_
-    try:
+    with patch.object(kind, "resize_", resize_):
         yield
-    finally:
-        if before is None:
-            del kind.resize_
-        else:
-            kind.resize_ = before
 
 
 @contextmanager
@@ -259,7 +249,7 @@ def _inductor_buffers_seen_by(watch: StorageWatch) -> Iterator[None]:
         def allocate_and_report(*args: Any, **kwargs: Any) -> torch.Tensor:
             buffer = allocate(*args, **kwargs)
             watch.see(buffer, name, len(watch.ops))
-            watch.done(name)
+            watch.ops.append(name)
             return buffer
 
         return allocate_and_report
@@ -292,10 +282,6 @@ def _is_composite(func: Any, given: list[torch.Tensor]) -> bool:
     name = func.name()  # type: ignore[no-untyped-call]
     keys = {torch._C._dispatch_key_for_device(tensor.device.type) for tensor in given}  # 2.11, 2.13, 2.15
     return not any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

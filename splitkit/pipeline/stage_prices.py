@@ -537,7 +537,7 @@ class _Stage:
 
     def _nbytes(self, value: Node) -> int:
         wide = (self._nodes[node].wide.get(value, 0) for node in self._readers.get(value, ()))
-        return max(self._all.memory.bytes_of(value), *wide, 0)
+        return max(self._all.memory.nbytes[value], *wide, 0)
 
     def _released(self, captures: Sequence[Node]) -> int:
         """Return the bytes that torch frees: those saved only by nodes after all captures by detaching the output."""

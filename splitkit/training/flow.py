@@ -317,7 +317,7 @@ class _Numbering:
         """Return which arguments' memory the results of a composite op share, found by running it on fake tensors."""
         if not isinstance(node.target, _torch.OpOverload) or not may_decompose(node.target):
             return None
-        regions = [r for r in self._flow.scope[node].regions if r.target is _torch.ENTER_AUTOCAST]
+        regions = self._flow.scope[node].autocast
         return self._temporaries(self._flow.root, node, regions, self._strides_found).aliases
 
 

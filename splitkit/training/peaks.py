@@ -88,7 +88,7 @@ class Peaks:
     def __init__(self, flow: JointFlow) -> None:
         self.flow = flow
         self.nodes: tuple[Node, ...] = tuple(flow.graph.nodes)
-        self._alone = MemorySimulation({}, 1, lambda node: 0)
+        self._alone = MemorySimulation({}, lambda node: 0)
         self.transient = self._transients()  # first, because its error names the data-dependent size
         self.storages = flow.storages
         self.nbytes = [plain_size(nbytes, {}) for nbytes in self.storages.sizes]

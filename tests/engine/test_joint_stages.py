@@ -16,7 +16,7 @@ import splitkit as sk
 from splitkit.engine.divide_stages import divide_stages
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import CycleError, PlanError
-from splitkit.frontends.step_module import DividedStep
+from splitkit.frontends.joint_capture import DividedStep
 from splitkit.plans.record import Plan
 from splitkit.training.flow import FORWARD, save_all_plan
 from splitkit.training.stage_parts import StagePart

@@ -13,7 +13,7 @@ from torch import nn
 import splitkit as sk
 from splitkit.engine.pair import divide
 from splitkit.errors import FileError, PlanError
-from splitkit.frontends.step_module import DividedStep
+from splitkit.frontends.joint_capture import DividedStep
 from splitkit.memory.storage_watch import StorageWatch
 from splitkit.plans.parts import Offloaded
 from splitkit.policies import Budget, SaveAll

@@ -8,7 +8,7 @@ from torch import nn
 
 import splitkit as sk
 from splitkit.errors import FileError, PipelineError
-from splitkit.graph.unsaved_buffers import kept_values
+from splitkit.graph.storages import kept_values
 from splitkit.runtime import open_stages, save_stages, to_devices
 from splitkit.runtime.folder.tensorfiles import write_tensors
 from splitkit.testing import models

@@ -16,7 +16,7 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit._torch import FakeTensorMode
 from splitkit.errors import GraphError
-from splitkit.memory.kernels.temporaries import name_of
+from splitkit.graph.node_values import op_name
 from splitkit.memory.measurement import measure_memory
 from splitkit.memory.profile import simulate_memory
 
@@ -172,7 +172,7 @@ def inside(func, args, kwargs=None):
     profile = simulate_memory(gm)
     with torch.no_grad():
         gm(*real)  # what is made once
-        taken = max(itertools.accumulate(_torch.allocations(lambda: gm(*real))), default=0)
+        taken = max(itertools.accumulate(_torch.allocations_between(lambda: gm(*real), "")[0]), default=0)
     return taken - (profile.peak - profile.baseline), max(profile.baseline, profile.peak - profile.baseline), profile
 
 
@@ -192,8 +192,8 @@ def test_the_allocator_gives_what_is_simulated_or_the_op_is_named(step, samples,
         except (GraphError, RuntimeError, NotImplementedError):
             continue  # only the data decides how large the result is, or there is no fake
         count[func] += 1
-        if more > FEW and not profile.unseen and name_of(func) not in SMALL:
-            silent.add(name_of(func))
+        if more > FEW and not profile.unseen and op_name(func) not in SMALL:
+            silent.add(op_name(func))
     assert not silent and len(count) > least
 
 

@@ -18,7 +18,7 @@ from zoographs import every_specimen, specimens
 import splitkit as sk
 from splitkit._torch import ENTER_AUTOCAST
 from splitkit.errors import GraphError
-from splitkit.memory.profile import CUDA_BLOCK, simulate_memory
+from splitkit.memory.profile import simulate_memory
 from splitkit.testing import models
 
 KIB = 1024
@@ -85,36 +85,10 @@ def test_inputs_are_kept_or_given_up():
     assert given_up.end == KIB
 
 
-def test_blocks_of_the_allocator():
-    class Small(nn.Module):
-        def forward(self, x):
-            return x + 1
-
-    gm = sk.capture(Small(), torch.zeros(3))
-    assert simulate_memory(gm).peak == 24
-    assert simulate_memory(gm, block=CUDA_BLOCK).peak == 1024
-
-
 def test_workspace_is_added_where_it_is_more_than_what_is_seen():
     gm = sk.capture(Chain(), torch.zeros(16, 16))
     profile = simulate_memory(gm, workspace=lambda node: 10_000 if node.name == "relu" else 0)
     assert profile.at.name == "relu" and profile.peak == 4 * KIB + 10_000
-    assert simulate_memory(gm, workspace=lambda node: 10_000 if node.name == "relu" else 0, block=512).peak == (
-        4 * KIB + 10_240
-    )
-
-
-def test_devices_apart():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(256, device="meta")
-    y = graph.call_function(torch.ops.aten.ones.default, ([256],), {"device": "cpu"})
-    y.meta["val"] = torch.empty(256)
-    z = graph.call_function(torch.ops.aten.mul.Tensor, (x, x))
-    z.meta["val"] = torch.empty(256, device="meta")
-    graph.output((y, z))
-    profile = simulate_memory(torch.fx.GraphModule(nn.Module(), graph))
-    assert profile.on("meta") == 2 * KIB and profile.on("cpu") == KIB and profile.on("cuda") == 0
 
 
 def test_no_values():

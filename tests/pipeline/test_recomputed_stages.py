@@ -44,8 +44,8 @@ def measured(part, args):
 
     backward(tensors_of(run()))  # later microbatches add to gradients that exist
     came, made = sum(storages(tensors_of(args)).values()), []
-    up = _torch.allocations(lambda: made.extend(tensors_of(run())))
-    down = _torch.allocations(lambda: backward(made))
+    up = _torch.allocations_between(lambda: made.extend(tensors_of(run())), "")[0]
+    down = _torch.allocations_between(lambda: backward(made), "")[0]
     peaks = [max(accumulate(up, initial=0)), sum(up) + max(accumulate(down, initial=0))]
     if "convolution" in sk.simulate_memory(part).unseen:
         # its kernels copy tensors into layouts of their own, which stage costs leave out: tensors alone count

@@ -85,7 +85,7 @@ class Counted:
             return made, received and stage_backward_input(outputs, grads, list(received), iter(weights))
 
         held = storages([*received, *own, *(g for g in come if g is not None)])
-        self.waits.append(sum(_torch.allocations(input_part)) + sum(held.values()) - more)
+        self.waits.append(sum(_torch.allocations_between(input_part, "")[0]) + sum(held.values()) - more)
         for tensor in received:
             tensor.grad = None
 

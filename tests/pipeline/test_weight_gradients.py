@@ -74,7 +74,7 @@ def held(part, args, first):
     inputs, come = sum(storages(taken).values()), sum(storages(gradients).values())
     bytes_of = []
     for run in (forward, input_part, both_parts):
-        bytes_of.append(sum(_torch.allocations(run)) + inputs)
+        bytes_of.append(sum(_torch.allocations_between(run, "")[0]) + inputs)
         for tensor in taken:
             tensor.grad = None
     return bytes_of[0], bytes_of[1] + come, bytes_of[2]

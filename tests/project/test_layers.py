@@ -246,8 +246,7 @@ def test_a_repeated_name_would_be_seen():
 
 REGISTRIES = {
     "graph/ambient.py": "regions and settings, to which users add with register_region",
-    "graph/ops/fast_path.py": "verdicts about targets, which are the same for ever",
-    "graph/ops/declared.py": "what users declare of their ops",
+    "graph/ops/declared.py": "what users declare of their ops, and quick verdicts that a declaration forgets",
     "pipeline/schedules.py": "pipeline schedules, to which users add with register_schedule",
 }
 """Files whose module-level state may change, and what it is."""

@@ -17,7 +17,6 @@ import splitkit as sk
 from splitkit import _torch
 from splitkit.graph.dataflow import analyze
 from splitkit.memory.measurement import measure_memory
-from splitkit.memory.profile import CUDA_BLOCK
 from splitkit.policies import SaveAll, Stages
 
 X = torch.linspace(0.1, 1, 16).view(4, 4)
@@ -371,12 +370,6 @@ SIMPLE = [
         lambda: profile(captured(), workspace=lambda n: -1),
         lambda: profile(captured(), workspace=lambda n: 0),
     ),
-    Remedy(
-        "SK110",
-        'Give bytes, 1 or more: a whole number such as splitkit.memory.profile.CUDA_BLOCK, or "2MiB".',
-        lambda: profile(captured(), block=0),
-        (lambda: profile(captured(), block=CUDA_BLOCK), lambda: profile(captured(), block="2MiB")),
-    ),
     Remedy("SK110", "Give a whole number, 0 or more.", lambda: with_sizes(-1), lambda: with_sizes(0)),
     Remedy("SK110", "Its symbols are {...}.", lambda: named_sizes("nosuch"), lambda: with_sizes(12)),
     Remedy(
@@ -417,15 +410,6 @@ SIMPLE = [
         "This profile has no calls: take its peak.",
         lambda: sk.simulate_memory(captured()).peak_of("forward"),
         lambda: sk.simulate_memory(captured()).peak > 0,
-    ),
-    Remedy(
-        "SK110",
-        "Give one such as 'cpu' or 'cuda:0'.",
-        lambda: sk.simulate_memory(captured()).on("nowhere"),
-        (
-            lambda: sk.simulate_memory(captured()).on("cpu") > 0,
-            lambda: sk.simulate_memory(captured()).on("cuda:0") == 0,
-        ),
     ),
     Remedy(
         "SK112",

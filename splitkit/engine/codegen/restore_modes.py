@@ -116,8 +116,8 @@ class _Regions:
     base: str
     settings: list[str] = field(default_factory=list)
     opened: list[tuple[str, str]] = field(default_factory=list)
-    _enters: Mapping[str, bool] = field(default_factory=lambda: _names((*region_targets().enters, *_OPEN_VMAP)))
-    _exits: Mapping[str, bool] = field(default_factory=lambda: _names((*region_targets().exits, *_CLOSE_VMAP)))
+    _enters: Mapping[str, bool] = field(default_factory=lambda: _names((*region_targets(enters=True), *_OPEN_VMAP)))
+    _exits: Mapping[str, bool] = field(default_factory=lambda: _names((*region_targets(enters=False), *_CLOSE_VMAP)))
     _setters: Mapping[str, str] = field(default_factory=lambda: _names(setting_targets()))
     _waiting: dict[str, list[int]] = field(default_factory=dict)  # handle, or "" -> the indices of open regions
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -42,16 +43,9 @@ def autocast_recorded(model: nn.Module) -> Iterator[None]:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=cached))
             return body(*args, **kwargs)
 
-    had = "forward" in model.__dict__
     # A deep copy of a bound method is bound to the copy of the model.
-    model.forward = MethodType(within, model) if bound else within
-    try:
+    with patch.object(model, "forward", MethodType(within, model) if bound else within):
         yield
-    finally:
-        if had:
-            model.forward = forward
-        else:
-            del model.__dict__["forward"]
 
 
 def refuse_autocast(why: str, remedy: str) -> None:

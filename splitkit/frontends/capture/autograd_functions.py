@@ -88,15 +88,12 @@ class FunctionCall(Described):
 
     def effects(self, node: fx.Node) -> Effects:
         """Return the recorded effects of forward; every effect, if none were recorded or the arguments were changed."""
-        inputs = _nodes_in_order(node)
+        leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
         if not self.known or max((*self.writes, *self.aliases), default=-1) >= len(inputs):
             return unknown_effects(node)
         writes, aliases = (tuple(inputs[i] for i in at) for at in (self.writes, self.aliases))
         return Effects(writes, aliases, random=self.random, impure=True)
-
-
-def _nodes_in_order(node: fx.Node) -> list[fx.Node]:
-    return [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, fx.Node)]
 
 
 # ---------------------------------------------------------------- export
@@ -134,7 +131,7 @@ def functions_as_nodes() -> Iterator[Callable[[fx.GraphModule], None]]:
         if _lookups_as_ops(gm.graph):
             gm.recompile()
 
-    with apply_replaced(apply, _refuse_bound), _no_saved_tensors_hooks():
+    with apply_replaced(apply), _no_saved_tensors_hooks():
         yield put_in
 
 
@@ -205,9 +202,9 @@ def _make_call(function: type[Function], inputs: Any) -> FunctionCall:
 
 
 def _as_node(tracer: Any, call: FunctionCall, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_noded(leaf)]
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, (torch.Tensor, *_SYMBOLS))]
     # A write to an argument raises its version counter, also on fake tensors.
-    versions = [_version(t) for t in tensors]
+    versions = [t._version if isinstance(t, torch.Tensor) else 0 for t in tensors]
     watch = _ForwardWatch(tensors)
     with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), watch:
         output = call(*args, **kwargs)
@@ -215,7 +212,7 @@ def _as_node(tracer: Any, call: FunctionCall, number: int, args: tuple[Any, ...]
         raise _lost_backward_error(call.__qualname__, "reads tensors that are not among its arguments")
     call.known = not watch.foreign
     call.random = watch.random
-    call.writes = tuple(i for i, t in enumerate(tensors) if _version(t) != versions[i])
+    call.writes = tuple(i for i, t in enumerate(tensors) if isinstance(t, torch.Tensor) and t._version != versions[i])
     made = {storage_key(t) for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)}
     call.aliases = tuple(i for i, t in enumerate(tensors) if isinstance(t, torch.Tensor) and storage_key(t) in made)
     # The node calls a stand-in that torch.export accepts, with the number of the call; `put_in` replaces it later.
@@ -224,14 +221,6 @@ def _as_node(tracer: Any, call: FunctionCall, number: int, args: tuple[Any, ...]
     named, keywords = pytree.tree_unflatten(shown, spec)
     proxy = tracer.create_proxy("call_function", _STAND_IN, (number, *named), keywords, name=call.__name__.lower())
     return track_tensor_tree(output, proxy, constant=None, tracer=tracer)
-
-
-def _is_noded(leaf: Any) -> bool:
-    return isinstance(leaf, (torch.Tensor, *_SYMBOLS))
-
-
-def _version(value: Any) -> int:
-    return int(value._version) if isinstance(value, torch.Tensor) else 0
 
 
 class _ForwardWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -293,7 +282,7 @@ def functions_as_fx_nodes() -> Iterator[None]:
         )
         return proxies[0].tracer.create_proxy("call_function", call, shown, keywords)
 
-    with apply_replaced(apply, _refuse_bound), _no_saved_tensors_hooks():
+    with apply_replaced(apply), _no_saved_tensors_hooks():
         yield
 
 
@@ -301,12 +290,10 @@ def functions_as_fx_nodes() -> Iterator[None]:
 
 
 @contextmanager
-def apply_replaced(apply: Callable[..., Any], refuse: Callable[[type[Function]], None]) -> Iterator[None]:
+def apply_replaced(apply: Callable[..., Any]) -> Iterator[None]:
     """Call ``apply(function, run, ...)`` for each ``function.apply(...)``, where ``run`` is the original ``apply``.
 
-    Args:
-        apply: the replacement.
-        refuse: raises for a Function whose forward is traced without a call of ``apply``.
+    A Function whose forward is traced without such a call is refused.
     """
     original = Function.__dict__["apply"]
     open_calls = [0]
@@ -323,8 +310,12 @@ def apply_replaced(apply: Callable[..., Any], refuse: Callable[[type[Function]],
 
     def of_forward(function: type[Function], forward: Callable[..., Any]) -> Callable[..., Any]:
         def seen(*args: Any, **kwargs: Any) -> Any:
-            if not open_calls[0] and _is_traced((args, kwargs)):
-                refuse(function)
+            # torch.export is tracing, or an argument is a proxy: 2.11, 2.13, 2.15
+            by_export = _mode_of(torch._C._TorchDispatchModeKey.PROXY) is not None
+            traced = by_export or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs)))
+            if not open_calls[0] and traced:
+                why = "was bound before the capture (relu = Relu.apply: write Relu.apply(...) where it is called)"
+                raise _lost_backward_error(function.__qualname__, why)
             return forward(*args, **kwargs)
 
         return seen
@@ -347,12 +338,6 @@ def _all_under(cls: Any) -> Iterator[Any]:
     for below in cls.__subclasses__():
         yield below
         yield from _all_under(below)
-
-
-def _is_traced(inputs: Any) -> bool:
-    # torch.export is tracing, or an argument is a proxy: 2.11, 2.13, 2.15
-    by_export = _mode_of(torch._C._TorchDispatchModeKey.PROXY) is not None
-    return by_export or any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(inputs))
 
 
 # ---------------------------------------------------------------- refusals
@@ -380,11 +365,6 @@ def _no_saved_tensors_hooks() -> Iterator[None]:
 
     with patch.object(hooks, "__enter__", enter):
         yield
-
-
-def _refuse_bound(function: type[Function]) -> None:
-    why = "was bound before the capture (relu = Relu.apply: write Relu.apply(...) where it is called)"
-    raise _lost_backward_error(function.__qualname__, why)
 
 
 def _lost_backward_error(name: str, why: str) -> CaptureError:

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from types import SimpleNamespace
@@ -33,9 +33,12 @@ from splitkit.frontends.capture.autograd_functions import (
     refuse_module_hooks,
 )
 from splitkit.frontends.capture.capture_errors import (
+    AS_MODULES,
     GradFlags,
     blocks_as_nodes,
     capture_error,
+    describe_failure,
+    quantized_part,
     require_module,
     restore_callers_grad,
     source_of,
@@ -51,13 +54,10 @@ from splitkit.frontends.capture.first_call import (
 )
 from splitkit.frontends.capture.symbolic_trace import refuse_seeding, trace
 from splitkit.frontends.capture.unfold_regions import inline_regions, inlined, restore_by_value
-from splitkit.frontends.example_run import describe_failure
 from splitkit.frontends.output_classes import is_cache, outputs_opened, register_caches_among, state_tensors
-from splitkit.frontends.quantized import AS_MODULES, quantized_part
 from splitkit.frontends.sharded_step import has_shards, refuse_fsdp, refuse_sharded_inputs
 from splitkit.frontends.trace_settings import with_attention_on_meta, without_meta_errors, without_partial_graph
-from splitkit.graph.storages import mark_repeated_inputs
-from splitkit.graph.unsaved_buffers import keep_values
+from splitkit.graph.storages import keep_values, mark_repeated_inputs
 
 # Checks that export adds to the graph. They hold by construction, and would fail in a part on another device.
 _EXPORT_CHECKS: frozenset[Any] = frozenset({torch.ops.aten._assert_tensor_metadata.default})
@@ -79,8 +79,9 @@ def capture_forward(
     if how not in ways:
         raise CaptureError("SK401", f"there is no capture method named {how!r}", f"Choose one of {', '.join(ways)}.")
     require_module(model)
-    if has_shards(model):
-        return _of_shards(model, args, kwargs, how, dynamic)
+    if sharded := has_shards(model):
+        _refuse_shards(model, args, kwargs, how, dynamic)
+        ways["export"] = lambda: _of_shards(model, args, kwargs)
     given = args, kwargs
     register_caches_among(given)
     args, kwargs = inputs_on_meta(model, copy_repeated(given))
@@ -99,21 +100,18 @@ def capture_forward(
             note_reached(refusal, refusal)
             raise
         except Exception as error:
-            helps = _find_remedy(model, args, kwargs, dynamic, how)
-            why = capture_error(model, how, error, helps, runs=not helps.startswith(RAISES))
+            # of shards none is looked for: trials would meet in collectives that the other ranks do not run
+            helps = "" if sharded else _find_remedy(model, args, kwargs, dynamic, how)
+            why = capture_error(model, "AOTAutograd" if sharded else how, error, helps, not helps.startswith(RAISES))
+            if sharded:
+                from splitkit.frontends import aot  # it loads AOTAutograd
+
+                why = aot.with_model_line(why, error)
             note_reached(why, error)
             raise why from error
 
 
-def _of_shards(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], how: str, dynamic: bool
-) -> fx.GraphModule:
-    """Return the graph of one rank's forward of a model with sharded parameters.
-
-    No remedy is looked for: trials would meet in collectives that the other ranks do not run.
-    """
-    from splitkit.frontends import aot, sharded_forward  # they load AOTAutograd
-
+def _refuse_shards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], how: str, dynamic: bool) -> None:
     if how != "export" or dynamic:
         raise CaptureError(
             "SK401",
@@ -122,24 +120,14 @@ def _of_shards(
         )
     refuse_fsdp(model)
     refuse_sharded_inputs((args, kwargs))
-    refuse_module_hooks(model)
-    given = args, kwargs
-    args, kwargs = inputs_on_meta(model, copy_repeated(given))
-    with autocast_recorded(model), capture_conditions(), buffers_on_meta(model) as values, outputs_opened(model):
-        try:
-            make = sharded_forward.forward_of_shards
-            gm = retry_after_call(model, args, kwargs, lambda: make(model, args, kwargs))
-        except Exception as error:
-            if isinstance(error, CaptureError):
-                raise
-            raise aot.with_model_line(capture_error(model, "AOTAutograd", error), error) from error
-    restore_modes_on_error(gm.graph)
-    gm.recompile()
-    keep_values(gm, values)
-    _keep_input_check(gm)
-    gm.__dict__.update(train=_refuse_mode, eval=_refuse_mode)
-    _note_repeated(gm, how, model, *given)
-    return gm
+
+
+def _of_shards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    """Return the graph of one rank's forward of a model with sharded parameters."""
+    from splitkit.frontends import sharded_forward  # it loads AOTAutograd
+
+    with outputs_opened(model):
+        return _finished(sharded_forward.forward_of_shards(model, args, kwargs))
 
 
 def _find_remedy(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, how: str) -> str:
@@ -238,12 +226,10 @@ def _note_repeated(
 def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: bool) -> fx.GraphModule:
     shapes = _all_dynamic(model, args, kwargs) if dynamic else None
     flags, owned = GradFlags(model), parameters_and_names(model)
-    quiet = without_partial_graph()
-    seeding = refuse_seeding()
     with (
         _marks_removed((args, kwargs)),
-        quiet,
-        seeding,
+        without_partial_graph(),
+        refuse_seeding(),
         blocks_as_nodes(flags),
         functions_as_nodes() as put_functions_in,
         outputs_opened(model),
@@ -261,13 +247,10 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 @contextmanager
 def _marks_removed(inputs: Any) -> Iterator[None]:
     """Take from inputs what torch notes on them: if an export fails, their sizes would vary in each later one."""
-    before = [(leaf, dict(leaf.__dict__)) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    try:
+    with ExitStack() as notes:
+        for leaf in (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)):
+            notes.enter_context(patch.dict(leaf.__dict__))
         yield
-    finally:
-        for leaf, attributes in before:
-            leaf.__dict__.clear()
-            leaf.__dict__.update(attributes)
 
 
 def _all_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -298,6 +281,11 @@ def _from_exported(program: ExportedProgram) -> fx.GraphModule:
             restore_modes_on_error(body.graph)
             body.recompile()
     _drop_checks(gm)
+    return _finished(gm)
+
+
+def _finished(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a captured graph that restores modes, checks its inputs and can be pickled."""
     restore_modes_on_error(gm.graph)
     gm.recompile()
     _keep_input_check(gm)
@@ -494,7 +482,8 @@ def _computed_again(model: nn.Module, module: nn.Module) -> dict[str, torch.Tens
 
     It runs on two copies of the module filled with different numbers: what differs afterwards was not filled.
     """
-    fill = next((m for m in _owners(model, module) if callable(getattr(m, "_init_weights", None))), None)
+    around = [m for m in model.modules() if any(inner is module for inner in m.modules())]
+    fill: Any = next((m for m in reversed(around) if callable(getattr(m, "_init_weights", None))), None)
     if fill is None:
         return {}
     made: list[dict[str, torch.Tensor]] = []
@@ -515,12 +504,6 @@ def _computed_again(model: nn.Module, module: nn.Module) -> dict[str, torch.Tens
         made.append({name: b for name, b in fresh.items() if b is not None})
     first, second = made
     return {name: b for name, b in first.items() if torch.equal(b, second[name])}
-
-
-def _owners(model: nn.Module, module: nn.Module) -> Iterator[Any]:
-    """Yield the modules that have a module inside, the innermost first."""
-    around = [m for m in model.modules() if any(inner is module for inner in m.modules())]
-    yield from reversed(around)
 
 
 # Check the inputs of a captured graph, with a hook that Dynamo and strict export can trace.

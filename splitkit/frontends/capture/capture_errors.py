@@ -6,7 +6,7 @@ import linecache
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -19,9 +19,10 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from splitkit import _torch
-from splitkit.errors import CaptureError, SplitError
-from splitkit.frontends.capture.first_call import are_real
-from splitkit.frontends.quantized import diagnose_packed
+from splitkit._torch import pytree
+from splitkit.errors import CaptureError, SplitError, listed
+from splitkit.frontends.capture.first_call import are_real, attributes_restored, call_once
+from splitkit.frontends.module_state import buffers_kept
 from splitkit.graph.storages import attribute
 
 _TORCH = Path(torch.__file__).parent
@@ -248,6 +249,104 @@ def first_line(error: BaseException) -> str:
     """Return the class and the first line of an error: ``KeyError: 'x'``."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+# Describe the error that a model raises on its example inputs: which submodule raised it, and with which inputs.
+
+
+_SHOWN = 6  # inputs, and values of one input, that a text names
+
+
+def describe_failure(model: nn.Module, error: BaseException, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return ``RuntimeError: mat1 and mat2 ..., in its part fc, a Linear, called with float32[3, 9]``.
+
+    Args:
+        model: the model that was called.
+        error: the error that the call raised.
+        args: the positional example inputs.
+        kwargs: the keyword example inputs.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame in reversed(frames):  # the innermost named submodule; nn.Module._call_impl: 2.11, 2.13, 2.15
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "_call_impl" and names.get(id(module)):
+            given = frame.f_locals.get("args", ()), frame.f_locals.get("kwargs", {})
+            part = (
+                f", in its part {names[id(module)]}, a {type(module).__name__}, called with {describe_inputs(*given)}"
+            )
+            return f"{first_line(error)}{part}"
+    return f"{first_line(error)}, called with {describe_inputs(args, kwargs)}"
+
+
+def failed_run_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CaptureError | None:
+    """Return the SK401 for a model that raises on its example inputs, with its error as cause; ``None`` if it runs.
+
+    The model is called on copies of the inputs, and its state is restored.
+    """
+    try:
+        with attributes_restored(model), buffers_kept(model), torch.enable_grad():
+            call_once(model, args, kwargs)
+    except CaptureError as error:  # what the model calls has said already what is wrong
+        return error
+    except Exception as error:
+        what = (
+            f"{type(model).__name__} does not run on the example inputs: {describe_failure(model, error, args, kwargs)}"
+        )
+        refusal = CaptureError("SK401", what + raised_at(error), "Give example inputs that model(...) accepts.")
+        refusal.__cause__ = error
+        return refusal
+    return None
+
+
+def describe_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return dtypes and shapes of the tensors among inputs: ``float32[3, 9], mask=bool[3]``."""
+    texts = [_describe_value(value) for value in args] + [f"{name}={_describe_value(v)}" for name, v in kwargs.items()]
+    return listed(texts, _SHOWN) or "no inputs"
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return repr(value)[:40]
+    inner = ", ".join(map(_describe_value, leaves[:_SHOWN])) + (", ..." if len(leaves) > _SHOWN else "")
+    return f"{type(value).__name__}({inner})"
+
+
+# Explain failed captures of models with weights packed by ``torch.ao.quantization``, which no op tracer accepts.
+
+
+_PACKED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")  # packages: 2.11, 2.13, 2.15
+_FLOAT = "capture the float model before quantize_dynamic or convert"
+
+AS_MODULES = f'Use how="symbolic_trace", which keeps quantized modules whole; or {_FLOAT}.'
+"""The remedy where ``symbolic_trace`` was tried and captures the model."""
+WITHOUT_SIZES = (
+    "Split torch.fx.symbolic_trace(model), which keeps quantized modules whole, by a policy that needs no sizes, such "
+    f"as splitkit.policies.ByName; or {_FLOAT}."
+)
+"""The remedy where only torch's own tracer works: ``quantize_per_tensor`` has no sizes on fake tensors."""
+_NO_GRADIENT = (
+    "Packed weights have no gradient: capture the float model, or for quantization-aware training the result of "
+    "prepare_qat, and convert it after training."
+)
+
+
+def quantized_part(model: nn.Module) -> str | None:
+    """Return the name of the first submodule with packed weights, empty for the model itself; ``None`` if none has."""
+    return next((name for name, module in model.named_modules() if type(module).__module__.startswith(_PACKED)), None)
+
+
+def diagnose_packed(model: nn.Module, how: str) -> tuple[str, str] | None:
+    """Return (reason, remedy) why ``how`` cannot capture a model with packed weights; ``None`` for other models."""
+    name = quantized_part(model)
+    if name is None:
+        return None
+    part = f"its part {name}" if name else "it"
+    construct = f"{part} has packed weights (torch.ao.quantization), which only the module itself can read"
+    return construct, _NO_GRADIENT if how == "dynamo" else WITHOUT_SIZES
 
 
 # Export ``no_grad``, ``inference_mode`` and autocast blocks as plain nodes, not as hidden bodies.

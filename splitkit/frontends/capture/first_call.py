@@ -10,8 +10,8 @@ import random
 import sysconfig
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -31,18 +31,30 @@ Captured = TypeVar("Captured")
 
 
 @contextmanager
-def attributes_restored(model: nn.Module) -> Iterator[None]:
+def undone(restorers: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """Call functions at the end of the block."""
+    try:
+        yield
+    finally:
+        for restore in restorers:
+            restore()
+
+
+def attributes_restored(model: nn.Module) -> AbstractContextManager[None]:
     """Restore the attributes, hooks and children of all modules afterwards: tracing leaves fake tensors in them.
 
     What forward hooks of the user can reach is restored as well.
     """
-    restorers = [*map(restorer, _contents(model))]
-    with hook_state_restored(model):
-        try:
-            yield
-        finally:
-            for restore in restorers:
-                restore()
+    return undone([*map(restorer, _contents(model)), *_of_hooks(model)])
+
+
+def tables_restored(model: nn.Module) -> AbstractContextManager[None]:
+    """Put back afterwards what was rebound in the dicts of parameters and buffers of all modules.
+
+    Those of TorchScript's modules only mirror state in C++, and are left alone.
+    """
+    own = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    return undone([restorer(table) for module in own for table in (module._parameters, module._buffers)])
 
 
 def retry_after_call(
@@ -107,25 +119,18 @@ def call_once(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def outputs_of_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the model's output for copies of the inputs; its state and the RNG states are restored."""
     found: list[Any] = []
-    handle = model.register_forward_hook(lambda module, given, output: found.append(output))
-    try:
-        with attributes_restored(model), buffers_kept(model), torch.enable_grad():
-            call_once(model, args, kwargs)
-    finally:
-        handle.remove()
+    noted = model.register_forward_hook(lambda module, given, output: found.append(output))
+    with noted, attributes_restored(model), buffers_kept(model), torch.enable_grad():
+        call_once(model, args, kwargs)
     return found[-1]
 
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Put the model in eval mode, and restore the mode of each module afterwards."""
-    modes = [(m, m.training) for m in model.modules()]
-    model.eval()
-    try:
+    with undone([partial(setattr, module, "training", module.training) for module in model.modules()]):
+        model.eval()
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _contents(model: nn.Module) -> list[Any]:
@@ -184,22 +189,22 @@ def _hooks_of_user(module: nn.Module) -> Iterator[Any]:
     return filter(is_of_user, (hook for table in tables for hook in getattr(module, table, {}).values()))
 
 
-@contextmanager
-def hook_state_restored(model: nn.Module) -> Iterator[None]:
+def hook_state_restored(model: nn.Module) -> AbstractContextManager[None]:
     """Restore afterwards all that a user's forward hooks can reach, without the modules of the model."""
+    return undone(_of_hooks(model))
+
+
+def _of_hooks(model: nn.Module) -> list[Callable[[], None]]:
     seen: dict[int, Any] = {id(module): module for module in model.modules()}
-    level, restorers = [hook for module in model.modules() for hook in _hooks_of_user(module)], []
+    level = [hook for module in model.modules() for hook in _hooks_of_user(module)]
+    restorers: list[Callable[[], None]] = []
     for _ in range(_DEPTH):
         new = {id(value): value for value in level if not isinstance(value, _ATOMS) and id(value) not in seen}
         seen |= new  # keeps them alive, so that no id is used again
         restorers += [restorer(value) for value in new.values() if type(value) in CONTAINERS]
         restorers += [r for value in new.values() if isinstance(value, FunctionType) for r in _of_variables(value)]
         level = [inner for value in new.values() for inner in _held(value)]
-    try:
-        yield
-    finally:
-        for restore in restorers:
-            restore()
+    return restorers
 
 
 def restorer(held: Any) -> Callable[[], None]:
@@ -239,23 +244,12 @@ def _held(value: Any) -> list[Any]:
 
 
 def _of_variables(function: FunctionType) -> Iterator[Callable[[], None]]:
-    names = function.__globals__
     for cell in function.__closure__ or ():
-        yield partial(_reset_cell, cell, _content(cell))
+        if (before := _content(cell)) is not _UNSET:
+            yield partial(setattr, cell, "cell_contents", before)
+    names = function.__globals__
     for name in _global_names(function):
-        yield partial(_reset_global, names, name, names.get(name, _UNSET))
-
-
-def _reset_cell(cell: CellType, before: Any) -> None:
-    if before is not _UNSET:
-        cell.cell_contents = before
-
-
-def _reset_global(names: dict[str, Any], name: str, before: Any) -> None:
-    if before is not _UNSET:
-        names[name] = before
-    else:
-        names.pop(name, None)
+        yield partial(names.__setitem__, name, names[name]) if name in names else partial(names.pop, name, None)
 
 
 def _global_names(function: FunctionType) -> set[str]:

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,7 +46,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     constants = {
         name: value
         for name, value in bound.arguments.items()
-        if signature.parameters[name].kind not in variadic and not _has_tensor(value)
+        if signature.parameters[name].kind not in variadic and not any(map(torch.is_tensor, pytree.tree_leaves(value)))
     }
     with (
         functions_as_fx_nodes(),
@@ -62,13 +61,9 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     set_values(gm, bound.arguments)
     if constants:
         check = _ConstantInputs(signature, constants)
-        _register_check(check, gm)
-        gm._register_deepcopy_hook(partial(_register_check, check))  # 2.11, 2.13, 2.15
+        check.watch(gm)
+        gm._register_deepcopy_hook(check.watch)  # 2.11, 2.13, 2.15
     return gm
-
-
-def _register_check(check: _ConstantInputs, gm: fx.GraphModule) -> None:
-    gm.register_forward_pre_hook(check, with_kwargs=True)
 
 
 class _RefuseWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -155,10 +150,6 @@ def _lost_write(what: str) -> CaptureError:
     )
 
 
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
 def _fold_constants(gm: fx.GraphModule, constants: Mapping[str, Any]) -> None:
     """Drop the checks that fx adds for constant inputs, and restore the names of these inputs (``y_1`` -> ``y``).
 
@@ -194,6 +185,10 @@ class _ConstantInputs:
         self.positional = [name for name, p in signature.parameters.items() if p.kind in kinds]
         self.constants = dict(constants)
 
+    def watch(self, gm: fx.GraphModule) -> None:
+        """Register the check on ``gm``."""
+        gm.register_forward_pre_hook(self, with_kwargs=True)
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Plain loops, since Dynamo cannot trace inspect.Signature.bind.
         for i in range(min(len(args), len(self.positional))):
@@ -202,14 +197,9 @@ class _ConstantInputs:
             self._require(name, kwargs[name])
 
     def _require(self, name: str, given: Any) -> None:
-        if name in self.constants and not _same(given, self.constants[name]):
-            raise RuntimeError(
-                f"Expected input {name} to be {self.constants[name]!r}, as at capture, but got {given!r}"
-            )
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))
+        wanted = self.constants.get(name, given)
+        if not (given is wanted or (type(given) is type(wanted) and bool(given == wanted))):
+            raise RuntimeError(f"Expected input {name} to be {wanted!r}, as at capture, but got {given!r}")
 
 
 # Refuse a model that seeds a random number generator while it is traced: the seed would be set now and never again.

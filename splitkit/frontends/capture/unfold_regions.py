@@ -207,9 +207,5 @@ def _drop_body(gm: fx.GraphModule, reference: Node) -> None:
     target = str(reference.target)
     if not reference.users:
         gm.graph.erase_node(reference)
-    if not _named(gm.graph, target):
+    if not any(node.op in ("get_attr", "call_module") and node.target == target for node in gm.graph.nodes):
         gm.delete_submodule(target)
-
-
-def _named(graph: fx.Graph, target: str) -> bool:
-    return any(node.op in ("get_attr", "call_module") and node.target == target for node in graph.nodes)

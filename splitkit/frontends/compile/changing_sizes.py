@@ -14,11 +14,11 @@ runs with the same warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,7 +31,7 @@ from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.storages import value_of
 from splitkit.memory.profile import simulate_memory
-from splitkit.plans.policy import Policy, PolicyLike, as_plan
+from splitkit.plans.policy import PolicyLike, as_plan
 from splitkit.plans.record import Plan
 from splitkit.training.flow import JointFlow, as_joint
 from splitkit.training.peaks import Peaks
@@ -42,25 +42,6 @@ _HEADROOM = 1.5
 another compilation. Not tuned."""
 _DOUBLINGS, _HALVINGS = 6, 4
 """Steps of the search for the largest sizes within the budget: up to 2**6 = 64 times the sizes, to 1 part in 2**4."""
-
-
-@runtime_checkable
-class BytesPolicy(Policy, Protocol):
-    """A policy that limits plans to a number of bytes, such as `splitkit.policies.Budget`.
-
-    Attributes:
-        of: what is limited: ``"peak"`` or ``"saved"``.
-    """
-
-    of: Any
-
-    def limit(self, flow: JointFlow) -> int | None:
-        """Return the limit in bytes for plans of this graph; ``None`` if the limit depends on the sizes."""
-        ...
-
-    def within(self, nbytes: int) -> Policy:
-        """Return the same policy with this budget."""
-        ...
 
 
 @dataclass
@@ -102,7 +83,7 @@ class GraphPolicy:
         limit: the limit of the plan in bytes; ``None`` if the policy has none.
     """
 
-    policy: PolicyLike
+    policy: Any
     known: CompileHistory
     frame: int
     is_again: bool
@@ -112,8 +93,7 @@ class GraphPolicy:
     def assign(self, flow: Dataflow, costs: Costs) -> Plan:
         """Return the plan of the policy; for a recompiled graph that fits no plan, the nearest one that was found."""
         joint = as_joint(self, flow)
-        if isinstance(self.policy, BytesPolicy):
-            self.limit = _limit(self.policy, joint)
+        self.limit = _limit(self.policy, joint)
         if not self.is_again:
             return as_plan(self.policy, joint, costs)
         wanted, asked = self._with_headroom(joint)
@@ -147,7 +127,7 @@ class GraphPolicy:
 
     def _with_headroom(self, flow: JointFlow) -> tuple[PolicyLike, int]:
         """Return the policy that plans for sizes that may grow, and its budget in bytes."""
-        if self.limit is None or not isinstance(self.policy, BytesPolicy) or not _symbols(flow.graph):
+        if self.limit is None or not _symbols(flow.graph):
             return self.policy, self.limit or 0
         # What is alive throughout the step, such as parameters, is taken not to grow with the sizes.
         held = Peaks(flow).baseline(()) if self.policy.of == "peak" else 0
@@ -158,7 +138,7 @@ class GraphPolicy:
         """Guard the code by the largest sizes within the budget; return a `SizeWatch` if no guard is possible."""
         graphs = self.known.sizes.setdefault(self.frame, [])
         symbols = _symbols(pair.forward.graph)
-        if self.limit is None or not symbols or not isinstance(self.policy, BytesPolicy):
+        if self.limit is None or not symbols:
             return None
         hints = {name: int(symbol.node.hint) for name, symbol in symbols.items()}  # SymNode.hint: 2.11, 2.13, 2.15
         is_free = all(map(_is_free, symbols.values()))
@@ -203,12 +183,14 @@ class SizeWatch:
 
     def watching(self, gm: fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Return the compiled graph with a warning at its first call with sizes that exceed the budget."""
-        places = _size_positions(gm)
+        places: dict[str, tuple[int, int | None]] = {}  # the first of each
+        for position, dim, one in _sizes(gm.graph):
+            places.setdefault(str(one.node.expr), (position, dim))
         seen: set[tuple[int, ...]] = set()
 
         def watched(*args: Any) -> Any:
             if not self.known.has_warned:
-                sizes = {name: _size_at(args, place) for name, place in places.items()}
+                sizes = {name: int(args[i] if dim is None else args[i].shape[dim]) for name, (i, dim) in places.items()}
                 key = tuple(sizes.values())
                 if key not in seen and any(sizes[name] > most for name, most in self.most.items() if name in sizes):
                     seen.add(key)
@@ -235,22 +217,32 @@ def _compiled_now() -> tuple[int, int]:
     return found.frame_id, found.frame_compile_id
 
 
-def _limit(policy: BytesPolicy, flow: JointFlow) -> int | None:
+def _limit(policy: Any, flow: JointFlow) -> int | None:
+    """Return the limit in bytes of a policy that has one for this graph, such as `splitkit.policies.Budget`."""
+    if not hasattr(policy, "limit"):
+        return None
     try:
-        return policy.limit(flow)
+        found: int | None = policy.limit(flow)
+        return found
     except NoPlanError:  # `assign` raises it again
         return None
+
+
+def _sizes(graph: fx.Graph) -> Iterator[tuple[int, int | None, torch.SymInt]]:
+    """Yield the symbolic sizes of inputs: position, dimension (``None`` for an input that is itself a size), size."""
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        value = value_of(node)
+        for dim, one in enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]:
+            if isinstance(one, torch.SymInt):
+                yield i, dim, one
 
 
 def _symbols(graph: fx.Graph) -> dict[str, torch.SymInt]:
     """Return symbol name -> size, for the symbolic sizes of the inputs of a graph that have a value in the example."""
     found: dict[str, torch.SymInt] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        value = value_of(node)
-        for one in value.shape if isinstance(value, torch.Tensor) else [value]:
-            # SymNode.expr, .hint: 2.11, 2.13, 2.15
-            if isinstance(one, torch.SymInt) and one.node.expr.is_Symbol and one.node.hint is not None:
-                found.setdefault(str(one.node.expr), one)
+    for _, _, one in _sizes(graph):
+        if one.node.expr.is_Symbol and one.node.hint is not None:  # SymNode.expr, .hint: 2.11, 2.13, 2.15
+            found.setdefault(str(one.node.expr), one)
     return found
 
 
@@ -287,23 +279,3 @@ def _guard_above(symbols: Mapping[str, torch.SymInt], hints: Mapping[str, int], 
         return
     above = reduce(or_, (symbol > most[name] for name, symbol in symbols.items()))
     assert bool(above)  # a guard
-
-
-def _size_positions(gm: fx.GraphModule) -> dict[str, tuple[int, int | None]]:
-    """Return symbol -> (input of a Dynamo graph, dimension), with ``None`` for an input that is the size itself."""
-    found: dict[str, tuple[int, int | None]] = {}
-    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        value = value_of(node)
-        if isinstance(value, torch.SymInt):
-            found.setdefault(str(value.node.expr), (i, None))
-        elif isinstance(value, torch.Tensor):
-            sizes: Sequence[Any] = value.shape
-            for dim, one in enumerate(sizes):
-                if isinstance(one, torch.SymInt):
-                    found.setdefault(str(one.node.expr), (i, dim))
-    return found
-
-
-def _size_at(args: Sequence[Any], place: tuple[int, int | None]) -> int:
-    position, dim = place
-    return int(args[position] if dim is None else args[position].shape[dim])

@@ -26,12 +26,11 @@ from splitkit.errors import CostError, PlanError, PolicyError, SplitError
 from splitkit.frontends import aot
 from splitkit.frontends.aot import PartitionFn, divide_joint, joint_flow, with_model_line
 from splitkit.frontends.capture.ambient_autocast import refuse_kept_casts
-from splitkit.frontends.capture.capture_errors import capture_error, require_module
-from splitkit.frontends.capture.first_call import call_once
+from splitkit.frontends.capture.capture_errors import capture_error, failed_run_error, require_module
+from splitkit.frontends.capture.first_call import call_once, tables_restored
 from splitkit.frontends.compile.changing_sizes import CompileHistory, SizeWatch
-from splitkit.frontends.example_run import failed_run_error
 from splitkit.frontends.input_copies import copy_inputs
-from splitkit.frontends.module_state import buffers_kept, dicts_restored, is_uninitialised, owned_dicts
+from splitkit.frontends.module_state import buffers_kept, is_uninitialised
 from splitkit.frontends.trace_settings import scalar_writes_kept, without_meta_errors
 from splitkit.graph.storages import storages_shown
 from splitkit.late_policies import LatePolicies
@@ -287,7 +286,13 @@ def apply(
         divided.written = written
         _compile(applied, divided, fullgraph)
         if names := divided.overwritten_later(_try(applied, divided, fullgraph, args, kwargs)):
-            raise overwritten_error(names)
+            raise PlanError(
+                "SK215",
+                f"backward needs {', '.join(names)}, which the model writes to in a later graph, after forward has "
+                "saved it",
+                "Read a copy (buffer.clone()), or write to it after backward.",
+                names,
+            )
     if len(divided.pairs) > 1:
         warnings.warn(
             f"{type(applied).__name__} has graph breaks: its {len(divided.pairs)} graphs are divided one by one; "
@@ -333,7 +338,7 @@ def _try(
         inputs, named = copy_inputs((args, kwargs))
         with (
             buffers_kept(applied),
-            dicts_restored(owned_dicts(applied)),
+            tables_restored(applied),
             torch.random.fork_rng(),
             torch.enable_grad(),
             without_meta_errors(),
@@ -396,28 +401,25 @@ class LaterWrites:
 class WriteWatch:
     """Records the versions of inputs and outputs of compiled graphs, by number of graph, until `stop`."""
 
-    _runs: list[tuple[int, Sequence[Any], Sequence[Any]]] = field(default_factory=list)
-    _versions: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    _runs: list[tuple[int, list[Sequence[Any]], list[list[int]]]] = field(default_factory=list)
     _on: bool = True
 
     def saw(self, number: int, inputs: Sequence[Any], outputs: Any) -> None:
         """Record the inputs and outputs of a graph that has run."""
         if self._on:
-            given = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            self._runs.append((number, tuple(inputs), tuple(given)))
-            self._versions.append((_versions(inputs), _versions(given)))
+            values = [tuple(inputs), tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)]
+            self._runs.append((number, values, [*map(_versions, values)]))
 
     def stop(self) -> Mapping[int, LaterWrites]:
         """Return number of graph -> its inputs and outputs that were written to after it had run."""
         self._on = False
         found: dict[int, LaterWrites] = {}
-        for (number, inputs, outputs), (before, yielded) in zip(self._runs, self._versions, strict=True):
-            changed = LaterWrites(_changed(inputs, before), _changed(outputs, yielded))
+        for number, values, before in self._runs:
+            changed = LaterWrites(*map(_changed, values, before))
             if changed.inputs or changed.outputs:
                 known = found.get(number, LaterWrites(frozenset(), frozenset()))
                 found[number] = LaterWrites(known.inputs | changed.inputs, known.outputs | changed.outputs)
         self._runs.clear()
-        self._versions.clear()
         return found
 
 
@@ -427,16 +429,6 @@ def overwritten_saves(pair: Pair, written: Collection[Node], names: Sequence[str
     found = [nodes[name] for name in pair.saved if not memory.isdisjoint(storages_shown([nodes[name]]))]
     positions = {n.name: aot.input_position(n) for n in found if n.op == "placeholder"}
     return [n.name if (i := positions.get(n.name)) is None or i >= len(names) else names[i] for n in found]
-
-
-def overwritten_error(names: Sequence[str]) -> PlanError:
-    """Return the SK215 for values that backward needs and that a later graph writes to."""
-    return PlanError(
-        "SK215",
-        f"backward needs {', '.join(names)}, which the model writes to in a later graph, after forward has saved it",
-        "Read a copy (buffer.clone()), or write to it after backward.",
-        list(names),
-    )
 
 
 def _versions(values: Iterable[Any]) -> list[int]:

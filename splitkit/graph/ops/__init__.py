@@ -4,22 +4,16 @@ Errors are on the safe side: every effect that is possible is reported, and a re
 schemas give most of the answer. `op_tables` corrects the schemas that are wrong, and knows the Python functions,
 methods and modules. Each module imports only those above it::
 
-    op_tables        what names alone say
-    facts            the effects of a node (Effects), what is known about a callable (Facts)
-    ambient_calls    which names say that a call changes the state in which later nodes run
-    argument_rules   effects that depend on the arguments: dropout in eval mode draws no random numbers
-    schemas          operators with a schema
-    functions        functions and methods without a schema
-    module_effects   modules of torch.nn
-    tuples           whether a node yields a tuple
-    containers       lists, dicts and iterators
-    value_kinds      whether a value is a tensor, an array or an object
-    non_tensors      methods and operators of arrays and objects
-    metadata_reads   nodes that read sizes only, and views
-    declared         declarations of users
-    memo             answers about one graph
-    fast_path        one lookup for targets that only compute
-    classify         everything together, with the graphs inside a node
+    op_tables    what names alone say
+    facts        the effects of a node (Effects), what is known about a callable (Facts)
+    schemas      operators with a schema, and rules for what depends on arguments: dropout in eval mode draws nothing
+    functions    functions and methods without a schema; which names say that a call changes the ambient state
+    tuples       whether a node yields a tuple; containers and iterators; modules of torch.nn
+    value_kinds  whether a value is a tensor, an array or an object; nodes that read sizes only, and views
+    state_scans  splitkit's own ops for states of a decoder
+    declared     declarations of users
+    fast_path    one lookup for targets that only compute
+    classify     everything together, with the graphs inside a node
 """
 
 from __future__ import annotations

@@ -50,10 +50,7 @@ def effects_of(node: Node, root: nn.Module, memo: Memo | None = None) -> Effects
         root: the module that its ``call_module`` and ``get_attr`` targets belong to.
         memo: a cache of answers; with one for all nodes of a graph, the total time is linear.
     """
-    return _effects(node, root, Memo() if memo is None else memo)
-
-
-def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
+    memo = Memo() if memo is None else memo
     if node.op in ("placeholder", "get_attr", "output"):
         return PURE
     if node.op == "call_module":
@@ -74,11 +71,11 @@ def _effects(node: Node, root: nn.Module, memo: Memo) -> Effects:
         return union_effects(f.of(node) for f in facts)
     if (found := container_effects(node, root, memo.tuples)) is not None:
         return found
-    if node.op == "call_method" and (found := foreign_effects(node, root, memo.origins)) is not None:
+    if node.op == "call_method" and (found := foreign_effects(node, root, memo)) is not None:
         return found
     if not is_python(node):
         return named_effects(node)
-    found = operand_effects(node, root, memo.origins)
+    found = operand_effects(node, root, memo)
     return python_effects(node) if found is None else found
 
 
@@ -196,7 +193,7 @@ class _Walk:
             self.found.append(Effects(reads_state=(value,)))
 
     def call(self, node: Node) -> None:
-        e = _effects(node, self.gm, self.memo)
+        e = effects_of(node, self.gm, self.memo)
         if e is PURE:
             return
         self.writes = self.writes or any(w in self.inputs for w in e.writes)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
-from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
+from torch._ops import OpOverload  # 2.11, 2.13, 2.15
 from torch.fx import Node
 
+from splitkit import _torch
 from splitkit.graph.input_overlap import CHECKS, refuse_objects
 from splitkit.graph.ops.facts import Effects, Facts, Slot, distinct_tensors, replace_effects
-from splitkit.graph.ops.schemas import overloads_of
 from splitkit.graph.ops.state_scans import SCANS
 from splitkit.graph.ops.tuples import is_changed, module_tensors
 from splitkit.graph.storages import held_in
@@ -21,12 +21,8 @@ _DECLARED: dict[Any, Facts] = {
     **dict.fromkeys((*CHECKS, refuse_objects), Facts(check=True)),
     **dict.fromkeys(SCANS, Facts()),
 }
-_WATCHERS: list[Callable[[], None]] = []
-
-
-def on_declare(forget: Callable[[], None]) -> None:
-    """Call ``forget`` at each declaration, which may make cached answers about targets wrong."""
-    _WATCHERS.append(forget)
+QUICK: dict[int, Any] = {}
+"""What `splitkit.graph.ops.fast_path` has found about targets; each declaration empties it."""
 
 
 def declare(
@@ -52,7 +48,7 @@ def declare(
     a declared module are assumed to be written. A declaration does not cover hooks, parametrizations or a ``forward``
     that replaces the class's: a module that has them, or contains one that does, counts as undeclared.
     """
-    spellings = _spellings(target)
+    spellings = (target,) if isinstance(target, OpOverload) else _torch.spellings(target)
     names = _parameters(spellings[-1])
     facts = Facts(
         writes=tuple(_slot(item, names) for item in writes),
@@ -61,14 +57,7 @@ def declare(
         impure=impure,
     )
     _DECLARED.update(dict.fromkeys(spellings, facts))
-    for forget in _WATCHERS:
-        forget()
-
-
-def _spellings(target: Any) -> tuple[Any, ...]:
-    """Return all targets that mean the given one: a custom operator's definition, its packet and its overloads."""
-    packet = getattr(getattr(target, "_opoverload", None), "overloadpacket", target)
-    return (target, packet, *overloads_of(packet)) if isinstance(packet, OpOverloadPacket) else (target,)
+    QUICK.clear()
 
 
 def _slot(item: int | str, names: tuple[str, ...]) -> Slot:

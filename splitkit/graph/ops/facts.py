@@ -89,11 +89,6 @@ def replace_effects(effects: Effects, **changes: Any) -> Effects:
     return made
 
 
-def view_effects(node: Node) -> Effects:
-    """Return ``Effects(aliases=(node,))``."""
-    return replace_effects(PURE, aliases=(node,))
-
-
 def union_effects(effects: Iterable[Effects]) -> Effects:
     """Return the effects that any of the given ones has."""
     found = [e for e in effects if e is not PURE]

@@ -13,8 +13,8 @@ from torch.fx import Node
 
 from splitkit._torch import inputs_of
 from splitkit.graph.ops import op_tables
-from splitkit.graph.ops.declared import declared_facts, on_declare
-from splitkit.graph.ops.facts import PURE, Effects, Facts, replace_effects, view_effects
+from splitkit.graph.ops.declared import QUICK, declared_facts
+from splitkit.graph.ops.facts import PURE, Effects, Facts, replace_effects
 from splitkit.graph.ops.functions import is_ambient, is_pure_python, signature_facts, torch_name
 from splitkit.graph.ops.schemas import named_facts, schema_facts
 from splitkit.graph.ops.tuples import find_attribute, is_iterator, is_stock, is_sum, is_tuple
@@ -22,17 +22,15 @@ from splitkit.graph.ops.value_kinds import Memo, ValueKind, follow, may_be_array
 from splitkit.graph.storages import value_of
 
 _Known = tuple[object, bool, bool, bool]
-# id(target) -> (target, is it a view of its first argument, must that and the result be known as tensors, is the result
-# no tuple?); by identity, as the hash of an operator is slow. The target is kept alive, so that its id is not given to
-# another.
-_KNOWN: dict[int, _Known] = {}
-on_declare(_KNOWN.clear)
+# In `QUICK`: id(target) -> (target, is it a view of its first argument, must that and the result be known as tensors,
+# is the result no tuple?); by identity, as the hash of an operator is slow. The target is kept alive, so that its id
+# is not given to another.
 
 
 def quick_effects(node: Node, root: nn.Module, memo: Memo) -> Effects | None:
     """Return the effects of a node that calls no module if its target decides them, else ``None``."""
     target = node.target
-    known = _KNOWN.get(id(target)) or _learn(target)
+    known = QUICK.get(id(target)) or _learn(target)
     if known is None:
         return None
     _, is_view, wants_tensors, _ = known
@@ -44,7 +42,7 @@ def quick_effects(node: Node, root: nn.Module, memo: Memo) -> Effects | None:
     if not is_view:
         return PURE
     first = node.args[0] if node.args else None
-    return view_effects(first) if isinstance(first, Node) else None
+    return replace_effects(PURE, aliases=(first,)) if isinstance(first, Node) else None
 
 
 def _joined(node: Node, root: nn.Module, memo: Memo) -> Effects | None:
@@ -75,7 +73,7 @@ def _learn(target: Any) -> _Known | None:
     else:
         known = _of_name(target, wants_tensors=False)
     if known is not None:  # users' functions, which may hold on to tensors, are not remembered
-        _KNOWN[id(target)] = known
+        QUICK[id(target)] = known
     return known
 
 
@@ -142,7 +140,7 @@ def _takes_single_values(node: Node, root: nn.Module, memo: Memo) -> bool:
             return False
         if not _is_single(subject, root, memo):
             return False
-        if _KNOWN[id(node.target)][3] and not node.kwargs and value_of(node) is None and not is_iterator(node):
+        if QUICK[id(node.target)][3] and not node.kwargs and value_of(node) is None and not is_iterator(node):
             memo.single[node] = True
         return True
     inputs = node.all_input_nodes
@@ -166,7 +164,7 @@ def _takes_single_values(node: Node, root: nn.Module, memo: Memo) -> bool:
 
 def _says_nothing(value: Node, root: nn.Module, memo: Memo) -> bool:
     """Whether neither a value nor an annotation says that an input is something else than a tensor."""
-    return value_of(value) is None and value_kind(value, root, memo.origins.kinds) in (ValueKind.OPEN, ValueKind.TENSOR)
+    return value_of(value) is None and value_kind(value, root, memo.kinds) in (ValueKind.OPEN, ValueKind.TENSOR)
 
 
 def _is_single(value: Node, root: nn.Module, memo: Memo) -> bool:
@@ -193,10 +191,10 @@ def _yields_one(node: Node, root: nn.Module, memo: Memo) -> bool | Node:
         return is_stock(find_attribute(root, target)) and is_tuple(node, root, memo.tuples) is False
     source = node.args[0] if node.args else None
     if not node.kwargs and (node.op == "call_function" or (isinstance(source, Node) and memo.single.get(source))):
-        known = _KNOWN.get(id(target)) or _learn(target)
+        known = QUICK.get(id(target)) or _learn(target)
         if known is not None and known[3]:
             return True
-    if is_tuple(node, root, memo.tuples) is not False or may_be_array(node, root, memo.origins, or_tensor=True):
+    if is_tuple(node, root, memo.tuples) is not False or may_be_array(node, root, memo, or_tensor=True):
         return False
     if target not in (operator.getitem, getattr) or not isinstance(source, Node):
         return True

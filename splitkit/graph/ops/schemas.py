@@ -35,6 +35,8 @@ def schema_facts(op: OpOverload) -> Facts:
     aliases = [s for i, s in enumerate(slots) if i in lies or may_share(arguments[i], schema.returns)]
     # a rule knows why an op is tagged (dropout: returns its input in eval mode; batch_norm: its running statistics)
     tagged = _MAYBE_ALIASING in op.tags and rule is None
+    # an op with `out` does if that has another size
+    resizes = torch.Tag.inplace_view in op.tags or name in op_tables.RESIZES or _is_out(op)
     return Facts(
         name=name,
         names=names,
@@ -48,7 +50,7 @@ def schema_facts(op: OpOverload) -> Facts:
         impure=namespace in op_tables.COLLECTIVES or namespace == "profiler" or silent,
         check=check,
         ambient=namespace == "streams" or name == "_backward",
-        same_sizes=bool(writes) and namespace == "aten" and not _resizes(op, name),
+        same_sizes=bool(writes) and namespace == "aten" and not resizes,
         rule=rule,
         yields_tuple=len(schema.returns) > 1 or any("List[" in str(r.type) for r in schema.returns),
     )
@@ -119,11 +121,6 @@ def _registered() -> frozenset[str]:
     return frozenset(torch._C._dispatch_get_all_op_names())
 
 
-def _resizes(op: OpOverload, name: str) -> bool:
-    """Whether an op may change the size of what it writes; one with ``out`` does if that has another size."""
-    return torch.Tag.inplace_view in op.tags or name in op_tables.RESIZES or _is_out(op)
-
-
 def _is_out(op: OpOverload) -> bool:
     return any(a.is_out for a in op._schema.arguments)
 
@@ -185,18 +182,10 @@ def dropout(call: Call, effects: Effects) -> Effects:
     )
 
 
-def _native_dropout(call: Call, effects: Effects) -> Effects:
-    return replace(effects, random=call.get("train") is None or call.may("train"))  # p=0 still draws
-
-
 def _rnn(call: Call, effects: Effects) -> Effects:
     random = call.may("dropout") and call.may("train")
     state = call.nodes("dropout_state") if random else ()  # cudnn keeps its generator in a tensor
     return replace(effects, random=random, writes=(*effects.writes, *state))
-
-
-def _rrelu(call: Call, effects: Effects) -> Effects:
-    return replace(effects, random=call.may("training"))
 
 
 def _attention(call: Call, effects: Effects) -> Effects:
@@ -234,15 +223,11 @@ def _einsum(call: Call, effects: Effects) -> Effects:
     return effects if several else replace(effects, aliases=tuple(call.node.all_input_nodes))  # of one: a view
 
 
-def _always_random(call: Call, effects: Effects) -> Effects:
-    return replace(effects, random=True)
-
-
 _BY_NAME: dict[str, Rule] = {
     **dict.fromkeys(op_tables.DROPOUTS, dropout),
-    "native_dropout": _native_dropout,
+    "native_dropout": lambda call, effects: replace(effects, random=call.get("train") is None or call.may("train")),
     **dict.fromkeys(op_tables.RNNS, _rnn),
-    **dict.fromkeys(op_tables.RRELUS, _rrelu),
+    **dict.fromkeys(op_tables.RRELUS, lambda call, effects: replace(effects, random=call.may("training"))),
     "einsum": _einsum,
-    "gumbel_softmax": _always_random,
+    "gumbel_softmax": lambda call, effects: replace(effects, random=True),
 }

@@ -173,12 +173,9 @@ def _flags(node: Node, flags: Iterable[tuple[str, int]]) -> bool | None:
 def _overloads(node: Node, overloads: tuple[Facts, ...]) -> bool | None:
     fits = matching_overloads(node, overloads)
     if len({f.yields_tuple for f in fits}) > 1:  # a node is more often a tensor than a number: torch.max(x, y)
-        fits = tuple(f for f in fits if _takes_tensors(node, f)) or fits
+        given = [(i, a) for i, a in enumerate(node.args) if isinstance(a, Node)]
+        fits = tuple(f for f in fits if all("Tensor" in f.types[i] for i, _ in given if i < len(f.types))) or fits
     return _agreed(f.yields_tuple for f in fits)
-
-
-def _takes_tensors(node: Node, facts: Facts) -> bool:
-    return all("Tensor" in k for k, a in zip(facts.types, node.args, strict=False) if isinstance(a, Node))
 
 
 def _module(m: object) -> bool | None:

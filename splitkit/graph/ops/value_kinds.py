@@ -41,21 +41,27 @@ _OPERATORS = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 
 
 @dataclass(frozen=True)
-class Origins:
-    """Cached answers about the origins of a graph's values, so that no chain of nodes is followed twice.
+class Memo:
+    """Cached answers, valid while the graphs do not change, so that no chain of nodes is followed twice.
 
     Attributes:
+        modules: module -> the effects of calling it, ``None`` if unknown.
+        tuples: node -> whether it yields a tuple.
         kinds: node -> the kind of its value.
         arrays: node -> whether it may yield an array.
         arrays_or_tensors: the same, where an input of unknown kind is assumed to be a tensor.
+        single: node -> whether it surely yields a tensor or number: no container, iterator, array or object.
     """
 
+    modules: dict[nn.Module, ModuleEffects | None] = field(default_factory=dict)
+    tuples: Known = field(default_factory=dict)
     kinds: dict[Node, ValueKind] = field(default_factory=dict)
     arrays: dict[Node, bool] = field(default_factory=dict)
     arrays_or_tensors: dict[Node, bool] = field(default_factory=dict)
+    single: dict[Node, bool] = field(default_factory=dict)
 
 
-def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | None:
+def foreign_effects(node: Node, root: nn.Module, memo: Memo) -> Effects | None:
     """Return the effects of a method of something other than a tensor; ``None`` if it counts as a tensor's method."""
     subject = node.args[0] if node.args else None
     if not isinstance(subject, Node):
@@ -63,7 +69,7 @@ def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
     name = str(node.target)
     if name in op_tables.AMBIENT:
         return None
-    kind = value_kind(subject, root, origins.kinds)
+    kind = value_kind(subject, root, memo.kinds)
     if kind is ValueKind.ARRAY and hasattr(np.ndarray, name):
         return Effects(tuple(node.all_input_nodes), tuple(node.all_input_nodes))
     if not hasattr(torch.Tensor, name) or kind is ValueKind.OBJECT:
@@ -73,13 +79,13 @@ def foreign_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | 
         return unknown_effects(node)  # without readers, the call makes sense only in place
     if not (in_place or may_pass_out(node, name)):
         return None
-    return unknown_effects(node) if may_be_array(subject, root, origins, or_tensor=in_place) else None
+    return unknown_effects(node) if may_be_array(subject, root, memo, or_tensor=in_place) else None
 
 
-def operand_effects(node: Node, root: nn.Module, origins: Origins) -> Effects | None:
+def operand_effects(node: Node, root: nn.Module, memo: Memo) -> Effects | None:
     """Return the effects of a Python operator on an object, which may define it; ``None`` if it takes no object."""
     if node.target is getattr or not any(
-        value_kind(n, root, origins.kinds) is ValueKind.OBJECT for n in node.all_input_nodes
+        value_kind(n, root, memo.kinds) is ValueKind.OBJECT for n in node.all_input_nodes
     ):
         return None
     return None if node.target in _HANDS_ON else unknown_effects(node)
@@ -108,20 +114,20 @@ def may_pass_out(node: Node, name: str) -> bool:
     return any(isinstance(a, Node) for a in node.args[place:])
 
 
-def may_be_array(value: Node, root: nn.Module, origins: Origins, *, or_tensor: bool) -> bool:
+def may_be_array(value: Node, root: nn.Module, memo: Memo, *, or_tensor: bool) -> bool:
     """Whether a value may be a numpy array, found by following it to its origin: ``numpy()``, an object, unknown code.
 
     Args:
         value: the node that yields it.
         root: the module that owns the graph's attributes.
-        origins: the answers for other nodes.
+        memo: the answers for other nodes.
         or_tensor: whether a tensor supports the call as well; then an unknown input is assumed to be a tensor.
     """
-    known = origins.arrays_or_tensors if or_tensor else origins.arrays
-    return follow(value, lambda node: _made_array(node, root, origins, or_tensor), known)
+    known = memo.arrays_or_tensors if or_tensor else memo.arrays
+    return follow(value, lambda node: _made_array(node, root, memo, or_tensor), known)
 
 
-def _made_array(value: Node, root: nn.Module, origins: Origins, or_tensor: bool) -> bool | Node:
+def _made_array(value: Node, root: nn.Module, memo: Memo, or_tensor: bool) -> bool | Node:
     """Return whether a node may yield an array, or the argument that decides that."""
     known, target = value_of(value), value.target
     if known is None and value.op == "get_attr":
@@ -129,7 +135,7 @@ def _made_array(value: Node, root: nn.Module, origins: Origins, or_tensor: bool)
     if known is not None:
         return not isinstance(known, _KNOWN)
     if value.op == "placeholder":
-        kind = value_kind(value, root, origins.kinds)
+        kind = value_kind(value, root, memo.kinds)
         return kind is ValueKind.ARRAY or (kind is ValueKind.OPEN and not or_tensor)
     if value.op == "call_module":
         module = find_attribute(root, target)
@@ -157,26 +163,6 @@ def follow(value: Node, step: Callable[[Node], bool | Node], known: dict[Node, b
             value = found
     known.update(dict.fromkeys(way, known[value]))
     return known[value]
-
-
-@dataclass(frozen=True)
-class Memo:
-    """Cached answers, valid while the graphs do not change.
-
-    Attributes:
-        modules: module -> the effects of calling it, ``None`` if unknown.
-        tuples: node -> whether it yields a tuple.
-        origins: cached answers about the origins of values.
-        single: node -> whether it surely yields a tensor or number: no container, iterator, array or object.
-    """
-
-    modules: dict[nn.Module, ModuleEffects | None] = field(default_factory=dict)
-    tuples: Known = field(default_factory=dict)
-    origins: Origins = field(default_factory=Origins)
-    single: dict[Node, bool] = field(default_factory=dict)
-
-
-# Cache the answers about the nodes of a graph.
 
 
 class ValueKind(Enum):
@@ -253,16 +239,13 @@ def _member(value: Any, path: Sequence[Node]) -> Any:
             if read.target is operator.getitem:
                 value = value[key] if type(value) in _CONTAINERS else _UNKNOWN
             else:
-                value = inspect.getattr_static(value, str(key)) if _has(value, str(key)) else _UNKNOWN
+                has = str(key) in getattr(value, "__dict__", {})
+                value = inspect.getattr_static(value, str(key)) if has else _UNKNOWN
         except Exception:
             return _UNKNOWN
         if isinstance(value, torch.Tensor):
             return value
     return value
-
-
-def _has(value: object, name: str) -> bool:
-    return name in getattr(value, "__dict__", {})
 
 
 def _of_value(value: object) -> ValueKind:
@@ -310,7 +293,7 @@ def _of_result(function: object, path: Sequence[Node]) -> ValueKind:
 def _of_type(annotated: Any) -> ValueKind:
     """Return the kind of the values that an annotation allows."""
     annotated = _bare(annotated)
-    if annotated in _ANY if _is_hashable(annotated) else False:
+    if any(annotated is known for known in _ANY):
         return ValueKind.OPEN
     if isinstance(annotated, (typing.TypeVar, typing.ForwardRef)):
         annotated = getattr(annotated, "__forward_arg__", None)
@@ -319,18 +302,11 @@ def _of_type(annotated: Any) -> ValueKind:
         return _of_words(annotated)
     origin_ = typing.get_origin(annotated)
     if origin_ in (typing.Union, types.UnionType):
-        return _agreed({_of_type(a) for a in typing.get_args(annotated) if a is not type(None)})
+        kinds = (_of_type(a) for a in typing.get_args(annotated) if a is not type(None))
+        return min(kinds, key=_FIRST.index, default=ValueKind.PLAIN)
     if origin_ is typing.Literal:
         return ValueKind.PLAIN
     return _of_class(origin_ if origin_ is not None else annotated)
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 def _bare(annotated: Any) -> Any:
@@ -343,22 +319,15 @@ def _bare(annotated: Any) -> Any:
             return annotated
 
 
-def _agreed(kinds: set[ValueKind]) -> ValueKind:
-    for kind in (ValueKind.OBJECT, ValueKind.ARRAY, ValueKind.OPEN, ValueKind.TENSOR):
-        if kind in kinds:
-            return kind
-    return ValueKind.PLAIN
+_FIRST = (ValueKind.OBJECT, ValueKind.ARRAY, ValueKind.OPEN, ValueKind.TENSOR, ValueKind.PLAIN)
+"""What a value of several kinds counts as: the first of them."""
 
 
 def _of_words(text: str) -> ValueKind:
     words = set(re.findall(r"[A-Za-z_]\w*", text))
-    return (
-        ValueKind.OPEN
-        if words == {"Any"}
-        else ValueKind.TENSOR
-        if all(map(_KNOWN_WORDS.fullmatch, words))
-        else ValueKind.OBJECT
-    )
+    if words == {"Any"}:
+        return ValueKind.OPEN
+    return ValueKind.TENSOR if all(map(_KNOWN_WORDS.fullmatch, words)) else ValueKind.OBJECT
 
 
 def _of_class(kind: Any) -> ValueKind:
@@ -439,7 +408,8 @@ def sizes_only(node: Node) -> tuple[Node, ...]:
     args, kwargs = list[object](node.args), dict[str, object](node.kwargs)
     asked: dict[Node, None] = {}
     for position in positions:
-        given = args[position] if position < len(args) else _pop(kwargs, _NAMES[position])
+        by_name = next((name for name in _NAMES[position] if name in kwargs), "")
+        given = args[position] if position < len(args) else kwargs.pop(by_name, None)
         if position < len(args):
             args[position] = None
         if isinstance(given, Node) and _is_plain(given):
@@ -447,10 +417,6 @@ def sizes_only(node: Node) -> tuple[Node, ...]:
         else:
             args.append(given)
     return tuple(a for a in asked if a not in argument_nodes((args, kwargs)))
-
-
-def _pop(kwargs: dict[str, object], names: tuple[str, ...]) -> object:
-    return next((kwargs.pop(name) for name in names if name in kwargs), None)
 
 
 def _positions(node: Node) -> tuple[int, ...]:

@@ -223,11 +223,6 @@ def bytes_made_by(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
     return storage_nbytes(tensor) if rule is None else rule(_bound(op, args, kwargs), tensor)
 
 
-def hinted_bytes(node: Node, tensor: torch.Tensor) -> int:
-    """Return `bytes_made` as a plain number, as seen at capture."""
-    return as_seen(bytes_made(node, tensor), tensor)
-
-
 def as_seen(nbytes: Bytes, tensor: torch.Tensor) -> int:
     """Return ``nbytes`` as a plain number; if it depends on the data, `storage_bytes` of the tensor."""
     try:
@@ -267,15 +262,11 @@ def _whole(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
     return storage_nbytes(copied)
 
 
-def _as_large_as(name: str) -> Rule:
-    """A kernel that makes a tensor like an argument and resizes it, which never aliases memory back."""
-
-    def rule(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
-        argument, shown = given[name], storage_nbytes(tensor)
-        most: Bytes = torch.sym_max(argument.numel() * tensor.element_size(), shown)  # type: ignore[no-untyped-call]
-        return most
-
-    return rule
+def _resized(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of a tensor that is made like the argument and then resized, which frees no memory."""
+    argument, shown = given["self"], storage_nbytes(tensor)
+    most: Bytes = torch.sym_max(argument.numel() * tensor.element_size(), shown)  # type: ignore[no-untyped-call]
+    return most
 
 
 def _bags(given: Mapping[str, Any], tensor: torch.Tensor) -> Bytes:
@@ -303,8 +294,8 @@ _LARGER: Mapping[Any, Rule] = {
     _aten.smooth_l1_loss.default: _reduced("self", "target"),
     _aten.binary_cross_entropy.default: _reduced("self"),
     _aten.soft_margin_loss.default: _reduced("target"),
-    _aten.im2col.default: _as_large_as("self"),
-    _aten.col2im.default: _as_large_as("self"),
+    _aten.im2col.default: _resized,
+    _aten.col2im.default: _resized,
     _op("_embedding_bag"): _bags,
     _op("_embedding_bag_forward_only"): _bags,
     _op("_efficientzerotensor"): lambda given, tensor: 0,

@@ -9,6 +9,7 @@ BatchNorm on the CPU returns a contiguous tensor whatever it is given; its fake 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def _relaid(node: Node, sizes: Mapping[str, int], found: StrideFixes) -> Any:
         return value
     several = isinstance(value, tuple | list)
     shown = value[0] if several else value
-    made = StandIn(_laid_out, (given, shown, node.target in _KEEP_ORDER), {}, sizes, ()).run(_result)
+    made = StandIn(_laid_out, (given, shown, node.target in _KEEP_ORDER), {}, sizes, ()).run(operator.call)
     return (made, *value[1:]) if several else made
 
 
@@ -64,13 +65,9 @@ def _laid_out(given: torch.Tensor, shown: torch.Tensor, keeps_order: bool) -> to
 def _again(gm: fx.GraphModule, node: Node, sizes: Mapping[str, int], found: StrideFixes) -> Any:
     """Return a node's result on these values; the graph's value if it cannot run on fake tensors."""
     try:
-        return value_of(node) if changes_state(gm, node) else stand_in(gm, node, sizes, given=found).run(_result)
+        return value_of(node) if changes_state(gm, node) else stand_in(gm, node, sizes, given=found).run(operator.call)
     except Exception:  # a custom op without a fake, a size that only the data decides, a view that cannot be
         return value_of(node)
-
-
-def _result(call: Any, *args: Any, **kwargs: Any) -> Any:
-    return call(*args, **kwargs)
 
 
 def _strides(value: Any, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:

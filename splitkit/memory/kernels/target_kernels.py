@@ -222,11 +222,8 @@ def _recurrent(kernels: str, run: Callable[..., Any], *args: Any, **kwargs: Any)
         with _torch.without_onednn():
             return run(*args, **kwargs)
     with _Results(kernels):
-        return _lstm_by_layers(*args) if _is_lstm(run) and _suits_onednn(*args) else run(*args, **kwargs)
-
-
-def _is_lstm(run: Any) -> bool:
-    return run in (torch.lstm, torch.ops.aten.lstm.input)
+        is_lstm = run in (torch.lstm, torch.ops.aten.lstm.input)
+        return _lstm_by_layers(*args) if is_lstm and _suits_onednn(*args) else run(*args, **kwargs)
 
 
 def _suits_onednn(x: Tensor, states: Any, weights: Sequence[Tensor], biased: Any, *args: Any) -> bool:

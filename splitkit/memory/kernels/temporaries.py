@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from splitkit import _torch
 from splitkit._torch import OpOverload
-from splitkit.graph.node_values import NO_VALUES, CallMemo, changes_state, stand_in, storage_bytes
+from splitkit.graph.node_values import NO_VALUES, CallMemo, changes_state, op_name, stand_in, storage_bytes
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.measurement import measure_memory
 from splitkit.memory.storage_watch import FakesOfReals, OpsSeen
@@ -100,7 +100,7 @@ def _inside(call: Callable[..., Any], *args: Any, **kwargs: Any) -> CallBytes:
     aliases = tuple(given.get(storage_key(t)) for t in yielded)
     made = {storage_key(t): storage_bytes(t) for t, of in zip(yielded, aliases, strict=True) if of is None}
     beyond = max(0, results - sum(made.values()))
-    unseen = frozenset(name_of(op) for op in seen.ops if allocates_unseen(op))
+    unseen = frozenset(op_name(op) for op in seen.ops if allocates_unseen(op))
     casts = first.end - first.baseline - results
     return CallBytes(first.peak - first.end, casts, aliases, beyond, unseen)
 
@@ -160,9 +160,4 @@ _OPS = frozenset((
 
 def allocates_unseen(target: object) -> bool:
     """Return whether the kernel of an op is known to allocate temporary memory that grows with its tensors."""
-    return isinstance(target, OpOverload) and target.namespace == "aten" and target.__name__.split(".")[0] in _OPS
-
-
-def name_of(op: object) -> str:
-    """Return the name of an op: ``convolution`` for ``aten.convolution.default``."""
-    return str(getattr(op, "__name__", op)).split(".")[0]
+    return isinstance(target, OpOverload) and target.namespace == "aten" and op_name(target) in _OPS

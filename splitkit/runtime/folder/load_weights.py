@@ -14,8 +14,7 @@ from torch import fx, nn
 from splitkit.engine.split import Split
 from splitkit.errors import FileError, PipelineError, listed
 from splitkit.graph.caches import ENCODER_CACHES, runs_outside
-from splitkit.graph.storages import attribute, parameters_and_buffers
-from splitkit.graph.unsaved_buffers import known_value
+from splitkit.graph.storages import attribute, known_value, parameters_and_buffers
 from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
 from splitkit.runtime.devices.on_devices import OnDevices, to_devices

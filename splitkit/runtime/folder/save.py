@@ -18,8 +18,7 @@ from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES, caches_of
 from splitkit.graph.call_signature import bind_inputs
-from splitkit.graph.storages import attribute, parameters_and_buffers, storage_key
-from splitkit.graph.unsaved_buffers import kept_values, known_value
+from splitkit.graph.storages import attribute, kept_values, known_value, parameters_and_buffers, storage_key
 from splitkit.runtime.folder.checkpoint_folder import DIGESTS, digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import INDEX
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode_facts, encode_part

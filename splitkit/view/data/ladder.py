@@ -577,7 +577,7 @@ def resimulated(run: ScheduleRun, stages: Sequence[StageCosts]) -> ScheduleRun |
     schedule, transport = _scalable_schedule(run), run.transport
     if schedule is None or transport is None:
         return None
-    return _simulated(run, stages, transport, schedule.name, run.order.microbatches, None, transport.links)
+    return _simulated(run, stages, schedule.name, run.order.microbatches, None, transport.links)
 
 
 # Simulates the step of the schedule that a plan in stages was made for.
