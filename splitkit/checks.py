@@ -143,8 +143,8 @@ def _title(owner: object) -> str:
     return owner if isinstance(owner, str) else type(owner).__name__
 
 
-Memory = int | str | Sequence[int | str] | None
-"""One size for all devices (``"80GiB"``), or one for each; None for no limit."""
+Memory = int | str | Sequence[int | str | None] | None
+"""One size for all devices (``"80GiB"``), or one for each; None is no limit."""
 
 
 def memory_of(policy: object, memory: Memory, devices: int) -> tuple[int | None, ...]:

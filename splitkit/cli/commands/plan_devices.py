@@ -24,7 +24,7 @@ from splitkit.cli.outcome import FOR_PERFETTO, Outcome, plan_page, seconds_text,
 from splitkit.cli.placement import Placement
 from splitkit.cli.source import next_command, source_record
 from splitkit.costs import Costs
-from splitkit.errors import FileError, ScheduleError, UsageError
+from splitkit.errors import FileError, UsageError
 from splitkit.exports.rounding import PlanPrice, pricing_of
 from splitkit.graph.dataflow import analyze
 from splitkit.pipeline.order import PipelineOrder

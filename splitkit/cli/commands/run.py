@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from splitkit.engine.split import Split
-    from splitkit.frontends.step_module import DividedStep
+    from splitkit.frontends.joint_capture import DividedStep
     from splitkit.memory.profile import MemoryProfile
     from splitkit.testing.compare import Comparison
     from splitkit.testing.differences import Difference
@@ -104,7 +104,7 @@ def run_step(args: Namespace, file: dict[str, Any]) -> Outcome:
     require_one_rank(wanted.mesh, "run")
     work = prepare_step(wanted)
     from splitkit.engine.pair import Pair
-    from splitkit.frontends.step_module import DividedStep
+    from splitkit.frontends.joint_capture import DividedStep
     from splitkit.testing import timing
 
     with work.clock.step("plan", "reading the plan"):

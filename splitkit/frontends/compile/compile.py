@@ -407,7 +407,10 @@ class WriteWatch:
     def saw(self, number: int, inputs: Sequence[Any], outputs: Any) -> None:
         """Record the inputs and outputs of a graph that has run."""
         if self._on:
-            values = [tuple(inputs), tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)]
+            values: list[Sequence[Any]] = [
+                tuple(inputs),
+                tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,),
+            ]
             self._runs.append((number, values, [*map(_versions, values)]))
 
     def stop(self) -> Mapping[int, LaterWrites]:
