@@ -22,7 +22,8 @@ from splitkit.graph.node_values import storage_bytes, value_bytes
 from splitkit.graph.shards import collective_group
 from splitkit.graph.storages import storage_key, tensors, value_of
 from splitkit.memory.kernels.kernel_results import ARRIVED, TO_DEVICE, TO_HOST, host_value
-from splitkit.memory.simulation import BEFORE, MemorySimulation
+from splitkit.memory.simulation import MemorySimulation
+from splitkit.memory.storage_watch import BEFORE
 from splitkit.pipeline.order import StageCopies, suffix_sums
 from splitkit.pipeline.stage_costs import Exchange, StageCosts
 from splitkit.pipeline.stage_prices import STATE_OF, check_stage_optimizer
