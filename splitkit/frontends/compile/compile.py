@@ -401,7 +401,7 @@ class LaterWrites:
 class WriteWatch:
     """Records the versions of inputs and outputs of compiled graphs, by number of graph, until `stop`."""
 
-    _runs: list[tuple[int, list[Sequence[Any]], list[list[int]]]] = field(default_factory=list)
+    _runs: list[tuple[int, list[tuple[Any, ...]], list[list[int]]]] = field(default_factory=list)
     _on: bool = True
 
     def saw(self, number: int, inputs: Sequence[Any], outputs: Any) -> None:
