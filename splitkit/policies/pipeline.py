@@ -14,7 +14,6 @@ from splitkit.errors import NoPlanError, PolicyError
 from splitkit.graph.dataflow import Dataflow, enough_nodes
 from splitkit.pipeline.order import PipelineOrder
 from splitkit.pipeline.purpose import counted_optimizer, microbatches_of
-from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedules import pipeline_order, schedule_named
 from splitkit.pipeline.stage_prices import check_stage_optimizer
 from splitkit.plans.parts import Claim, Offloaded
@@ -22,7 +21,7 @@ from splitkit.plans.record import Plan
 from splitkit.prices import Optimizer, checked
 from splitkit.search.pipelines.cut_scoring import ScoredCuts
 from splitkit.search.pipelines.cut_search import CutSearch, FoundCuts
-from splitkit.search.pipelines.joint_positions import JointPositions, staged_plan
+from splitkit.search.pipelines.joint_positions import JointPositions, PlannedPipeline, staged_plan
 from splitkit.search.pipelines.offload_cut_search import OffloadCutSearch, StageTransfers
 from splitkit.search.pipelines.stage_frontiers import StageFrontiers
 from splitkit.search.pipelines.stage_problems import StageProblems
@@ -32,23 +31,6 @@ from splitkit.training.flow import JointFlow, as_joint
 from splitkit.units import duration, in_words, size
 
 _ROUNDING = 2e-5  # of the integer programs that prove bounds
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedPipeline:
-    """A plan of pipeline stages with the simulated step that it was chosen for.
-
-    Attributes:
-        plan: the plan.
-        run: the step.
-        limits: the bytes of each rank, ``None`` without limit.
-        recompute: the seconds that each stage computes again.
-    """
-
-    plan: Plan
-    run: ScheduleRun
-    limits: tuple[int | None, ...]
-    recompute: tuple[float, ...]
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, check_stage_optimizer
 from splitkit.plans.record import Plan, checkpointed
 from splitkit.policies import Stages
-from splitkit.policies.pipeline import Pipeline, PlannedPipeline
+from splitkit.policies.pipeline import Pipeline
 from splitkit.prices import require_costs
+from splitkit.search.pipelines.joint_positions import PlannedPipeline
 from splitkit.search.pipelines.stage_problems import StageProblems
 from splitkit.short_repr import brief
 from splitkit.units import duration, measure, size

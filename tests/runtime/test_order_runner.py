@@ -24,7 +24,7 @@ def test_a_name_of_torchs_is_not_enough_to_run_torchs_schedule():
 
 def test_an_order_says_how_many_microbatches_there_are():
     assert order_of(MINE, 3, None, 2) is MINE is order_of(MINE, 3, 1, 2)
-    assert order_of("1f1b", 2, None, 2).microbatches == 8
+    assert order_of("1f1b", 2, 8, 2).microbatches == 8
 
 
 @pytest.mark.parametrize(

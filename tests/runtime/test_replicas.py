@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from splitkit import _torch
 from splitkit.errors import PipelineError, ScheduleError
 from splitkit.graph.shards import full_tensor, local_tensor
 from splitkit.runtime.ranks.order_runner import placed_order
+from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.replicas import (
     BUCKET,
     Replicas,
@@ -26,7 +28,7 @@ from splitkit.runtime.ranks.replicas import (
     subgroup,
 )
 from splitkit.runtime.ranks.stage_chain import chain_of
-from splitkit.runtime.ranks.stage_weights import shard, shard_like, sum_shards
+from splitkit.runtime.ranks.stage_weights import shard_like, sum_shards
 
 
 def test_numbers_that_do_not_divide_are_refused():
@@ -87,7 +89,7 @@ def test_shards_of_a_tied_weight_are_refused(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         with pytest.raises(PipelineError, match="SK801: there is one pipeline"):
-            shard([], replicas(1, None, torch.device("cpu")), ())
+            Pipeline.shard(SimpleNamespace(replicas=replicas(1, None, torch.device("cpu"))))
         part = nn.Linear(4, 4)
         weight = part.weight
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))

@@ -407,7 +407,7 @@ class WriteWatch:
     def saw(self, number: int, inputs: Sequence[Any], outputs: Any) -> None:
         """Record the inputs and outputs of a graph that has run."""
         if self._on:
-            values: list[Sequence[Any]] = [
+            values = [
                 tuple(inputs),
                 tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,),
             ]

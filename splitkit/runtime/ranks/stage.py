@@ -476,7 +476,7 @@ class RankStages:
         self._schedule: Any = None
         self._has_run = False
 
-    def set_sizes(self, step: StepSizes, together: Callable[[Callable[[], None]], object]) -> None:
+    def set_sizes(self, step: StepSizes, together: Callable[[Callable[[], Any]], Any]) -> None:
         """Make new stages if a step has other sizes than the last one. All ranks call it with the same sizes.
 
         Args:
@@ -487,10 +487,11 @@ class RankStages:
         if not self.stages or shapes != self._shapes:
             # The old stages are freed before new ones are made.
             self.stages, self._schedule, self._has_run = (), None, False
-            together(lambda: self._make(shapes))
+            self.stages, self._schedule = together(lambda: self._made(shapes))  # on all ranks, or on none
             self._shapes = shapes
 
-    def _make(self, shapes: MessageShapes) -> None:
+    def _made(self, shapes: MessageShapes) -> tuple[tuple[PartStage, ...], Any]:
+        """Return torch's stages and their schedule."""
         chain = self._chain
         require_loss(chain, self.last_stage)
         modules = [ChainStage(chain, s, self.last_stage, self.batch, self._device, shapes) for s in self._numbers]
@@ -499,7 +500,7 @@ class RankStages:
         stages = tuple(PartStage(m, s, chain.stages, self._group) for m, s in numbered)
         # the last stage has computed the loss already
         loss = None if self.last_stage.loss is None else lambda loss, target: loss
-        self._schedule, self.stages = torch_schedule(self._order, stages, loss), stages
+        return stages, torch_schedule(self._order, stages, loss)
 
     def step(self) -> None:
         """Run one step on the inputs in ``batch``."""

@@ -22,6 +22,7 @@ from splitkit.graph.joint_marks import forward_owners
 from splitkit.graph.node_values import value_bytes
 from splitkit.graph.storages import value_of
 from splitkit.pipeline.inseparable_nodes import together
+from splitkit.pipeline.run import ScheduleRun
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.plans.rewrite import prune
@@ -206,6 +207,23 @@ def bytes_across(crossings: Sequence[Crossing], cuts: Ints) -> Ints:
 
 
 # Turns cuts of a joint graph, and what its stages save, into a plan with the parts of stages.
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPipeline:
+    """A plan of pipeline stages with the simulated step that it was chosen for.
+
+    Attributes:
+        plan: the plan.
+        run: the step.
+        limits: the bytes of each rank, ``None`` without limit.
+        recompute: the seconds that each stage computes again.
+    """
+
+    plan: Plan
+    run: ScheduleRun
+    limits: tuple[int | None, ...]
+    recompute: tuple[float, ...]
 
 
 def staged_plan(members: StageMembers, ends: Sequence[int], choices: Sequence[Choice], note: str) -> Plan:
