@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
 from decodermodels import Decoder, captured, ids, stages
 from ownorders import own_order
 
@@ -98,6 +98,8 @@ class Items(nn.Module):
 
 def deepspeed():
     """A ``PipelineModule`` of three processes: each builds the layers of its stage, and hands on what they compute."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ImportError("No module named 'deepspeed'")
     torch.manual_seed(0)
     model = Items().eval()
     text = sk.export(planned(model, *CUTS), to="deepspeed").text

@@ -138,8 +138,7 @@ def test_the_still_picture_is_the_ladder_of_the_page():
             float(d.split("L")[-1].split(",")[0])
             for d in re.findall(r'd="([^"]*)" fill="none" stroke="#ffffff"', picture)
         ]
-        rows = [row for row in range(len(still["rows"])) if still["recomputed"][row]]
-        last = max(rows, default=None)
+        last = max((data["ops"]["row"][op] for op in choice["again"]), default=None)
         if last is not None and still["times"]["again"][last]:
             share = still["times"]["again"][last] / still["times"]["backward"][last]
             assert wide[-1] - (LEFT + BOX + RIBBONS) == pytest.approx(max(4, BOX * share), abs=0.01)

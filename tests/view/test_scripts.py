@@ -19,8 +19,8 @@ DECLARED = re.compile(r"^(?:export )?(?:function|class|const|let) +(\w+)", re.MU
 
 def declared(code):
     """The names that a script declares at its top, those of ``const A = 1, B = 2`` included."""
-    lists = re.findall(r"^(?:export )?const (\w+ = \d+(?:, \w+ = \d+)+);", code, re.MULTILINE)
-    more = [word.split(" = ")[0] for each in lists for word in each.split(", ")]
+    lists = re.findall(r"^(?:export )?const (\w+ ?= ?\d+(?:, ?\w+ ?= ?\d+)+);", code, re.MULTILINE)
+    more = [word.split("=")[0].strip() for each in lists for word in each.split(",")]
     return {*DECLARED.findall(code), *more}
 
 
@@ -62,7 +62,7 @@ def test_a_script_is_checked_small_and_says_what_it_is(name):
 def test_what_is_joined_has_neither_imports_nor_comments(widget):
     code = script(widget=widget)
     assert not re.search(r"^import\b|/\*\*|^//|@type|^\s", code, re.MULTILINE)
-    assert re.findall(r"^export default \{|^export\b", code, re.MULTILINE) == (["export default {"] if widget else [])
+    assert re.findall(r"^export default\{|^export\b", code, re.MULTILINE) == (["export default{"] if widget else [])
     assert {name for each in SCRIPTS for name in declared(source(each))} <= declared(code)
 
 
