@@ -31,7 +31,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parent))
 from decodermodels import Decoder, captured, ids, stages
 from ownorders import own_order
 
