@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from splitkit import _torch
 from splitkit.engine.split import split
 from splitkit.frontends.capture.unfold_regions import WRAP_GRAD, inline_regions, is_wrapped
 from splitkit.frontends.joint_capture import capture
@@ -126,6 +127,15 @@ def outer_region(body):
     x = graph.placeholder("x")
     graph.output(graph.call_function(WRAP_GRAD, (False, graph.get_attr("body"), x)))
     return fx.GraphModule(root, graph)
+
+
+def test_autocast_ends_where_its_block_ends():
+    gm = inline_regions(gm_with_region_ops(Nested(), torch.randn(3, 4)))
+    entered, ended = (
+        gm.graph.find_nodes(op="call_function", target=target)
+        for target in (_torch.ENTER_AUTOCAST, _torch.EXIT_AUTOCAST)
+    )
+    assert entered and [node.args[0] for node in ended] == entered
 
 
 def test_an_empty_region_leaves_nothing():

@@ -122,6 +122,7 @@ def test_loss_gradients_and_ten_steps_are_those_of_the_whole(name):
 def test_outputs_keep_their_form():
     _, inputs, _, split = captured("odd", 3)
     on = to_devices(split, CPUS[:3])
+    assert on.float() is on  # as every module returns itself
     torch.manual_seed(1)
     out = on(**inputs)
     assert list(out) == ["loss", "logits", "none", "index"] and out["none"] is None

@@ -61,6 +61,7 @@ def test_text_stays_text():
 def test_a_spare_text_gives_way():
     draw = Drawing(200)
     assert draw.text(10, 20, "first") and not draw.text(12, 22, "second", spare=True)
+    assert not draw.text(12, 29, "third", spare=True)  # it would touch what hangs below the first line
     draw.keep(100, 20, 5)
     assert not draw.text(96, 22, "point", spare=True) and draw.text(10, 60, "second", spare=True)
     assert overlaps(draw.to_svg(80, "")) == []
