@@ -97,6 +97,12 @@ def test_a_newer_format_stays():
     assert model.ir_version == 13
 
 
+@pytest.mark.parametrize("field", ["module", "op"])
+def test_a_text_without_modules_or_ops_is_refused(field):
+    with pytest.raises(FileError, match="SK524: .*it has no module and op for each node"):
+        annotate_onnx(Model(), json.dumps(json.loads(TEXT) | {field: [name for name, *_ in NODES]}))
+
+
 def test_a_model_of_other_modules_is_refused():
     with pytest.raises(FileError, match="SK525: no node of the ONNX model comes from a module of the plan's graph"):
         annotate_onnx(Model(Node(("a", "elsewhere", LINEAR)), Node(None)), TEXT)

@@ -179,6 +179,10 @@ def test_what_a_rank_waits_for_goes_by_its_order():
     assert at.waits() == "waited for the others to end the step"
     behind = Progress(order.ranks[1], order.rank_of, Replicas(((0,), (1,)), 1, 0, None), (("x", "mask"),), rank=1)
     assert behind.waits() == "waited for x, mask from stage 0 (rank 0), for forward of microbatch 0 in stage 1"
+    order = own_order(["0F0 0I0 0W0", "1F0 1I0 1W0"])  # a weight part waits for nobody
+    last = Progress(order.ranks[0], order.rank_of, Replicas(((0,), (1,)), 0, 0, None), (("x",),), rank=0)
+    last.begun(0, "I", 0)
+    assert last.waits() == "waited for the others to end the step"
 
 
 @pytest.mark.parametrize(

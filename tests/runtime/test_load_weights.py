@@ -20,7 +20,7 @@ from splitkit.errors import FileError, PipelineError
 from splitkit.runtime import open_stages, pipeline, save_stages
 from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import Weights, converted, sources_of
-from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
+from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,6 +98,15 @@ def changed(folder, to, change):
     change(state)
     write_tensors(file, state)
     return to
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "fills"),
+    [((2, 3), (3, 1), True), ((2, 1, 3), (1, 100, 2), True), ((2, 3), (4, 1), False), ((0, 3), (9, 1), True)],
+)
+def test_memory_is_filled_in_any_order_of_dimensions(shape, strides, fills):
+    """A dimension of size 1 may have any stride."""
+    assert fills_its_range(shape, strides) is fills
 
 
 def test_a_split_on_devices_is_the_model_of_the_checkpoint(saved):

@@ -26,6 +26,7 @@ from splitkit.runtime.ranks.replicas import (
     require_replicable,
     row_of_rank,
     subgroup,
+    with_ranks_across,
 )
 from splitkit.runtime.ranks.stage_chain import chain_of
 from splitkit.runtime.ranks.stage_weights import shard_like, sum_shards
@@ -90,6 +91,7 @@ def test_shards_of_a_tied_weight_are_refused(tmp_path):
     try:
         with pytest.raises(PipelineError, match="SK801: there is one pipeline"):
             Pipeline.shard(SimpleNamespace(replicas=replicas(1, None, torch.device("cpu"))))
+        assert with_ranks_across(dist.group.WORLD, []) is dist.group.WORLD
         part = nn.Linear(4, 4)
         weight = part.weight
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
