@@ -408,6 +408,8 @@ class DeviceSearch:
         known = np.arange(units) * size // units
         if rank:
             known = np.array([rank[plan.home(unit)] for unit in plain._placing.units], np.int64)
+            for made, reader in sorted(plain._placing.edges):  # what is copied has its home in the first part of all
+                known[reader] = max(known[reader], known[made])
         kinds = list(zip(self.demand.capacities, self.demand.kinds, strict=True))
         ways = {tuple(kinds[d] for d in way): way for way in islice(permutations(range(size)), _ORDERS)}
         for way in islice(ways.values(), _WAYS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations, product
 from random import Random
 
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from campaigns import these_first
+from capturedmodels import captured_example
 from handgraphs import graph_of
 from placedgraphs import Prices
 from torch import nn
 
 import splitkit as sk
+from splitkit.costs import roofline
+from splitkit.errors import NoPlanError
 from splitkit.graph.dataflow import waits_for
 from splitkit.policies import Devices
 from splitkit.search.device_search import DeviceSearch
@@ -118,3 +122,14 @@ def test_what_fits_is_found_and_nothing_is_faster(seed):
     claim = policy.assign(flow, costs).claim
     assert claim.value <= best * (1 + 1e-6)  # nodes that are computed twice may save a transfer
     assert claim.bound <= min(best, claim.value) * (1 + 1e-6)
+
+
+def test_nodes_that_are_copied_make_no_cycle_of_devices():
+    """Llama's rotary embedding is computed on each device; its home is the first, which reads what the other has."""
+    _, gm = captured_example("llama", layers=2, width=64, heads=4, vocab=256)
+    total = sum(t.numel() * t.element_size() for t in gm.state_dict().values())
+    policy = Devices(["h100", "cpu"], links="pcie4", memory=int(total * 0.6))
+    with pytest.raises(NoPlanError) as refused:
+        sk.plan(gm, policy, roofline(gm, "h100"))
+    enough = int(refused.value.remedy.split()[1])
+    assert set(sk.plan(gm, replace(policy, memory=enough), roofline(gm, "h100")).parts) == {0, 1}
