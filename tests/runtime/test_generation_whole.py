@@ -138,9 +138,9 @@ def test_the_positions_of_an_encoder_count_as_tokens_of_the_cache():
     # a third one has no room beside two, which it would have if only the decoder's tokens counted
     asked = [{"input_ids": [5, 6, 7], "max_new_tokens": 4}] * 3
     line = _Line(RequestLimits(96, None, 20), 4, asked, before, ModelTokens.of(decoder("t5")))
-    assert line.admit() == [] and len(line.take_entered()) == 2
+    assert line.admit() == ([], [0, 1])
     line.leave(0, None)
-    assert line.admit() == [] and line.take_entered() == [2]
+    assert line.admit() == ([], [2])
     speech = BehindEncoder(decoder("whisper"), ModelTokens.of(decoder("whisper")), CPU)
     assert speech.encoded_positions(Request(inputs={"input_features": torch.zeros(1, 8, 40)})) == 20
 
