@@ -319,6 +319,12 @@ def test_help_of_plan_is_in_groups(call):
     assert code == 0 and places == sorted(places) and out.startswith("usage: splitkit plan [options] MODEL\n")
 
 
+@pytest.mark.parametrize("command", ["view", "sweep"])
+def test_what_takes_a_plan_or_a_model_says_so(call, command):
+    code, out, _ = call(command, "--help")
+    assert code == 0 and "PLAN.json|MODEL" in out
+
+
 # ---- policies as text
 
 

@@ -15,7 +15,7 @@ from campaigns import these_first
 from launch import launch
 
 from splitkit import cli
-from splitkit.cli.commands.train import planned_together
+from splitkit.cli.commands.train import planned_together, wrote_trace
 from splitkit.cli.parser import make_parser
 from splitkit.pipeline.synthesize import load_order
 from splitkit.pipeline.trace import MeasuredStep
@@ -27,6 +27,11 @@ def splitkit(*words, cwd):
     return subprocess.run(
         [sys.executable, "-m", "splitkit", *words], cwd=cwd, text=True, capture_output=True, timeout=200
     )
+
+
+def test_what_to_do_with_a_trace_is_said():
+    assert wrote_trace("t.json", comparable=False) == "wrote t.json (for https://ui.perfetto.dev or chrome://tracing)"
+    assert "splitkit view PLAN.json --measured t.json" in wrote_trace("t.json")
 
 
 @pytest.mark.parametrize("model", these_first(["tinynet"], ["gpt2"]))
