@@ -167,17 +167,15 @@ class Program:
         leasts = np.concatenate([least, *(snapshot.least for snapshot in snapshots)])
         return csr_array(coo_array(entries, shape=(height, width))), leasts
 
-    def search(
-        self, limits: Sequence[Limit], seconds: float, gap: float = GAP, nodes: int = NODES
-    ) -> RecomputeSolution:
+    def search(self, limits: Sequence[Limit], gap: float = GAP, nodes: int = NODES) -> RecomputeSolution:
         """Return the cheapest choice within the limits that a limited search tree finds, and the bound.
 
-        The nodes end the search at the same place in every run; finite ``seconds`` do not. HiGHS keeps to limits within
-        a relative 1e-6, so a choice that exceeds one is searched again below it.
+        The nodes end the search at the same place in every run. HiGHS keeps to limits within a relative 1e-6, so a
+        choice that exceeds one is searched again below it.
         """
-        return self._whole(limits, seconds, gap, self._any, nodes)
+        return self._whole(limits, gap, self._any, nodes)
 
-    def beside(self, limits: Sequence[Limit], seconds: float, ops: int, gap: float = GAP) -> RecomputeSolution:
+    def beside(self, limits: Sequence[Limit], ops: int, gap: float = GAP) -> RecomputeSolution:
         """Return a whole choice near the best fractional one, whose value is the bound, in a time that hardly grows
         with the problem; problems of no more than ``ops`` ops go to `search`. No choice may exist near it.
 
@@ -188,15 +186,15 @@ class Program:
         use it up.
         """
         if self.ops <= ops:
-            return self.search(limits, seconds, gap)
-        result = self._solve(limits, np.zeros(len(limits)), seconds, gap, self._any, whole=False)
+            return self.search(limits, gap)
+        result = self._solve(limits, np.zeros(len(limits)), gap, self._any, whole=False)
         if result.x is None:
             return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, self._bound(result))
         free = self._next_to((result.x > _WHOLE) & (result.x < 1 - _WHOLE), ops)
         free[self.ops + self.storages :] = True
         low = np.where(free | (result.x < 0.5), 0.0, self._most)
         high = np.where(free | (result.x > 0.5), self._most, 0.0)
-        found = self._whole(limits, seconds, gap, Bounds(low, high))
+        found = self._whole(limits, gap, Bounds(low, high))
         return replace(found, bound=min(self._bound(result), found.price))
 
     def _next_to(self, fractions: Bools, count: int) -> Bools:
@@ -214,13 +212,11 @@ class Program:
         free[self.ops + problem.storage[free[problem.maker]]] = True
         return free | fractions
 
-    def _whole(
-        self, limits: Sequence[Limit], seconds: float, gap: float, bounds: Bounds, nodes: int = NODES
-    ) -> RecomputeSolution:
+    def _whole(self, limits: Sequence[Limit], gap: float, bounds: Bounds, nodes: int = NODES) -> RecomputeSolution:
         margins = np.zeros(len(limits))
         bound = 0.0
         for attempt in range(3):
-            result = self._solve(limits, margins, seconds, gap, bounds, nodes=nodes)
+            result = self._solve(limits, margins, gap, bounds, nodes=nodes)
             if not attempt:
                 bound = self._bound(result)
             if result.x is None:
@@ -233,12 +229,12 @@ class Program:
             margins[over] += 1e-5
         return RecomputeSolution(None, np.zeros(self.storages, np.bool_), np.inf, bound)
 
-    def relaxed(self, limits: Sequence[Limit], seconds: float) -> tuple[Floats, float]:
+    def relaxed(self, limits: Sequence[Limit]) -> tuple[Floats, float]:
         """Return how much of each storage the linear relaxation saves, shape (k,), and the bound that it gives.
 
         The bound is infinite, and nothing saved, if there is no choice within the limits.
         """
-        result = self._solve(limits, np.zeros(len(limits)), seconds, GAP, self._any, whole=False)
+        result = self._solve(limits, np.zeros(len(limits)), GAP, self._any, whole=False)
         nothing = np.zeros(self.storages)
         bound = self._bound(result)
         return (nothing if result.x is None else result.x[self.ops : self.ops + self.storages]), bound
@@ -247,7 +243,6 @@ class Program:
         self,
         limits: Sequence[Limit],
         margins: Floats,
-        seconds: float,
         gap: float,
         bounds: Bounds,
         *,
@@ -271,7 +266,7 @@ class Program:
             integrality=np.repeat([int(whole), 0], [self.ops + self.storages, self._own]),
             bounds=bounds,
             constraints=constraints,
-            options={"time_limit": max(seconds, 0.1), "mip_rel_gap": gap, "node_limit": nodes},
+            options={"mip_rel_gap": gap, "node_limit": nodes},
         )
 
     def _bound(self, result: OptimizeResult) -> float:

@@ -58,11 +58,11 @@ def test_a_program_for_saved_bytes_decides_a_window_of_a_large_graph(monkeypatch
     for share in (0.5, 0.3):
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, int(share * most))
         opened = []
-        whole = search._program.search([limit], float("inf"))
+        whole = search._program.search([limit])
         with monkeypatch.context() as patch:
             fixed = Program._fixed
             patch.setattr(Program, "_fixed", lambda self, x, free: opened.append(free) or fixed(self, x, free))
-            near = search._program.beside([limit], float("inf"), 100)
+            near = search._program.beside([limit], 100)
         assert 100 <= int(opened[0][: len(problem.ops)].sum()) < 150 < len(problem.ops)
         assert limit.holds(near.runs, near.saved) and near.bound <= whole.price * (1 + 1e-6)
         assert near.price <= 1.01 * whole.price

@@ -52,8 +52,8 @@ def test_no_choice_within_the_limits_is_cheaper(seed):
         moment = random.integers(0, 9, len(problem.price)), random.integers(0, 9, len(problem.nbytes))
         limits = [Limit(none, problem.nbytes, most), Limit(*moment, most + 6)]
         best = min((p for p, *bits in sound if all(limit.holds(*bits) for limit in limits)), default=np.inf)
-        found = program.search(limits, seconds=10.0)
-        saved, bound = program.relaxed(limits, seconds=10.0)
+        found = program.search(limits)
+        saved, bound = program.relaxed(limits)
         assert bound <= best and (saved <= 1).all()
         if np.isinf(best):
             assert found.runs is None and np.isinf(found.price)
@@ -72,7 +72,7 @@ def test_of_equal_prices_little_is_saved():
         np.array([1.0, 0.0, 0.0]), np.arange(3), np.arange(3), np.ones(3, bool), np.array([True, False, False]),
         np.array([5, 1, 1]), nothing,
     )  # fmt: skip
-    found = Program(problem).search([], seconds=5.0)
+    found = Program(problem).search([])
     assert found.price == 0 and found.saved.tolist() == [True, False, False] and not found.runs.any()
 
 
@@ -84,8 +84,8 @@ def test_a_limit_is_exact_in_the_last_byte():
         np.array([big]), np.zeros((0, 2), np.int64),
     )  # fmt: skip
     program = Program(problem)
-    assert program.search([Limit(np.zeros(1, np.int64), problem.nbytes, big)], 5.0).saved.tolist() == [True]
-    assert program.search([Limit(np.zeros(1, np.int64), problem.nbytes, big - 1)], 5.0).runs is None
+    assert program.search([Limit(np.zeros(1, np.int64), problem.nbytes, big)]).saved.tolist() == [True]
+    assert program.search([Limit(np.zeros(1, np.int64), problem.nbytes, big - 1)]).runs is None
 
 
 @pytest.mark.parametrize("seed", these_first(range(12), range(12, 40)))
@@ -95,13 +95,13 @@ def test_near_the_best_fractions(seed):
     random = np.random.default_rng(seed)
     sound, program = list(choices(problem)), Program(problem)
     free = min((price for price, *_ in sound), default=np.inf)
-    near = program.beside([], 10.0, 0)
+    near = program.beside([], 0)
     assert near.price == pytest.approx(free) and near.bound <= free + 1e-9
     for most in range(0, int(problem.nbytes.sum()) + 1, 4):
         moment = random.integers(0, 9, len(problem.price)), random.integers(0, 9, len(problem.nbytes))
         limit = Limit(*moment, most + 6)
         best = min((p for p, *bits in sound if limit.holds(*bits)), default=np.inf)
-        near = program.beside([limit], 10.0, 0)
+        near = program.beside([limit], 0)
         assert near.bound <= best + 1e-9 and near.price >= best - 1e-9
         assert (near.runs is None) == np.isinf(best)
         if near.runs is not None:
@@ -111,7 +111,7 @@ def test_near_the_best_fractions(seed):
 def test_nothing_to_choose():
     none, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
     program = Program(RecomputeProblem(np.zeros(0), none, none, nothing, nothing, none, none.reshape(-1, 2)))
-    for find in (program.search, lambda limits, seconds: program.beside(limits, seconds, 0)):
-        found, over = find([Limit(none, none, 0)], 1.0), find([Limit(none, none, -1)], 1.0)
+    for find in (program.search, lambda limits: program.beside(limits, 0)):
+        found, over = find([Limit(none, none, 0)]), find([Limit(none, none, -1)])
         assert (found.runs is not None, found.price, found.bound) == (True, 0.0, 0.0)
         assert over.runs is None and over.bound == np.inf

@@ -102,7 +102,7 @@ class StageFrontier:
         if most not in self._least:
             given = (problem.price, problem.maker, problem.storage, problem.savable, problem.needed, problem.nbytes)
             limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, most)
-            found = Program(RecomputeProblem(*given, problem.reads)).search([limit], float("inf"), _EXACT)
+            found = Program(RecomputeProblem(*given, problem.reads)).search([limit], _EXACT)
             if found.runs is not None:
                 self._add([problem.choose(found.runs)])
             self._least[most] = found.bound

@@ -197,7 +197,7 @@ class OffloadBound:
         """Return whether every plan takes more than ``z``; add the limits that show it."""
         program = self._program(z)
         for _ in range(_ROUNDS):
-            saved, recompute = program.relaxed(self._limits(z), inf)
+            saved, recompute = program.relaxed(self._limits(z))
             if recompute > z:
                 return True
             broken = list(self._over(saved, z))
@@ -215,7 +215,7 @@ class OffloadBound:
 
     def _looked_closer(self, z: float) -> bool:
         """Add snapshots where the relaxed choice is over the budget; return whether there are any."""
-        saved, _ = self._program(z).relaxed(self._limits(z), inf)
+        saved, _ = self._program(z).relaxed(self._limits(z))
         runs = np.ones(len(self.savings.ops), np.bool_)
         runs[self.savings.maker[saved[self.savings.storage] > 0.5]] = False
         _, trace = self.pool.trace(runs)

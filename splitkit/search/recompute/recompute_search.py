@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from math import inf
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array
@@ -188,7 +187,7 @@ class RecomputeSearch:
         """Look for plans that save at most ``budget`` bytes; return a lower bound on their seconds."""
         problem = self.savings
         limit = Limit(np.zeros(len(problem.ops), np.int64), problem.nbytes, budget)
-        found = self._program.beside([limit], inf, _WINDOW, GAP)
+        found = self._program.beside([limit], _WINDOW, GAP)
         if found.runs is not None:
             self.pool.see(found.runs)
         bound = found.bound
@@ -280,7 +279,7 @@ class RecomputeSearch:
         """Return the limits that matter to every plan within a budget, and the bound that follows."""
         limits: list[Limit] = []
         while True:
-            saved, bound = self._program.relaxed(limits, inf)
+            saved, bound = self._program.relaxed(limits)
             broken = [] if bound == np.inf else list(self._floors.over(saved, budget))
             limits += broken
             if not broken:
@@ -293,7 +292,7 @@ class RecomputeSearch:
         limits, program, whole = list(floors), self._program, False
         snapshots: dict[int, Snapshot] = {}
         for _ in range(_ROUNDS):
-            found = program.search(limits, inf, _GAP) if whole else program.beside(limits, inf, 0, _GAP)
+            found = program.search(limits, _GAP) if whole else program.beside(limits, 0, _GAP)
             bound = max(bound, found.bound)
             if bound == np.inf:
                 break
@@ -312,7 +311,7 @@ class RecomputeSearch:
 
     def _rounded(self, program: Program, limits: list[Limit]) -> Bools:
         """Return the choice that recomputes what the relaxation recomputes rather than saves."""
-        saved = program.relaxed(limits, inf)[0] > 0.5
+        saved = program.relaxed(limits)[0] > 0.5
         runs = np.ones(len(self.savings.ops), np.bool_)
         runs[self.savings.maker[saved[self.savings.storage]]] = False
         return runs
@@ -344,13 +343,13 @@ class RecomputeSearch:
 
     def _refine(self, limits: list[Limit]) -> None:
         """Look a little longer for a better plan within the limits of one found near a relaxation."""
-        found = self._program.search(limits, inf, _GAP, _NODES)
+        found = self._program.search(limits, _GAP, _NODES)
         if found.runs is not None:
             self.pool.see(found.runs)
 
     def _solve(self, limits: list[Limit]) -> RecomputeSolution:
-        found = self._program.beside(limits, inf, 0, _GAP)
-        return self._program.search(limits, inf, _GAP) if found.runs is None and found.bound < inf else found
+        found = self._program.beside(limits, 0, _GAP)
+        return self._program.search(limits, _GAP) if found.runs is None and found.bound < np.inf else found
 
 
 def recompute_problem(savings: Savings) -> RecomputeProblem:
