@@ -17,6 +17,7 @@ from splitkit.cli.syntax.options import (
     add_model_of_plan,
     add_model_options,
     add_number,
+    add_optimizer,
     add_output,
     add_plan_or_model,
     add_plan_target,
@@ -361,9 +362,7 @@ def _sweep(commands: Commands[Parser]) -> None:
     add_size(group, "--memory", "memory limit of each rank, such as 80GiB (default: the memory of KIND)")
     add_links(group)
     add_recompute(group)
-    group.add_argument(
-        "--optimizer", choices=("adam", "momentum", "sgd"), help="optimizer whose state takes memory (default adam)"
-    )
+    add_optimizer(group, "default adam")
 
 
 def _devices(commands: Commands[Parser]) -> None:
@@ -525,11 +524,7 @@ def add_synthesize(commands: Commands[Parser]) -> None:
     )
     add_size(group, "--memory", "memory limit of each rank, such as 80GiB (default: none)")
     add_links(group)
-    group.add_argument(
-        "--optimizer",
-        choices=("adam", "momentum", "sgd"),
-        help="optimizer whose state takes memory (default: the plan's own, or adam)",
-    )
+    add_optimizer(group, "default: the plan's own, or adam")
     add_recompute(group)
     group.add_argument(
         "--objective",
@@ -582,11 +577,7 @@ def add_export(commands: Commands[Parser]) -> None:
     group.add_argument("--order", metavar="FILE.csv", help="with --schedule: also write its actions in torch's format")
     add_size(group, "--memory", "memory limit of each rank for the rounded plan (default: none)")
     add_links(group)
-    group.add_argument(
-        "--optimizer",
-        choices=("adam", "momentum", "sgd"),
-        help="optimizer whose state takes memory (default: the plan's own, or adam with a schedule)",
-    )
+    add_optimizer(group, "default: the plan's own, or adam with a schedule")
     add_recompute(group)
     add_model_options(parser)
     add_policy_options(parser)

@@ -47,7 +47,7 @@ class StageRequest:
         steps: the steps of the decoder that keeps it; ``None`` for no decoder, or one that only runs as captured.
         tokens: the tokens of all sequences together in that cache.
         backward: whether times include backward even without a schedule; with one they always do.
-        replicas: the number of devices of each stage, which stand in a row; times and bytes are those of one of them.
+        replicas: the number of devices of each stage, which stand in a row; times and bytes are of one of them.
     """
 
     policy: object

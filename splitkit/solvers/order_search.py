@@ -385,7 +385,7 @@ class DeadlineScheduler(ListScheduler):
         self.deadlines = rule
 
     def choice(self, rank: int) -> Choice | None:
-        """Return the next action of a rank: of those that are ready, the one with the earliest deadline."""
+        """Return the next action of a rank: of the actions that are ready, the one with the earliest deadline."""
         now, ready, known = self.state.free[rank], list[Choice](), list[Choice]()
         next_due = math.inf
         for stage in self.problem.of_rank[rank]:

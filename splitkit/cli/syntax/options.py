@@ -184,6 +184,12 @@ def add_flag(group: argparse._ActionsContainer, option: str, what: str, default:
     group.add_argument(option, action="store_true", default=default, help=what)
 
 
+def add_optimizer(group: argparse._ArgumentGroup, default: str) -> None:
+    """Add ``--optimizer`` of a training step; ``default`` says which it is without the option."""
+    help_text = f"optimizer whose state takes memory ({default})"
+    group.add_argument("--optimizer", choices=("adam", "momentum", "sgd"), help=help_text)
+
+
 def add_links(group: argparse._ArgumentGroup) -> None:
     """Add ``--links``."""
     group.add_argument(

@@ -459,7 +459,7 @@ def _decode_size(data: JsonField) -> Expression:
 
 
 def encode_facts(chain: Chain) -> dict[str, Any]:
-    """Encode the facts of a chain; of its values only those that cross a border, and the outputs.
+    """Encode the facts of a chain; of its values the outputs and what crosses a border.
 
     Raises:
         PipelineError: SK801 for a value that cannot be sent.

@@ -421,7 +421,7 @@ class _Line:
         self.underway: dict[int, Underway] = {}
 
     def admit(self) -> tuple[list[RequestResult], list[int]]:
-        """Let requests enter while there is room; return the results of those that are refused, and who entered."""
+        """Let requests enter while there is room; return the results of refused requests, and who entered."""
         refused, entered = list[RequestResult](), list[int]()
         while len(self.underway) < self._places:
             if self._next is None:

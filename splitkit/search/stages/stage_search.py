@@ -195,7 +195,7 @@ class StagePlanner:
     def _cuts_in_memory(self) -> Iterator[Plan]:
         """Yield stages that fit, by `MemorySearch`: a second or two for thousands of nodes, where others time out.
 
-        If there are none, yield those that need the least memory in the graph's own order.
+        If there are none, yield the stages that need the least memory in the graph's own order.
         """
         sizes = tuple(limit for limit in self._limits if limit is not None)
         if not self._one_a_device or len(sizes) < len(self._limits):
