@@ -159,8 +159,9 @@ def test_the_bands_of_each_rank_are_its_bytes_and_by_what_autograd_saves(browser
         if options.get("static_buffers"):  # what is received lies in them
             kinds = [{kind for op, kind, _ in own["values"] if op >= 0} for own in told["stages"]]
             assert all("received" not in kind for kind in kinds)
-            # Llama's stages pass rotary embeddings on: their buffers hold more than stages save of what they receive
-            assert all("saved" in kind for kind in kinds) == (name != "llama")
+            # where buffers hold more than a stage saves of what it receives (Llama's rotary embeddings, GPT-2's mask),
+            # the page tells no values
+            assert any(kinds) and all("saved" in kind for kind in kinds if kind)
             assert all(own["values"] or own["rest"] for own in told["stages"])
         if schedule != "gpipe":  # what a stage saves of a microbatch is the same under each schedule
             continue

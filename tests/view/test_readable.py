@@ -25,7 +25,7 @@ def view():
 def opened(browser, view, tmp_path):
     """In a low window, where the picture of few layers is a tall one; folded, as that of more rows is at first."""
     sizes = {"width": 1400, "deviceScaleFactor": 1, "mobile": False}
-    browser("Emulation.setDeviceMetricsOverride", height=640, **sizes)
+    browser("Emulation.setDeviceMetricsOverride", height=500, **sizes)
     page = shown(browser, tmp_path, view)
     page.value("splitkit.folded || splitkit.fold.click()")
     page.settle()
