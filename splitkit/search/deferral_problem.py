@@ -7,6 +7,7 @@ weight part reads is held in between.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from splitkit.costs import Costs, unit_of
 from splitkit.costs.flop_formulas import counter_of
 from splitkit.errors import PolicyError
 from splitkit.graph.dataflow import reads
-from splitkit.graph.node_values import nodes_without_values, storage_nbytes
+from splitkit.graph.node_values import nodes_without_values, storage_nbytes, value_bytes
 from splitkit.graph.storages import plain_size, storage_key, tensors, value_of
 from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
@@ -27,7 +28,7 @@ from splitkit.prices import checked
 from splitkit.solvers.min_cut import Network, min_cut, whole_capacities
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, op_of
 from splitkit.training.peaks import apply_checkpoints
-from splitkit.training.stage_parts import stage_part
+from splitkit.training.stage_parts import known_part, stage_part
 from splitkit.training.stage_plan import gradient_terms
 
 # The flow network whose minimum cuts are the best choices of what the weight part of a backward does.
@@ -338,8 +339,22 @@ class _Backward:
             # Forward's copy of a storage is another one than the copy that backward recomputes.
             maker = flow.producer(self.nodes[int(flow.storages.maker[root])])
             made = self.number.get(maker, OUTSIDE) if computed else OUTSIDE
-            found.append(self._number(root, flow.storages.nbytes[root], made))
+            nbytes = flow.storages.nbytes[root]
+            found.append(self._number(root, self.received.get(root, nbytes) if made == OUTSIDE else nbytes, made))
         return found
+
+    @cached_property
+    def received(self) -> Mapping[int, int]:
+        """Storage -> bytes of the stage's copies of its values: what other stages send arrives contiguous."""
+        found, stage = Counter[int](), known_part(self.key).stage
+        for value in self.flow.scope:
+            made = self._stages(value)
+            if made and stage not in made and any(stage in self._stages(user) for user in value.users):
+                found.update(dict.fromkeys(self.flow.storages.under(value), value_bytes(value)))
+        return found
+
+    def _stages(self, node: Node) -> set[int]:
+        return {known_part(key).stage for key in self.plan.places.get(self.flow.producer(node), ())}
 
     def _number(self, key: Hashable, nbytes: int, maker: int) -> int:
         """Return the number of a storage, which is new if it is asked for the first time."""

@@ -42,8 +42,16 @@ def waiting_bytes(flow: JointFlow, plan: Plan, stage: int) -> int:
             # What backward recomputes from a saved base is a second storage, unless it is a view of that base.
             maker = flow.producer(nodes[flow.storages.maker[key]]) if isinstance(key, int) else value
             again = recomputed and early in plan.places.get(maker, ())
-            sizes[key, again] = nbytes
+            received = maker in plan.places and stage not in {part for _, part in plan.places[maker]}
+            sizes[key, again] = _received(flow, plan, stage, key) if received else nbytes
     return sum(sizes.values())
+
+
+def _received(flow: JointFlow, plan: Plan, stage: int, storage: Hashable) -> int:
+    """Return the bytes of all values of a storage that a stage reads and does not compute: each arrives contiguous."""
+    own = {n for n in flow.scope if stage in {part for _, part in plan.places.get(flow.producer(n), ())}}
+    values = {read for node in own for read in reads(node) if read not in own}
+    return sum(t.nbytes for v in values if storage in flow.storages.under(v) for t in tensors(value_of(v)))
 
 
 def _storages(flow: JointFlow, value: Node) -> Iterator[tuple[Hashable, int]]:

@@ -205,7 +205,7 @@ def test_stages_of_the_engine_wait_with_the_bytes_of_the_claim(name, count, base
         waits = [stage.waiting_bytes for stage in step.stages]
         assert waits == [waiting_bytes(flow, plan, s) for s in range(count)]
         assert plan.claim.optimal and (price or plan.claim.value == sum(waits))
-    if count == 1:  # what is recomputed does not come from forward
+    if count == 1 and name != "checkpointed":  # a pair saves what lies between two checkpoints, whatever the plan says
         assert step.stages[0].saved_bytes == simulate(joint.split(saves, costs)).saved
 
 
