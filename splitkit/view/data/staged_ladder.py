@@ -37,19 +37,12 @@ from splitkit.prices import Costs, Optimizer
 from splitkit.training.flow import JointFlow
 from splitkit.training.stage_parts import StagePart, known_part
 from splitkit.training.stage_plan import computed_again
-from splitkit.view.data.joint_ladder import LadderModel, LadderRows, ladder_rows, ops_data, rounded, sums_of_makers
+from splitkit.view.data.joint_ladder import LadderModel, LadderRows, ladder_rows, rounded, sums_of_makers
 
 SCHEMA = "splitkit.stages/1"
 COLUMNS = ("forward", "backward", "weight")
 """The columns of the picture. The second has backward or its input part."""
 _COLUMN_OF = {"forward": 0, "backward": 1, "input": 1, "weight": 2}
-
-
-class PlacedOp(NamedTuple):
-    """An op in one of the parts that compute it: the row where it is drawn, and its column."""
-
-    row: int
-    column: int
 
 
 class StoredValue(NamedTuple):
@@ -115,27 +108,19 @@ class StagedView(LadderModel):
     @cached_property
     def nodes(self) -> list[Node]:
         """The forward nodes by row, then those of backward; nodes that no part computes are left out."""
-        late = self.rows.backward
-        computed = [n for n in self.flow.nodes if self._parts_of[n]]
-        forward = sorted((n for n in computed if n not in late), key=self.rows.of.__getitem__)
-        return [*forward, *(n for n in computed if n in late)]
+        late = (node for node in self.flow.nodes if node in self.rows.backward)
+        return [node for node in (*super().nodes, *late) if self._parts_of[node]]
 
     @cached_property
     def nodes_of_rows(self) -> list[list[Node]]:
         """The forward nodes of each row."""
-        found: list[list[Node]] = [[] for _ in range(len(self.rows))]
-        for node in self.nodes:
-            if node not in self.rows.backward:
-                found[self.rows.of[node]].append(node)
-        return found
+        return [[node for node in nodes if node not in self.rows.backward] for nodes in super().nodes_of_rows]
 
     @cached_property
-    def placed(self) -> dict[Node, list[PlacedOp]]:
-        """Node -> where it is drawn, for each part that computes it."""
-        return {
-            node: [PlacedOp(self._row(node, p.stage), _COLUMN_OF[p.half]) for p in self._parts_of[node]]
-            for node in self.nodes
-        }
+    def placed(self) -> dict[Node, list[tuple[int, int]]]:
+        """Node -> row and column where it is drawn, for each part that computes it."""
+        parts = {node: self._parts_of[node] for node in self.nodes}
+        return {n: [(self._row(n, part.stage), _COLUMN_OF[part.half]) for part in own] for n, own in parts.items()}
 
     @cached_property
     def stages(self) -> tuple[StageCosts, ...]:
@@ -153,11 +138,11 @@ class StagedView(LadderModel):
         counts = {column: [0] * len(self.rows) for column in (*COLUMNS, "again")}
         for node, places in self.placed.items():
             seconds, again = self.costs.seconds(node), computed_again(self.flow, self.step.plan, node)
-            for part, place in zip(self._parts_of[node], places, strict=True):
-                for what in (COLUMNS[place.column], *(["again"] if part in again and place.column == 1 else [])):
-                    times[what][place.row] += seconds
-                    counts[what][place.row] += 1
-        steps = self.step.stages
+            for part, (row, column) in zip(self._parts_of[node], places, strict=True):
+                for what in (COLUMNS[column], *(["again"] if part in again and column == 1 else [])):
+                    times[what][row] += seconds
+                    counts[what][row] += 1
+        steps, known = self.step.stages, self.step.plan.parts
         down = [0, *(stage.sent_bytes for stage in steps)]
         up = [*(stage.gradients_sent_bytes for stage in steps), 0]
         return self.common() | {
@@ -166,7 +151,9 @@ class StagedView(LadderModel):
             "trains": True,
             "divided": self.divided,
             "parts": [str(stage) for stage in range(len(steps))],
-            "devices": [str(self.step.plan.parts[StagePart("forward", s)].device or "") for s in self._with_forward()],
+            "devices": [
+                str(known[key].device or "") for s in range(len(steps)) if (key := StagePart("forward", s)) in known
+            ],
             "times": {column: list(map(rounded, seconds)) for column, seconds in times.items()},
             "stages": self._stage_columns(),
             "counts": counts,
@@ -177,10 +164,6 @@ class StagedView(LadderModel):
             "rerun": [False] * len(steps),
             "host": self.step.host_bytes,
         }
-
-    def _with_forward(self) -> list[int]:
-        known = self.step.plan.parts
-        return [s for s in range(len(self.step.stages)) if StagePart("forward", s) in known]
 
     def _stage_columns(self) -> dict[str, list[float]]:
         """Return the figures of the stages: seconds of the parts, bytes, and the ops that are computed again."""
@@ -220,7 +203,7 @@ class StagedView(LadderModel):
         place = {node: i for i, node in enumerate(self.nodes)}
         return found | {
             "marks": self.borders,
-            "ops": ops_data(self.flow, self.nodes, self.rows.of.__getitem__, self.costs),
+            "ops": self.ops(),
             "late": sum(node not in self.rows.backward for node in self.nodes),
             "places": [[number for at in self.placed[node] for number in at] for node in self.nodes],
             "kept": [makers_of(of, place) for _, of in sorted(self._ribbons(self.saved_values).items())],
@@ -335,7 +318,7 @@ class StagedView(LadderModel):
         return found
 
 
-def makers_of(of: Mapping[Node, int], place: Mapping[Node, int]) -> list[tuple[int, int]]:
+def makers_of(of: Mapping[Node, int], place: Mapping[Any, int]) -> list[tuple[int, int]]:
     """Return the places of the ops that make some values (-1: no op does), and bytes; the largest first."""
     found = [(place.get(maker, -1), nbytes) for maker, nbytes in of.items()]
     return sorted(found, key=lambda each: (-each[1], each[0]))
@@ -449,6 +432,7 @@ def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
         "unit": run.unit,
         "bubble": run.bubble,
         "peaks": list(run.peaks),
+        "rankOf": run.order.rank_of,
         "replicas": list(run.replicas),
         "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
         "by": memory_data(run, stages),
@@ -465,17 +449,17 @@ def memory_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any
     ``counts`` is how many of the counts of `MemoryByStage` are told of each stage: the others are 0.
     """
     held = memory_by_stage(run)
+    totals = [[nbytes for _, nbytes in held.nbytes(rank)] for rank in range(run.ranks)]
     counts = len(UNITS) if run.order.columns.kind.max() > BACKWARD else 2
     own, other = ([(s.fixed_bytes, s.saved_bytes, s.replicas) for s in each] for each in (run.stages, stages))
     return {
         "units": held.units,
         "owned": held.owned,
         "counts": counts,
-        "points": [[_shortened(point, counts) for point in points] for points in held.points],
-        "static": run.static_buffers,
+        "points": [
+            [[*point[:2], *(n for i, n in enumerate(point[2:]) if i % len(UNITS) < counts)] for point in points]
+            for points in held.points
+        ],
+        "highest": [of.index(max(of)) for of in totals],
         "why": "" if own == other else "the step was simulated with other stages than the picture's",
     }
-
-
-def _shortened(point: Sequence[float], counts: int) -> list[float]:
-    return [*point[:2], *(n for i, n in enumerate(point[2:]) if i % len(UNITS) < counts)]

@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from splitkit.units import duration, measure, size
-from splitkit.view.data.joint_ladder import HalvesView, first_rows
+from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.svg.drawing import BAD, INK, MUTED, RIBBON, Drawing, colour, ink_on, mixed, shortened, stacked, width
@@ -65,10 +65,11 @@ class LadderDrawing:
     data: Mapping[str, Any]
     saved: Callable[[int, int], int] | None = None
 
-    @cached_property
+    @property
     def borders(self) -> list[int]:
-        """Return the first row of each stage, and the number of rows."""
-        return first_rows([row["part"] for row in self.data["rows"]])
+        """The first row of each stage, and the number of rows."""
+        found: list[int] = self.data["borders"]
+        return found
 
     @cached_property
     def items(self) -> list[Item]:

@@ -62,34 +62,4 @@ export class Prices {
     const {data} = this;
     return borders.slice(1).map((end, k) => ({...(shipped ? this.at(data.stages, k) : this.of(borders[k], end, this.isAgain(k, borders.length - 1), k)), start: borders[k], end, down: data.down[end], up: data.up[borders[k]]}));
   }
-  /**
-   * Borders of `count` stages that minimize the longest stage and, among those, the sum of squares.
-   * A dynamic program over marks: best[k][end] = [longest, sum of squares, start of the last stage] of k stages.
-   * @param {number} count
-   */
-  even(count) {
-    const n = this.count, {marks, times} = this.data, past = [0];
-    /** @type {([number, number, number] | null)[][]} */
-    const best = [Array(n + 1).fill(null)];
-    const twice = this.isAgain(0, -1) ? 2 : 1;
-    times.forward.forEach((seconds, row) => past.push(past[row] + (times.backward[row] ? twice : 1) * seconds + times.backward[row]));
-    best[0][0] = [0, 0, -1];
-    for (let k = 1; k <= count; k++) {
-      best.push(Array(n + 1).fill(null));
-      for (let end = k; end <= n; end++) for (let start = k - 1; start < end; start++) {
-        const before = best[k - 1][start];
-        if (!before) continue;
-        const own = past[marks[end]] - past[marks[start]], most = Math.max(before[0], own), squares = before[1] + own * own, now = best[k][end];
-        if (!now || most < now[0] * (1 - 1e-9) || (most <= now[0] * (1 + 1e-9) && squares < now[1])) best[k][end] = [most, squares, start];
-      }
-    }
-    const ends = [n];
-    for (let k = count; k > 0; k--) ends.unshift(/** @type {[number, number, number]} */ (best[k][ends[0]])[2]);
-    return ends.map(end => marks[end]);
-  }
 }
-/**
- * The borders of the plan itself.
- * @param {RowData[]} rows
- */
-export const bordersOf = rows => [0, ...[...rows.keys()].filter(i => i > 0 && rows[i].part !== rows[i - 1].part), rows.length];
