@@ -109,21 +109,16 @@ class StagesInText:
 
     Attributes:
         modules: the modules of each stage.
-        blocks: how many blocks each stage has; what runs before the first block is in the first stage, and what runs
-            after the last block in the last stage.
+        layers: how many layers each stage has, as the format counts them.
         starts: the modules before which a cut falls; with ``True`` it falls after the module.
-        layers: the number of layers before each cut.
-        total: the number of layers, which goes with ``layers``.
         nodes: node -> stage.
         devices: module -> its device; a stage ends where the device changes.
         recompute: block -> whether it is computed again.
     """
 
     modules: tuple[tuple[str, ...], ...] | None = None
-    blocks: tuple[int, ...] | None = None
-    starts: tuple[tuple[str, bool], ...] | None = None
     layers: tuple[int, ...] | None = None
-    total: int = 0
+    starts: tuple[tuple[str, bool], ...] | None = None
     nodes: Mapping[str, int] | None = None
     devices: Mapping[str, str] | None = None
     recompute: tuple[bool, ...] = ()

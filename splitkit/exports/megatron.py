@@ -112,11 +112,7 @@ def _read(text: str) -> StagesInText:
         raise no_such_text("Megatron", f"splitkit reads no layout with {what}", _EXAMPLE)
     if any(not stage for stage in stages):
         raise no_such_text("Megatron", "a stage is empty, and the parts of a plan are not", _EXAMPLE)
-    ends, total = [], 0
-    for stage in stages[:-1]:
-        total += len(stage)
-        ends.append(total)
-    return StagesInText(layers=tuple(ends), total=len(letters))
+    return StagesInText(layers=tuple(map(len, stages)))
 
 
 def _unrolled(text: str) -> list[str]:

@@ -8,7 +8,6 @@ torchtitan there: ``tok_embeddings``, ``layers.0``, ``norm``, ``lm_head``.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 
@@ -118,7 +117,7 @@ def _policy(carried: CarriedPlan) -> str:
 def _read(text: str) -> StagesInText:
     for name, expression in python_values(text):
         if name == "module_fqns_per_model_part":
-            return _stages(literal(ast.unparse(expression)))
+            return _stages(literal(expression))
     return _stages(literal(text.strip()))
 
 

@@ -541,13 +541,12 @@ class RecomputeChoices:
             on_host=self._waits(node),
         )
         other = self.other(node) if priced else None
-        return known if other is None else self._priced(known, other)
-
-    def _priced(self, row: RecomputeRow, other: Seen) -> RecomputeRow:
+        if other is None:
+            return known
         more = other.seconds - self.seen.seconds
         return replace(
-            row,
-            seconds=max(0.0, more if row.decision == SAVED else -more),
+            known,
+            seconds=max(0.0, more if decision == SAVED else -more),
             saved_change=other.saved - self.seen.saved,
             peak_change=other.peak - self.seen.peak if self.has_peak else None,
         )

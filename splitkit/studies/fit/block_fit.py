@@ -172,8 +172,14 @@ class InferenceFit(BlockFit):
 
 def weight_bytes(blocks: Sequence[ModelBlock], bits: int | None = None) -> int:
     """Return the bytes of the weights of some blocks, tied ones once; with so many bits a value where that is less."""
+    weights = _weights_of(blocks)
+    return sum(weight.nbytes if bits is None else weight.narrow.get(bits, weight.nbytes) for weight in weights)
+
+
+def _weights_of(blocks: Sequence[ModelBlock]) -> Iterable[Weight]:
+    """Return what the memories of the weights of some blocks hold, tied ones once."""
     found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
-    return sum(weight.nbytes if bits is None else weight.narrow.get(bits, weight.nbytes) for weight in found.values())
+    return found.values()
 
 
 # Runs a generation step of a model on ``meta``: the bytes of each block's cache and activations.
@@ -212,28 +218,20 @@ def inference_step(
     Raises:
         CaptureError: SK401 if the model does not run on ``meta``.
     """
-    try:
-        with torch.no_grad(), on_meta():
-            return _step(subject, blocks, tokens, requests, chunk)
-    except CaptureError:
-        raise
-    except Exception as error:
-        needs = "Give a factory that returns the model and inputs with which it runs."
-        raise subject.failed("run", f"{requests} x {tokens} tokens", error, needs) from error
-
-
-def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int) -> StepBytes:
-    model = subject.in_mode(training=False)
-    if subject.example is not None:
-        args, kwargs = subject.example
-        return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))
-    if not getattr(model, "can_generate", lambda: False)():
-        inputs = {getattr(model, "main_input_name", "input_ids"): main_input(model, subject.config, requests, tokens)}
-        return _one_run(blocks, lambda: model(**inputs), inputs)
-    if subject.config.is_encoder_decoder:
-        return _encode_and_decode(subject, blocks, tokens, requests)
-    with continued_states(model):
-        return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
+    needs = "Give a factory that returns the model and inputs with which it runs."
+    with torch.no_grad(), run_on_meta(subject, "run", f"{requests} x {tokens} tokens", needs):
+        model = subject.in_mode(training=False)
+        if subject.example is not None:
+            args, kwargs = subject.example
+            return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))
+        if not getattr(model, "can_generate", lambda: False)():
+            main = main_input(model, subject.config, requests, tokens)
+            inputs = {getattr(model, "main_input_name", "input_ids"): main}
+            return _one_run(blocks, lambda: model(**inputs), inputs)
+        if subject.config.is_encoder_decoder:
+            return _encode_and_decode(subject, blocks, tokens, requests)
+        with continued_states(model):
+            return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
 
 
 def _one_run(blocks: Sequence[ModelBlock], work: Any, inputs: Any) -> StepBytes:
@@ -502,10 +500,27 @@ class BlockWatch:
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """Make new tensors on ``meta``, and run as on a GPU with plain inputs."""
-    with torch.device("meta"), LikeOnGpu():
-        yield
+def run_on_meta(subject: FitModel, does: str, amount: str, needs: str) -> Iterator[None]:
+    """Make new tensors on ``meta``, run as on a GPU with plain inputs, and raise SK401 if that fails.
+
+    Args:
+        subject: the model.
+        does: what it does not if it fails: ``"run"`` or ``"train"``.
+        amount: the inputs of a model with a configuration.
+        needs: the remedy.
+    """
+    try:
+        with torch.device("meta"), LikeOnGpu():
+            yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        cast = subject.cast
+        inputs = amount if subject.example is None else f"the inputs of its factory{cast and f' in {cast}'}"
+        reason = f"{subject.name} does not {does} on meta with {inputs}: {type(error).__name__}: {first}"
+        remedy = f"Leave out dtype, or cast inside the model: it does not run in {cast}." if cast else needs
+        raise CaptureError("SK401", reason, remedy) from error
 
 
 # Finds the cuts of a model between devices for training as a pipeline, and the most tokens with which it fits.
@@ -556,7 +571,7 @@ class TrainingFit(BlockFit):
         """Return what a device holds with a range of blocks."""
         numbers = step.order[start:end]
         blocks = [self.blocks[n] for n in numbers]
-        trained = trained_bytes_of(blocks)
+        trained = sum(weight.trained for weight in _weights_of(blocks))
         return ByteBreakdown(
             weights=weight_bytes(blocks),
             gradients=trained,
@@ -568,10 +583,10 @@ class TrainingFit(BlockFit):
         """Return the bytes that each microbatch in flight holds: what is saved, or for recompute the inputs."""
         numbers = step.order[start:end]
         if not self.recompute or not numbers:
-            return sum(_union(step.saved[n] for n in numbers).values())
+            return sum({key: size for n in numbers for key, size in step.saved[n].items()}.values())
         first = step.inputs[numbers[0]]
         before = {key for n in step.order[:start] for key in (*step.saved[n], *step.inputs[n])}
-        given = _union(step.inputs[n] for n in numbers)
+        given = {key: size for n in numbers for key, size in step.inputs[n].items()}
         return sum(size for key, size in given.items() if key in before or key in first)
 
     def holding(self, devices: int, tokens: int) -> Holding:
@@ -591,19 +606,6 @@ def _peak(step: TrainingBytes, numbers: Sequence[int]) -> int:
         seen |= step.saved[number]
         most = max(most, sum(seen.values()) + step.work[number])
     return most
-
-
-def trained_bytes_of(blocks: Sequence[ModelBlock]) -> int:
-    """Return the bytes of the gradients of some blocks, tied weights once."""
-    found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
-    return sum(weight.trained for weight in found.values())
-
-
-def _union(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for part in parts:
-        found |= part
-    return found
 
 
 # Runs forward and backward of a model on ``meta``: what each block saves, and what it takes while it runs.
@@ -639,31 +641,22 @@ def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, 
     Raises:
         CaptureError: SK401 if the model does not run on ``meta``, or has no loss.
     """
-    try:
-        with on_meta():
-            return _train(subject, blocks, tokens, sequences)
-    except CaptureError:
-        raise
-    except Exception as error:
-        needs = "Give a factory that returns the model and inputs with which it returns a loss."
-        raise subject.failed("train", f"{sequences} x {tokens} tokens", error, needs) from error
-
-
-def _train(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
-    model = subject.in_mode(training=True)
-    args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    run = _TrainingRun(blocks)
-    try:
-        run.watch.hold("weights", [*model.parameters(), *model.buffers()])
-        run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
-        run.watch.hold("inputs", [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-        run.weights = {memory_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        run.watch.run(lambda: run.forward_and_backward(lambda: model(*args, **kwargs), subject.name))
-    finally:
-        model.zero_grad(set_to_none=True)
-    return run.result()
+    needs = "Give a factory that returns the model and inputs with which it returns a loss."
+    with run_on_meta(subject, "train", f"{sequences} x {tokens} tokens", needs):
+        model = subject.in_mode(training=True)
+        args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        run, held = _TrainingRun(blocks), (*model.parameters(), *model.buffers())
+        try:
+            run.watch.hold("weights", held)
+            run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+            run.watch.hold("inputs", _tensors((args, kwargs)))
+            run.weights = set(map(memory_key, held))
+            run.watch.run(lambda: run.forward_and_backward(lambda: model(*args, **kwargs), subject.name))
+        finally:
+            model.zero_grad(set_to_none=True)
+        return run.result()
 
 
 class _TrainingRun:

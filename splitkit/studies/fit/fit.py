@@ -70,9 +70,10 @@ def has_attention_alone(model: Any) -> bool:
 
 
 def _keeps_tokens_alone(model: Any) -> bool:
-    layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    layers = map(str, getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     # Mamba has cache_params, and hybrid models say which of their layers have other states
-    return _keeps_tokens(model) and all(map(_is_attention, layers))
+    alone = all(layer.endswith("attention") and not layer.startswith("linear") for layer in layers)
+    return alone and _keeps_tokens(model)
 
 
 def _keeps_tokens(model: Any) -> bool:
@@ -85,11 +86,6 @@ def _has_known_states(model: Any) -> bool:
     except CaptureError:
         return False
     return True
-
-
-def _is_attention(layer: object) -> bool:
-    name = str(layer)
-    return name.endswith("attention") and not name.startswith("linear")
 
 
 def decoder_command(
@@ -461,7 +457,7 @@ def _for_inference(
         other = fit_model(model, name, sizes)
         return InferenceFit(other, blocks_of(other.model, other.stored), requests, chunk, other.bits)
 
-    others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
+    others = [] if fits else alternatives(found, cards, asked, most, cast)
     command, as_stored = "", dtype is None and not subject.stored
     if fits and most is not None and is_decoder(model, subject.model):
         command = decoder_command(model, subject.model, devices, requests, chunk, as_stored)
@@ -489,7 +485,7 @@ def _for_training(
         other = fit_model(model, name, sizes)
         return found.changed(keep=False, subject=other, blocks=blocks_of(other.model))
 
-    others = [] if fits else training_alternatives(found, cards, wanted, most, cast)
+    others = [] if fits else alternatives(found, cards, asked, most, cast)
     given = sizes_of_inputs(model, sizes, found.sequences, asked)
     command = training_command(model, found, devices, given, dtype is None) if fits else ""
     purpose, requests = f"training with {found.optimizer}", found.sequences
@@ -587,46 +583,27 @@ _MOST_MORE = 64
 Found = TypeVar("Found", InferenceFit, TrainingFit)
 
 
-def inference_alternatives(
-    found: InferenceFit,
-    cards: Sequence[Card],
-    wanted: int | None,
-    most: int | None,
-    cast: Callable[[str], InferenceFit],
+def alternatives(
+    found: Found, cards: Sequence[Card], asked: int, most: int | None, cast: Callable[[str], Found]
 ) -> list[Alternative]:
-    """Return the changes with which a step fits: tokens, devices, lower precision.
+    """Return the changes with which a step fits: tokens, devices, lower precision, and what training can do without.
 
     Args:
         found: the model.
         cards: the devices on which it does not fit.
-        wanted: the tokens that are asked for.
+        asked: the tokens that are asked for.
         most: the most tokens that fit.
         cast: gives the model in another dtype.
     """
-    asked = wanted or 1
-    formats = [name for name, bits in NARROW.items() if found.bits is None or bits < found.bits]
+    formats = _halved(found.subject)
+    if isinstance(found, InferenceFit):
+        formats += [name for name, bits in NARROW.items() if found.bits is None or bits < found.bits]
     return [
         *_fewer_tokens(found, cards, most),
+        *(_recomputed(found, cards, asked) if isinstance(found, TrainingFit) else ()),
         *_more_devices(found, cards, asked),
-        *_lower_precision(found, cards, asked, cast, [*_halved(found.subject), *formats]),
-    ]
-
-
-def training_alternatives(
-    found: TrainingFit,
-    cards: Sequence[Card],
-    wanted: int | None,
-    most: int | None,
-    cast: Callable[[str], TrainingFit],
-) -> list[Alternative]:
-    """Return the changes with which a step of training fits; arguments as for `inference_alternatives`."""
-    asked = wanted or 1
-    return [
-        *_fewer_tokens(found, cards, most),
-        *_recomputed(found, cards, asked),
-        *_more_devices(found, cards, asked),
-        *_lower_precision(found, cards, asked, cast, _halved(found.subject)),
-        *_other_optimizer(found, cards, asked),
+        *_lower_precision(found, cards, asked, cast, formats),
+        *(_other_optimizer(found, cards, asked) if isinstance(found, TrainingFit) else ()),
     ]
 
 

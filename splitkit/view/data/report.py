@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,15 +217,6 @@ def _table(report: Report) -> Table:
 # Describes a set of nodes by as few module names as possible.
 
 
-@dataclass
-class _Module:
-    """The number of nodes at or below a module: in the part, and in the whole model."""
-
-    here: int = 0
-    everywhere: int = 0
-    children: dict[str, _Module] = field(default_factory=dict)
-
-
 def collapse(here: Iterable[str], everywhere: Iterable[str]) -> list[str]:
     """Name the modules of a part.
 
@@ -237,14 +229,8 @@ def collapse(here: Iterable[str], everywhere: Iterable[str]) -> list[str]:
         here: the module path of each node of the part; ``""`` is the model itself.
         everywhere: the module path of every node of the model.
     """
-    tree = _Module()
-    for path in everywhere:
-        for module in _walk(tree, path):
-            module.everywhere += 1
-    for path in here:
-        for module in _walk(tree, path):
-            module.here += 1
-    return list(_joined(_covered(tree, ())))
+    counts = [Counter(module for path in paths for module in _outer_modules(path)) for paths in (here, everywhere)]
+    return list(_joined(_covered((), *counts)))
 
 
 def joined_layers(modules: Iterable[str]) -> list[str]:
@@ -252,28 +238,29 @@ def joined_layers(modules: Iterable[str]) -> list[str]:
     return list(_joined((tuple(module.split(".")) if module else (), "") for module in modules))
 
 
-def _walk(tree: _Module, path: str) -> Iterator[_Module]:
-    yield tree
-    for atom in path.split(".") if path else []:
-        tree = tree.children.setdefault(atom, _Module())
-        yield tree
+def _outer_modules(path: str) -> Iterator[tuple[str, ...]]:
+    """Yield the model itself, and each module on the way to a module."""
+    return accumulate(path.split(".") if path else (), lambda outer, atom: (*outer, atom), initial=())
 
 
-def _covered(module: _Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (path, ``""`` if the module is here as a whole, else the count)."""
-    if not module.here:
+def _covered(
+    module: tuple[str, ...], here: Counter[tuple[str, ...]], everywhere: Counter[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (path, ``""`` if the module is here as a whole, else the count); both count the nodes at or below each."""
+    if not here[module]:
         return
-    if module.here == module.everywhere:
-        yield path, ""
+    if here[module] == everywhere[module]:
+        yield module, ""
         return
-    if not module.children or (path and path[-1].isdigit()):
-        yield path, f"{module.here} of {module.everywhere}"
+    children = [other for other in everywhere if other and other[:-1] == module]
+    if not children or (module and module[-1].isdigit()):
+        yield module, f"{here[module]} of {everywhere[module]}"
         return
-    for atom, child in module.children.items():
-        yield from _covered(child, (*path, atom))
-    own = module.here - sum(c.here for c in module.children.values())
+    for child in children:
+        yield from _covered(child, here, everywhere)
+    own, all_own = (count[module] - sum(count[child] for child in children) for count in (here, everywhere))
     if own:
-        yield path, f"{own} of {module.everywhere - sum(c.everywhere for c in module.children.values())} own"
+        yield module, f"{own} of {all_own} own"
 
 
 def _joined(covered: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[str]:
