@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from splitkit.errors import FileError
@@ -69,7 +69,8 @@ def annotate_onnx(model: Any, text: str, configuration: str = "splitkit") -> int
     added = model.add_device_configuration(configuration, num_devices=known.count)
     stage_of: dict[int, int] = {}
     for node, own in zip(model.graph, named, strict=True):
-        before = max((stage_of[id(p)] for p in _producers(node) if id(p) in stage_of), default=0)
+        made_by = (id(value.producer()) for value in node.inputs if value is not None)
+        before = max((stage_of[producer] for producer in made_by if producer in stage_of), default=0)
         stage_of[id(node)] = max(own or 0, before)
         node.set_pipeline_stage(added, stage_of[id(node)])
     model.ir_version = max(model.ir_version, 11)
@@ -129,10 +130,6 @@ class _KnownStages:
             return known[same[origin.name]]
         whole = self.of_module.get(origin.module, set())
         return next(iter(whole)) if len(whole) == 1 else None
-
-
-def _producers(node: Any) -> Iterable[Any]:
-    return (value.producer() for value in node.inputs if value is not None and value.producer() is not None)
 
 
 ONNX = ExportFormat(

@@ -26,6 +26,7 @@ from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut
 from splitkit.prices import Costs, checked, kernels_of, unit_of
+from splitkit.search.recompute.memory_limits import saved_storages
 from splitkit.search.recompute.offload_planner import offload_run
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Pool, Seen
@@ -412,9 +413,7 @@ class RecomputeChoices:
 
     @cached_property
     def _saved_storages(self) -> Bools:
-        found = np.zeros(len(self.problem.nbytes), np.bool_)
-        found[self.problem.storage[self.seen.choice.saved]] = True
-        return found
+        return saved_storages(self.seen.choice)
 
     @cached_property
     def on_host(self) -> frozenset[int]:

@@ -243,14 +243,16 @@ def _one_run(blocks: Sequence[ModelBlock], work: Any, inputs: Any) -> StepBytes:
 
 def _decode(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, new: int) -> StepBytes:
     model = subject.model
-    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    names = signature(model.forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
     owners = _owners(subject, blocks)
     cache, before = None, (0,) * len(blocks)
     if tokens > new:
         ids = torch.zeros(requests, tokens - new, dtype=torch.long)
         cache = _cache_of(subject, model(input_ids=ids, use_cache=True, **last))
         before = _cache_bytes(cache, owners, len(blocks))
-    given = {_cache_name(model): cache} if cache is not None else {}
+    taken = "past_key_values" if "past_key_values" in names else "cache_params"
+    given = {taken: cache} if cache is not None else {}
     ids = torch.zeros(requests, new, dtype=torch.long)
     watch = _watch(blocks, cache, ids)
     output = watch.run(lambda: model(input_ids=ids, use_cache=True, **given, **last))
@@ -323,11 +325,6 @@ def _work(watch: BlockWatch, before: Sequence[int], after: Sequence[int]) -> tup
         cached = sum(after[i] if i in seen else before[i] for i in range(len(before)))
         found[number] = max(found[number], max(alive[start:end], default=0) - cached)
     return tuple(found)
-
-
-def _cache_name(model: Any) -> str:
-    names = signature(model.forward).parameters
-    return "past_key_values" if "past_key_values" in names else "cache_params"
 
 
 def _cache_of(subject: FitModel, output: Any) -> Any:

@@ -263,13 +263,7 @@ class Fit:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; all sizes are bytes."""
         return {
-            "model": self.model,
-            "purpose": self.purpose,
-            "fits": self.fits,
-            "wanted": self.wanted,
-            "tokens": self.tokens,
-            "context": self.context,
-            "requests": self.requests,
+            **vars(self),
             "devices": [device.to_dict() for device in self.devices],
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],
             "next": self.next or None,

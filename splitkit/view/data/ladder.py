@@ -41,7 +41,7 @@ from splitkit.search.plan_figures import StagePricing
 from splitkit.solvers.line.priced_cuts import best_borders
 from splitkit.view.data.joint_ladder import LadderModel, LadderRows, as_triples, ladder_rows, sums_of_makers
 from splitkit.view.data.report import part_title
-from splitkit.view.data.staged_ladder import HeldStorage, held_storages, makers_of, run_data, shared_weights
+from splitkit.view.data.staged_ladder import HeldStorage, held_storages, makers_of, run_data
 
 SCHEMA = "splitkit.ladder/2"
 COLUMNS = ("forward", "backward", "saved", "temporary", "fixed")
@@ -245,7 +245,7 @@ class LadderView(LadderModel):
             "ops": self.ops(),
             "kept": [makers_of(of, place) for _, of in sorted(self._saved.items())],
             "held": [] if self.run is None else self._held_in(self.run, place),
-            "shared": shared_weights(self._memory, self._ends, self._optimizer),
+            "weights": [] if self.run is None else self._weights(),
             "taken": [(place.get(of, -1), nbytes, [place[n] for n in read]) for of, nbytes, read in self._taken],
             "plan": self._plan_file(),
             "run": None if self.run is None else self._run(self.run),
@@ -328,6 +328,14 @@ class LadderView(LadderModel):
                 own[maker] = kind, nbytes + storage.nbytes // run.replicas[rank]
             values = [(place.get(n, -1), kind, nbytes) for n, (kind, nbytes) in own.items()]
             found.append(sorted(values, key=lambda each: (-each[2], each[0])))
+        return found
+
+    def _weights(self) -> list[int]:
+        """Return the bytes of weights and state in each row; what several rows of a part read counts in the first."""
+        found: list[int] = []
+        for start, end in pairwise(self.borders):
+            until = [self._stage_of_rows(start, row + 1).fixed_bytes for row in range(start, end)]
+            found += [after - before for before, after in pairwise([0, *until])]
         return found
 
     @cached_property

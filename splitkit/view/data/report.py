@@ -161,7 +161,8 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
     note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), note_hidden_nodes(flow.root))))
     total = row("all", flow.index, inputs, outputs, PARENT, sum(shares.values()))
-    return Report(tuple(rows), total, note, _sizes_known(flow), plan.claim, unit_of(costs))
+    sizes_known = all("val" in n.meta for n in flow.nodes)
+    return Report(tuple(rows), total, note, sizes_known, plan.claim, unit_of(costs))
 
 
 def _work(flow: Dataflow, plan: Plan, costs: Costs) -> dict[PartKey, float]:
@@ -182,10 +183,6 @@ def _work(flow: Dataflow, plan: Plan, costs: Costs) -> dict[PartKey, float]:
 def part_title(key: PartKey) -> str:
     """Return the name of a part for people."""
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-
-
-def _sizes_known(flow: Dataflow) -> bool:
-    return all("val" in n.meta for n in flow.nodes)
 
 
 def _table(report: Report) -> Table:
@@ -269,7 +266,8 @@ def _joined(covered: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[str]:
     last: tuple[str, ...] = ()
     # first and last are the ends of the range that is open; the extra entry at the end closes the last one
     for path, count in [*covered, ((), "end")]:
-        if last and not count and path[:-1] == last[:-1] and _follows(last[-1], path[-1]):
+        is_beside = last and not count and path[:-1] == last[:-1] and path[-1].isdigit()
+        if is_beside and int(path[-1]) == int(last[-1]) + 1:
             last = path
             continue
         if last:
@@ -281,10 +279,6 @@ def _joined(covered: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[str]:
             first = last = path
         elif not count:
             yield ".".join(path) or "(the whole model)"
-
-
-def _follows(number: str, other: str) -> bool:
-    return other.isdigit() and int(other) == int(number) + 1
 
 
 # Makes the table of ranks that ``splitkit plan --devices`` prints.

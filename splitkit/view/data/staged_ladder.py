@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import fx
 from torch.fx import Node
 
@@ -27,7 +26,6 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_values import value_bytes
 from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.graph_memory import GraphMemory, is_dense
-from splitkit.memory.segment import OrderMemory
 from splitkit.pipeline.memory_by_stage import UNITS, memory_by_stage
 from splitkit.pipeline.order import BACKWARD
 from splitkit.pipeline.run import ScheduleRun
@@ -211,8 +209,7 @@ class StagedView(LadderModel):
             "held": self._held(place),
             "crossing": [self._crossing(k, place) for k in range(len(self.step.stages) - 1)],
             "taken": [],
-            "shared": [],
-            "alone": {"fixed": self._fixed_of_rows()},
+            "weights": self._fixed_of_rows(),
             "run": None if self.run is None else self._run(self.run),
             "beside": [],
         }
@@ -339,7 +336,7 @@ def _placeholder(graph: fx.GraphModule | None, name: str) -> Node | None:
 #     received    those of values that a row above 2 makes, and one of these rows reads
 #     sent        those of values that one of these rows makes, and a row below 4 reads
 #
-# Each storage counts once. Weights that several rows read count in the first of them.
+# Each storage counts once.
 
 
 @dataclass(frozen=True)
@@ -400,25 +397,6 @@ def held_storages(flow: Dataflow, memory: GraphMemory, rows: Sequence[Sequence[N
         )
         for storage in sorted({*savers, *crosses})
     ]
-
-
-def shared_weights(memory: OrderMemory, ends: Sequence[int], optimizer: Optimizer | None) -> list[list[int]]:
-    """Return the parameters and buffers that several rows read: bytes with gradients and state, then the rows.
-
-    Args:
-        memory: the rows one after the other.
-        ends: the position of the first node of each row, and the number of nodes.
-        optimizer: as in `splitkit.stage_costs`.
-    """
-    items, positions = memory.parameters.item, memory.parameters.position
-    rows: dict[int, list[int]] = {}
-    for item, row in zip(items.tolist(), (np.searchsorted(ends, positions, side="right") - 1).tolist(), strict=True):
-        of = rows.setdefault(item, [])
-        if not of or of[-1] != row:
-            of.append(row)
-    states = 1 + STATE_OF[optimizer] if optimizer else 0
-    nbytes = memory.parameter_bytes + states * memory.trained_bytes
-    return [[int(nbytes[item]), *of] for item, of in rows.items() if len(of) > 1]
 
 
 def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:

@@ -123,10 +123,9 @@ class Drawing:
         title: str = "",
         *,
         round_: float = 0,
-        line: str = "",
     ) -> None:
         """Draw a box."""
-        more = (f' rx="{_n(round_)}"' if round_ else "") + (f' stroke="{line}"' if line else "")
+        more = f' rx="{_n(round_)}"' if round_ else ""
         self._close(
             "rect", f'x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(high)}" fill="{fill}"{more}', title
         )
@@ -150,9 +149,9 @@ class Drawing:
         """Fill a polygon."""
         self._close("polygon", f'points="{_points(points)}" fill="{fill}"', title)
 
-    def polyline(self, points: Sequence[Point2], stroke: str, wide: float = 1.5) -> None:
+    def polyline(self, points: Sequence[Point2], stroke: str) -> None:
         """Draw a line through points."""
-        self._close("polyline", f'points="{_points(points)}" fill="none" stroke="{stroke}" stroke-width="{_n(wide)}"')
+        self._close("polyline", f'points="{_points(points)}" fill="none" stroke="{stroke}" stroke-width="1.5"')
 
     def dot(
         self, x: float, y: float, radius: float, fill: str, title: str = "", *, line: str = "", link: str = ""

@@ -115,8 +115,8 @@ interface LadderData extends CommonData {
   kept: [number, number][][];
   /** for each stage what it holds of a microbatch: the op that makes it or -1, how it comes or goes, and bytes; empty without a run */
   held: [number, string, number][][];
-  /** parameters that several rows read: bytes, then the rows */
-  shared: number[][];
+  /** the bytes of weights and state in each row; what several rows of a stage read counts in the first; empty without a run */
+  weights: number[];
   marks: number[];
   /** the borders of 1, 2, 3 ... stages that divide the work evenly */
   even: number[][];
