@@ -336,16 +336,13 @@ def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: se
             own[node] = (module, None)
     stateful = {key for node, key in own.items() if key[1] is not None or flow.owned(node)}
     named = {node: key for node, key in own.items() if key in stateful}
-    order: dict[tuple[str, tuple[str, int] | None], list[Node]] = {}
-    for node, key in named.items():
-        order.setdefault(key, []).append(node)
-    numbers = {key: i for i, key in enumerate(order)}
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(named.values()))}
     home = _loose(flow, {node: numbers[key] for node, key in named.items()}, shared)
-    members: list[list[Node]] = [[] for _ in order]
+    members: list[list[Node]] = [[] for _ in numbers]
     for node in flow.nodes:
         if node in home:
             members[home[node]].append(node)
-    return tuple(Layer((name,), tuple(nodes), block) for (name, block), nodes in zip(order, members, strict=True))
+    return tuple(Layer((name,), tuple(nodes), block) for (name, block), nodes in zip(numbers, members, strict=True))
 
 
 def _outermost(path: str, around: set[str]) -> str:

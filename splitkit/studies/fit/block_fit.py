@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from splitkit._gc import paused_collector
-from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.frontends.generate_calls import continued_states
 from splitkit.graph.losses import loss_of, no_loss
+from splitkit.graph.storages import tensors
 from splitkit.hardware.device_specs import Device
 from splitkit.memory.kernels.target_kernels import attention
 from splitkit.memory.storage_watch import StorageWatch
@@ -291,12 +291,8 @@ def _watch(blocks: Sequence[ModelBlock], cache: Any, inputs: Any) -> BlockWatch:
     for block in blocks:
         watch.hold("weights", [*block.module.parameters(), *block.module.buffers()])
     watch.hold("cache", _cached(cache))
-    watch.hold("inputs", _tensors(inputs))
+    watch.hold("inputs", inputs)
     return watch
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def running_order(called: Sequence[int], count: int) -> tuple[int, ...]:
@@ -356,7 +352,7 @@ def _cached(cache: Any) -> list[Tensor]:
 
 
 def _tensors_of(layer: Any) -> list[Tensor]:
-    return [one for one in _tensors([*vars(layer).values()]) if one.ndim]
+    return [one for one in tensors([*vars(layer).values()]) if one.ndim]
 
 
 def _cache_bytes(cache: Any, owners: Mapping[int, int], blocks: int) -> tuple[int, ...]:
@@ -461,9 +457,9 @@ class BlockWatch:
         if number not in self.order:
             self.order.append(number)
 
-    def hold(self, name: str, tensors: Any) -> None:
+    def hold(self, name: str, held: Any) -> None:
         """Count memory that is alive before the run under a name; the tensors themselves are not kept."""
-        for tensor in pytree.tree_leaves(tensors):
+        for tensor in tensors(held):
             self._watch.see(tensor, name)
 
     def run(self, work: Callable[[], Any]) -> Any:
@@ -648,7 +644,7 @@ def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, 
         try:
             run.watch.hold("weights", held)
             run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
-            run.watch.hold("inputs", _tensors((args, kwargs)))
+            run.watch.hold("inputs", (args, kwargs))
             run.weights = set(map(memory_key, held))
             run.watch.run(lambda: run.forward_and_backward(lambda: model(*args, **kwargs), subject.name))
         finally:
@@ -730,4 +726,4 @@ class _TrainingRun:
 
 
 def _graded(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors(tree) if tensor.requires_grad]

@@ -370,7 +370,8 @@ def fit(
     tokens = None if tokens is None else count("fit", "tokens", tokens)
     requests, chunk, cards = count("fit", "requests", requests), count("fit", "chunk", chunk), cards_of(devices)
     if train is None:
-        _refuse_for_inference(microbatches, recompute)
+        if given := "recompute" if recompute else "microbatches" if microbatches is not None else "":
+            raise PolicyError("SK302", f"fit: {given} is for training only", "Name the optimizer: train='adamw'.")
         subject = fit_model(model, dtype, sizes)
         return _for_inference(model, subject, cards, tokens, requests, chunk, dtype, sizes)
     microbatches = microbatches_of(microbatches, len(cards))
@@ -382,12 +383,6 @@ def fit(
     blocks = blocks_of(subject.model)
     found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
     return _for_training(model, found, cards, tokens, dtype, sizes)
-
-
-def _refuse_for_inference(microbatches: int | None, recompute: bool) -> None:
-    given = "recompute" if recompute else "microbatches" if microbatches is not None else ""
-    if given:
-        raise PolicyError("SK302", f"fit: {given} is for training only", "Name the optimizer: train='adamw'.")
 
 
 def _check_training(train: str, schedule: str, microbatches: int, devices: int) -> None:

@@ -30,7 +30,7 @@ export class Prices {
     const from = at >= 0 ? again ? data.again : data.stretches : end === start + 1 ? data.alone : null, i = at >= 0 ? at : start;
     const bytes = (/** @type {keyof ByteColumns} */ c) => from ? from[c][i] : NaN, {forward, backward} = this.timesOn(k), over = (/** @type {number[]} */ column) => sum(column.slice(start, end));
     const back = over(backward);
-    return this.whole(over(forward), again && back ? back + over(forward) : back, bytes("saved"), bytes("temporary"), bytes("fixed"));
+    return this.whole({forward: over(forward), backward: again && back ? back + over(forward) : back, saved: bytes("saved"), temporary: bytes("temporary"), fixed: bytes("fixed")});
   }
   /**
    * The times of all rows on the device of a stage.
@@ -42,16 +42,12 @@ export class Prices {
    * @param {StageColumns} s
    * @param {number} k
    */
-  at(s, k) { return this.whole(s.forward[k], s.backward[k], s.saved[k], s.temporary[k], s.fixed[k]); }
+  at(s, k) { return this.whole({forward: s.forward[k], backward: s.backward[k], saved: s.saved[k], temporary: s.temporary[k], fixed: s.fixed[k]}); }
   /**
-   * @param {number} forward
-   * @param {number} backward
-   * @param {number} saved
-   * @param {number} temporary
-   * @param {number} fixed
+   * @param {Omit<Price, "seconds" | "peak">} of
    * @returns {Price}
    */
-  whole(forward, backward, saved, temporary, fixed) { return {forward, backward, saved, temporary, fixed, seconds: forward + backward, peak: fixed + saved + temporary}; }
+  whole(of) { return {...of, seconds: of.forward + of.backward, peak: of.fixed + of.saved + of.temporary}; }
   /**
    * The stages between borders; those of the plan itself are as Python computed them from its parts.
    * @param {number[]} borders
