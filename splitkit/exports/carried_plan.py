@@ -322,9 +322,7 @@ def _require_single_runs(flow: Dataflow, blocks: Collection[Block]) -> None:
 
 def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: set[Node]) -> tuple[Layer, ...]:
     """Return the blocks, and the outermost modules with parameters around them, in the order in which they run."""
-    around = {
-        ".".join(name.split(".")[:end]) for name, _ in block_of.values() for end in range(len(name.split(".")) + 1)
-    }
+    around = {outer for name, _ in block_of.values() for outer in outer_modules(name)}
     own: dict[Node, tuple[str, tuple[str, int] | None]] = {}
     for node in flow.nodes:
         if node in shared:
@@ -332,7 +330,7 @@ def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: se
         if node in block_of:
             name, number = block_of[node]
             own[node] = (f"{name}.{number}" if name else str(number), (name, number))
-        elif module := _outermost(module_path(node), around):
+        elif module := next((outer for outer in outer_modules(module_path(node)) if outer not in around), ""):
             own[node] = (module, None)
     stateful = {key for node, key in own.items() if key[1] is not None or flow.owned(node)}
     named = {node: key for node, key in own.items() if key in stateful}
@@ -345,10 +343,10 @@ def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: se
     return tuple(Layer((name,), tuple(nodes), block) for (name, block), nodes in zip(numbers, members, strict=True))
 
 
-def _outermost(path: str, around: set[str]) -> str:
-    """Return the outermost module of a path that holds no block; empty for a module that holds all of them."""
-    atoms = path.split(".")
-    return next((name for end in range(1, len(atoms) + 1) if (name := ".".join(atoms[:end])) not in around), "")
+def outer_modules(path: str) -> list[str]:
+    """Return the modules on the way to a module, the outermost first, and the module itself; none for the model."""
+    atoms = path.split(".") if path else []
+    return [".".join(atoms[:end]) for end in range(1, len(atoms) + 1)]
 
 
 def _loose(flow: Dataflow, known: Mapping[Node, int], shared: set[Node]) -> dict[Node, int]:

@@ -16,7 +16,15 @@ from torch.fx import Node
 from splitkit.costs import Costs, default
 from splitkit.costs.recorded import record_of
 from splitkit.errors import FileError, listed, nearest
-from splitkit.exports.carried_plan import CarriedPlan, Layer, LayerSequence, StagesInText, cannot_carry, layer_sequence
+from splitkit.exports.carried_plan import (
+    CarriedPlan,
+    Layer,
+    LayerSequence,
+    StagesInText,
+    cannot_carry,
+    layer_sequence,
+    outer_modules,
+)
 from splitkit.exports.deepspeed import DEEPSPEED
 from splitkit.exports.device_maps import ACCELERATE, TRANSFORMERS
 from splitkit.exports.export_format import TORCH, ExportFormat, no_such_text, whole_numbers
@@ -216,7 +224,7 @@ def _at_modules(form: ExportFormat, sequence: LayerSequence, starts: Sequence[tu
     last: dict[str, int] = {}
     for i, layer in enumerate(sequence.layers):
         for node in layer.nodes:
-            for name in _prefixes(module_path(node)):
+            for name in outer_modules(module_path(node)):
                 first.setdefault(name, i)
                 last[name] = i
     cuts = []
@@ -272,8 +280,8 @@ def _between_modules(form: ExportFormat, sequence: LayerSequence, stages: Sequen
 
 def _between_devices(form: ExportFormat, sequence: LayerSequence, devices: Mapping[str, str]) -> tuple[int, ...]:
     """Return the cuts at which the device changes from one layer to the next."""
-    known = {name for key in sequence.flow.root.state_dict() for name in _prefixes(key)}
-    known |= {name for node in sequence.flow.nodes for name in _prefixes(module_path(node))}
+    known = {name for key in sequence.flow.root.state_dict() for name in outer_modules(key)}
+    known |= {name for node in sequence.flow.nodes for name in outer_modules(module_path(node))}
     if strange := next((name for name in devices if name and name not in known), None):
         raise _misfit(
             form, f"the model has no module {strange!r}", nearest(strange, known, "Name modules of the model.")
@@ -289,19 +297,11 @@ def _device_of(form: ExportFormat, layer: Layer, devices: Mapping[str, str]) -> 
     return devices[_nearest_parent(form, layer.names[0], devices)]
 
 
-def _prefixes(path: str) -> list[str]:
-    atoms = path.split(".") if path else []
-    return [".".join(atoms[:end]) for end in range(1, len(atoms) + 1)]
-
-
 def _nearest_parent(form: ExportFormat, name: str, wanted: Mapping[str, object]) -> str:
     """Return the named module that a module is or is in."""
-    atoms = name.split(".")
-    for end in range(len(atoms), 0, -1):
-        if (outer := ".".join(atoms[:end])) in wanted:
-            return outer
-    if "" in wanted:
-        return ""
+    outer = next((outer for outer in reversed(["", *outer_modules(name)]) if outer in wanted), None)
+    if outer is not None:
+        return outer
     if inside := next((other for other in wanted if other.startswith(f"{name}.")), None):
         raise _misfit(form, f"it divides {name}, of which it names {inside}", "Give the whole of it one place.")
     raise _misfit(form, f"it gives {name} no stage", nearest(name, wanted, "List every module."))

@@ -339,7 +339,8 @@ def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None 
         if left := shown[_TOP:]:
             rest = sum(bar.value for bar in left)
             shown = [*shown[:_TOP], Bar(f"{len(left)} smaller ones", rest, size(rest), 0)]
-        again = _again(pair)
+        twice = sum(len(keys) > 1 for keys in pair.plan.places.values()) if pair.plan else 0
+        again = f", {twice} nodes computed again" if twice else ""
         heading = f"{size(total)} in {len(values)} values saved for backward{again}"
         return bars_svg(heading, [("graphs", halves), ("saved for backward, in bytes", shown)])
 
@@ -366,11 +367,6 @@ def _bar(label: str, values: Sequence[SavedValue]) -> Bar:
     total = sum(value.nbytes for value in values)
     several = f" ×{len(values)}" if len(values) > 1 else ""
     return Bar(f"{label}{several}", total, size(total), 0, ", ".join(value.name for value in values[:_TOP]))
-
-
-def _again(pair: Pair) -> str:
-    twice = sum(len(keys) > 1 for keys in pair.plan.places.values()) if pair.plan else 0
-    return f", {twice} nodes computed again" if twice else ""
 
 
 def bundle(shown: object) -> dict[str, str]:

@@ -32,7 +32,7 @@ from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.studies.explanation.stage_explanation import ranges, without_numbers
 from splitkit.studies.explanation.told import ChangedPlan, Explanation, Section, changes_table, compared_steps
-from splitkit.training.choices import Bools, Savings, savings
+from splitkit.training.choices import Bools, Ints, Savings, savings
 from splitkit.training.emission_order import saved_for_backward
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, op_of, output_nodes, save_all_plan
 from splitkit.training.offload_timeline import OffloadRun
@@ -507,18 +507,15 @@ class RecomputeChoices:
         return sum(int(problem.nbytes[s]) for s in storages)
 
     @cached_property
-    def _bases(self) -> dict[int, Node]:
+    def _bases(self) -> Ints:
         """Storage -> the first value that lies in it."""
-        found: dict[int, Node] = {}
-        for value, storage in zip(self.problem.values, self.problem.storage.tolist(), strict=True):
-            found.setdefault(storage, value)
-        return found
+        return np.unique(self.problem.storage, return_index=True)[1]
 
     def base(self, node: Node) -> Node:
         """Return the value whose storage a view shares; any other node itself."""
         if node not in self._value or self.runs_again(node):
             return node
-        return self._bases[int(self.problem.storage[self._value[node]])]
+        return self.problem.values[int(self._bases[self.problem.storage[self._value[node]]])]
 
     def row(self, nodes: list[Node], priced: bool = True) -> RecomputeRow:
         """Return the row of equal values, priced for the middle one."""

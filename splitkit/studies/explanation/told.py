@@ -43,7 +43,9 @@ class Told(ABC):
         for section in self.sections():
             is_item = isinstance(section, str) and section.startswith("- ")
             found += [] if is_item or not found else [""]
-            found.append(wrapped(section) if isinstance(section, str) else section)
+            if isinstance(section, str):  # words that are longer stay whole
+                section = textwrap.fill(section, _WIDTH, break_long_words=False, break_on_hyphens=False)
+            found.append(section)
         return found
 
     def __str__(self) -> str:
@@ -78,11 +80,6 @@ class Explanation(Told):
     def sections(self) -> Sequence[Section]:
         """Return the paragraphs and tables."""
         return [section for section in self.said if section]
-
-
-def wrapped(text: str) -> str:
-    """Return a paragraph in lines of bounded length; words that are longer stay whole."""
-    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 # What one plan costs beside another: the figures that a comparison and an explanation show.

@@ -276,15 +276,13 @@ class Fit:
             ("weights", "gradients", "optimizer", "activations") if training else ("weights", "cache", "activations")
         )
         titles = ("", "device", *kinds, "total", "limit", "fits", "modules")
-        rows = [self._cells(number, kinds) for number in range(len(self.devices))]
+        rows = []
+        for number, device in enumerate(self.devices):
+            total, limit = device.held.total, device.card.limit
+            sizes = [size(nbytes) for nbytes in (*(getattr(device.held, kind) for kind in kinds), total, limit)]
+            fits = "yes" if device.fits else f"{size(total - limit)} too much"
+            rows.append((number, device.card.name, *sizes, fits, ", ".join(joined_layers(device.names)) or "nothing"))
         return table(titles, rows, (*kinds, "total", "limit"))
-
-    def _cells(self, number: int, kinds: Sequence[str]) -> tuple[str, ...]:
-        device = self.devices[number]
-        sizes = [size(getattr(device.held, kind)) for kind in kinds]
-        fits = "yes" if device.fits else f"{size(device.held.total - device.card.limit)} too much"
-        names = ", ".join(joined_layers(device.names)) or "nothing"
-        return str(number), device.card.name, *sizes, size(device.held.total), size(device.card.limit), fits, names
 
     def lines(self) -> list[str]:
         """Return the verdict, and what would fit, as lines of text."""
@@ -584,7 +582,7 @@ def alternatives(
         most: the most tokens that fit.
         cast: gives the model in another dtype.
     """
-    formats = _halved(found.subject)
+    formats: list[str] = _halved(found.subject)
     if isinstance(found, InferenceFit):
         formats += [name for name, bits in NARROW.items() if found.bits is None or bits < found.bits]
     return [

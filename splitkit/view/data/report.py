@@ -102,7 +102,29 @@ class Report(Shown):
 
     def table(self) -> Table:
         """Return a rich table that never truncates a name."""
-        return _table(self)
+        numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
+        has_devices = any(row.device for row in self.parts)
+        has_replicas = any(row.replicas > 1 for row in self.parts)
+        where = [*(["device"] if has_devices else []), *(["replicas"] if has_replicas else [])]
+        titles = ("part", *where, "modules", *numbers)
+
+        def cells(row: PartReport) -> list[str]:
+            return [
+                row.part,
+                *([row.device or ""] if has_devices else []),
+                *([f"x{row.replicas}" if row.replicas > 1 else ""] if has_replicas else []),
+                row.modules,
+                str(row.ops),
+                quantity(row.flops) if self.sizes_known else "-",
+                quantity(row.parameters),
+                size(row.bytes_in) if self.sizes_known else "-",
+                size(row.bytes_out) if self.sizes_known else "-",
+                f"{row.share:.1%}",
+            ]
+
+        rows = map(cells, self.parts)
+        spare = ("parameters", "bytes in", "FLOPs", "ops", "bytes out")
+        return table(titles, rows, numbers, self.note, least={"modules": 24}, total=cells(self.total), spare=spare)
 
     def __str__(self) -> str:
         from splitkit.view.console import to_text
@@ -183,32 +205,6 @@ def _work(flow: Dataflow, plan: Plan, costs: Costs) -> dict[PartKey, float]:
 def part_title(key: PartKey) -> str:
     """Return the name of a part for people."""
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
-
-
-def _table(report: Report) -> Table:
-    numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
-    has_devices = any(row.device for row in report.parts)
-    has_replicas = any(row.replicas > 1 for row in report.parts)
-    where = [*(["device"] if has_devices else []), *(["replicas"] if has_replicas else [])]
-    titles = ("part", *where, "modules", *numbers)
-
-    def cells(row: PartReport) -> list[str]:
-        return [
-            row.part,
-            *([row.device or ""] if has_devices else []),
-            *([f"x{row.replicas}" if row.replicas > 1 else ""] if has_replicas else []),
-            row.modules,
-            str(row.ops),
-            quantity(row.flops) if report.sizes_known else "-",
-            quantity(row.parameters),
-            size(row.bytes_in) if report.sizes_known else "-",
-            size(row.bytes_out) if report.sizes_known else "-",
-            f"{row.share:.1%}",
-        ]
-
-    rows = map(cells, report.parts)
-    spare = ("parameters", "bytes in", "FLOPs", "ops", "bytes out")
-    return table(titles, rows, numbers, report.note, least={"modules": 24}, total=cells(report.total), spare=spare)
 
 
 # Describes a set of nodes by as few module names as possible.

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import fx
 from torch.fx import Node
 
 from splitkit.engine.staged_step import StagedStep, StageGraphs
@@ -292,12 +291,10 @@ class StagedView(LadderModel):
 
     def _first_reader(self, stage: StageGraphs, number: int, name: str, graphs: Sequence[str]) -> int | None:
         """Return the row of the first op that reads a value in one of the named graphs of a stage."""
-        for graph in graphs:
-            found = _placeholder(getattr(stage, graph), name)
-            for reader in found.users if found is not None else ():
-                if reader.name in self._by_name:
-                    return self._row(self._by_name[reader.name], number)
-        return None
+        known = [graph for half in graphs if (graph := getattr(stage, half)) is not None]
+        given = (node for graph in known for node in graph.graph.find_nodes(op="placeholder") if node.name == name)
+        reader = next((user.name for node in given for user in node.users if user.name in self._by_name), None)
+        return None if reader is None else self._row(self._by_name[reader], number)
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:
@@ -319,12 +316,6 @@ def makers_of(of: Mapping[Node, int], place: Mapping[Any, int]) -> list[tuple[in
     """Return the places of the ops that make some values (-1: no op does), and bytes; the largest first."""
     found = [(place.get(maker, -1), nbytes) for maker, nbytes in of.items()]
     return sorted(found, key=lambda each: (-each[1], each[0]))
-
-
-def _placeholder(graph: fx.GraphModule | None, name: str) -> Node | None:
-    if graph is None:
-        return None
-    return next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == name), None)
 
 
 # Makes the data by which a page divides the memory of stages: storages, and how many microbatches each stage holds.

@@ -6,7 +6,7 @@ and dashed lines are the borders of stages, with the bytes that cross them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -74,10 +74,11 @@ class LadderDrawing:
     @cached_property
     def items(self) -> list[Item]:
         """The boxes: one per run of equal rows of a stage; where these are still too many, neighbours are merged."""
+        rows = self.data["rows"]
         runs = [
-            (stage, start + offset, start + offset + count)
+            (stage, own[0], own[-1] + 1)
             for stage, (start, end) in enumerate(pairwise(self.borders))
-            for offset, count in _runs([row["kind"] for row in self.data["rows"][start:end]])
+            for own in (list(run) for _, run in groupby(range(start, end), key=lambda row: rows[row]["kind"]))
         ]
         several = -(-len(runs) // _MOST)  # how many neighbours become one box
         found: list[Item] = []
@@ -321,15 +322,6 @@ def stripes(x: float, y: float, wide: float, high: float) -> str:
         lines.append(f"M{start:g},{y + high - (start - at):g} L{end:g},{y + high - (end - at):g}")
         at += 7
     return " ".join(lines)
-
-
-def _runs(kinds: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each run of equal kinds."""
-    at = 0
-    for _, group in groupby(kinds):
-        count = len(list(group))
-        yield at, count
-        at += count
 
 
 def ladder_svg(ladder: LadderView) -> str:
