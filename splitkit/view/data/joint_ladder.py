@@ -449,12 +449,10 @@ class HalvesView(LadderModel):
         ``steps`` has the op of each step, as ``first, count`` of runs of consecutive ops; -1 for a step without an op.
         """
         live, ops = profile.timeline, [self._place.get(step.name, -1) for step in profile.steps]
-        runs: list[list[int]] = []
-        for op in ops:
-            if runs and (op == runs[-1][0] + runs[-1][1] if op >= 0 else runs[-1][0] < 0):
-                runs[-1][1] += 1
-            else:
-                runs.append([op, 1])
+        steps: list[int] = []
+        for _, run in groupby(enumerate(ops), key=lambda at: at[1] - at[0] if at[1] >= 0 else None):
+            (_, first), *others = run
+            steps += [first, 1 + len(others)]
         # many steps change nothing, such as getitems and views
         changes: list[int | str] = []
         for still, group in groupby([*live[:1], *(b - a for a, b in pairwise(live))], key=lambda change: not change):
@@ -462,7 +460,7 @@ class HalvesView(LadderModel):
             changes += [str(len(found))] if still else found
         return {
             "at": profile.index,
-            "steps": [number for run in runs for number in run],
+            "steps": steps,
             "bytes": changes,
             "calls": [(name, steps.start, steps.stop) for name, steps in profile.calls.items()],
             "alive": self._alive(profile),
