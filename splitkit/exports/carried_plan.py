@@ -61,12 +61,6 @@ class CarriedPlan:
         return [list(dict.fromkeys(name for i in range(*span) for name in layers[i].names)) for span in self.spans]
 
     @property
-    def embeds_tokens(self) -> bool:
-        """Whether what runs before the blocks looks up embeddings; of a joint graph, whether anything does."""
-        first = self.sequence.layers[0].nodes or self.sequence.flow.nodes
-        return any("embedding" in str(node.target) for node in first)
-
-    @property
     def blocks(self) -> list[int]:
         """How many blocks each stage has."""
         return self.sequence.blocks_of(self.cuts)
@@ -232,6 +226,12 @@ class LayerSequence:
         ]
         sets = ([number[node] for node in nodes if node in number] for nodes in self.flow.fact(together))
         return pairs + [(min(own), max(own)) for own in sets if own and min(own) < max(own)]
+
+    @property
+    def embeds_tokens(self) -> bool:
+        """Whether what runs before the blocks looks up embeddings; of a joint graph, whether anything does."""
+        first = self.layers[0].nodes or self.flow.nodes
+        return any("embedding" in str(node.target) for node in first)
 
     @cached_property
     def lists(self) -> tuple[str, ...]:

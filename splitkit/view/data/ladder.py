@@ -212,8 +212,8 @@ class LadderView(LadderModel):
             **({} if self._pricing is None else {"tokens": self.plan.request.tokens}),
             "parts": list(map(part_title, self._keys)),
             "devices": [self._device(key) for key in self._keys],
-            "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")} | self._elsewhere,
-            "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
+            "times": _columns(self._alone, COLUMNS[:2]) | self._elsewhere,
+            "stages": _columns(self.stages),
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
             "saved": kept_between(self._saved, self._taken, self.rows.of.__getitem__, self.part_of_row, self._rerun),
@@ -240,7 +240,7 @@ class LadderView(LadderModel):
             "even": even_borders(at, alone if all(self._rerun) else self._alone, len(self._keys)),
             "stretches": None if all(self._rerun) else self._bytes_of(stretches, False),
             "again": self._bytes_of(stretches, True) if any(self._rerun) else None,
-            "alone": {c: [_figure(row, c) for row in alone] for c in _BYTES},
+            "alone": _columns(alone, _BYTES),
             "saved": sums_of_makers(self._saved),
             "ops": self.ops(),
             "kept": [makers_of(of, place) for _, of in sorted(self._saved.items())],
@@ -254,8 +254,7 @@ class LadderView(LadderModel):
 
     def _bytes_of(self, stretches: Sequence[tuple[int, int]], again: bool) -> dict[str, list[float]]:
         """Return the figures in bytes of the stages from one row to another."""
-        stages = [self._stage_of_rows(start, end, again) for start, end in stretches]
-        return {c: [_figure(stage, c) for stage in stages] for c in _BYTES}
+        return _columns([self._stage_of_rows(start, end, again) for start, end in stretches], _BYTES)
 
     def _plan_file(self) -> dict[str, Any]:
         """Return the plan file that a page can save, without what the page fills in from its borders.
@@ -292,7 +291,7 @@ class LadderView(LadderModel):
             "note": plan.note,
             "parts": list(map(part_title, run_order(self.flow, plan))),
             "rows": [self._ranks[rank][number] for rank in self.rows.parts],
-            "stages": {c: [_figure(s, c) for s in stages] for c in COLUMNS},
+            "stages": _columns(stages),
             "step": None
             if step is None
             else {"seconds": step.seconds, "bubble": step.bubble, "peak": max(step.peaks), "unit": step.unit},
@@ -370,9 +369,10 @@ def _numbers(flow: Dataflow, plan: Plan) -> dict[Node, int]:
     return {node: number[key] for node, key in homes.items() if key is not PARENT}
 
 
-def _figure(stage: StageCosts, column: str) -> float:
-    whole: float = getattr(stage, column if column in ("forward", "backward") else f"{column}_bytes")
-    return whole
+def _columns(stages: Sequence[StageCosts], columns: Sequence[str] = COLUMNS) -> dict[str, list[float]]:
+    """Return figures of stages by column."""
+    names = {column: f"{column}_bytes" if column in _BYTES else column for column in columns}
+    return {column: [getattr(stage, name) for stage in stages] for column, name in names.items()}
 
 
 # The steps that the same stages would take under other schedules, numbers of microbatches, links, and with recompute.
