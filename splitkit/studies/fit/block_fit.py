@@ -83,17 +83,15 @@ class BlockFit(ABC):
 
     Attributes:
         subject: the model.
-        blocks: its blocks.
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     _steps: Mapping[int, Any]
 
     @property
     def line(self) -> list[ModelBlock]:
         """The blocks in the order in which they run; some step must have been run."""
-        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
+        return [self.subject.blocks[number] for number in next(iter(self._steps.values())).order]
 
     @abstractmethod
     def holding(self, devices: int, tokens: int) -> Holding:
@@ -102,12 +100,12 @@ class BlockFit(ABC):
     def layout(self, cards: Sequence[Card], tokens: int) -> list[Range] | None:
         """Return cuts with which so many tokens of each sequence fit, ``None`` if there are none."""
         limits = [card.limit for card in cards]
-        return fitting_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+        return fitting_layout(len(self.subject.blocks), limits, self.holding(len(cards), tokens))
 
     def even_layout(self, cards: Sequence[Card], tokens: int) -> list[Range]:
         """Return the cuts whose fullest device is the least full."""
         limits = [card.limit for card in cards]
-        return most_even_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+        return most_even_layout(len(self.subject.blocks), limits, self.holding(len(cards), tokens))
 
     def rows(self, cards: Sequence[Card], tokens: int) -> list[ByteBreakdown]:
         """Return what each device holds with the most even layout."""
@@ -136,30 +134,26 @@ class InferenceFit(BlockFit):
 
     Attributes:
         subject: the model.
-        blocks: its blocks.
         requests: the number of requests whose caches are held.
         chunk: the most new tokens that a step computes.
-        bits: bits a value of the weights; ``None``: as the model has them.
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     requests: int = 1
     chunk: int = 512
-    bits: int | None = None
     _steps: dict[int, StepBytes] = field(default_factory=dict, repr=False)
 
     def step(self, tokens: int) -> StepBytes:
         """Return what the blocks hold with so many tokens of each request, in the order in which they run."""
         if tokens not in self._steps:
-            self._steps[tokens] = inference_step(self.subject, self.blocks, tokens, self.requests, self.chunk)
+            self._steps[tokens] = inference_step(self.subject, tokens, self.requests, self.chunk)
         return self._steps[tokens]
 
     def holds(self, step: StepBytes, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks, in one step."""
         numbers = step.order[start:end]
         return ByteBreakdown(
-            weights=weight_bytes([self.blocks[n] for n in numbers], self.bits),
+            weights=weight_bytes([self.subject.blocks[n] for n in numbers], self.subject.bits),
             cache=sum(step.cache[n] for n in numbers),
             activations=max((step.work[n] for n in numbers), default=0),
         )
@@ -200,9 +194,7 @@ class StepBytes:
     order: tuple[int, ...]
 
 
-def inference_step(
-    subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int
-) -> StepBytes:
+def inference_step(subject: FitModel, tokens: int, requests: int, chunk: int) -> StepBytes:
     """Run the step that completes caches of so many tokens.
 
     A decoder computes the last ``chunk`` tokens of all requests together, at least one of each. An encoder-decoder
@@ -210,7 +202,6 @@ def inference_step(
 
     Args:
         subject: the model.
-        blocks: its blocks.
         tokens: the tokens of each request.
         requests: the number of requests.
         chunk: the most tokens that a step computes.
@@ -223,72 +214,72 @@ def inference_step(
         model = subject.in_mode(training=False)
         if subject.example is not None:
             args, kwargs = subject.example
-            return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))
+            return _one_run(subject, lambda: model(*args, **kwargs), (args, kwargs))
         if not getattr(model, "can_generate", lambda: False)():
             main = main_input(model, subject.config, requests, tokens)
             inputs = {getattr(model, "main_input_name", "input_ids"): main}
-            return _one_run(blocks, lambda: model(**inputs), inputs)
+            return _one_run(subject, lambda: model(**inputs), inputs)
         if subject.config.is_encoder_decoder:
-            return _encode_and_decode(subject, blocks, tokens, requests)
+            return _encode_and_decode(subject, tokens, requests)
         with continued_states(model):
-            return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
+            return _decode(subject, tokens, requests, min(tokens, max(1, chunk // requests)))
 
 
-def _one_run(blocks: Sequence[ModelBlock], work: Any, inputs: Any) -> StepBytes:
-    watch = _watch(blocks, None, inputs)
+def _one_run(subject: FitModel, work: Any, inputs: Any) -> StepBytes:
+    watch = _watch(subject, None, inputs)
     watch.run(work)
-    none = (0,) * len(blocks)
-    return StepBytes(none, _work(watch, none, none), running_order(watch.order, len(blocks)))
+    none = (0,) * len(subject.blocks)
+    return StepBytes(none, _work(watch, none, none), running_order(watch.order, len(subject.blocks)))
 
 
-def _decode(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, new: int) -> StepBytes:
+def _decode(subject: FitModel, tokens: int, requests: int, new: int) -> StepBytes:
     model = subject.model
     names = signature(model.forward).parameters
     last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-    owners = _owners(subject, blocks)
-    cache, before = None, (0,) * len(blocks)
+    owners = _owners(subject)
+    cache, before = None, (0,) * len(subject.blocks)
     if tokens > new:
         ids = torch.zeros(requests, tokens - new, dtype=torch.long)
         cache = _cache_of(subject, model(input_ids=ids, use_cache=True, **last))
-        before = _cache_bytes(cache, owners, len(blocks))
+        before = _cache_bytes(cache, owners, len(subject.blocks))
     taken = "past_key_values" if "past_key_values" in names else "cache_params"
     given = {taken: cache} if cache is not None else {}
     ids = torch.zeros(requests, new, dtype=torch.long)
-    watch = _watch(blocks, cache, ids)
+    watch = _watch(subject, cache, ids)
     output = watch.run(lambda: model(input_ids=ids, use_cache=True, **given, **last))
-    after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
-    return StepBytes(after, _work(watch, before, after), running_order(watch.order, len(blocks)))
+    after = _cache_bytes(_cache_of(subject, output), owners, len(subject.blocks))
+    return StepBytes(after, _work(watch, before, after), running_order(watch.order, len(subject.blocks)))
 
 
-def _encode_and_decode(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int) -> StepBytes:
-    model, owners, none = subject.model, _owners(subject, blocks), (0,) * len(blocks)
+def _encode_and_decode(subject: FitModel, tokens: int, requests: int) -> StepBytes:
+    model, owners, none = subject.model, _owners(subject), (0,) * len(subject.blocks)
     name = getattr(model, "main_input_name", "input_ids")
     main = {name: main_input(model, subject.config, requests, tokens)}
     first = torch.zeros(requests, 1, dtype=torch.long)
-    encoding = _watch(blocks, None, (main, first))
+    encoding = _watch(subject, None, (main, first))
     output = encoding.run(lambda: model(**main, decoder_input_ids=first, use_cache=True))
-    started = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
+    started = _cache_bytes(_cache_of(subject, output), owners, len(subject.blocks))
     work = _work(encoding, none, started)
     if tokens == 1:
-        return StepBytes(started, work, running_order(encoding.order, len(blocks)))
+        return StepBytes(started, work, running_order(encoding.order, len(subject.blocks)))
     encoded = (output.encoder_last_hidden_state,)
     ids = torch.zeros(requests, tokens - 1, dtype=torch.long)
     cache = _cache_of(subject, model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True))
-    before = _cache_bytes(cache, owners, len(blocks))
-    watch = _watch(blocks, cache, (encoded, first))
+    before = _cache_bytes(cache, owners, len(subject.blocks))
+    watch = _watch(subject, cache, (encoded, first))
     output = watch.run(
         lambda: model(encoder_outputs=encoded, decoder_input_ids=first, past_key_values=cache, use_cache=True)
     )
-    after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
+    after = _cache_bytes(_cache_of(subject, output), owners, len(subject.blocks))
     return StepBytes(
-        after, tuple(map(max, work, _work(watch, before, after))), running_order(encoding.order, len(blocks))
+        after, tuple(map(max, work, _work(watch, before, after))), running_order(encoding.order, len(subject.blocks))
     )
 
 
-def _watch(blocks: Sequence[ModelBlock], cache: Any, inputs: Any) -> BlockWatch:
+def _watch(subject: FitModel, cache: Any, inputs: Any) -> BlockWatch:
     """Return a watch for a run with this cache and these inputs."""
-    watch = BlockWatch(blocks)
-    for block in blocks:
+    watch = BlockWatch(subject.blocks)
+    for block in subject.blocks:
         watch.hold("weights", [*block.module.parameters(), *block.module.buffers()])
     watch.hold("cache", _cached(cache))
     watch.hold("inputs", inputs)
@@ -367,9 +358,10 @@ def _cache_bytes(cache: Any, owners: Mapping[int, int], blocks: int) -> tuple[in
     return tuple(found)
 
 
-def _owners(subject: FitModel, blocks: Sequence[ModelBlock]) -> dict[int, int]:
+def _owners(subject: FitModel) -> dict[int, int]:
     """Return number of a layer in the cache -> the block with the module of that ``layer_idx``."""
     found: dict[int, int] = {}
+    blocks = subject.blocks
     decodes = [i for i, block in enumerate(blocks) if "decoder" in block.name.split(".")]
     for i in decodes if subject.config.is_encoder_decoder and decodes else range(len(blocks)):
         for module in blocks[i].module.modules():
@@ -525,7 +517,6 @@ class TrainingFit(BlockFit):
 
     Attributes:
         subject: the model.
-        blocks: its blocks.
         optimizer: the optimizer whose state counts.
         schedule: the schedule of the pipeline, with one stage on each device.
         microbatches: the microbatches in a step.
@@ -534,7 +525,6 @@ class TrainingFit(BlockFit):
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     optimizer: str
     schedule: str
     microbatches: int
@@ -546,7 +536,7 @@ class TrainingFit(BlockFit):
     def step(self, tokens: int) -> TrainingBytes:
         """Return what the blocks hold with so many tokens of each sequence."""
         if tokens not in self._steps:
-            self._steps[tokens] = training_step(self.subject, self.blocks, tokens, self.sequences)
+            self._steps[tokens] = training_step(self.subject, tokens, self.sequences)
         return self._steps[tokens]
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
@@ -563,7 +553,7 @@ class TrainingFit(BlockFit):
     def holds(self, step: TrainingBytes, in_flight: int, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks."""
         numbers = step.order[start:end]
-        blocks = [self.blocks[n] for n in numbers]
+        blocks = [self.subject.blocks[n] for n in numbers]
         trained = sum(weight.trained for weight in _weights_of(blocks))
         return ByteBreakdown(
             weights=weight_bytes(blocks),
@@ -622,12 +612,11 @@ class TrainingBytes:
     order: tuple[int, ...]
 
 
-def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
+def training_step(subject: FitModel, tokens: int, sequences: int) -> TrainingBytes:
     """Run forward and backward of a microbatch.
 
     Args:
         subject: the model.
-        blocks: its blocks.
         tokens: tokens of each sequence.
         sequences: the number of sequences.
 
@@ -640,7 +629,7 @@ def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, 
         args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        run, held = _TrainingRun(blocks), (*model.parameters(), *model.buffers())
+        run, held = _TrainingRun(subject.blocks), (*model.parameters(), *model.buffers())
         try:
             run.watch.hold("weights", held)
             run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])

@@ -37,8 +37,6 @@ from splitkit.studies.fit.fit_model import (
     Card,
     CardList,
     FitModel,
-    ModelBlock,
-    blocks_of,
     cards_of,
     fit_model,
     memory_word,
@@ -378,8 +376,7 @@ def fit(
     if subject.bits is not None or subject.stored:
         remedy = "Give dtype='bfloat16' (--dtype bfloat16)."
         raise PolicyError("SK302", f"fit: quantized weights of {subject.name} cannot be trained", remedy)
-    blocks = blocks_of(subject.model)
-    found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
+    found = TrainingFit(subject, train, schedule, microbatches, requests, recompute)
     return _for_training(model, found, cards, tokens, dtype, sizes)
 
 
@@ -420,10 +417,10 @@ def _for_inference(
     sizes: Mapping[str, int] | None,
 ) -> Fit:
     wanted = _wanted(subject, tokens)
-    found = InferenceFit(subject, blocks_of(subject.model, subject.stored), requests, chunk, subject.bits)
+    found = InferenceFit(subject, requests, chunk)
     asked = wanted or 1
-    decoder = DecoderFit(subject, found.blocks, requests, chunk)
-    held = weight_bytes(found.blocks, found.bits) <= sum(card.limit for card in cards)
+    decoder = DecoderFit(subject, requests, chunk)
+    held = weight_bytes(subject.blocks, subject.bits) <= sum(card.limit for card in cards)
     planned = wanted is not None and held and decoder.is_planned
     plan = decoder.plan(cards) if planned else None
     if plan is not None and plan.claim is not None:
@@ -441,8 +438,7 @@ def _for_inference(
         ]
 
     def cast(name: str) -> InferenceFit:
-        other = fit_model(model, name, sizes)
-        return InferenceFit(other, blocks_of(other.model, other.stored), requests, chunk, other.bits)
+        return InferenceFit(fit_model(model, name, sizes), requests, chunk)
 
     others = [] if fits else alternatives(found, cards, asked, most, cast)
     command, as_stored = "", dtype is None and not subject.stored
@@ -469,8 +465,7 @@ def _for_training(
     devices = _training_rows(found, cards, asked)
 
     def cast(name: str) -> TrainingFit:
-        other = fit_model(model, name, sizes)
-        return found.changed(keep=False, subject=other, blocks=blocks_of(other.model))
+        return found.changed(keep=False, subject=fit_model(model, name, sizes))
 
     others = [] if fits else alternatives(found, cards, asked, most, cast)
     given = sizes_of_inputs(model, sizes, found.sequences, asked)
@@ -499,13 +494,11 @@ class DecoderFit:
 
     Attributes:
         subject: the model.
-        blocks: its blocks, by which the table names what a device runs.
         requests: the number of requests whose caches are held.
         chunk: the most new tokens that a step computes, of all requests together.
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     requests: int
     chunk: int
 
@@ -556,7 +549,7 @@ class DecoderFit:
         found = []
         for key, (card, held) in enumerate(zip(cards, step.held(plan), strict=True)):
             paths = {f"{module_path(node)}." for node in self.flow.nodes if plan.home(node) == key}
-            inside = [b.name for b in self.blocks if any(path.startswith(f"{b.name}.") for path in paths)]
+            inside = [b.name for b in self.subject.blocks if any(path.startswith(f"{b.name}.") for path in paths)]
             found.append(FittedDevice(card, tuple(inside), held))
         return found
 
@@ -584,7 +577,7 @@ def alternatives(
     """
     formats: list[str] = _halved(found.subject)
     if isinstance(found, InferenceFit):
-        formats += [name for name, bits in NARROW.items() if found.bits is None or bits < found.bits]
+        formats += [name for name, bits in NARROW.items() if found.subject.bits is None or bits < found.subject.bits]
     return [
         *_fewer_tokens(found, cards, most),
         *(_recomputed(found, cards, asked) if isinstance(found, TrainingFit) else ()),
@@ -629,7 +622,7 @@ def _lower_precision(
         except CaptureError:  # code that makes tensors of its own dtype beside the weights
             continue
         if fits:
-            weights = weight_bytes(other.blocks, NARROW.get(name))
+            weights = weight_bytes(other.subject.blocks, NARROW.get(name))
             what = f"weights in {name}, {size(weights)} in all (--dtype {name})"
             yield Alternative("dtype", name, what, _fullest(other, cards, tokens))
 

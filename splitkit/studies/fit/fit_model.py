@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, prod
 from types import MappingProxyType
 from typing import Any
@@ -62,6 +63,11 @@ class FitModel:
         with suppress(NotImplementedError):
             self.model.train(training)
         return self.model
+
+    @cached_property
+    def blocks(self) -> list[ModelBlock]:
+        """Its blocks, in the order in which they are defined."""
+        return blocks_of(self.model, self.stored)
 
     @property
     def context(self) -> int | None:
