@@ -61,12 +61,6 @@ class CarriedPlan:
         return [list(dict.fromkeys(name for i in range(*span) for name in layers[i].names)) for span in self.spans]
 
     @property
-    def embeds_tokens(self) -> bool:
-        """Whether what runs before the blocks looks up embeddings; of a joint graph, whether anything does."""
-        first = self.sequence.layers[0].nodes or self.sequence.flow.nodes
-        return any("embedding" in str(node.target) for node in first)
-
-    @property
     def blocks(self) -> list[int]:
         """How many blocks each stage has."""
         return self.sequence.blocks_of(self.cuts)
@@ -109,21 +103,16 @@ class StagesInText:
 
     Attributes:
         modules: the modules of each stage.
-        blocks: how many blocks each stage has; what runs before the first block is in the first stage, and what runs
-            after the last block in the last stage.
+        layers: how many layers each stage has, as the format counts them.
         starts: the modules before which a cut falls; with ``True`` it falls after the module.
-        layers: the number of layers before each cut.
-        total: the number of layers, which goes with ``layers``.
         nodes: node -> stage.
         devices: module -> its device; a stage ends where the device changes.
         recompute: block -> whether it is computed again.
     """
 
     modules: tuple[tuple[str, ...], ...] | None = None
-    blocks: tuple[int, ...] | None = None
-    starts: tuple[tuple[str, bool], ...] | None = None
     layers: tuple[int, ...] | None = None
-    total: int = 0
+    starts: tuple[tuple[str, bool], ...] | None = None
     nodes: Mapping[str, int] | None = None
     devices: Mapping[str, str] | None = None
     recompute: tuple[bool, ...] = ()
@@ -238,6 +227,12 @@ class LayerSequence:
         sets = ([number[node] for node in nodes if node in number] for nodes in self.flow.fact(together))
         return pairs + [(min(own), max(own)) for own in sets if own and min(own) < max(own)]
 
+    @property
+    def embeds_tokens(self) -> bool:
+        """Whether what runs before the blocks looks up embeddings; of a joint graph, whether anything does."""
+        first = self.layers[0].nodes or self.flow.nodes
+        return any("embedding" in str(node.target) for node in first)
+
     @cached_property
     def lists(self) -> tuple[str, ...]:
         """The lists of modules that hold the blocks."""
@@ -327,9 +322,7 @@ def _require_single_runs(flow: Dataflow, blocks: Collection[Block]) -> None:
 
 def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: set[Node]) -> tuple[Layer, ...]:
     """Return the blocks, and the outermost modules with parameters around them, in the order in which they run."""
-    around = {
-        ".".join(name.split(".")[:end]) for name, _ in block_of.values() for end in range(len(name.split(".")) + 1)
-    }
+    around = {outer for name, _ in block_of.values() for outer in outer_modules(name)}
     own: dict[Node, tuple[str, tuple[str, int] | None]] = {}
     for node in flow.nodes:
         if node in shared:
@@ -337,26 +330,23 @@ def _layers(flow: Dataflow, block_of: Mapping[Node, tuple[str, int]], shared: se
         if node in block_of:
             name, number = block_of[node]
             own[node] = (f"{name}.{number}" if name else str(number), (name, number))
-        elif module := _outermost(module_path(node), around):
+        elif module := next((outer for outer in outer_modules(module_path(node)) if outer not in around), ""):
             own[node] = (module, None)
     stateful = {key for node, key in own.items() if key[1] is not None or flow.owned(node)}
     named = {node: key for node, key in own.items() if key in stateful}
-    order: dict[tuple[str, tuple[str, int] | None], list[Node]] = {}
-    for node, key in named.items():
-        order.setdefault(key, []).append(node)
-    numbers = {key: i for i, key in enumerate(order)}
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(named.values()))}
     home = _loose(flow, {node: numbers[key] for node, key in named.items()}, shared)
-    members: list[list[Node]] = [[] for _ in order]
+    members: list[list[Node]] = [[] for _ in numbers]
     for node in flow.nodes:
         if node in home:
             members[home[node]].append(node)
-    return tuple(Layer((name,), tuple(nodes), block) for (name, block), nodes in zip(order, members, strict=True))
+    return tuple(Layer((name,), tuple(nodes), block) for (name, block), nodes in zip(numbers, members, strict=True))
 
 
-def _outermost(path: str, around: set[str]) -> str:
-    """Return the outermost module of a path that holds no block; empty for a module that holds all of them."""
-    atoms = path.split(".")
-    return next((name for end in range(1, len(atoms) + 1) if (name := ".".join(atoms[:end])) not in around), "")
+def outer_modules(path: str) -> list[str]:
+    """Return the modules on the way to a module, the outermost first, and the module itself; none for the model."""
+    atoms = path.split(".") if path else []
+    return [".".join(atoms[:end]) for end in range(1, len(atoms) + 1)]
 
 
 def _loose(flow: Dataflow, known: Mapping[Node, int], shared: set[Node]) -> dict[Node, int]:

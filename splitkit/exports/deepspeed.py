@@ -48,7 +48,7 @@ def _read(text: str) -> StagesInText:
     parts = whole_numbers(found[1] if found else text)
     if parts is None or len(parts) < 2 or parts[0] != 0 or any(a >= b for a, b in pairwise(parts)):
         raise no_such_text("DeepSpeed", "it has no increasing list of borders that begins with 0", _EXAMPLE)
-    return StagesInText(layers=parts[1:-1], total=parts[-1])
+    return StagesInText(layers=tuple(b - a for a, b in pairwise(parts)))
 
 
 DEEPSPEED = ExportFormat(

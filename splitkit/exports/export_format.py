@@ -69,18 +69,15 @@ def whole_numbers(text: str) -> tuple[int, ...] | None:
 
 def json_object(text: str) -> dict[str, Any] | None:
     """Return the object of a JSON text, or of a Python dictionary of constants; None if the text is neither."""
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            found = parse(text.strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        if isinstance(found, dict) and all(isinstance(key, str) for key in found):
-            return found
-    return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = literal(text.strip())
+    return found if isinstance(found, dict) and all(isinstance(key, str) for key in found) else None
 
 
-def literal(text: str) -> Any:
-    """Return the value of a Python text of constants; None for any other."""
+def literal(text: str | ast.expr) -> Any:
+    """Return the value of a Python text or expression of constants; None for any other."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):

@@ -56,7 +56,7 @@ def _read(text: str) -> StagesInText:
     again = whole_numbers(flags) if isinstance(flags, str) else None
     if again is None or len(again) != sum(blocks):
         raise no_such_text("Galvatron", "checkpoint has not one number for each layer", _EXAMPLE)
-    return StagesInText(blocks=blocks, recompute=tuple(flag > 0 for flag in again))
+    return StagesInText(layers=blocks, recompute=tuple(flag > 0 for flag in again))
 
 
 GALVATRON = ExportFormat(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from torch.fx import Node
 from splitkit.costs import Costs, default
 from splitkit.costs.recorded import record_of
 from splitkit.errors import FileError, listed, nearest
-from splitkit.exports.carried_plan import CarriedPlan, Layer, LayerSequence, StagesInText, cannot_carry, layer_sequence
+from splitkit.exports.carried_plan import (
+    CarriedPlan,
+    Layer,
+    LayerSequence,
+    StagesInText,
+    cannot_carry,
+    layer_sequence,
+    outer_modules,
+)
 from splitkit.exports.deepspeed import DEEPSPEED
 from splitkit.exports.device_maps import ACCELERATE, TRANSFORMERS
 from splitkit.exports.export_format import TORCH, ExportFormat, no_such_text, whole_numbers
@@ -55,7 +64,7 @@ def _read(tool: str, variable: str, text: str) -> StagesInText:
         raise no_such_text(tool, "it has no list of numbers of layers", example)
     if 0 in numbers:
         raise no_such_text(tool, "a rank has no layer, and the parts of a plan are not empty", example)
-    return StagesInText(blocks=numbers)
+    return StagesInText(layers=numbers)
 
 
 def _format(name: str, tool: str, variable: str, flag: str) -> ExportFormat:
@@ -161,11 +170,11 @@ def _plan(form: ExportFormat, flow: Dataflow, costs: Costs, found: StagesInText)
     sequence = layer_sequence(flow, costs, form.level)
     cuts = _cuts(form, sequence, found)
     plan = sequence.plan(cuts, f"{note}: {_summary(sequence, cuts)}")
-    devices = _devices(form, sequence, cuts, found.devices or {})
     again = _checkpointed(form, sequence, cuts, found.recompute)
-    parts: dict[PartKey, Part] = {
-        stage: Part(stage, devices[stage], "checkpoint" if again[stage] else "plain") for stage in range(len(cuts) + 1)
-    }
+    parts, named = dict[PartKey, Part](), found.devices
+    for stage, start in enumerate([0, *cuts]):
+        device = None if named is None else _device(form, _device_of(form, sequence.layers[start], named))
+        parts[stage] = Part(stage, device, "checkpoint" if again[stage] else "plain")
     return replace(plan, parts=parts)
 
 
@@ -181,10 +190,8 @@ def _misfit(form: ExportFormat, reason: str, remedy: str) -> FileError:
 
 def _cuts(form: ExportFormat, sequence: LayerSequence, found: StagesInText) -> tuple[int, ...]:
     """Return the cuts of a text, after checking that the graph can be cut there."""
-    if found.blocks is not None:
-        cuts = _after_blocks(form, sequence, found.blocks)
-    elif found.layers is not None:
-        cuts = _after_layers(form, sequence, found.layers, found.total)
+    if found.layers is not None:
+        cuts = _after_layers(form, sequence, found.layers)
     elif found.starts is not None:
         cuts = _at_modules(form, sequence, found.starts)
     elif found.devices is not None:
@@ -202,25 +209,13 @@ def _cuts(form: ExportFormat, sequence: LayerSequence, found: StagesInText) -> t
     return cuts
 
 
-def _after_blocks(form: ExportFormat, sequence: LayerSequence, blocks: Sequence[int]) -> tuple[int, ...]:
-    total = sum(layer.block is not None for layer in sequence.layers)
-    if sum(blocks) != total:
-        reason = f"{' + '.join(map(str, blocks))} = {sum(blocks)} layers, and it has {total}"
-        raise _misfit(form, reason, f"Its layers are {', '.join(f'{name}.*' for name in sequence.lists)}.")
-    ends, done = [], 0
-    for count in blocks[:-1]:
-        done += count
-        ends.append(done)
-    return tuple(ends)
-
-
-def _after_layers(form: ExportFormat, sequence: LayerSequence, cuts: Sequence[int], total: int) -> tuple[int, ...]:
-    if total != len(sequence.layers):
+def _after_layers(form: ExportFormat, sequence: LayerSequence, counts: Sequence[int]) -> tuple[int, ...]:
+    total = len(sequence.layers)
+    if sum(counts) != total:
         names = ", ".join("+".join(layer.names) for layer in sequence.layers[:3])
-        raise _misfit(
-            form, f"it counts {total} layers, and the model has {len(sequence.layers)}", f"They are {names} ..."
-        )
-    return tuple(cuts)
+        reason = f"{' + '.join(map(str, counts))} = {sum(counts)} layers, and the model has {total}"
+        raise _misfit(form, reason, f"They are {names} ...")
+    return tuple(accumulate(counts[:-1]))
 
 
 def _at_modules(form: ExportFormat, sequence: LayerSequence, starts: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
@@ -229,7 +224,7 @@ def _at_modules(form: ExportFormat, sequence: LayerSequence, starts: Sequence[tu
     last: dict[str, int] = {}
     for i, layer in enumerate(sequence.layers):
         for node in layer.nodes:
-            for name in _prefixes(module_path(node)):
+            for name in outer_modules(module_path(node)):
                 first.setdefault(name, i)
                 last[name] = i
     cuts = []
@@ -285,8 +280,8 @@ def _between_modules(form: ExportFormat, sequence: LayerSequence, stages: Sequen
 
 def _between_devices(form: ExportFormat, sequence: LayerSequence, devices: Mapping[str, str]) -> tuple[int, ...]:
     """Return the cuts at which the device changes from one layer to the next."""
-    known = {name for key in sequence.flow.root.state_dict() for name in _prefixes(key)}
-    known |= {name for node in sequence.flow.nodes for name in _prefixes(module_path(node))}
+    known = {name for key in sequence.flow.root.state_dict() for name in outer_modules(key)}
+    known |= {name for node in sequence.flow.nodes for name in outer_modules(module_path(node))}
     if strange := next((name for name in devices if name and name not in known), None):
         raise _misfit(
             form, f"the model has no module {strange!r}", nearest(strange, known, "Name modules of the model.")
@@ -302,29 +297,11 @@ def _device_of(form: ExportFormat, layer: Layer, devices: Mapping[str, str]) -> 
     return devices[_nearest_parent(form, layer.names[0], devices)]
 
 
-def _prefixes(path: str) -> list[str]:
-    atoms = path.split(".") if path else []
-    return [".".join(atoms[:end]) for end in range(1, len(atoms) + 1)]
-
-
-def _devices(
-    form: ExportFormat, sequence: LayerSequence, cuts: Sequence[int], devices: Mapping[str, str]
-) -> list[torch.device | None]:
-    """Return the device of each stage."""
-    starts = [0, *cuts]
-    if not devices:
-        return [None] * len(starts)
-    return [_device(form, _device_of(form, sequence.layers[start], devices)) for start in starts]
-
-
 def _nearest_parent(form: ExportFormat, name: str, wanted: Mapping[str, object]) -> str:
     """Return the named module that a module is or is in."""
-    atoms = name.split(".")
-    for end in range(len(atoms), 0, -1):
-        if (outer := ".".join(atoms[:end])) in wanted:
-            return outer
-    if "" in wanted:
-        return ""
+    outer = next((outer for outer in reversed(["", *outer_modules(name)]) if outer in wanted), None)
+    if outer is not None:
+        return outer
     if inside := next((other for other in wanted if other.startswith(f"{name}.")), None):
         raise _misfit(form, f"it divides {name}, of which it names {inside}", "Give the whole of it one place.")
     raise _misfit(form, f"it gives {name} no stage", nearest(name, wanted, "List every module."))

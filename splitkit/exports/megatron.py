@@ -58,7 +58,7 @@ def _require_decoder(carried: CarriedPlan) -> None:
         what = "embedding" if first.block is not None else "head"
         reason = f"the model has no {what}, but a layout has one E at its beginning and one L at its end"
         raise cannot_carry("Megatron's layout", reason, "Capture the model with its embedding and its head.")
-    if not carried.embeds_tokens:
+    if not sequence.embeds_tokens:
         reason = f"{first.names[0]} is not a token embedding, but E is the embedding of a language model"
         raise cannot_carry("Megatron's layout", reason, "Export to torch, accelerate or onnx.")
 
@@ -83,23 +83,19 @@ def _recompute(carried: CarriedPlan) -> list[str]:
     They hold for all stages: ``uniform`` checkpoints units of N layers, ``block`` the first N layers of each stage.
     """
     flags = carried.recomputed_blocks
-    counts = [sum(stage) for stage in flags]
     if not any(carried.recompute):
         return []
-    if carried.by_stage or not all(map(all, flags)):
-        sizes = {count for count, stage in zip(counts, flags, strict=True)}
-        whole = not carried.by_stage or all(map(all, flags))
-        if len(sizes) > 1 or not whole or not counts[0]:
-            raise cannot_carry(
-                "Megatron",
-                f"its flags recompute the same number of layers in every stage, and the stages have {counts}",
-                "Plan stages with equal numbers of recomputed layers, or with recompute in all or none of them.",
-            )
-        return _full("uniform" if carried.by_stage else "block", counts[0])
-    return _full("uniform", 1)
-
-
-def _full(method: str, layers: int) -> list[str]:
+    counts, whole = [sum(stage) for stage in flags], all(map(all, flags))
+    if whole and not carried.by_stage:
+        method, layers = "uniform", 1
+    elif len({*counts}) == 1 and counts[0] and (whole or not carried.by_stage):
+        method, layers = "uniform" if carried.by_stage else "block", counts[0]
+    else:
+        raise cannot_carry(
+            "Megatron",
+            f"its flags recompute the same number of layers in every stage, and the stages have {counts}",
+            "Plan stages with equal numbers of recomputed layers, or with recompute in all or none of them.",
+        )
     return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {layers}"]
 
 
@@ -112,11 +108,7 @@ def _read(text: str) -> StagesInText:
         raise no_such_text("Megatron", f"splitkit reads no layout with {what}", _EXAMPLE)
     if any(not stage for stage in stages):
         raise no_such_text("Megatron", "a stage is empty, and the parts of a plan are not", _EXAMPLE)
-    ends, total = [], 0
-    for stage in stages[:-1]:
-        total += len(stage)
-        ends.append(total)
-    return StagesInText(layers=tuple(ends), total=len(letters))
+    return StagesInText(layers=tuple(map(len, stages)))
 
 
 def _unrolled(text: str) -> list[str]:

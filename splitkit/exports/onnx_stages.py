@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from splitkit.errors import FileError
@@ -61,15 +61,15 @@ def annotate_onnx(model: Any, text: str, configuration: str = "splitkit") -> int
     Raises:
         FileError: SK524 for another text, SK525 if no node of the model comes from a module of the plan's graph.
     """
-    known = _KnownStages(text)
-    named = known.stages([_origin(node) for node in model.graph])
+    named, count = _stages(text, [_origin(node) for node in model.graph])
     if all(stage is None for stage in named):
         reason = "no node of the ONNX model comes from a module of the plan's graph"
         raise FileError("SK525", reason, "Export the same model with torch.onnx.export(..., dynamo=True).")
-    added = model.add_device_configuration(configuration, num_devices=known.count)
+    added = model.add_device_configuration(configuration, num_devices=count)
     stage_of: dict[int, int] = {}
     for node, own in zip(model.graph, named, strict=True):
-        before = max((stage_of[id(p)] for p in _producers(node) if id(p) in stage_of), default=0)
+        made_by = (id(value.producer()) for value in node.inputs if value is not None)
+        before = max((stage_of[producer] for producer in made_by if producer in stage_of), default=0)
         stage_of[id(node)] = max(own or 0, before)
         node.set_pipeline_stage(added, stage_of[id(node)])
     model.ir_version = max(model.ir_version, 11)
@@ -94,45 +94,30 @@ def _origin(node: Any) -> _Origin | None:
     return _Origin(found[1], str(scopes[-2]) if len(scopes) > 1 else "", found[2])
 
 
-class _KnownStages:
-    """The stages of a text by module, and by module and op."""
+def _stages(text: str, origins: Sequence[_Origin | None]) -> tuple[list[int | None], int]:
+    """Return the stage of each ONNX node, None where the text does not say, and the number of stages."""
+    stages, data = _read(text).nodes or {}, json_object(text) or {}
+    modules, ops = (data.get(field) for field in ("module", "op"))
+    if not isinstance(modules, dict) or not isinstance(ops, dict) or not stages.keys() <= modules.keys() & ops.keys():
+        raise no_such_text("ONNX", "it has no module and op for each node", _EXAMPLE)
+    of_module: dict[str, set[int]] = {}
+    of_op: dict[tuple[str, str], list[int]] = {}
+    for name, stage in stages.items():
+        of_module.setdefault(modules[name], set()).add(stage)
+        of_op.setdefault((modules[name], ops[name]), []).append(stage)
+    order: dict[tuple[str, str], dict[str, int]] = {}
+    for origin in filter(None, origins):
+        names = order.setdefault((origin.module, origin.op), {})
+        names.setdefault(origin.name, len(names))
 
-    def __init__(self, text: str) -> None:
-        stages = _read(text).nodes or {}
-        data = json_object(text) or {}
-        modules, ops = (data.get(field) for field in ("module", "op"))
-        if (
-            not isinstance(modules, dict)
-            or not isinstance(ops, dict)
-            or not stages.keys() <= modules.keys() & ops.keys()
-        ):
-            raise no_such_text("ONNX", "it has no module and op for each node", _EXAMPLE)
-        self.count = max(stages.values()) + 1
-        self.of_module: dict[str, set[int]] = {}
-        self.of_op: dict[tuple[str, str], list[int]] = {}
-        for name, stage in stages.items():
-            self.of_module.setdefault(modules[name], set()).add(stage)
-            self.of_op.setdefault((modules[name], ops[name]), []).append(stage)
-
-    def stages(self, origins: Sequence[_Origin | None]) -> list[int | None]:
-        """Return the stage of each ONNX node; None where the text does not say."""
-        order: dict[tuple[str, str], dict[str, int]] = {}
-        for origin in origins:
-            if origin is not None:
-                names = order.setdefault((origin.module, origin.op), {})
-                names.setdefault(origin.name, len(names))
-        return [None if origin is None else self._stage(origin, order[origin.module, origin.op]) for origin in origins]
-
-    def _stage(self, origin: _Origin, same: Mapping[str, int]) -> int | None:
-        known = self.of_op.get((origin.module, origin.op), [])
+    def stage_of(origin: _Origin) -> int | None:
+        known, same = of_op.get((origin.module, origin.op), []), order[origin.module, origin.op]
         if len(known) == len(same):
             return known[same[origin.name]]
-        whole = self.of_module.get(origin.module, set())
+        whole = of_module.get(origin.module, set())
         return next(iter(whole)) if len(whole) == 1 else None
 
-
-def _producers(node: Any) -> Iterable[Any]:
-    return (value.producer() for value in node.inputs if value is not None and value.producer() is not None)
+    return [None if origin is None else stage_of(origin) for origin in origins], max(stages.values()) + 1
 
 
 ONNX = ExportFormat(

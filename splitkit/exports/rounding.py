@@ -7,6 +7,7 @@ simulated peak, is excluded at its place, and the program runs again.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,7 @@ from splitkit.search.device_search import DeviceRequest
 from splitkit.search.placement_model import PlacementModel
 from splitkit.search.plan_figures import StagePricing
 from splitkit.search.request import StageRequest
+from splitkit.solvers.line.path_bound import least_sum
 from splitkit.units import duration, size
 
 _SLACK = 1e-9  # relative: two sums of the same prices in another order
@@ -257,32 +259,13 @@ def cheapest_cuts(loads: Floats, borders: Sequence[int]) -> tuple[int, ...] | No
         borders: where cuts may fall, increasing.
     """
     ends = np.array([0, *borders, loads.shape[1] - 1])
-    limits = loads[:, ends][:, :, ends]
-    worst, _ = _program(limits, np.maximum)
-    if not np.isfinite(worst):
+    between, free = loads[:, ends][:, :, ends], np.zeros(len(ends))
+    known = np.unique(between[np.isfinite(between)])
+    least = bisect_left(known, True, key=lambda most: np.isfinite(least_sum(between, free, most).value))
+    if least == len(known):
         return None
-    within = limits <= worst * (1 + _SLACK)
-    _, path = _program(np.where(within, np.where(within, limits / (worst or 1.0), 0.0) ** 2, np.inf), np.add)
-    return tuple(int(ends[i]) for i in path)
-
-
-def _program(costs: Floats, join: np.ufunc) -> tuple[float, list[int]]:
-    """Return the best value of reaching the last border with all stages, and the inner borders on the way.
-
-    Args:
-        costs: (stages, b, b) of a stage between two borders; infinite where there is none.
-        join: how the costs of stages make the value: their maximum or their sum.
-    """
-    value = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf)
-    back: list[npt.NDArray[np.int64]] = []
-    for cost in costs:
-        reached = join(value[:, None], cost)
-        back.append(reached.argmin(axis=0))
-        value = reached.min(axis=0)
-    path = [costs.shape[1] - 1]
-    for step in reversed(back):
-        path.append(int(step[path[-1]]))
-    return float(value[-1]), path[-2:0:-1]
+    found = least_sum((between / (known[least] or 1.0)) ** 2, free, (1 + _SLACK) ** 2)
+    return tuple(int(ends[i]) for i in found.ends[:-1])
 
 
 # The load of every run of consecutive layers as a stage: its work, and the values that it sends and receives.

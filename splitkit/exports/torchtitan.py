@@ -8,7 +8,6 @@ torchtitan there: ``tok_embeddings``, ``layers.0``, ``norm``, ``lm_head``.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 
@@ -35,8 +34,7 @@ def titan_names(sequence: LayerSequence) -> dict[str, str]:
     blocks = [i for i, layer in enumerate(sequence.layers) if layer.block is not None]
     before = names[: blocks[0]]
     behind = names[blocks[-1] + 1 :]
-    embeds = any("embedding" in str(node.target) for node in sequence.layers[0].nodes)
-    if len(before) != 1 or len(behind) != 2 or not embeds:
+    if len(before) != 1 or len(behind) != 2 or not sequence.embeds_tokens:
         raise cannot_carry(
             "torchtitan",
             "its models have tok_embeddings, layers.N, norm and lm_head, and this one has "
@@ -51,9 +49,8 @@ def _write(carried: CarriedPlan) -> str:
     named = titan_names(carried.sequence)
     stages = [[named[name] for name in names] for names in carried.names]
     children = dict(carried.sequence.flow.root.named_children())
-    for (
-        name
-    ) in carried.sequence.shared_modules:  # rotary tables are in every stage, as torchtitan's own splits have them
+    # rotary tables are in every stage, as torchtitan's own splits have them
+    for name in carried.sequence.shared_modules:
         for own in stages:
             own.append(name if name in children else name.split(".")[-1])
     lists = [f"        {json.dumps(names)}," for names in stages]
@@ -118,7 +115,7 @@ def _policy(carried: CarriedPlan) -> str:
 def _read(text: str) -> StagesInText:
     for name, expression in python_values(text):
         if name == "module_fqns_per_model_part":
-            return _stages(literal(ast.unparse(expression)))
+            return _stages(literal(expression))
     return _stages(literal(text.strip()))
 
 

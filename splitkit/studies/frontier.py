@@ -40,14 +40,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class _Moved:
-    """A plan that offloads, and the planner that describes it."""
-
-    found: OffloadPlan
-    planner: OffloadPlanner
-
-
-@dataclass(frozen=True, eq=False)
 class Point:
     """One point of a frontier.
 
@@ -59,7 +51,8 @@ class Point:
     choice: Choice
     costs: Costs
     _peak: int | None = None
-    _moved: _Moved | None = None
+    _moved: OffloadPlan | None = None
+    _planner: OffloadPlanner | None = None
 
     __repr__ = brief
 
@@ -76,12 +69,12 @@ class Point:
     @property
     def waits(self) -> float:
         """The seconds that the step waits for copies to and from the host."""
-        return 0.0 if self._moved is None else self._moved.found.run.exposed
+        return 0.0 if self._moved is None else self._moved.run.exposed
 
     @property
     def host(self) -> int:
         """The bytes that are on the host when forward ends."""
-        return 0 if self._moved is None else self._moved.found.run.host
+        return 0 if self._moved is None else self._moved.run.host
 
     @cached_property
     def plan(self) -> Plan:
@@ -89,13 +82,12 @@ class Point:
         peak = "" if self._peak is None else f"peak {size(self._peak)}, "
         again = duration(self.choice.seconds, self.choice.savings.time_unit)
         note = f"frontier: {peak}{size(self.saved)} saved, {again} computed again"
-        if self._moved is None:
+        if self._moved is None or self._planner is None:
             found = self.choice.plan(note)
         else:
             note += f", {size(self.host)} on the host, {duration(self.waits)} waited for copies"
-            planner = self._moved.planner
-            request = PlanRequest(offload=asdict(planner.model.link))
-            found = replace(planner.described(self._moved.found, note), request=request)
+            request = PlanRequest(offload=asdict(self._planner.model.link))
+            found = replace(self._planner.described(self._moved, note), request=request)
         return replace(found, prices=record_of(self.costs, self.choice.savings.flow))
 
     @cached_property
@@ -252,8 +244,8 @@ class Frontier(Shown):
         The last point recomputes nothing that costs time.
         """
         if self.offload is not None:
-            each = ((found, _Moved(found, self._offloading.planner)) for found in self._offloading.plans)
-            return tuple(Point(found.seen.choice, self._costs, found.run.peak, moved) for found, moved in each)
+            planner, plans = self._offloading.planner, self._offloading.plans
+            return tuple(Point(one.seen.choice, self._costs, one.run.peak, one, planner) for one in plans)
         if self.of == "peak":
             return tuple(Point(seen.choice, self._costs, seen.peak) for seen in self._front.plans)
         return tuple(Point(choice, self._costs) for choice in self.hull.choices)
@@ -286,28 +278,16 @@ class Frontier(Shown):
             PolicyError: SK302 if it is not a number of bytes.
             NoPlanError: SK303 if every plan needs more; it says how much the smallest needs.
         """
-        limit = int(min(_nbytes("within", nbytes), sys.maxsize))
+        limit, least = int(min(_nbytes("within", nbytes), sys.maxsize)), self.taken(self.points[0])
         if self.of == "peak":
-            return self._within_peak(limit)
-        choice = self.hull.within(limit)
-        if choice is None:
-            least = self.points[0].saved
-            raise NoPlanError(
-                "SK303",
-                f"no plan saves only {size(limit)}: what may not be computed again takes {size(least)}",
-                f"Allow {least} bytes.",
-            )
-        return Point(choice, self._costs)
-
-    def _within_peak(self, limit: int) -> Point:
-        found = next((point for point in reversed(self.points) if point.peak <= limit), None)
+            found = next((point for point in reversed(self.points) if point.peak <= limit), None)
+            reason = f"no plan was found whose peak is within {size(limit)}: the lowest is {size(least)}"
+        else:
+            choice = self.hull.within(limit)
+            found = None if choice is None else Point(choice, self._costs)
+            reason = f"no plan saves only {size(limit)}: what may not be computed again takes {size(least)}"
         if found is None:
-            least = self.points[0].peak
-            raise NoPlanError(
-                "SK303",
-                f"no plan was found whose peak is within {size(limit)}: the lowest is {size(least)}",
-                f"Allow {least} bytes.",
-            )
+            raise NoPlanError("SK303", reason, f"Allow {least} bytes.")
         return found
 
     def less(self, fraction: float) -> Point:

@@ -169,12 +169,9 @@ def _factory(module: ModuleType, place: str, name: str) -> Callable[..., Any]:
     others = near(name, names)
     remedy = f"Did you mean {place}:{others[0]}? " if others else "Define a function of that name there; "
     found = "does not exist" if factory is None else f"is a {type(factory).__name__}, not a function"
-    remedy += f"{_capital(functions_listed(names), others)}."
+    known = functions_listed(names)
+    remedy += f"{known[0].upper() + known[1:] if others else known}."
     raise CaptureError("SK403", f"the factory {name!r} in {place} {found}", remedy)
-
-
-def _capital(text: str, after_a_sentence: object) -> str:
-    return text[0].upper() + text[1:] if after_a_sentence else text
 
 
 def _takes_mesh(factory: Callable[..., Any]) -> bool:

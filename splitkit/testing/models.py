@@ -61,7 +61,10 @@ def build(name: str, seed: int = 0, **sizes: int) -> Example:
             "Choose heads that divide the width.",
         )
     transformers = require_transformers("the example models need")
-    with _seeded(seed), _quiet():
+    import torch
+
+    with torch.random.fork_rng(devices=[]), _quiet():
+        torch.manual_seed(seed)
         model, kwargs = _BUILDERS[name](transformers, wanted)
     return Example(model.train(), (), kwargs)
 
@@ -87,18 +90,6 @@ def load(spec: str, mesh: Any = None, /, **sizes: int) -> Example:
     if is_program(spec):
         return saved_program(spec, sizes)
     return made_by(spec, sizes, mesh) if ":" in spec else build(spec, **sizes)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    import torch
-
-    state = torch.get_rng_state()
-    try:
-        torch.manual_seed(seed)
-        yield
-    finally:
-        torch.set_rng_state(state)
 
 
 @contextmanager

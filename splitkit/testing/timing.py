@@ -78,20 +78,14 @@ def _stopwatch(parts: Collection[nn.Module]) -> Iterator[list[float]]:
     took = [0.0] * len(parts)
     started = [0.0] * len(parts)
 
-    def start(number: int) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            started[number] = _now()
+    def start(number: int, module: nn.Module, args: Any) -> None:
+        started[number] = _now()
 
-        return hook
+    def stop(number: int, module: nn.Module, args: Any, output: Any) -> None:
+        took[number] += _now() - started[number]
 
-    def stop(number: int) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            took[number] += _now() - started[number]
-
-        return hook
-
-    handles = [part.register_forward_pre_hook(start(i)) for i, part in enumerate(parts)]
-    handles += [part.register_forward_hook(stop(i)) for i, part in enumerate(parts)]
+    handles = [part.register_forward_pre_hook(partial(start, i)) for i, part in enumerate(parts)]
+    handles += [part.register_forward_hook(partial(stop, i)) for i, part in enumerate(parts)]
     try:
         yield took
     finally:

@@ -40,7 +40,7 @@ from splitkit.view.data.report import Report, rank_table, report
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.page import page
 from splitkit.view.page.html import FramedPage, fragment, still_page
-from splitkit.view.svg.drawing import Bar, BarsDrawing, escaped
+from splitkit.view.svg.drawing import Bar, bars_svg, escaped
 from splitkit.view.svg.ladder_svg import halves_svg, ladder_svg, staged_svg
 from splitkit.view.svg.memory_chart import MemoryDrawing
 from splitkit.view.svg.timeline import TimelineDrawing
@@ -295,7 +295,7 @@ def _bars(found: Report) -> str:
     ]
     if found.sizes_known:
         groups.append(("bytes of outputs", bars([part.bytes_out for part in found.parts], size)))
-    return BarsDrawing(f"{len(found.parts)} parts{f': {found.note}' if found.note else ''}", groups).to_svg()
+    return bars_svg(f"{len(found.parts)} parts{f': {found.note}' if found.note else ''}", groups)
 
 
 @pictured.register
@@ -339,9 +339,10 @@ def _pair(pair: Pair, *, costs: Costs | None = None, memory: float | str | None 
         if left := shown[_TOP:]:
             rest = sum(bar.value for bar in left)
             shown = [*shown[:_TOP], Bar(f"{len(left)} smaller ones", rest, size(rest), 0)]
-        again = _again(pair)
+        twice = sum(len(keys) > 1 for keys in pair.plan.places.values()) if pair.plan else 0
+        again = f", {twice} nodes computed again" if twice else ""
         heading = f"{size(total)} in {len(values)} values saved for backward{again}"
-        return BarsDrawing(heading, [("graphs", halves), ("saved for backward, in bytes", shown)]).to_svg()
+        return bars_svg(heading, [("graphs", halves), ("saved for backward, in bytes", shown)])
 
     def tables() -> list[Table]:
         rows = [(value.module or "(top level)", value.op, value.name, size(value.nbytes)) for value in values[:_TOP]]
@@ -366,11 +367,6 @@ def _bar(label: str, values: Sequence[SavedValue]) -> Bar:
     total = sum(value.nbytes for value in values)
     several = f" ×{len(values)}" if len(values) > 1 else ""
     return Bar(f"{label}{several}", total, size(total), 0, ", ".join(value.name for value in values[:_TOP]))
-
-
-def _again(pair: Pair) -> str:
-    twice = sum(len(keys) > 1 for keys in pair.plan.places.values()) if pair.plan else 0
-    return f", {twice} nodes computed again" if twice else ""
 
 
 def bundle(shown: object) -> dict[str, str]:

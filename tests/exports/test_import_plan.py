@@ -71,7 +71,7 @@ def test_the_form_can_be_named(gm):
         ("Et|ttL", "megatron", "SK525", "5 layers, and the model has 6"),
         ("a,b", "vllm", "SK524", "numbers of layers"),
         ("0,4", "vllm", "SK524", "no layer"),
-        ("1,2", "vllm", "SK525", "1 \\+ 2 = 3 layers, and it has 4"),
+        ("1,2", "vllm", "SK525", "1 \\+ 2 = 3 layers, and the model has 4"),
         ("[1, 2", "accelerate", "SK524", "not a dictionary"),
         ("{}", "accelerate", "SK524", "not a dictionary"),
         ('{"layers.9": 0}', "accelerate", "SK525", "no module 'layers.9'"),

@@ -632,9 +632,9 @@ def test_texts_that_do_not_fit(remedy):
 
 
 def test_lists_of_the_model():
-    with refusal("SK525", "Its layers are {...}.") as caught:
+    with refusal("SK525", "They are {...} ...") as caught:
         read("1,2", "vllm")
-    name = caught.value.remedy.removeprefix("Its layers are ").removesuffix(".*.")
+    name = caught.value.remedy.removesuffix(" ...").split(", ")[-1].partition(".")[0]
     assert read(f"1,{len(getattr(Decoder(), name)) - 1}", "vllm")
     with refusal("SK525", "They are {...} ...") as caught:
         read("parts = [0, 2, 9]", "deepspeed")

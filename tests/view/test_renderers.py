@@ -157,7 +157,7 @@ def test_a_ladder_of_very_many_rows_is_drawn_with_few_boxes():
         {
             "title": "", "unit": "s", "trains": True, "memory": None, "parts": ["0", "1"], "devices": ["", "cuda:1"],
             "rows": [{"name": f"layers.{i}", "part": i // 75, "ops": 1, "kind": i} for i in range(rows)],
-            "times": dict.fromkeys(columns[:2], [1.0] * rows),
+            "borders": [0, 75, 150], "times": dict.fromkeys(columns[:2], [1.0] * rows),
             "stages": dict.fromkeys(columns, [75.0] * 2), "down": [1] * (rows + 1), "up": [1] * (rows + 1),
             "edges": [(i, i + 1, 4) for i in range(rows - 1)], "saved": [(i, i, 4) for i in range(rows)],
         },

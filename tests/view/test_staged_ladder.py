@@ -41,7 +41,7 @@ def test_ribbons_and_held_values_add_up_to_the_bytes_of_each_stage(make):
             assert all(b in rows for _, b, _ in inside), "saved values stay in their stage"
             assert sum(nbytes for *_, nbytes in inside) == whole
         assert sum(nbytes for *_, nbytes in data["held"][number]) == costs[number].saved_bytes
-        assert sum(data["alone"]["fixed"][row] for row in rows) == costs[number].fixed_bytes
+        assert sum(data["weights"][row] for row in rows) == costs[number].fixed_bytes
     for ribbons, makers in (("saved", "kept"), ("waits", "left")):
         assert [sum(nbytes for _, nbytes in of) for of in data[makers]] == [nbytes for *_, nbytes in data[ribbons]]
 

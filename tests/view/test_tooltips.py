@@ -161,7 +161,7 @@ def test_where_ranks_idle_and_when_they_peak_is_what_python_says(browser, tmp_pa
         assert own == pytest.approx(other, abs=1e-12) and sum(own) == pytest.approx(bubble * run.seconds, abs=1e-12)
     times = page.value("[...Array(splitkit.run.ranks).keys()].map(rank => peakTime(splitkit.run, rank))")
     assert times == pytest.approx([held.seconds for held in run.memory], abs=1e-12)
-    made = "(run => run.peaks.map((_, rank) => kindsAt(run.by, rank, run.by.points[rank][peakPoint(run, rank)])))"
+    made = "(run => run.peaks.map((_, rank) => kindsAt(run.by, rank, run.by.points[rank][run.by.highest[rank]])))"
     assert page.value(f"{made}(splitkit.run)") == [list(row.nbytes) for row in run.rows()]
     text = side(page)
     assert "warm-up" in text and f"highest on rank {run.limiting_rank}" in text

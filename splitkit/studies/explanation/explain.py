@@ -19,7 +19,7 @@ from splitkit.graph.dataflow import Dataflow, analyze
 from splitkit.graph.joint_marks import forward_outputs, is_joint
 from splitkit.pipeline.placed_prices import costs_of_plan
 from splitkit.pipeline.purpose import request_of
-from splitkit.plans.parts import PARENT, PartKey, PlanRequest
+from splitkit.plans.parts import PARENT, PartKey
 from splitkit.plans.policy import Policy
 from splitkit.plans.record import Plan, module_of_plan, plan_of
 from splitkit.prices import price_name, require_costs, unit_of
@@ -263,7 +263,9 @@ def compare_plans(a: Plan, b: Plan, *, policy: Policy | None = None, costs: Cost
     if is_joint(flow.graph):
         figures, places = _of_steps(flow, first, second, costs)
     else:
-        figures = _of_stages(flow, first, second, policy, costs, request, renamed)
+        pricings = [StagePricing.of(flow, plan, costs, policy, request) for plan in (first, second)]
+        one, two = (pricing.figures(plan) for pricing, plan in zip(pricings, (first, second), strict=True))
+        figures = [*compared_stages(one, two, pricings[0].unit), *_memories(one, two, renamed)]
         places = (first.places, second.places)
     moved = _moved(flow, *places, renamed)
     note = _note(first, second, costs)
@@ -325,21 +327,6 @@ def _moved(
 
 def _places(names: Any) -> str:
     return " and ".join(names) or "no part"
-
-
-def _of_stages(
-    flow: Dataflow,
-    first: Plan,
-    second: Plan,
-    policy: object,
-    costs: Costs,
-    request: PlanRequest,
-    renamed: Mapping[PartKey, PartKey],
-) -> Sequence[ComparedFigure]:
-    """Return the figures of two plans of a forward graph."""
-    pricings = [StagePricing.of(flow, plan, costs, policy, request) for plan in (first, second)]
-    one, two = (pricing.figures(plan) for pricing, plan in zip(pricings, (first, second), strict=True))
-    return [*compared_stages(one, two, pricings[0].unit), *_memories(one, two, renamed)]
 
 
 def _memories(one: StageFigures, two: StageFigures, renamed: Mapping[PartKey, PartKey]) -> Iterator[ComparedFigure]:

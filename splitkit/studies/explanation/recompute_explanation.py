@@ -26,12 +26,13 @@ from splitkit.plans.parts import Part, PartKey
 from splitkit.plans.record import Plan
 from splitkit.policies import Budget, MinCut
 from splitkit.prices import Costs, checked, kernels_of, unit_of
+from splitkit.search.recompute.memory_limits import saved_storages
 from splitkit.search.recompute.offload_planner import offload_run
 from splitkit.search.recompute.pareto_cuts import Hull
 from splitkit.search.recompute.plan_pool import Pool, Seen
 from splitkit.studies.explanation.stage_explanation import ranges, without_numbers
 from splitkit.studies.explanation.told import ChangedPlan, Explanation, Section, changes_table, compared_steps
-from splitkit.training.choices import Bools, Savings, savings
+from splitkit.training.choices import Bools, Ints, Savings, savings
 from splitkit.training.emission_order import saved_for_backward
 from splitkit.training.flow import BACKWARD, FORWARD, JointFlow, is_size, op_of, output_nodes, save_all_plan
 from splitkit.training.offload_timeline import OffloadRun
@@ -412,9 +413,7 @@ class RecomputeChoices:
 
     @cached_property
     def _saved_storages(self) -> Bools:
-        found = np.zeros(len(self.problem.nbytes), np.bool_)
-        found[self.problem.storage[self.seen.choice.saved]] = True
-        return found
+        return saved_storages(self.seen.choice)
 
     @cached_property
     def on_host(self) -> frozenset[int]:
@@ -508,18 +507,15 @@ class RecomputeChoices:
         return sum(int(problem.nbytes[s]) for s in storages)
 
     @cached_property
-    def _bases(self) -> dict[int, Node]:
+    def _bases(self) -> Ints:
         """Storage -> the first value that lies in it."""
-        found: dict[int, Node] = {}
-        for value, storage in zip(self.problem.values, self.problem.storage.tolist(), strict=True):
-            found.setdefault(storage, value)
-        return found
+        return np.unique(self.problem.storage, return_index=True)[1]
 
     def base(self, node: Node) -> Node:
         """Return the value whose storage a view shares; any other node itself."""
         if node not in self._value or self.runs_again(node):
             return node
-        return self._bases[int(self.problem.storage[self._value[node]])]
+        return self.problem.values[int(self._bases[self.problem.storage[self._value[node]]])]
 
     def row(self, nodes: list[Node], priced: bool = True) -> RecomputeRow:
         """Return the row of equal values, priced for the middle one."""
@@ -541,13 +537,12 @@ class RecomputeChoices:
             on_host=self._waits(node),
         )
         other = self.other(node) if priced else None
-        return known if other is None else self._priced(known, other)
-
-    def _priced(self, row: RecomputeRow, other: Seen) -> RecomputeRow:
+        if other is None:
+            return known
         more = other.seconds - self.seen.seconds
         return replace(
-            row,
-            seconds=max(0.0, more if row.decision == SAVED else -more),
+            known,
+            seconds=max(0.0, more if decision == SAVED else -more),
             saved_change=other.saved - self.seen.saved,
             peak_change=other.peak - self.seen.peak if self.has_peak else None,
         )

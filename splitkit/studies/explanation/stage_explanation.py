@@ -18,6 +18,7 @@ from splitkit.costs import roofline
 from splitkit.costs.roofline import mesh_of
 from splitkit.errors import CycleError, SplitError, listed
 from splitkit.graph.dataflow import Dataflow, module_path, waits_for
+from splitkit.graph.dependences import nodes_after
 from splitkit.hardware.device_specs import find_device
 from splitkit.pipeline.inseparable_nodes import together_because
 from splitkit.pipeline.purpose import purpose, ranks_of
@@ -459,12 +460,12 @@ class StageMoves:
     def closure(self, node: Node, step: int) -> list[Node]:
         """Return what moves if a node moves to the next part (1) or the one before (-1)."""
         flow, own = self.pricing.flow, self.plan.home(node)
-        readers = flow.fact(_readers)
+        before = {n: waits_for(flow, n) for n in flow.nodes}
+        beside = nodes_after(before) if step > 0 else before
         found, stack = {node: None}, [node]
         while stack:
             last = stack.pop()
-            beside = readers[last] if step > 0 else waits_for(flow, last)
-            for other in (*beside, *(n for group, _ in self.together.get(last, ()) for n in group)):
+            for other in (*beside[last], *(n for group, _ in self.together.get(last, ()) for n in group)):
                 if other not in found and own in self.plan.places.get(other, ()):
                     found[other] = None
                     stack.append(other)
@@ -494,12 +495,3 @@ class StageMoves:
         if excess := self.pricing.excess(after):
             change = f"{change}, for which a device lacks {size(excess)}"
         return ChangedPlan(change, tuple(compared_stages(self.pricing.figures(self.plan), after, self.pricing.unit)))
-
-
-def _readers(flow: Dataflow) -> dict[Node, list[Node]]:
-    """Return node -> the placeable nodes that must run after it."""
-    found: dict[Node, list[Node]] = {node: [] for node in flow.nodes}
-    for node in flow.nodes:
-        for read in waits_for(flow, node):
-            found[read].append(node)
-    return found

@@ -43,7 +43,9 @@ class Told(ABC):
         for section in self.sections():
             is_item = isinstance(section, str) and section.startswith("- ")
             found += [] if is_item or not found else [""]
-            found.append(wrapped(section) if isinstance(section, str) else section)
+            if isinstance(section, str):  # words that are longer stay whole
+                section = textwrap.fill(section, _WIDTH, break_long_words=False, break_on_hyphens=False)
+            found.append(section)
         return found
 
     def __str__(self) -> str:
@@ -51,7 +53,9 @@ class Told(ABC):
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """Return text, and HTML in which everything that comes from the model is escaped."""
-        inner = "".join(_html(section) for section in self.sections())
+        paragraph = '<p style="margin:6px 0">{}</p>'
+        sections = (paragraph.format(escaped(s)) if isinstance(s, str) else html_table(s) for s in self.sections())
+        inner = "".join(sections)
         return {"text/plain": str(self), "text/html": f'<div style="font:13px/1.5 sans-serif;margin:4px">{inner}</div>'}
 
 
@@ -76,17 +80,6 @@ class Explanation(Told):
     def sections(self) -> Sequence[Section]:
         """Return the paragraphs and tables."""
         return [section for section in self.said if section]
-
-
-def wrapped(text: str) -> str:
-    """Return a paragraph in lines of bounded length; words that are longer stay whole."""
-    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _html(section: Section) -> str:
-    if isinstance(section, str):
-        return f'<p style="margin:6px 0">{escaped(section)}</p>'
-    return html_table(section)
 
 
 # What one plan costs beside another: the figures that a comparison and an explanation show.
@@ -178,18 +171,11 @@ def changes_table(title: str, changes: Sequence[ChangedPlan]) -> Table:
     for one in changes:
         own = {figure.name: figure for figure in one.figures}
         cells = [figure_text(own[name].second, own[name].unit) if name in own else "-" for name in names]
-        rows.append([one.change, *cells, f"no plan: {_short(one.refusal)}" if one.refusal else _effect(one)])
+        effect = next((f"{figure.name} {figure.change}" for figure in one.figures if figure.better), "none")
+        why = one.refusal  # the data have all of it
+        short = why if len(why) <= _MOST_LETTERS else f"{why[: _MOST_LETTERS - 3].rstrip()}..."
+        rows.append([one.change, *cells, f"no plan: {short}" if why else effect])
     return table((title, *names, "change"), rows, tuple(names))
-
-
-def _effect(one: ChangedPlan) -> str:
-    said = [f"{figure.name} {figure.change}" for figure in one.figures if figure.better]
-    return said[0] if said else "none"
-
-
-def _short(reason: str) -> str:
-    """Return the beginning of a refusal; the data have all of it."""
-    return reason if len(reason) <= _MOST_LETTERS else f"{reason[: _MOST_LETTERS - 3].rstrip()}..."
 
 
 def compared_stages(one: StageFigures, two: StageFigures, unit: str) -> list[ComparedFigure]:

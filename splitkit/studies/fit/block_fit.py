@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from splitkit._gc import paused_collector
-from splitkit._torch import pytree
 from splitkit.errors import CaptureError
 from splitkit.frontends.generate_calls import continued_states
 from splitkit.graph.losses import loss_of, no_loss
+from splitkit.graph.storages import tensors
 from splitkit.hardware.device_specs import Device
 from splitkit.memory.kernels.target_kernels import attention
 from splitkit.memory.storage_watch import StorageWatch
@@ -83,17 +83,15 @@ class BlockFit(ABC):
 
     Attributes:
         subject: the model.
-        blocks: its blocks.
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     _steps: Mapping[int, Any]
 
     @property
     def line(self) -> list[ModelBlock]:
         """The blocks in the order in which they run; some step must have been run."""
-        return [self.blocks[number] for number in next(iter(self._steps.values())).order]
+        return [self.subject.blocks[number] for number in next(iter(self._steps.values())).order]
 
     @abstractmethod
     def holding(self, devices: int, tokens: int) -> Holding:
@@ -102,12 +100,12 @@ class BlockFit(ABC):
     def layout(self, cards: Sequence[Card], tokens: int) -> list[Range] | None:
         """Return cuts with which so many tokens of each sequence fit, ``None`` if there are none."""
         limits = [card.limit for card in cards]
-        return fitting_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+        return fitting_layout(len(self.subject.blocks), limits, self.holding(len(cards), tokens))
 
     def even_layout(self, cards: Sequence[Card], tokens: int) -> list[Range]:
         """Return the cuts whose fullest device is the least full."""
         limits = [card.limit for card in cards]
-        return most_even_layout(len(self.blocks), limits, self.holding(len(cards), tokens))
+        return most_even_layout(len(self.subject.blocks), limits, self.holding(len(cards), tokens))
 
     def rows(self, cards: Sequence[Card], tokens: int) -> list[ByteBreakdown]:
         """Return what each device holds with the most even layout."""
@@ -136,30 +134,26 @@ class InferenceFit(BlockFit):
 
     Attributes:
         subject: the model.
-        blocks: its blocks.
         requests: the number of requests whose caches are held.
         chunk: the most new tokens that a step computes.
-        bits: bits a value of the weights; ``None``: as the model has them.
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     requests: int = 1
     chunk: int = 512
-    bits: int | None = None
     _steps: dict[int, StepBytes] = field(default_factory=dict, repr=False)
 
     def step(self, tokens: int) -> StepBytes:
         """Return what the blocks hold with so many tokens of each request, in the order in which they run."""
         if tokens not in self._steps:
-            self._steps[tokens] = inference_step(self.subject, self.blocks, tokens, self.requests, self.chunk)
+            self._steps[tokens] = inference_step(self.subject, tokens, self.requests, self.chunk)
         return self._steps[tokens]
 
     def holds(self, step: StepBytes, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks, in one step."""
         numbers = step.order[start:end]
         return ByteBreakdown(
-            weights=weight_bytes([self.blocks[n] for n in numbers], self.bits),
+            weights=weight_bytes([self.subject.blocks[n] for n in numbers], self.subject.bits),
             cache=sum(step.cache[n] for n in numbers),
             activations=max((step.work[n] for n in numbers), default=0),
         )
@@ -172,8 +166,14 @@ class InferenceFit(BlockFit):
 
 def weight_bytes(blocks: Sequence[ModelBlock], bits: int | None = None) -> int:
     """Return the bytes of the weights of some blocks, tied ones once; with so many bits a value where that is less."""
+    weights = _weights_of(blocks)
+    return sum(weight.nbytes if bits is None else weight.narrow.get(bits, weight.nbytes) for weight in weights)
+
+
+def _weights_of(blocks: Sequence[ModelBlock]) -> Iterable[Weight]:
+    """Return what the memories of the weights of some blocks hold, tied ones once."""
     found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
-    return sum(weight.nbytes if bits is None else weight.narrow.get(bits, weight.nbytes) for weight in found.values())
+    return found.values()
 
 
 # Runs a generation step of a model on ``meta``: the bytes of each block's cache and activations.
@@ -194,9 +194,7 @@ class StepBytes:
     order: tuple[int, ...]
 
 
-def inference_step(
-    subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int
-) -> StepBytes:
+def inference_step(subject: FitModel, tokens: int, requests: int, chunk: int) -> StepBytes:
     """Run the step that completes caches of so many tokens.
 
     A decoder computes the last ``chunk`` tokens of all requests together, at least one of each. An encoder-decoder
@@ -204,7 +202,6 @@ def inference_step(
 
     Args:
         subject: the model.
-        blocks: its blocks.
         tokens: the tokens of each request.
         requests: the number of requests.
         chunk: the most tokens that a step computes.
@@ -212,91 +209,81 @@ def inference_step(
     Raises:
         CaptureError: SK401 if the model does not run on ``meta``.
     """
-    try:
-        with torch.no_grad(), on_meta():
-            return _step(subject, blocks, tokens, requests, chunk)
-    except CaptureError:
-        raise
-    except Exception as error:
-        needs = "Give a factory that returns the model and inputs with which it runs."
-        raise subject.failed("run", f"{requests} x {tokens} tokens", error, needs) from error
+    needs = "Give a factory that returns the model and inputs with which it runs."
+    with torch.no_grad(), run_on_meta(subject, "run", f"{requests} x {tokens} tokens", needs):
+        model = subject.in_mode(training=False)
+        if subject.example is not None:
+            args, kwargs = subject.example
+            return _one_run(subject, lambda: model(*args, **kwargs), (args, kwargs))
+        if not getattr(model, "can_generate", lambda: False)():
+            main = main_input(model, subject.config, requests, tokens)
+            inputs = {getattr(model, "main_input_name", "input_ids"): main}
+            return _one_run(subject, lambda: model(**inputs), inputs)
+        if subject.config.is_encoder_decoder:
+            return _encode_and_decode(subject, tokens, requests)
+        with continued_states(model):
+            return _decode(subject, tokens, requests, min(tokens, max(1, chunk // requests)))
 
 
-def _step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, chunk: int) -> StepBytes:
-    model = subject.in_mode(training=False)
-    if subject.example is not None:
-        args, kwargs = subject.example
-        return _one_run(blocks, lambda: model(*args, **kwargs), (args, kwargs))
-    if not getattr(model, "can_generate", lambda: False)():
-        inputs = {getattr(model, "main_input_name", "input_ids"): main_input(model, subject.config, requests, tokens)}
-        return _one_run(blocks, lambda: model(**inputs), inputs)
-    if subject.config.is_encoder_decoder:
-        return _encode_and_decode(subject, blocks, tokens, requests)
-    with continued_states(model):
-        return _decode(subject, blocks, tokens, requests, min(tokens, max(1, chunk // requests)))
-
-
-def _one_run(blocks: Sequence[ModelBlock], work: Any, inputs: Any) -> StepBytes:
-    watch = _watch(blocks, None, inputs)
+def _one_run(subject: FitModel, work: Any, inputs: Any) -> StepBytes:
+    watch = _watch(subject, None, inputs)
     watch.run(work)
-    none = (0,) * len(blocks)
-    return StepBytes(none, _work(watch, none, none), running_order(watch.order, len(blocks)))
+    none = (0,) * len(subject.blocks)
+    return StepBytes(none, _work(watch, none, none), running_order(watch.order, len(subject.blocks)))
 
 
-def _decode(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int, new: int) -> StepBytes:
+def _decode(subject: FitModel, tokens: int, requests: int, new: int) -> StepBytes:
     model = subject.model
-    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    owners = _owners(subject, blocks)
-    cache, before = None, (0,) * len(blocks)
+    names = signature(model.forward).parameters
+    last = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+    owners = _owners(subject)
+    cache, before = None, (0,) * len(subject.blocks)
     if tokens > new:
         ids = torch.zeros(requests, tokens - new, dtype=torch.long)
         cache = _cache_of(subject, model(input_ids=ids, use_cache=True, **last))
-        before = _cache_bytes(cache, owners, len(blocks))
-    given = {_cache_name(model): cache} if cache is not None else {}
+        before = _cache_bytes(cache, owners, len(subject.blocks))
+    taken = "past_key_values" if "past_key_values" in names else "cache_params"
+    given = {taken: cache} if cache is not None else {}
     ids = torch.zeros(requests, new, dtype=torch.long)
-    watch = _watch(blocks, cache, ids)
+    watch = _watch(subject, cache, ids)
     output = watch.run(lambda: model(input_ids=ids, use_cache=True, **given, **last))
-    after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
-    return StepBytes(after, _work(watch, before, after), running_order(watch.order, len(blocks)))
+    after = _cache_bytes(_cache_of(subject, output), owners, len(subject.blocks))
+    return StepBytes(after, _work(watch, before, after), running_order(watch.order, len(subject.blocks)))
 
 
-def _encode_and_decode(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, requests: int) -> StepBytes:
-    model, owners, none = subject.model, _owners(subject, blocks), (0,) * len(blocks)
+def _encode_and_decode(subject: FitModel, tokens: int, requests: int) -> StepBytes:
+    model, owners, none = subject.model, _owners(subject), (0,) * len(subject.blocks)
     name = getattr(model, "main_input_name", "input_ids")
     main = {name: main_input(model, subject.config, requests, tokens)}
     first = torch.zeros(requests, 1, dtype=torch.long)
-    encoding = _watch(blocks, None, (main, first))
+    encoding = _watch(subject, None, (main, first))
     output = encoding.run(lambda: model(**main, decoder_input_ids=first, use_cache=True))
-    started = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
+    started = _cache_bytes(_cache_of(subject, output), owners, len(subject.blocks))
     work = _work(encoding, none, started)
     if tokens == 1:
-        return StepBytes(started, work, running_order(encoding.order, len(blocks)))
+        return StepBytes(started, work, running_order(encoding.order, len(subject.blocks)))
     encoded = (output.encoder_last_hidden_state,)
     ids = torch.zeros(requests, tokens - 1, dtype=torch.long)
     cache = _cache_of(subject, model(encoder_outputs=encoded, decoder_input_ids=ids, use_cache=True))
-    before = _cache_bytes(cache, owners, len(blocks))
-    watch = _watch(blocks, cache, (encoded, first))
+    before = _cache_bytes(cache, owners, len(subject.blocks))
+    watch = _watch(subject, cache, (encoded, first))
     output = watch.run(
         lambda: model(encoder_outputs=encoded, decoder_input_ids=first, past_key_values=cache, use_cache=True)
     )
-    after = _cache_bytes(_cache_of(subject, output), owners, len(blocks))
+    after = _cache_bytes(_cache_of(subject, output), owners, len(subject.blocks))
     return StepBytes(
-        after, tuple(map(max, work, _work(watch, before, after))), running_order(encoding.order, len(blocks))
+        after, tuple(map(max, work, _work(watch, before, after))), running_order(encoding.order, len(subject.blocks))
     )
 
 
-def _watch(blocks: Sequence[ModelBlock], cache: Any, inputs: Any) -> BlockWatch:
+def _watch(subject: FitModel, cache: Any, inputs: Any) -> BlockWatch:
     """Return a watch for a run with this cache and these inputs."""
-    watch = BlockWatch(blocks)
-    for block in blocks:
+    watch = BlockWatch(subject.blocks)
+    for block in subject.blocks:
         watch.hold("weights", [*block.module.parameters(), *block.module.buffers()])
     watch.hold("cache", _cached(cache))
-    watch.hold("inputs", _tensors(inputs))
+    watch.hold("inputs", inputs)
     return watch
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def running_order(called: Sequence[int], count: int) -> tuple[int, ...]:
@@ -325,11 +312,6 @@ def _work(watch: BlockWatch, before: Sequence[int], after: Sequence[int]) -> tup
         cached = sum(after[i] if i in seen else before[i] for i in range(len(before)))
         found[number] = max(found[number], max(alive[start:end], default=0) - cached)
     return tuple(found)
-
-
-def _cache_name(model: Any) -> str:
-    names = signature(model.forward).parameters
-    return "past_key_values" if "past_key_values" in names else "cache_params"
 
 
 def _cache_of(subject: FitModel, output: Any) -> Any:
@@ -361,7 +343,7 @@ def _cached(cache: Any) -> list[Tensor]:
 
 
 def _tensors_of(layer: Any) -> list[Tensor]:
-    return [one for one in _tensors([*vars(layer).values()]) if one.ndim]
+    return [one for one in tensors([*vars(layer).values()]) if one.ndim]
 
 
 def _cache_bytes(cache: Any, owners: Mapping[int, int], blocks: int) -> tuple[int, ...]:
@@ -376,9 +358,10 @@ def _cache_bytes(cache: Any, owners: Mapping[int, int], blocks: int) -> tuple[in
     return tuple(found)
 
 
-def _owners(subject: FitModel, blocks: Sequence[ModelBlock]) -> dict[int, int]:
+def _owners(subject: FitModel) -> dict[int, int]:
     """Return number of a layer in the cache -> the block with the module of that ``layer_idx``."""
     found: dict[int, int] = {}
+    blocks = subject.blocks
     decodes = [i for i, block in enumerate(blocks) if "decoder" in block.name.split(".")]
     for i in decodes if subject.config.is_encoder_decoder and decodes else range(len(blocks)):
         for module in blocks[i].module.modules():
@@ -466,9 +449,9 @@ class BlockWatch:
         if number not in self.order:
             self.order.append(number)
 
-    def hold(self, name: str, tensors: Any) -> None:
+    def hold(self, name: str, held: Any) -> None:
         """Count memory that is alive before the run under a name; the tensors themselves are not kept."""
-        for tensor in pytree.tree_leaves(tensors):
+        for tensor in tensors(held):
             self._watch.see(tensor, name)
 
     def run(self, work: Callable[[], Any]) -> Any:
@@ -502,10 +485,27 @@ class BlockWatch:
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """Make new tensors on ``meta``, and run as on a GPU with plain inputs."""
-    with torch.device("meta"), LikeOnGpu():
-        yield
+def run_on_meta(subject: FitModel, does: str, amount: str, needs: str) -> Iterator[None]:
+    """Make new tensors on ``meta``, run as on a GPU with plain inputs, and raise SK401 if that fails.
+
+    Args:
+        subject: the model.
+        does: what it does not if it fails: ``"run"`` or ``"train"``.
+        amount: the inputs of a model with a configuration.
+        needs: the remedy.
+    """
+    try:
+        with torch.device("meta"), LikeOnGpu():
+            yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        cast = subject.cast
+        inputs = amount if subject.example is None else f"the inputs of its factory{cast and f' in {cast}'}"
+        reason = f"{subject.name} does not {does} on meta with {inputs}: {type(error).__name__}: {first}"
+        remedy = f"Leave out dtype, or cast inside the model: it does not run in {cast}." if cast else needs
+        raise CaptureError("SK401", reason, remedy) from error
 
 
 # Finds the cuts of a model between devices for training as a pipeline, and the most tokens with which it fits.
@@ -517,7 +517,6 @@ class TrainingFit(BlockFit):
 
     Attributes:
         subject: the model.
-        blocks: its blocks.
         optimizer: the optimizer whose state counts.
         schedule: the schedule of the pipeline, with one stage on each device.
         microbatches: the microbatches in a step.
@@ -526,7 +525,6 @@ class TrainingFit(BlockFit):
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     optimizer: str
     schedule: str
     microbatches: int
@@ -538,7 +536,7 @@ class TrainingFit(BlockFit):
     def step(self, tokens: int) -> TrainingBytes:
         """Return what the blocks hold with so many tokens of each sequence."""
         if tokens not in self._steps:
-            self._steps[tokens] = training_step(self.subject, self.blocks, tokens, self.sequences)
+            self._steps[tokens] = training_step(self.subject, tokens, self.sequences)
         return self._steps[tokens]
 
     def in_flight(self, stages: int) -> tuple[int, ...]:
@@ -555,8 +553,8 @@ class TrainingFit(BlockFit):
     def holds(self, step: TrainingBytes, in_flight: int, start: int, end: int) -> ByteBreakdown:
         """Return what a device holds with a range of blocks."""
         numbers = step.order[start:end]
-        blocks = [self.blocks[n] for n in numbers]
-        trained = trained_bytes_of(blocks)
+        blocks = [self.subject.blocks[n] for n in numbers]
+        trained = sum(weight.trained for weight in _weights_of(blocks))
         return ByteBreakdown(
             weights=weight_bytes(blocks),
             gradients=trained,
@@ -568,10 +566,10 @@ class TrainingFit(BlockFit):
         """Return the bytes that each microbatch in flight holds: what is saved, or for recompute the inputs."""
         numbers = step.order[start:end]
         if not self.recompute or not numbers:
-            return sum(_union(step.saved[n] for n in numbers).values())
+            return sum({key: size for n in numbers for key, size in step.saved[n].items()}.values())
         first = step.inputs[numbers[0]]
         before = {key for n in step.order[:start] for key in (*step.saved[n], *step.inputs[n])}
-        given = _union(step.inputs[n] for n in numbers)
+        given = {key: size for n in numbers for key, size in step.inputs[n].items()}
         return sum(size for key, size in given.items() if key in before or key in first)
 
     def holding(self, devices: int, tokens: int) -> Holding:
@@ -591,19 +589,6 @@ def _peak(step: TrainingBytes, numbers: Sequence[int]) -> int:
         seen |= step.saved[number]
         most = max(most, sum(seen.values()) + step.work[number])
     return most
-
-
-def trained_bytes_of(blocks: Sequence[ModelBlock]) -> int:
-    """Return the bytes of the gradients of some blocks, tied weights once."""
-    found: Mapping[int, Weight] = {key: weight for block in blocks for key, weight in block.weights.items()}
-    return sum(weight.trained for weight in found.values())
-
-
-def _union(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for part in parts:
-        found |= part
-    return found
 
 
 # Runs forward and backward of a model on ``meta``: what each block saves, and what it takes while it runs.
@@ -627,43 +612,33 @@ class TrainingBytes:
     order: tuple[int, ...]
 
 
-def training_step(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
+def training_step(subject: FitModel, tokens: int, sequences: int) -> TrainingBytes:
     """Run forward and backward of a microbatch.
 
     Args:
         subject: the model.
-        blocks: its blocks.
         tokens: tokens of each sequence.
         sequences: the number of sequences.
 
     Raises:
         CaptureError: SK401 if the model does not run on ``meta``, or has no loss.
     """
-    try:
-        with on_meta():
-            return _train(subject, blocks, tokens, sequences)
-    except CaptureError:
-        raise
-    except Exception as error:
-        needs = "Give a factory that returns the model and inputs with which it returns a loss."
-        raise subject.failed("train", f"{sequences} x {tokens} tokens", error, needs) from error
-
-
-def _train(subject: FitModel, blocks: Sequence[ModelBlock], tokens: int, sequences: int) -> TrainingBytes:
-    model = subject.in_mode(training=True)
-    args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    run = _TrainingRun(blocks)
-    try:
-        run.watch.hold("weights", [*model.parameters(), *model.buffers()])
-        run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
-        run.watch.hold("inputs", [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-        run.weights = {memory_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        run.watch.run(lambda: run.forward_and_backward(lambda: model(*args, **kwargs), subject.name))
-    finally:
-        model.zero_grad(set_to_none=True)
-    return run.result()
+    needs = "Give a factory that returns the model and inputs with which it returns a loss."
+    with run_on_meta(subject, "train", f"{sequences} x {tokens} tokens", needs):
+        model = subject.in_mode(training=True)
+        args, kwargs = subject.example or ((), loss_inputs(model, subject.config, sequences, tokens))
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        run, held = _TrainingRun(subject.blocks), (*model.parameters(), *model.buffers())
+        try:
+            run.watch.hold("weights", held)
+            run.watch.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+            run.watch.hold("inputs", (args, kwargs))
+            run.weights = set(map(memory_key, held))
+            run.watch.run(lambda: run.forward_and_backward(lambda: model(*args, **kwargs), subject.name))
+        finally:
+            model.zero_grad(set_to_none=True)
+        return run.result()
 
 
 class _TrainingRun:
@@ -740,4 +715,4 @@ class _TrainingRun:
 
 
 def _graded(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [tensor for tensor in tensors(tree) if tensor.requires_grad]

@@ -37,8 +37,6 @@ from splitkit.studies.fit.fit_model import (
     Card,
     CardList,
     FitModel,
-    ModelBlock,
-    blocks_of,
     cards_of,
     fit_model,
     memory_word,
@@ -70,9 +68,10 @@ def has_attention_alone(model: Any) -> bool:
 
 
 def _keeps_tokens_alone(model: Any) -> bool:
-    layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    layers = map(str, getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     # Mamba has cache_params, and hybrid models say which of their layers have other states
-    return _keeps_tokens(model) and all(map(_is_attention, layers))
+    alone = all(layer.endswith("attention") and not layer.startswith("linear") for layer in layers)
+    return alone and _keeps_tokens(model)
 
 
 def _keeps_tokens(model: Any) -> bool:
@@ -85,11 +84,6 @@ def _has_known_states(model: Any) -> bool:
     except CaptureError:
         return False
     return True
-
-
-def _is_attention(layer: object) -> bool:
-    name = str(layer)
-    return name.endswith("attention") and not name.startswith("linear")
 
 
 def decoder_command(
@@ -267,13 +261,7 @@ class Fit:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; all sizes are bytes."""
         return {
-            "model": self.model,
-            "purpose": self.purpose,
-            "fits": self.fits,
-            "wanted": self.wanted,
-            "tokens": self.tokens,
-            "context": self.context,
-            "requests": self.requests,
+            **vars(self),
             "devices": [device.to_dict() for device in self.devices],
             "alternatives": [alternative.to_dict() for alternative in self.alternatives],
             "next": self.next or None,
@@ -286,15 +274,13 @@ class Fit:
             ("weights", "gradients", "optimizer", "activations") if training else ("weights", "cache", "activations")
         )
         titles = ("", "device", *kinds, "total", "limit", "fits", "modules")
-        rows = [self._cells(number, kinds) for number in range(len(self.devices))]
+        rows = []
+        for number, device in enumerate(self.devices):
+            total, limit = device.held.total, device.card.limit
+            sizes = [size(nbytes) for nbytes in (*(getattr(device.held, kind) for kind in kinds), total, limit)]
+            fits = "yes" if device.fits else f"{size(total - limit)} too much"
+            rows.append((number, device.card.name, *sizes, fits, ", ".join(joined_layers(device.names)) or "nothing"))
         return table(titles, rows, (*kinds, "total", "limit"))
-
-    def _cells(self, number: int, kinds: Sequence[str]) -> tuple[str, ...]:
-        device = self.devices[number]
-        sizes = [size(getattr(device.held, kind)) for kind in kinds]
-        fits = "yes" if device.fits else f"{size(device.held.total - device.card.limit)} too much"
-        names = ", ".join(joined_layers(device.names)) or "nothing"
-        return str(number), device.card.name, *sizes, size(device.held.total), size(device.card.limit), fits, names
 
     def lines(self) -> list[str]:
         """Return the verdict, and what would fit, as lines of text."""
@@ -380,7 +366,8 @@ def fit(
     tokens = None if tokens is None else count("fit", "tokens", tokens)
     requests, chunk, cards = count("fit", "requests", requests), count("fit", "chunk", chunk), cards_of(devices)
     if train is None:
-        _refuse_for_inference(microbatches, recompute)
+        if given := "recompute" if recompute else "microbatches" if microbatches is not None else "":
+            raise PolicyError("SK302", f"fit: {given} is for training only", "Name the optimizer: train='adamw'.")
         subject = fit_model(model, dtype, sizes)
         return _for_inference(model, subject, cards, tokens, requests, chunk, dtype, sizes)
     microbatches = microbatches_of(microbatches, len(cards))
@@ -389,15 +376,8 @@ def fit(
     if subject.bits is not None or subject.stored:
         remedy = "Give dtype='bfloat16' (--dtype bfloat16)."
         raise PolicyError("SK302", f"fit: quantized weights of {subject.name} cannot be trained", remedy)
-    blocks = blocks_of(subject.model)
-    found = TrainingFit(subject, blocks, train, schedule, microbatches, requests, recompute)
+    found = TrainingFit(subject, train, schedule, microbatches, requests, recompute)
     return _for_training(model, found, cards, tokens, dtype, sizes)
-
-
-def _refuse_for_inference(microbatches: int | None, recompute: bool) -> None:
-    given = "recompute" if recompute else "microbatches" if microbatches is not None else ""
-    if given:
-        raise PolicyError("SK302", f"fit: {given} is for training only", "Name the optimizer: train='adamw'.")
 
 
 def _check_training(train: str, schedule: str, microbatches: int, devices: int) -> None:
@@ -437,10 +417,10 @@ def _for_inference(
     sizes: Mapping[str, int] | None,
 ) -> Fit:
     wanted = _wanted(subject, tokens)
-    found = InferenceFit(subject, blocks_of(subject.model, subject.stored), requests, chunk, subject.bits)
+    found = InferenceFit(subject, requests, chunk)
     asked = wanted or 1
-    decoder = DecoderFit(subject, found.blocks, requests, chunk)
-    held = weight_bytes(found.blocks, found.bits) <= sum(card.limit for card in cards)
+    decoder = DecoderFit(subject, requests, chunk)
+    held = weight_bytes(subject.blocks, subject.bits) <= sum(card.limit for card in cards)
     planned = wanted is not None and held and decoder.is_planned
     plan = decoder.plan(cards) if planned else None
     if plan is not None and plan.claim is not None:
@@ -458,10 +438,9 @@ def _for_inference(
         ]
 
     def cast(name: str) -> InferenceFit:
-        other = fit_model(model, name, sizes)
-        return InferenceFit(other, blocks_of(other.model, other.stored), requests, chunk, other.bits)
+        return InferenceFit(fit_model(model, name, sizes), requests, chunk)
 
-    others = [] if fits else inference_alternatives(found, cards, wanted, most, cast)
+    others = [] if fits else alternatives(found, cards, asked, most, cast)
     command, as_stored = "", dtype is None and not subject.stored
     if fits and most is not None and is_decoder(model, subject.model):
         command = decoder_command(model, subject.model, devices, requests, chunk, as_stored)
@@ -486,10 +465,9 @@ def _for_training(
     devices = _training_rows(found, cards, asked)
 
     def cast(name: str) -> TrainingFit:
-        other = fit_model(model, name, sizes)
-        return found.changed(keep=False, subject=other, blocks=blocks_of(other.model))
+        return found.changed(keep=False, subject=fit_model(model, name, sizes))
 
-    others = [] if fits else training_alternatives(found, cards, wanted, most, cast)
+    others = [] if fits else alternatives(found, cards, asked, most, cast)
     given = sizes_of_inputs(model, sizes, found.sequences, asked)
     command = training_command(model, found, devices, given, dtype is None) if fits else ""
     purpose, requests = f"training with {found.optimizer}", found.sequences
@@ -516,13 +494,11 @@ class DecoderFit:
 
     Attributes:
         subject: the model.
-        blocks: its blocks, by which the table names what a device runs.
         requests: the number of requests whose caches are held.
         chunk: the most new tokens that a step computes, of all requests together.
     """
 
     subject: FitModel
-    blocks: Sequence[ModelBlock]
     requests: int
     chunk: int
 
@@ -573,7 +549,7 @@ class DecoderFit:
         found = []
         for key, (card, held) in enumerate(zip(cards, step.held(plan), strict=True)):
             paths = {f"{module_path(node)}." for node in self.flow.nodes if plan.home(node) == key}
-            inside = [b.name for b in self.blocks if any(path.startswith(f"{b.name}.") for path in paths)]
+            inside = [b.name for b in self.subject.blocks if any(path.startswith(f"{b.name}.") for path in paths)]
             found.append(FittedDevice(card, tuple(inside), held))
         return found
 
@@ -587,46 +563,27 @@ _MOST_MORE = 64
 Found = TypeVar("Found", InferenceFit, TrainingFit)
 
 
-def inference_alternatives(
-    found: InferenceFit,
-    cards: Sequence[Card],
-    wanted: int | None,
-    most: int | None,
-    cast: Callable[[str], InferenceFit],
+def alternatives(
+    found: Found, cards: Sequence[Card], asked: int, most: int | None, cast: Callable[[str], Found]
 ) -> list[Alternative]:
-    """Return the changes with which a step fits: tokens, devices, lower precision.
+    """Return the changes with which a step fits: tokens, devices, lower precision, and what training can do without.
 
     Args:
         found: the model.
         cards: the devices on which it does not fit.
-        wanted: the tokens that are asked for.
+        asked: the tokens that are asked for.
         most: the most tokens that fit.
         cast: gives the model in another dtype.
     """
-    asked = wanted or 1
-    formats = [name for name, bits in NARROW.items() if found.bits is None or bits < found.bits]
+    formats: list[str] = _halved(found.subject)
+    if isinstance(found, InferenceFit):
+        formats += [name for name, bits in NARROW.items() if found.subject.bits is None or bits < found.subject.bits]
     return [
         *_fewer_tokens(found, cards, most),
+        *(_recomputed(found, cards, asked) if isinstance(found, TrainingFit) else ()),
         *_more_devices(found, cards, asked),
-        *_lower_precision(found, cards, asked, cast, [*_halved(found.subject), *formats]),
-    ]
-
-
-def training_alternatives(
-    found: TrainingFit,
-    cards: Sequence[Card],
-    wanted: int | None,
-    most: int | None,
-    cast: Callable[[str], TrainingFit],
-) -> list[Alternative]:
-    """Return the changes with which a step of training fits; arguments as for `inference_alternatives`."""
-    asked = wanted or 1
-    return [
-        *_fewer_tokens(found, cards, most),
-        *_recomputed(found, cards, asked),
-        *_more_devices(found, cards, asked),
-        *_lower_precision(found, cards, asked, cast, _halved(found.subject)),
-        *_other_optimizer(found, cards, asked),
+        *_lower_precision(found, cards, asked, cast, formats),
+        *(_other_optimizer(found, cards, asked) if isinstance(found, TrainingFit) else ()),
     ]
 
 
@@ -665,7 +622,7 @@ def _lower_precision(
         except CaptureError:  # code that makes tensors of its own dtype beside the weights
             continue
         if fits:
-            weights = weight_bytes(other.blocks, NARROW.get(name))
+            weights = weight_bytes(other.subject.blocks, NARROW.get(name))
             what = f"weights in {name}, {size(weights)} in all (--dtype {name})"
             yield Alternative("dtype", name, what, _fullest(other, cards, tokens))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, prod
 from types import MappingProxyType
 from typing import Any
@@ -63,20 +64,10 @@ class FitModel:
             self.model.train(training)
         return self.model
 
-    def failed(self, does: str, amount: str, error: Exception, needs: str) -> CaptureError:
-        """Return the SK401 for a run on ``meta`` that failed.
-
-        Args:
-            does: what it does not: ``"run"`` or ``"train"``.
-            amount: the inputs of a model with a configuration.
-            error: how it failed.
-            needs: the remedy.
-        """
-        first = (str(error).strip().splitlines() or [""])[0]
-        inputs = amount if self.example is None else f"the inputs of its factory{self.cast and f' in {self.cast}'}"
-        remedy = f"Leave out dtype, or cast inside the model: it does not run in {self.cast}." if self.cast else needs
-        reason = f"{self.name} does not {does} on meta with {inputs}: {type(error).__name__}: {first}"
-        return CaptureError("SK401", reason, remedy)
+    @cached_property
+    def blocks(self) -> list[ModelBlock]:
+        """Its blocks, in the order in which they are defined."""
+        return blocks_of(self.model, self.stored)
 
     @property
     def context(self) -> int | None:
@@ -241,13 +232,13 @@ def _of_files(model: nn.Module, weights: Weights) -> dict[int, int]:
     name, and its bytes to the weights there of which the files have nothing under their own name.
     """
     sizes, state = weights.sizes(), model.state_dict(keep_vars=True)
-    inside = _Modules(dict(model.named_modules()), [block.name for block in blocks_of(model)])
+    modules, blocks = dict(model.named_modules()), [block.name for block in blocks_of(model)]
     found, others, lost = dict[int, int](), dict[str, int](), list[str]()
     renamed = {name: target for target, made in converted(sizes, weights.place).items() for name in made.names}
     for name, nbytes in sizes.items():
         names = (name, renamed.get(name, name), f"{getattr(model, 'base_model_prefix', '')}.{name}")
         own = next((state[n] for n in names if n in state), None)
-        module = next((m for m in map(inside.module_of, names) if m is not None), None)
+        module = next((m for one in names if (m := _module_of(one, modules, blocks)) is not None), None)
         if own is not None:
             found[memory_key(own)] = nbytes
         elif module is not None:
@@ -273,21 +264,14 @@ def _share(nbytes: int, held: Mapping[int, int], found: dict[int, int]) -> None:
         given = nbytes * before // whole
 
 
-@dataclass(frozen=True)
-class _Modules:
-    """The modules of a model by name, and the blocks that they are in."""
-
-    known: Mapping[str, nn.Module]
-    blocks: Sequence[str]
-
-    def module_of(self, name: str) -> str | None:
-        """Return the innermost module in a block whose name begins this one; ``None`` if there is none."""
-        while "." in name:
-            name = name.rpartition(".")[0]
-            if name in self.known:
-                inside = any(f"{name}.".startswith(f"{block}." if block else "") for block in self.blocks)
-                return name if inside else None
-        return "" if "" in self.blocks else None
+def _module_of(name: str, modules: Collection[str], blocks: Sequence[str]) -> str | None:
+    """Return the innermost module in a block whose name begins this one; ``None`` if there is none."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in modules:
+            inside = any(f"{name}.".startswith(f"{block}." if block else "") for block in blocks)
+            return name if inside else None
+    return "" if "" in blocks else None
 
 
 @dataclass(frozen=True)

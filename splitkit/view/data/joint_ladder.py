@@ -14,13 +14,12 @@ import re
 import zlib
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
 from torch.fx import Node
 
 from splitkit import _torch
@@ -228,8 +227,9 @@ class LadderModel:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes that the picture counts: the forward nodes, in graph order."""
-        return [node for node in self.flow.nodes if node not in self.rows.backward]
+        """The nodes that the picture counts: those of forward by row, which is a topological order."""
+        late, row = self.rows.backward, self.rows.of
+        return sorted((node for node in self.flow.nodes if node not in late), key=row.__getitem__)
 
     @cached_property
     def nodes_of_rows(self) -> list[list[Node]]:
@@ -249,7 +249,34 @@ class LadderModel:
                 {"name": name, "part": self.part_of_row(row), "ops": len(nodes), "kind": row_kind(nodes)}
                 for row, (name, nodes) in enumerate(zip(self.rows.names, self.nodes_of_rows, strict=True))
             ],
+            "borders": self.borders,
             "edges": as_triples(self._edges()),
+        }
+
+    def ops(self) -> dict[str, Any]:
+        """Return columns of equal length, with one entry for each counted node.
+
+        ``module``, ``sort`` and ``source`` are indices into ``modules``, ``sorts`` and ``sources``; a sort is ``[op,
+        value, bytes, seconds]``, which equal layers share; a source is the line of Python that made the op. ``reads``
+        has, for each value that a node reads, how many entries further up the value is.
+        """
+        flow, nodes, costs = self.flow, self.nodes, self.costs
+        place = {node: i for i, node in enumerate(nodes)}
+        modules, module = _numbered(module_path(node) for node in nodes)
+        sorts, sort = _numbered(
+            (_op_text(node), type_text(node), costs.nbytes(node), rounded(costs.seconds(node))) for node in nodes
+        )
+        sources, source = _numbered(source_line(node) for node in nodes)
+        return {
+            "name": [node.name for node in nodes],
+            "row": [self.rows.of[node] for node in nodes],
+            "modules": modules,
+            "module": module,
+            "sorts": sorts,
+            "sort": sort,
+            "sources": sources,
+            "source": source,
+            "reads": [[place[node] - place[n] for n in flow.inputs(node) if n in place] for node in nodes],
         }
 
     def part_of_row(self, row: int) -> int:
@@ -259,7 +286,8 @@ class LadderModel:
     @cached_property
     def borders(self) -> list[int]:
         """The first row of each part, and the number of rows."""
-        return first_rows([self.part_of_row(row) for row in range(len(self.rows))])
+        parts = [self.part_of_row(row) for row in range(len(self.rows))]
+        return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
     def _edges(self) -> dict[tuple[int, int], int]:
         """Return (row, lower row that reads from it) -> bytes of the values read; each value counts once."""
@@ -271,11 +299,6 @@ class LadderModel:
             for row in sorted({of[reader] for reader in readers if reader not in late} - {of[node]}):
                 found[of[node], row] = found.get((of[node], row), 0) + self.costs.nbytes(node)
         return found
-
-
-def first_rows(parts: Sequence[int]) -> list[int]:
-    """Return the first row of each part, and the number of rows; ``parts``: those of the rows, in order."""
-    return [0, *(row for row in range(1, len(parts)) if parts[row] != parts[row - 1]), len(parts)]
 
 
 def sums_of_makers(saved: Mapping[tuple[int, int], Mapping[Any, int]]) -> list[tuple[int, int, int]]:
@@ -320,10 +343,8 @@ class HalvesView(LadderModel):
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """The nodes of forward by row, which is a topological order as values only go down; then those of backward."""
-        late = self.rows.backward
-        forward = sorted((n for n in self.flow.nodes if n not in late), key=self.rows.of.__getitem__)
-        return [*forward, *(n for n in self.flow.nodes if n in late)]
+        """The nodes of forward by row, then those of backward."""
+        return [*super().nodes, *(node for node in self.flow.nodes if node in self.rows.backward)]
 
     @cached_property
     def _place(self) -> dict[str, int]:
@@ -332,48 +353,53 @@ class HalvesView(LadderModel):
     def still(self) -> dict[str, Any]:
         """Return what a still picture of the chosen pair shows, as plain data; takes time linear in the graph."""
         pair = self.pairs[self.chosen]
-        first, second = (self._computed(half) for half in (pair.forward, pair.backward))
-        again = sorted({*first}.intersection(second), key=self._place.__getitem__)
-        rows = [self.rows.of[self.nodes[self._place[name]]] for name in again]
+        figures = self._figures(pair, simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs))
+        again = figures["again"]
+        rows = [self.rows.of[self.nodes[op]] for op in again]
         return self.common() | {
             "schema": SCHEMA,
             "trains": True,
-            "bytes": simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs).saved + pair.host_bytes,
-            "again": again,
+            "bytes": figures["bytes"],
+            "again": [self.nodes[op].name for op in again],
             "counts": {"again": [rows.count(row) for row in range(len(self.rows))]},
-            "times": {
-                "forward": self._seconds(first),
-                "backward": self._seconds(second),
-                "again": self._seconds(again),
-            },
-            "saved": sums_of_makers(self._saved(pair)),
+            "times": {"forward": figures["forward"], "backward": figures["backward"], "again": self._seconds(again)},
+            "saved": figures["saved"],
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Return all that the page shows, as plain data."""
         return self.common() | {
             "schema": SCHEMA,
-            "ops": ops_data(self.flow, self.nodes, self.rows.of.__getitem__, self.costs),
+            "ops": self.ops(),
             "late": sum(node not in self.rows.backward for node in self.nodes),
             "choices": [self._choice(pair) for pair in self.pairs],
             "chosen": self.chosen,
         }
 
-    def _choice(self, pair: Pair) -> dict[str, Any]:
-        first, second = (self._computed(half) for half in (pair.forward, pair.backward))
-        again = sorted(self._place[name] for name in {*first}.intersection(second))
-        profile, saved = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs), self._saved(pair)
+    def _figures(self, pair: Pair, profile: MemoryProfile) -> dict[str, Any]:
+        """Return what both the page and the still picture show of a pair; ``profile`` is its memory."""
+        first, second = (
+            [self._place[n.name] for n in half.graph.nodes if n.op != "placeholder" and n.name in self._place]
+            for half in (pair.forward, pair.backward)
+        )
+        saved = self._saved(pair)
         return {
-            "note": pair.plan.note if pair.plan else "",
-            "peak": profile.peak,
             "bytes": profile.saved + pair.host_bytes,
-            "seconds": rounded(sum(self.costs.seconds(self.nodes[op]) for op in again)),
-            "waits": 0 if pair.plan is None or (moved := self._moved(pair.plan)) is None else rounded(moved.exposed),
-            "again": again,
+            "again": sorted({*first}.intersection(second)),
             "forward": self._seconds(first),
             "backward": self._seconds(second),
             "saved": sums_of_makers(saved),
             "kept": [sorted(of.items(), key=lambda each: -each[1]) for _, of in sorted(saved.items())],
+        }
+
+    def _choice(self, pair: Pair) -> dict[str, Any]:
+        profile = simulate_memory(pair.forward, pair.backward, user_outputs=pair.outputs)
+        figures = self._figures(pair, profile)
+        return figures | {
+            "note": pair.plan.note if pair.plan else "",
+            "peak": profile.peak,
+            "seconds": rounded(sum(self.costs.seconds(self.nodes[op]) for op in figures["again"])),
+            "waits": 0 if pair.plan is None or (moved := self._moved(pair.plan)) is None else rounded(moved.exposed),
             "memory": self._memory(profile),
         }
 
@@ -387,14 +413,11 @@ class HalvesView(LadderModel):
         flow = joint_flow(self.flow.root, forward_outputs(self.flow.graph))
         return Pool(savings(flow, checked(self.costs)), Peaks(flow))
 
-    def _computed(self, half: fx.GraphModule) -> list[str]:
-        return [n.name for n in half.graph.nodes if n.op != "placeholder" and n.name in self._place]
-
-    def _seconds(self, names: Iterable[str]) -> list[float]:
-        """Return the seconds of the named nodes in each row."""
+    def _seconds(self, ops: Iterable[int]) -> list[float]:
+        """Return the seconds of some ops in each row."""
         found = [0.0] * len(self.rows)
-        for name in names:
-            node = self.nodes[self._place[name]]
+        for op in ops:
+            node = self.nodes[op]
             found[self.rows.of[node]] += self.costs.seconds(node)
         return [rounded(seconds) for seconds in found]
 
@@ -426,12 +449,10 @@ class HalvesView(LadderModel):
         ``steps`` has the op of each step, as ``first, count`` of runs of consecutive ops; -1 for a step without an op.
         """
         live, ops = profile.timeline, [self._place.get(step.name, -1) for step in profile.steps]
-        runs: list[list[int]] = []
-        for op in ops:
-            if runs and (op == runs[-1][0] + runs[-1][1] if op >= 0 else runs[-1][0] < 0):
-                runs[-1][1] += 1
-            else:
-                runs.append([op, 1])
+        steps: list[int] = []
+        for _, run in groupby(enumerate(ops), key=lambda at: at[1] - at[0] if at[1] >= 0 else None):
+            (_, first), *others = run
+            steps += [first, 1 + len(others)]
         # many steps change nothing, such as getitems and views
         changes: list[int | str] = []
         for still, group in groupby([*live[:1], *(b - a for a, b in pairwise(live))], key=lambda change: not change):
@@ -439,7 +460,7 @@ class HalvesView(LadderModel):
             changes += [str(len(found))] if still else found
         return {
             "at": profile.index,
-            "steps": [number for run in runs for number in run],
+            "steps": steps,
             "bytes": changes,
             "calls": [(name, steps.start, steps.stop) for name, steps in profile.calls.items()],
             "alive": self._alive(profile),
@@ -470,43 +491,11 @@ def _given_names(buffers: Iterable[SimulatedStorage]) -> dict[str, str]:
     return {node: name.removeprefix("model.") if wrapped else name for node, name in found.items()}
 
 
-# Turns the nodes of a graph into columns of plain data, in which equal texts are stored once.
+# Describes nodes in texts, of which columns of plain data store equal ones once.
 
 
 # A frame of a formatted traceback, as fx, Dynamo and torch.export write it (2.11, 2.13, 2.15).
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n(.*)')
-
-
-def ops_data(flow: Dataflow, nodes: Sequence[Node], row: Callable[[Node], int], costs: Costs) -> dict[str, Any]:
-    """Return columns of equal length, with one entry per node.
-
-    ``module``, ``sort`` and ``source`` are indices into ``modules``, ``sorts`` and ``sources``; a sort is ``[op, value,
-    bytes, seconds]``, which equal layers share; a source is the line of Python that made the op. ``reads`` has, for
-    each value that a node reads, how many entries further up the value is.
-
-    Args:
-        flow: facts about the graph.
-        nodes: the nodes in topological order.
-        row: node -> its row.
-        costs: the prices of the nodes.
-    """
-    place = {node: i for i, node in enumerate(nodes)}
-    modules, module = _numbered(module_path(node) for node in nodes)
-    sorts, sort = _numbered(
-        (_op_text(node), type_text(node), costs.nbytes(node), rounded(costs.seconds(node))) for node in nodes
-    )
-    sources, source = _numbered(source_line(node) for node in nodes)
-    return {
-        "name": [node.name for node in nodes],
-        "row": [row(node) for node in nodes],
-        "modules": modules,
-        "module": module,
-        "sorts": sorts,
-        "sort": sort,
-        "sources": sources,
-        "source": source,
-        "reads": [[place[node] - place[n] for n in flow.inputs(node) if n in place] for node in nodes],
-    }
 
 
 def _op_text(node: Node) -> str:

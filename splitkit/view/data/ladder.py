@@ -8,13 +8,14 @@ dragging a border shows exactly what a plan with that border would. A still pict
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import Any
 
+import numpy as np
 from torch import fx
 from torch.fx import Node
 
@@ -28,19 +29,19 @@ from splitkit.memory.segment import OrderMemory
 from splitkit.pipeline.placed_prices import in_part
 from splitkit.pipeline.purpose import planned_order
 from splitkit.pipeline.run import ScheduleRun
-from splitkit.pipeline.schedule import Schedule
 from splitkit.pipeline.schedules import known_schedules, schedule_of
 from splitkit.pipeline.simulate import simulate_schedule
 from splitkit.pipeline.stage_costs import StageCosts
 from splitkit.pipeline.stage_prices import StagePrices, run_order
 from splitkit.pipeline.trace import MeasuredStep
-from splitkit.plans.parts import PARENT, PartKey
+from splitkit.plans.parts import PARENT
 from splitkit.plans.record import Plan, checkpointed
 from splitkit.prices import Costs, Optimizer
 from splitkit.search.plan_figures import StagePricing
-from splitkit.view.data.joint_ladder import LadderModel, LadderRows, as_triples, ladder_rows, ops_data, sums_of_makers
+from splitkit.solvers.line.priced_cuts import best_borders
+from splitkit.view.data.joint_ladder import LadderModel, LadderRows, as_triples, ladder_rows, sums_of_makers
 from splitkit.view.data.report import part_title
-from splitkit.view.data.staged_ladder import HeldStorage, held_storages, makers_of, run_data, shared_weights
+from splitkit.view.data.staged_ladder import HeldStorage, held_storages, makers_of, run_data
 
 SCHEMA = "splitkit.ladder/2"
 COLUMNS = ("forward", "backward", "saved", "temporary", "fixed")
@@ -162,7 +163,7 @@ class LadderView(LadderModel):
     @cached_property
     def _rerun(self) -> list[bool]:
         """Whether backward runs each part again."""
-        return [again and self.trains for again in rerun(self.plan, self._keys)]
+        return [self.trains and self.plan.parts[key].call == "checkpoint" for key in self._keys]
 
     def _is_rerun(self, row: int) -> bool:
         """Return whether backward runs the part of a row again."""
@@ -211,8 +212,8 @@ class LadderView(LadderModel):
             **({} if self._pricing is None else {"tokens": self.plan.request.tokens}),
             "parts": list(map(part_title, self._keys)),
             "devices": [self._device(key) for key in self._keys],
-            "times": {c: [_figure(row, c) for row in self._alone] for c in ("forward", "backward")} | self._elsewhere,
-            "stages": {c: [_figure(s, c) for s in self.stages] for c in COLUMNS},
+            "times": _columns(self._alone, COLUMNS[:2]) | self._elsewhere,
+            "stages": _columns(self.stages),
             "down": [int(self._memory.messages[end]) for end in self._ends],
             "up": [int(self._memory.gradient_messages[end]) if self.trains else 0 for end in self._ends],
             "saved": kept_between(self._saved, self._taken, self.rows.of.__getitem__, self.part_of_row, self._rerun),
@@ -233,38 +234,43 @@ class LadderView(LadderModel):
         # `stretches` has one entry for each pair of marks, in the order in which page/scripts/prices.js looks them up
         stretches = [(a, b) for i, a in enumerate(at) for b in at[i + 1 :]]
         alone = [self._stage_of_rows(r, r + 1, True) if self._is_rerun(r) else row for r, row in enumerate(self._alone)]
-        nodes = [node for row in self.nodes_of_rows for node in row]
-        place = {node: i for i, node in enumerate(nodes)}
+        place: dict[Node | None, int] = {node: i for i, node in enumerate(self.nodes)}
         return found | {
             "marks": at,
+            "even": even_borders(at, alone if all(self._rerun) else self._alone, len(self._keys)),
             "stretches": None if all(self._rerun) else self._bytes_of(stretches, False),
             "again": self._bytes_of(stretches, True) if any(self._rerun) else None,
-            "alone": {c: [_figure(row, c) for row in alone] for c in _BYTES},
+            "alone": _columns(alone, _BYTES),
             "saved": sums_of_makers(self._saved),
-            "ops": ops_data(self.flow, nodes, self.rows.of.__getitem__, self.costs),
+            "ops": self.ops(),
             "kept": [makers_of(of, place) for _, of in sorted(self._saved.items())],
             "held": [] if self.run is None else self._held_in(self.run, place),
-            "shared": shared_weights(self._memory, self._ends, self._optimizer),
-            "taken": self._taken_by(nodes),
-            "plan": plan_template(self.plan, self._keys),
+            "weights": [] if self.run is None else self._weights(),
+            "taken": [(place.get(of, -1), nbytes, [place[n] for n in read]) for of, nbytes, read in self._taken],
+            "plan": self._plan_file(),
             "run": None if self.run is None else self._run(self.run),
             "beside": [self._beside(number, plan) for number, plan in enumerate(self.beside, 1)],
         }
 
     def _bytes_of(self, stretches: Sequence[tuple[int, int]], again: bool) -> dict[str, list[float]]:
         """Return the figures in bytes of the stages from one row to another."""
-        stages = [self._stage_of_rows(start, end, again) for start, end in stretches]
-        return {c: [_figure(stage, c) for stage in stages] for c in _BYTES}
+        return _columns([self._stage_of_rows(start, end, again) for start, end in stretches], _BYTES)
+
+    def _plan_file(self) -> dict[str, Any]:
+        """Return the plan file that a page can save, without what the page fills in from its borders.
+
+        The parts are in the order in which they run, as the page numbers its stages. The names of nodes are not
+        repeated (they are in the columns of ops), so the file is bound to a graph of equal names.
+        """
+        data = self.plan.to_dict()
+        written = dict(zip(self.plan.parts, data["parts"], strict=True))
+        kept = {name: data[name] for name in data if name not in ("nodes", "note", "claim", "places")}
+        return kept | {"parts": [written[key] for key in self._keys]}
 
     @cached_property
     def _taken(self) -> list[Taken]:
         """The values that parts keep which backward runs again."""
         return taken_values(self.flow) if any(self._rerun) else []
-
-    def _taken_by(self, nodes: Sequence[Node]) -> list[tuple[int, int, list[int]]]:
-        """Return these values by the places of their makers (-1 for an input) and readers among the nodes."""
-        place = {node: i for i, node in enumerate(nodes)}
-        return [(place.get(of, -1) if of else -1, size, [place[n] for n in read]) for of, size, read in self._taken]
 
     def part_of_row(self, row: int) -> int:
         """Return the number of the part in the plan that a row lies in."""
@@ -285,7 +291,7 @@ class LadderView(LadderModel):
             "note": plan.note,
             "parts": list(map(part_title, run_order(self.flow, plan))),
             "rows": [self._ranks[rank][number] for rank in self.rows.parts],
-            "stages": {c: [_figure(s, c) for s in stages] for c in COLUMNS},
+            "stages": _columns(stages),
             "step": None
             if step is None
             else {"seconds": step.seconds, "bubble": step.bubble, "peak": max(step.peaks), "unit": step.unit},
@@ -295,7 +301,7 @@ class LadderView(LadderModel):
     def _held(self) -> list[HeldStorage]:
         return held_storages(self.flow, self._graph_memory, self.nodes_of_rows) if self.trains else []
 
-    def _held_in(self, run: ScheduleRun, place: Mapping[Node, int]) -> list[list[tuple[int, str, int]]]:
+    def _held_in(self, run: ScheduleRun, place: Mapping[Node | None, int]) -> list[list[tuple[int, str, int]]]:
         """Return for each stage what it holds of a microbatch of a step: op or -1, how it comes or goes, and bytes.
 
         The largest are first. Copies of values that it sends are left out.
@@ -319,8 +325,16 @@ class LadderView(LadderModel):
                 made = "received" if row is None or not start <= row < end else "sent" if saver is None else "saved"
                 kind, nbytes = own.get(maker, (made, 0))
                 own[maker] = kind, nbytes + storage.nbytes // run.replicas[rank]
-            values = [(place.get(n, -1) if n else -1, kind, nbytes) for n, (kind, nbytes) in own.items()]
+            values = [(place.get(n, -1), kind, nbytes) for n, (kind, nbytes) in own.items()]
             found.append(sorted(values, key=lambda each: (-each[2], each[0])))
+        return found
+
+    def _weights(self) -> list[int]:
+        """Return the bytes of weights and state in each row; what several rows of a part read counts in the first."""
+        found: list[int] = []
+        for start, end in pairwise(self.borders):
+            until = [self._stage_of_rows(start, row + 1).fixed_bytes for row in range(start, end)]
+            found += [after - before for before, after in pairwise([0, *until])]
         return found
 
     @cached_property
@@ -355,31 +369,10 @@ def _numbers(flow: Dataflow, plan: Plan) -> dict[Node, int]:
     return {node: number[key] for node, key in homes.items() if key is not PARENT}
 
 
-def _figure(stage: StageCosts, column: str) -> float:
-    whole: float = getattr(stage, column if column in ("forward", "backward") else f"{column}_bytes")
-    return whole
-
-
-# The plan file that a page can save: all of it but the places, which the page fills in from its borders.
-
-
-_OF_THE_PLAN = ("nodes", "note", "claim", "places")
-
-
-def plan_template(plan: Plan, keys: Iterable[PartKey]) -> dict[str, Any]:
-    """Return the fields of a plan's file that stay when borders are moved.
-
-    The parts are in the order in which they run, as the page numbers its stages. The names of nodes are not repeated
-    (they are in the columns of ops), so the file is bound to a graph of equal names.
-
-    Args:
-        plan: the plan.
-        keys: its parts in the order in which they run.
-    """
-    data = plan.to_dict()
-    written = dict(zip(plan.parts, data["parts"], strict=True))
-    kept = {name: value for name, value in data.items() if name not in _OF_THE_PLAN}
-    return kept | {"parts": [written[key] for key in keys]}
+def _columns(stages: Sequence[StageCosts], columns: Sequence[str] = COLUMNS) -> dict[str, list[float]]:
+    """Return figures of stages by column."""
+    names = {column: f"{column}_bytes" if column in _BYTES else column for column in columns}
+    return {column: [getattr(stage, name) for stage in stages] for column, name in names.items()}
 
 
 # The steps that the same stages would take under other schedules, numbers of microbatches, links, and with recompute.
@@ -462,11 +455,6 @@ Taken = tuple[Node | None, int, list[Node]]
 """A value: the node that makes it (``None`` for an input of the graph), its bytes, and the nodes that read it."""
 
 
-def rerun(plan: Plan, keys: Sequence[PartKey]) -> list[bool]:
-    """Return for each part whether backward runs it again."""
-    return [plan.parts[key].call == "checkpoint" for key in keys]
-
-
 def taken_values(flow: Dataflow) -> list[Taken]:
     """Return the values that a part keeps if it takes them and backward runs it again, in graph order."""
     found: list[Taken] = []
@@ -537,6 +525,8 @@ def step_choices(prices: StagePrices, plan: Plan, run: ScheduleRun) -> dict[str,
 # `border_marks`.
 
 
+_MOST_STAGES = 16
+"""The most stages that the slider sets, unless the plan has more."""
 MOST_MARKS = 64
 """The number of segments between `border_marks` where there are more rows than this. The page has a price for every run
 of segments: 64 * 65 / 2 = 2,080 of them."""
@@ -564,20 +554,35 @@ def border_marks(borders: Sequence[int], seconds: Sequence[float]) -> list[int]:
     return sorted(found)
 
 
-def _scalable_schedule(run: ScheduleRun) -> Schedule | None:
-    """Return the schedule if it makes an order for any number of stages, and all links are alike."""
-    links = None if run.transport is None else run.transport.links
-    alike = links is None or (isinstance(links, Links) and not links.size and not links.pairs)
-    found = schedule_of(run.order) if alike else None
-    return found if found is not None and found.window is not None else None
+def even_borders(marks: Sequence[int], rows: Sequence[StageCosts], own: int) -> list[list[int]]:
+    """Return the borders of 1, 2, 3 ... stages whose longest is shortest, and then the others as even as possible.
+
+    Args:
+        marks: the rows above which a border may go.
+        rows: the costs of each row.
+        own: the number of stages of the plan.
+    """
+    before = np.array([0.0, *accumulate(row.forward + row.backward for row in rows)])
+    work, found = np.diff(before[marks]), []
+    for count in range(1, 1 + min(len(work), max(_MOST_STAGES, own))):
+        free, bytes_of = np.zeros((count - 1, len(work) + 1)), np.zeros((count, len(work)), np.int64)
+        (starts,) = best_borders(work, free, bytes_of, np.zeros(count))
+        found.append([marks[start] for start in (*starts, len(work))])
+    return found
 
 
 def resimulated(run: ScheduleRun, stages: Sequence[StageCosts]) -> ScheduleRun | None:
-    """Simulate the same step with other stages; return ``None`` if the schedule does not allow that many."""
-    schedule, transport = _scalable_schedule(run), run.transport
-    if schedule is None or transport is None:
+    """Simulate the same step with other stages; return ``None`` if the schedule does not allow that many.
+
+    Its schedule must make an order for any number of stages, and all links must be alike.
+    """
+    schedule, transport = schedule_of(run.order), run.transport
+    if schedule is None or schedule.window is None or transport is None:
         return None
-    return _simulated(run, stages, schedule.name, run.order.microbatches, None, transport.links)
+    links = transport.links
+    if links is not None and (not isinstance(links, Links) or links.size or links.pairs):
+        return None
+    return _simulated(run, stages, schedule.name, run.order.microbatches, None, links)
 
 
 # Simulates the step of the schedule that a plan in stages was made for.

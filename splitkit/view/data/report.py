@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,29 @@ class Report(Shown):
 
     def table(self) -> Table:
         """Return a rich table that never truncates a name."""
-        return _table(self)
+        numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
+        has_devices = any(row.device for row in self.parts)
+        has_replicas = any(row.replicas > 1 for row in self.parts)
+        where = [*(["device"] if has_devices else []), *(["replicas"] if has_replicas else [])]
+        titles = ("part", *where, "modules", *numbers)
+
+        def cells(row: PartReport) -> list[str]:
+            return [
+                row.part,
+                *([row.device or ""] if has_devices else []),
+                *([f"x{row.replicas}" if row.replicas > 1 else ""] if has_replicas else []),
+                row.modules,
+                str(row.ops),
+                quantity(row.flops) if self.sizes_known else "-",
+                quantity(row.parameters),
+                size(row.bytes_in) if self.sizes_known else "-",
+                size(row.bytes_out) if self.sizes_known else "-",
+                f"{row.share:.1%}",
+            ]
+
+        rows = map(cells, self.parts)
+        spare = ("parameters", "bytes in", "FLOPs", "ops", "bytes out")
+        return table(titles, rows, numbers, self.note, least={"modules": 24}, total=cells(self.total), spare=spare)
 
     def __str__(self) -> str:
         from splitkit.view.console import to_text
@@ -160,7 +183,8 @@ def report(gm: fx.GraphModule | Split, plan: Plan | None = None, costs: Costs | 
     outputs = [a for n in flow.index if n.op == "output" for a in n.all_input_nodes]
     note = "; ".join(filter(None, (plan.note, getattr(costs, "note", ""), note_hidden_nodes(flow.root))))
     total = row("all", flow.index, inputs, outputs, PARENT, sum(shares.values()))
-    return Report(tuple(rows), total, note, _sizes_known(flow), plan.claim, unit_of(costs))
+    sizes_known = all("val" in n.meta for n in flow.nodes)
+    return Report(tuple(rows), total, note, sizes_known, plan.claim, unit_of(costs))
 
 
 def _work(flow: Dataflow, plan: Plan, costs: Costs) -> dict[PartKey, float]:
@@ -183,46 +207,7 @@ def part_title(key: PartKey) -> str:
     return " ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
-def _sizes_known(flow: Dataflow) -> bool:
-    return all("val" in n.meta for n in flow.nodes)
-
-
-def _table(report: Report) -> Table:
-    numbers = ("ops", "FLOPs", "parameters", "bytes in", "bytes out", "share")
-    has_devices = any(row.device for row in report.parts)
-    has_replicas = any(row.replicas > 1 for row in report.parts)
-    where = [*(["device"] if has_devices else []), *(["replicas"] if has_replicas else [])]
-    titles = ("part", *where, "modules", *numbers)
-
-    def cells(row: PartReport) -> list[str]:
-        return [
-            row.part,
-            *([row.device or ""] if has_devices else []),
-            *([f"x{row.replicas}" if row.replicas > 1 else ""] if has_replicas else []),
-            row.modules,
-            str(row.ops),
-            quantity(row.flops) if report.sizes_known else "-",
-            quantity(row.parameters),
-            size(row.bytes_in) if report.sizes_known else "-",
-            size(row.bytes_out) if report.sizes_known else "-",
-            f"{row.share:.1%}",
-        ]
-
-    rows = map(cells, report.parts)
-    spare = ("parameters", "bytes in", "FLOPs", "ops", "bytes out")
-    return table(titles, rows, numbers, report.note, least={"modules": 24}, total=cells(report.total), spare=spare)
-
-
 # Describes a set of nodes by as few module names as possible.
-
-
-@dataclass
-class _Module:
-    """The number of nodes at or below a module: in the part, and in the whole model."""
-
-    here: int = 0
-    everywhere: int = 0
-    children: dict[str, _Module] = field(default_factory=dict)
 
 
 def collapse(here: Iterable[str], everywhere: Iterable[str]) -> list[str]:
@@ -237,14 +222,8 @@ def collapse(here: Iterable[str], everywhere: Iterable[str]) -> list[str]:
         here: the module path of each node of the part; ``""`` is the model itself.
         everywhere: the module path of every node of the model.
     """
-    tree = _Module()
-    for path in everywhere:
-        for module in _walk(tree, path):
-            module.everywhere += 1
-    for path in here:
-        for module in _walk(tree, path):
-            module.here += 1
-    return list(_joined(_covered(tree, ())))
+    counts = [Counter(module for path in paths for module in _outer_modules(path)) for paths in (here, everywhere)]
+    return list(_joined(_covered((), *counts)))
 
 
 def joined_layers(modules: Iterable[str]) -> list[str]:
@@ -252,28 +231,29 @@ def joined_layers(modules: Iterable[str]) -> list[str]:
     return list(_joined((tuple(module.split(".")) if module else (), "") for module in modules))
 
 
-def _walk(tree: _Module, path: str) -> Iterator[_Module]:
-    yield tree
-    for atom in path.split(".") if path else []:
-        tree = tree.children.setdefault(atom, _Module())
-        yield tree
+def _outer_modules(path: str) -> Iterator[tuple[str, ...]]:
+    """Yield the model itself, and each module on the way to a module."""
+    return accumulate(path.split(".") if path else (), lambda outer, atom: (*outer, atom), initial=())
 
 
-def _covered(module: _Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (path, ``""`` if the module is here as a whole, else the count)."""
-    if not module.here:
+def _covered(
+    module: tuple[str, ...], here: Counter[tuple[str, ...]], everywhere: Counter[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (path, ``""`` if the module is here as a whole, else the count); both count the nodes at or below each."""
+    if not here[module]:
         return
-    if module.here == module.everywhere:
-        yield path, ""
+    if here[module] == everywhere[module]:
+        yield module, ""
         return
-    if not module.children or (path and path[-1].isdigit()):
-        yield path, f"{module.here} of {module.everywhere}"
+    children = [other for other in everywhere if other and other[:-1] == module]
+    if not children or (module and module[-1].isdigit()):
+        yield module, f"{here[module]} of {everywhere[module]}"
         return
-    for atom, child in module.children.items():
-        yield from _covered(child, (*path, atom))
-    own = module.here - sum(c.here for c in module.children.values())
+    for child in children:
+        yield from _covered(child, here, everywhere)
+    own, all_own = (count[module] - sum(count[child] for child in children) for count in (here, everywhere))
     if own:
-        yield path, f"{own} of {module.everywhere - sum(c.everywhere for c in module.children.values())} own"
+        yield module, f"{own} of {all_own} own"
 
 
 def _joined(covered: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[str]:
@@ -282,7 +262,8 @@ def _joined(covered: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[str]:
     last: tuple[str, ...] = ()
     # first and last are the ends of the range that is open; the extra entry at the end closes the last one
     for path, count in [*covered, ((), "end")]:
-        if last and not count and path[:-1] == last[:-1] and _follows(last[-1], path[-1]):
+        is_beside = last and not count and path[:-1] == last[:-1] and path[-1].isdigit()
+        if is_beside and int(path[-1]) == int(last[-1]) + 1:
             last = path
             continue
         if last:
@@ -294,10 +275,6 @@ def _joined(covered: Iterable[tuple[tuple[str, ...], str]]) -> Iterator[str]:
             first = last = path
         elif not count:
             yield ".".join(path) or "(the whole model)"
-
-
-def _follows(number: str, other: str) -> bool:
-    return other.isdigit() and int(other) == int(number) + 1
 
 
 # Makes the table of ranks that ``splitkit plan --devices`` prints.

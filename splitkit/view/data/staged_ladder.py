@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-from torch import fx
 from torch.fx import Node
 
 from splitkit.engine.staged_step import StagedStep, StageGraphs
@@ -27,7 +25,6 @@ from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.node_values import value_bytes
 from splitkit.graph.storages import tensors, value_of
 from splitkit.memory.graph_memory import GraphMemory, is_dense
-from splitkit.memory.segment import OrderMemory
 from splitkit.pipeline.memory_by_stage import UNITS, memory_by_stage
 from splitkit.pipeline.order import BACKWARD
 from splitkit.pipeline.run import ScheduleRun
@@ -37,19 +34,12 @@ from splitkit.prices import Costs, Optimizer
 from splitkit.training.flow import JointFlow
 from splitkit.training.stage_parts import StagePart, known_part
 from splitkit.training.stage_plan import computed_again
-from splitkit.view.data.joint_ladder import LadderModel, LadderRows, ladder_rows, ops_data, rounded, sums_of_makers
+from splitkit.view.data.joint_ladder import LadderModel, LadderRows, ladder_rows, rounded, sums_of_makers
 
 SCHEMA = "splitkit.stages/1"
 COLUMNS = ("forward", "backward", "weight")
 """The columns of the picture. The second has backward or its input part."""
 _COLUMN_OF = {"forward": 0, "backward": 1, "input": 1, "weight": 2}
-
-
-class PlacedOp(NamedTuple):
-    """An op in one of the parts that compute it: the row where it is drawn, and its column."""
-
-    row: int
-    column: int
 
 
 class StoredValue(NamedTuple):
@@ -115,27 +105,19 @@ class StagedView(LadderModel):
     @cached_property
     def nodes(self) -> list[Node]:
         """The forward nodes by row, then those of backward; nodes that no part computes are left out."""
-        late = self.rows.backward
-        computed = [n for n in self.flow.nodes if self._parts_of[n]]
-        forward = sorted((n for n in computed if n not in late), key=self.rows.of.__getitem__)
-        return [*forward, *(n for n in computed if n in late)]
+        late = (node for node in self.flow.nodes if node in self.rows.backward)
+        return [node for node in (*super().nodes, *late) if self._parts_of[node]]
 
     @cached_property
     def nodes_of_rows(self) -> list[list[Node]]:
         """The forward nodes of each row."""
-        found: list[list[Node]] = [[] for _ in range(len(self.rows))]
-        for node in self.nodes:
-            if node not in self.rows.backward:
-                found[self.rows.of[node]].append(node)
-        return found
+        return [[node for node in nodes if node not in self.rows.backward] for nodes in super().nodes_of_rows]
 
     @cached_property
-    def placed(self) -> dict[Node, list[PlacedOp]]:
-        """Node -> where it is drawn, for each part that computes it."""
-        return {
-            node: [PlacedOp(self._row(node, p.stage), _COLUMN_OF[p.half]) for p in self._parts_of[node]]
-            for node in self.nodes
-        }
+    def placed(self) -> dict[Node, list[tuple[int, int]]]:
+        """Node -> row and column where it is drawn, for each part that computes it."""
+        parts = {node: self._parts_of[node] for node in self.nodes}
+        return {n: [(self._row(n, part.stage), _COLUMN_OF[part.half]) for part in own] for n, own in parts.items()}
 
     @cached_property
     def stages(self) -> tuple[StageCosts, ...]:
@@ -153,11 +135,11 @@ class StagedView(LadderModel):
         counts = {column: [0] * len(self.rows) for column in (*COLUMNS, "again")}
         for node, places in self.placed.items():
             seconds, again = self.costs.seconds(node), computed_again(self.flow, self.step.plan, node)
-            for part, place in zip(self._parts_of[node], places, strict=True):
-                for what in (COLUMNS[place.column], *(["again"] if part in again and place.column == 1 else [])):
-                    times[what][place.row] += seconds
-                    counts[what][place.row] += 1
-        steps = self.step.stages
+            for part, (row, column) in zip(self._parts_of[node], places, strict=True):
+                for what in (COLUMNS[column], *(["again"] if part in again and column == 1 else [])):
+                    times[what][row] += seconds
+                    counts[what][row] += 1
+        steps, known = self.step.stages, self.step.plan.parts
         down = [0, *(stage.sent_bytes for stage in steps)]
         up = [*(stage.gradients_sent_bytes for stage in steps), 0]
         return self.common() | {
@@ -166,7 +148,9 @@ class StagedView(LadderModel):
             "trains": True,
             "divided": self.divided,
             "parts": [str(stage) for stage in range(len(steps))],
-            "devices": [str(self.step.plan.parts[StagePart("forward", s)].device or "") for s in self._with_forward()],
+            "devices": [
+                str(known[key].device or "") for s in range(len(steps)) if (key := StagePart("forward", s)) in known
+            ],
             "times": {column: list(map(rounded, seconds)) for column, seconds in times.items()},
             "stages": self._stage_columns(),
             "counts": counts,
@@ -177,10 +161,6 @@ class StagedView(LadderModel):
             "rerun": [False] * len(steps),
             "host": self.step.host_bytes,
         }
-
-    def _with_forward(self) -> list[int]:
-        known = self.step.plan.parts
-        return [s for s in range(len(self.step.stages)) if StagePart("forward", s) in known]
 
     def _stage_columns(self) -> dict[str, list[float]]:
         """Return the figures of the stages: seconds of the parts, bytes, and the ops that are computed again."""
@@ -220,7 +200,7 @@ class StagedView(LadderModel):
         place = {node: i for i, node in enumerate(self.nodes)}
         return found | {
             "marks": self.borders,
-            "ops": ops_data(self.flow, self.nodes, self.rows.of.__getitem__, self.costs),
+            "ops": self.ops(),
             "late": sum(node not in self.rows.backward for node in self.nodes),
             "places": [[number for at in self.placed[node] for number in at] for node in self.nodes],
             "kept": [makers_of(of, place) for _, of in sorted(self._ribbons(self.saved_values).items())],
@@ -228,8 +208,7 @@ class StagedView(LadderModel):
             "held": self._held(place),
             "crossing": [self._crossing(k, place) for k in range(len(self.step.stages) - 1)],
             "taken": [],
-            "shared": [],
-            "alone": {"fixed": self._fixed_of_rows()},
+            "weights": self._fixed_of_rows(),
             "run": None if self.run is None else self._run(self.run),
             "beside": [],
         }
@@ -312,12 +291,10 @@ class StagedView(LadderModel):
 
     def _first_reader(self, stage: StageGraphs, number: int, name: str, graphs: Sequence[str]) -> int | None:
         """Return the row of the first op that reads a value in one of the named graphs of a stage."""
-        for graph in graphs:
-            found = _placeholder(getattr(stage, graph), name)
-            for reader in found.users if found is not None else ():
-                if reader.name in self._by_name:
-                    return self._row(self._by_name[reader.name], number)
-        return None
+        known = [graph for half in graphs if (graph := getattr(stage, half)) is not None]
+        given = (node for graph in known for node in graph.graph.find_nodes(op="placeholder") if node.name == name)
+        reader = next((user.name for node in given for user in node.users if user.name in self._by_name), None)
+        return None if reader is None else self._row(self._by_name[reader], number)
 
     @cached_property
     def _by_name(self) -> dict[str, Node]:
@@ -335,16 +312,10 @@ class StagedView(LadderModel):
         return found
 
 
-def makers_of(of: Mapping[Node, int], place: Mapping[Node, int]) -> list[tuple[int, int]]:
+def makers_of(of: Mapping[Node, int], place: Mapping[Any, int]) -> list[tuple[int, int]]:
     """Return the places of the ops that make some values (-1: no op does), and bytes; the largest first."""
     found = [(place.get(maker, -1), nbytes) for maker, nbytes in of.items()]
     return sorted(found, key=lambda each: (-each[1], each[0]))
-
-
-def _placeholder(graph: fx.GraphModule | None, name: str) -> Node | None:
-    if graph is None:
-        return None
-    return next((n for n in graph.graph.find_nodes(op="placeholder") if n.name == name), None)
 
 
 # Makes the data by which a page divides the memory of stages: storages, and how many microbatches each stage holds.
@@ -356,7 +327,7 @@ def _placeholder(graph: fx.GraphModule | None, name: str) -> Node | None:
 #     received    those of values that a row above 2 makes, and one of these rows reads
 #     sent        those of values that one of these rows makes, and a row below 4 reads
 #
-# Each storage counts once. Weights that several rows read count in the first of them.
+# Each storage counts once.
 
 
 @dataclass(frozen=True)
@@ -419,25 +390,6 @@ def held_storages(flow: Dataflow, memory: GraphMemory, rows: Sequence[Sequence[N
     ]
 
 
-def shared_weights(memory: OrderMemory, ends: Sequence[int], optimizer: Optimizer | None) -> list[list[int]]:
-    """Return the parameters and buffers that several rows read: bytes with gradients and state, then the rows.
-
-    Args:
-        memory: the rows one after the other.
-        ends: the position of the first node of each row, and the number of nodes.
-        optimizer: as in `splitkit.stage_costs`.
-    """
-    items, positions = memory.parameters.item, memory.parameters.position
-    rows: dict[int, list[int]] = {}
-    for item, row in zip(items.tolist(), (np.searchsorted(ends, positions, side="right") - 1).tolist(), strict=True):
-        of = rows.setdefault(item, [])
-        if not of or of[-1] != row:
-            of.append(row)
-    states = 1 + STATE_OF[optimizer] if optimizer else 0
-    nbytes = memory.parameter_bytes + states * memory.trained_bytes
-    return [[int(nbytes[item]), *of] for item, of in rows.items() if len(of) > 1]
-
-
 def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
     """Return a simulated step as the page draws it; ``stages`` are the picture's stages."""
     return {
@@ -449,6 +401,7 @@ def run_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any]:
         "unit": run.unit,
         "bubble": run.bubble,
         "peaks": list(run.peaks),
+        "rankOf": run.order.rank_of,
         "replicas": list(run.replicas),
         "events": [(e.rank, e.kind, e.stage, e.microbatch, e.start, e.end) for e in run.timeline],
         "by": memory_data(run, stages),
@@ -465,17 +418,17 @@ def memory_data(run: ScheduleRun, stages: Sequence[StageCosts]) -> dict[str, Any
     ``counts`` is how many of the counts of `MemoryByStage` are told of each stage: the others are 0.
     """
     held = memory_by_stage(run)
+    totals = [[nbytes for _, nbytes in held.nbytes(rank)] for rank in range(run.ranks)]
     counts = len(UNITS) if run.order.columns.kind.max() > BACKWARD else 2
     own, other = ([(s.fixed_bytes, s.saved_bytes, s.replicas) for s in each] for each in (run.stages, stages))
     return {
         "units": held.units,
         "owned": held.owned,
         "counts": counts,
-        "points": [[_shortened(point, counts) for point in points] for points in held.points],
-        "static": run.static_buffers,
+        "points": [
+            [[*point[:2], *(n for i, n in enumerate(point[2:]) if i % len(UNITS) < counts)] for point in points]
+            for points in held.points
+        ],
+        "highest": [of.index(max(of)) for of in totals],
         "why": "" if own == other else "the step was simulated with other stages than the picture's",
     }
-
-
-def _shortened(point: Sequence[float], counts: int) -> list[float]:
-    return [*point[:2], *(n for i, n in enumerate(point[2:]) if i % len(UNITS) < counts)]

@@ -123,10 +123,9 @@ class Drawing:
         title: str = "",
         *,
         round_: float = 0,
-        line: str = "",
     ) -> None:
         """Draw a box."""
-        more = (f' rx="{_n(round_)}"' if round_ else "") + (f' stroke="{line}"' if line else "")
+        more = f' rx="{_n(round_)}"' if round_ else ""
         self._close(
             "rect", f'x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(high)}" fill="{fill}"{more}', title
         )
@@ -150,9 +149,9 @@ class Drawing:
         """Fill a polygon."""
         self._close("polygon", f'points="{_points(points)}" fill="{fill}"', title)
 
-    def polyline(self, points: Sequence[Point2], stroke: str, wide: float = 1.5) -> None:
+    def polyline(self, points: Sequence[Point2], stroke: str) -> None:
         """Draw a line through points."""
-        self._close("polyline", f'points="{_points(points)}" fill="none" stroke="{stroke}" stroke-width="{_n(wide)}"')
+        self._close("polyline", f'points="{_points(points)}" fill="none" stroke="{stroke}" stroke-width="1.5"')
 
     def dot(
         self, x: float, y: float, radius: float, fill: str, title: str = "", *, line: str = "", link: str = ""
@@ -287,33 +286,26 @@ class Bar:
     tooltip: str = ""
 
 
-@dataclass(frozen=True)
-class BarsDrawing:
-    """A bar chart.
+def bars_svg(title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
+    """Return a bar chart; names are escaped.
 
-    Attributes:
+    Args:
         title: the title of the picture.
         groups: (heading, bars); each group has a scale of its own.
     """
-
-    title: str
-    groups: Sequence[tuple[str, Sequence[Bar]]]
-
-    def to_svg(self) -> str:
-        """Return the picture; names are escaped."""
-        draw, y = Drawing(WIDTH), 34.0
-        draw.text(8, 16, self.title, bold=True, size=12, room=WIDTH - 16)
-        for heading, bars in self.groups:
-            draw.text(8, y + 6, heading, MUTED, size=10, bold=True, room=WIDTH - 16)
-            y += 14
-            most = max((bar.value for bar in bars), default=0) or 1
-            room = WIDTH - NAMES - 24 - max((width(bar.text) for bar in bars), default=0)
-            for bar in bars:
-                tooltip = bar.tooltip or f"{bar.name}: {bar.text}"
-                long = max(1.0, room * bar.value / most)
-                draw.text(NAMES - 8, y + 13, bar.name, anchor="end", room=NAMES - 16, title=tooltip)
-                draw.rect(NAMES, y + 3, long, ROW - 6, colour(bar.number), tooltip, round_=2)
-                draw.text(NAMES + long + 6, y + 13, bar.text)
-                y += ROW
-            y += 12
-        return draw.to_svg(y, self.title)
+    draw, y = Drawing(WIDTH), 34.0
+    draw.text(8, 16, title, bold=True, size=12, room=WIDTH - 16)
+    for heading, bars in groups:
+        draw.text(8, y + 6, heading, MUTED, size=10, bold=True, room=WIDTH - 16)
+        y += 14
+        most = max((bar.value for bar in bars), default=0) or 1
+        room = WIDTH - NAMES - 24 - max((width(bar.text) for bar in bars), default=0)
+        for bar in bars:
+            tooltip = bar.tooltip or f"{bar.name}: {bar.text}"
+            long = max(1.0, room * bar.value / most)
+            draw.text(NAMES - 8, y + 13, bar.name, anchor="end", room=NAMES - 16, title=tooltip)
+            draw.rect(NAMES, y + 3, long, ROW - 6, colour(bar.number), tooltip, round_=2)
+            draw.text(NAMES + long + 6, y + 13, bar.text)
+            y += ROW
+        y += 12
+    return draw.to_svg(y, title)

@@ -6,14 +6,14 @@ and dashed lines are the borders of stages, with the bytes that cross them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 from splitkit.units import duration, measure, size
-from splitkit.view.data.joint_ladder import HalvesView, first_rows
+from splitkit.view.data.joint_ladder import HalvesView
 from splitkit.view.data.ladder import LadderView
 from splitkit.view.data.staged_ladder import StagedView
 from splitkit.view.svg.drawing import BAD, INK, MUTED, RIBBON, Drawing, colour, ink_on, mixed, shortened, stacked, width
@@ -65,18 +65,20 @@ class LadderDrawing:
     data: Mapping[str, Any]
     saved: Callable[[int, int], int] | None = None
 
-    @cached_property
+    @property
     def borders(self) -> list[int]:
-        """Return the first row of each stage, and the number of rows."""
-        return first_rows([row["part"] for row in self.data["rows"]])
+        """The first row of each stage, and the number of rows."""
+        found: list[int] = self.data["borders"]
+        return found
 
     @cached_property
     def items(self) -> list[Item]:
         """The boxes: one per run of equal rows of a stage; where these are still too many, neighbours are merged."""
+        rows = self.data["rows"]
         runs = [
-            (stage, start + offset, start + offset + count)
+            (stage, own[0], own[-1] + 1)
             for stage, (start, end) in enumerate(pairwise(self.borders))
-            for offset, count in _runs([row["kind"] for row in self.data["rows"][start:end]])
+            for own in (list(run) for _, run in groupby(range(start, end), key=lambda row: rows[row]["kind"]))
         ]
         several = -(-len(runs) // _MOST)  # how many neighbours become one box
         found: list[Item] = []
@@ -320,15 +322,6 @@ def stripes(x: float, y: float, wide: float, high: float) -> str:
         lines.append(f"M{start:g},{y + high - (start - at):g} L{end:g},{y + high - (end - at):g}")
         at += 7
     return " ".join(lines)
-
-
-def _runs(kinds: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each run of equal kinds."""
-    at = 0
-    for _, group in groupby(kinds):
-        count = len(list(group))
-        yield at, count
-        at += count
 
 
 def ladder_svg(ladder: LadderView) -> str:

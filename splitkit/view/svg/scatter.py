@@ -197,17 +197,15 @@ def vertical_axis(
         draw.text(frame.left - 6, frame.y(value) + 4, text(value), MUTED, "end", size=10, spare=True)
 
 
-def thinned(points: Sequence[tuple[float, float]], least: float = 0.5) -> list[tuple[float, float]]:
-    """Drop points of a step curve that cannot be seen: of each ``least`` pixels keep first, lowest, highest and last.
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Drop points of a step curve that cannot be seen: of each half pixel keep first, lowest, highest and last.
 
-    Args:
-        points: by rising x, in pixels.
-        least: pixels, below which points merge.
+    The points are in pixels, by rising x.
     """
     found: list[tuple[float, float]] = []
     group: list[tuple[float, float]] = []
     for point in points:
-        if group and point[0] - group[0][0] >= least:
+        if group and point[0] - group[0][0] >= 0.5:
             found += _extremes(group)
             group = []
         group.append(point)

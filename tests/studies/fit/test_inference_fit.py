@@ -43,8 +43,8 @@ def real(family, dtype=torch.float32):
 def predicted(family, tokens, requests=1, chunk=512, dtype=None):
     """What one device holds with all blocks."""
     subject = fit_model(config_of(family), dtype)
-    found = InferenceFit(subject, blocks_of(subject.model), requests, chunk, subject.bits)
-    return found.holds(found.step(tokens), 0, len(found.blocks))
+    found = InferenceFit(subject, requests, chunk)
+    return found.holds(found.step(tokens), 0, len(found.subject.blocks))
 
 
 @pytest.mark.parametrize("family", (*DECODERS, *ENCODER_DECODERS))
@@ -119,12 +119,12 @@ def test_the_total_is_what_a_real_step_takes(family):
 def test_cuts_are_the_best_of_all():
     """No cuts between blocks fit more tokens, and one token more fits with none."""
     subject = fit_model(config_of("llama"), "bfloat16")
-    found = InferenceFit(subject, blocks_of(subject.model), chunk=16)
+    found = InferenceFit(subject, chunk=16)
     cards = cards_of(["260KiB", "200KiB"])
     most = found.most_tokens(cards)
 
     def fits(tokens):
-        step, count = found.step(tokens), len(found.blocks)
+        step, count = found.step(tokens), len(found.subject.blocks)
         held = [(found.holds(step, 0, cut).total, found.holds(step, cut, count).total) for cut in range(count + 1)]
         return any(one <= cards[0].limit and other <= cards[1].limit for one, other in held)
 
@@ -341,7 +341,7 @@ def test_a_model_that_asks_for_values_is_refused_with_the_reason(tmp_path):
 def test_the_blocks_that_run_first_come_first():
     subject = fit_model(config_of("whisper"), None)
     blocks = blocks_of(subject.model)
-    order = [blocks[n].name for n in inference_step(subject, blocks, 4, 1, 512).order]
+    order = [blocks[n].name for n in inference_step(subject, 4, 1, 512).order]
     assert order.index("model.encoder.layers.1") < order.index("model.decoder.layers.0") < order.index("proj_out")
 
 

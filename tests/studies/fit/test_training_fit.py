@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 import splitkit as sk
 from splitkit.studies.fit.block_fit import TrainingFit
-from splitkit.studies.fit.fit_model import blocks_of, fit_model
+from splitkit.studies.fit.fit_model import fit_model
 from splitkit.testing.config_models import config_model, loss_inputs
 
 from small_configs import config_of  # isort: skip
@@ -18,7 +18,7 @@ from small_configs import config_of  # isort: skip
 
 def training(family, microbatches=4, **fields):
     subject = fit_model(config_of(family), None)
-    return TrainingFit(subject, blocks_of(subject.model), "adamw", "1f1b", microbatches, **fields)
+    return TrainingFit(subject, "adamw", "1f1b", microbatches, **fields)
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2", "mixtral", "t5"))
@@ -28,7 +28,7 @@ def test_one_device_takes_what_a_real_step_takes(family):
     T5 adds a bias to the scores that is trained, for which the CPU has no fused attention: it gets what GPUs have.
     """
     found, config = training(family, 1), config_of(family)
-    held = found.holds(found.step(24), 1, 0, len(found.blocks))
+    held = found.holds(found.step(24), 1, 0, len(found.subject.blocks))
     torch.manual_seed(0)
     model = config_model(config, torch.float32, "cpu").train()
     inputs = loss_inputs(model, config, 1, 24)
@@ -77,7 +77,7 @@ class Step(torch.nn.Module):
 def test_stages_hold_their_microbatches():
     """Of two stages under 1F1B, the first holds two microbatches and the last one; GPipe holds all."""
     found = training("llama")
-    step, count = found.step(24), len(found.blocks)
+    step, count = found.step(24), len(found.subject.blocks)
     one, two = found.holds(step, 1, 0, 3), found.holds(step, 2, 0, 3)
     assert found.in_flight(2) == (2, 1)
     assert two.activations - one.activations == found.saved(step, 0, 3) > 0
@@ -95,9 +95,9 @@ def test_saved_bytes_are_near_those_of_the_captured_graph():
     model = config_model(config, torch.float32, "cpu").train()
     gm = sk.capture(model, **loss_inputs(model, config, 1, 24))
     stage = sk.stage_costs(sk.analyze(gm), sk.plan(gm, lambda node: 0))[0]
-    saved = found.saved(found.step(24), 0, len(found.blocks))
+    saved = found.saved(found.step(24), 0, len(found.subject.blocks))
     assert 0.8 * stage.saved_bytes <= saved <= 1.2 * stage.saved_bytes
-    assert found.holds(found.step(24), 1, 0, len(found.blocks)).optimizer == stage.optimizer_bytes
+    assert found.holds(found.step(24), 1, 0, len(found.subject.blocks)).optimizer == stage.optimizer_bytes
 
 
 TWO_BLOCKS = """

@@ -2,7 +2,7 @@
 // Lists what is alive at a step of forward and backward, or on a rank of a pipeline, the largest first.
 import {el, pressed, remark, tableOf} from "./elements.js";
 import {inFlight} from "./rank_memory.js";
-import {COMPUTATIONS, bytesAt, kindsAt} from "./step_facts.js";
+import {COMPUTATIONS, kindsAt} from "./step_facts.js";
 import {sum} from "./totals.js";
 import {duration, size} from "./units.js";
 
@@ -90,7 +90,7 @@ export function aliveOnRank(p, {run, rank, i}) {
     if (captured && own[2].size) entries.push([`${stage}: captured for gradients of weights`, `×${own[2].size}`, captured * own[2].size, "", ""]);
   });
   entries.sort((a, b) => b[2] - a[2]);
-  const box = valueTable(p, `alive on rank ${rank} at ${time}: ${size(bytesAt(by, rank, point))}`, "", entries.slice(0, LISTED)), more = entries.slice(LISTED);
+  const box = valueTable(p, `alive on rank ${rank} at ${time}: ${size(sum(kindsAt(by, rank, point)))}`, "", entries.slice(0, LISTED)), more = entries.slice(LISTED);
   if (more.length) box.append(remark(`and ${more.length} more: ${size(sum(more.map(each => each[2])))}`));
   const running = runs ? `, temporary memory of ${COMPUTATIONS[runs[1]]} of microbatch ${runs[3]} in stage ${p.partName(runs[2])} ${size(temporary)}` : "";
   box.append(remark(`besides: weights and state ${size(fixed)}, messages ${size(messages)}${running}`), ...lines.map(remark));

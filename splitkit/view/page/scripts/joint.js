@@ -56,7 +56,6 @@ export class Halves extends Picture {
     this.take(number);
     this.layout();
     this.showSide();
-    if (this.options.onchoice) this.options.onchoice(number);
   }
   get state() { return this.number === this.data.chosen ? super.state : {...super.state, plan: String(this.number)}; }
   /** @param {URLSearchParams} told */

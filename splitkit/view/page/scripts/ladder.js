@@ -2,7 +2,7 @@
 // The picture of a plan in stages: its borders can be moved, and the slider sets the number of stages.
 import {el} from "./elements.js";
 import {Picture} from "./picture.js";
-import {Prices, bordersOf} from "./prices.js";
+import {Prices} from "./prices.js";
 import {colourOf} from "./drawing.js";
 import {readersOf, keptNow} from "./crossing.js";
 import {paintBands, paintBorders, showStages, borderText, stageText} from "./stage_side.js";
@@ -24,8 +24,7 @@ export class Ladder extends Picture {
   constructor(data, options) {
     super(data, options, data.ops.name.length);
     this.prices = new Prices(data);
-    this.shipped = bordersOf(data.rows);
-    this.borders = [...this.shipped];
+    this.shipped = data.borders;
     this.trains = data.trains;
     this.edges = data.edges;
     /** how the borders were made, if they are not those of the plan */
@@ -92,8 +91,7 @@ export class Ladder extends Picture {
     if (other && chosen.length === 3 && other.links[links] && other.recompute[again] && (own === -1 || other.rows[own])) this.chooseWhatIf(chosen);
   }
   makeSlider() {
-    const {marks, rows} = this.data, most = Math.min(marks.length - 1, Math.max(16, bordersOf(rows).length - 1));
-    const slider = el("input", undefined, {type: "range", min: 1, max: most, "aria-label": "stages", oninput: () => this.setCount(Number(slider.value))});
+    const slider = el("input", undefined, {type: "range", min: 1, max: this.data.even.length, "aria-label": "stages", oninput: () => this.setCount(Number(slider.value))});
     // the number of devices that differ is fixed
     slider.disabled = Boolean(this.data.times?.on);
     return slider;
@@ -106,7 +104,7 @@ export class Ladder extends Picture {
     // where Python plans, its answer will be drawn
     if (this.options.oncount && this.options.oncount(count, own)) { this.count.textContent = String(count); return; }
     this.wanted = null;
-    this.setBorders(own ? this.shipped : this.prices.even(count), ", divided evenly here");
+    this.setBorders(own ? this.shipped : this.data.even[count - 1], ", divided evenly here");
   }
   /**
    * @param {number[]} borders

@@ -47,7 +47,7 @@ export class Picture {
     /** whether there is a backward */
     this.trains = true;
     /** the first row of each stage, and the number of rows */
-    this.borders = [0, data.rows.length];
+    this.borders = data.borders;
     /** @type {Triple[]} */
     this.saved = [];
     /** @type {[number, number][][]} for each of `saved` the ops that make what is saved, or -1 for an input, and bytes */
@@ -346,7 +346,6 @@ export class Picture {
     this.said.textContent = target ? this.describe(target) : "nothing is selected";
     this.showSide();
     this.draw();
-    if (this.options.onselect) this.options.onselect(target);
   }
   /**
    * Select and point at nothing that is no longer there.

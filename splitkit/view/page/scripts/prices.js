@@ -30,7 +30,7 @@ export class Prices {
     const from = at >= 0 ? again ? data.again : data.stretches : end === start + 1 ? data.alone : null, i = at >= 0 ? at : start;
     const bytes = (/** @type {keyof ByteColumns} */ c) => from ? from[c][i] : NaN, {forward, backward} = this.timesOn(k), over = (/** @type {number[]} */ column) => sum(column.slice(start, end));
     const back = over(backward);
-    return this.whole(over(forward), again && back ? back + over(forward) : back, bytes("saved"), bytes("temporary"), bytes("fixed"));
+    return this.whole({forward: over(forward), backward: again && back ? back + over(forward) : back, saved: bytes("saved"), temporary: bytes("temporary"), fixed: bytes("fixed")});
   }
   /**
    * The times of all rows on the device of a stage.
@@ -42,16 +42,12 @@ export class Prices {
    * @param {StageColumns} s
    * @param {number} k
    */
-  at(s, k) { return this.whole(s.forward[k], s.backward[k], s.saved[k], s.temporary[k], s.fixed[k]); }
+  at(s, k) { return this.whole({forward: s.forward[k], backward: s.backward[k], saved: s.saved[k], temporary: s.temporary[k], fixed: s.fixed[k]}); }
   /**
-   * @param {number} forward
-   * @param {number} backward
-   * @param {number} saved
-   * @param {number} temporary
-   * @param {number} fixed
+   * @param {Omit<Price, "seconds" | "peak">} of
    * @returns {Price}
    */
-  whole(forward, backward, saved, temporary, fixed) { return {forward, backward, saved, temporary, fixed, seconds: forward + backward, peak: fixed + saved + temporary}; }
+  whole(of) { return {...of, seconds: of.forward + of.backward, peak: of.fixed + of.saved + of.temporary}; }
   /**
    * The stages between borders; those of the plan itself are as Python computed them from its parts.
    * @param {number[]} borders
@@ -62,34 +58,4 @@ export class Prices {
     const {data} = this;
     return borders.slice(1).map((end, k) => ({...(shipped ? this.at(data.stages, k) : this.of(borders[k], end, this.isAgain(k, borders.length - 1), k)), start: borders[k], end, down: data.down[end], up: data.up[borders[k]]}));
   }
-  /**
-   * Borders of `count` stages that minimize the longest stage and, among those, the sum of squares.
-   * A dynamic program over marks: best[k][end] = [longest, sum of squares, start of the last stage] of k stages.
-   * @param {number} count
-   */
-  even(count) {
-    const n = this.count, {marks, times} = this.data, past = [0];
-    /** @type {([number, number, number] | null)[][]} */
-    const best = [Array(n + 1).fill(null)];
-    const twice = this.isAgain(0, -1) ? 2 : 1;
-    times.forward.forEach((seconds, row) => past.push(past[row] + (times.backward[row] ? twice : 1) * seconds + times.backward[row]));
-    best[0][0] = [0, 0, -1];
-    for (let k = 1; k <= count; k++) {
-      best.push(Array(n + 1).fill(null));
-      for (let end = k; end <= n; end++) for (let start = k - 1; start < end; start++) {
-        const before = best[k - 1][start];
-        if (!before) continue;
-        const own = past[marks[end]] - past[marks[start]], most = Math.max(before[0], own), squares = before[1] + own * own, now = best[k][end];
-        if (!now || most < now[0] * (1 - 1e-9) || (most <= now[0] * (1 + 1e-9) && squares < now[1])) best[k][end] = [most, squares, start];
-      }
-    }
-    const ends = [n];
-    for (let k = count; k > 0; k--) ends.unshift(/** @type {[number, number, number]} */ (best[k][ends[0]])[2]);
-    return ends.map(end => marks[end]);
-  }
 }
-/**
- * The borders of the plan itself.
- * @param {RowData[]} rows
- */
-export const bordersOf = rows => [0, ...[...rows.keys()].filter(i => i > 0 && rows[i].part !== rows[i - 1].part), rows.length];

@@ -20,8 +20,7 @@ const TINTS = [0.1, 0.5, 0.25, 0.65, 0, 0.4];
  * @returns {[number, number][] | null} row and bytes
  */
 function weightsIn(p, run, k) {
-  const start = p.borders[k], end = p.borders[k + 1], {shared, alone} = p.data, own = alone.fixed.slice(start, end);
-  for (const [nbytes, ...rows] of shared) rows.filter(row => row >= start && row < end).slice(1).forEach(row => { own[row - start] -= nbytes; });
+  const start = p.borders[k], own = p.data.weights.slice(start, p.borders[k + 1]);
   return run.by.why || sum(own) !== run.by.units[k][0] ? null : own.map((nbytes, i) => [start + i, nbytes]);
 }
 /**

@@ -8,7 +8,7 @@ import {OTHERS, REST, bandTable} from "./bands.js";
 import {crossing, linesOf} from "./crossing.js";
 import {ARROW, LIMIT, RIBBON, legend, el, mark, pressed, remark, tableOf} from "./elements.js";
 import {AS_SAID, FASTER, SLOWER, measuredTable} from "./measured.js";
-import {ranksOf, idleOf, kindsAt, peakPoint, peakTime} from "./step_facts.js";
+import {idleOf, kindsAt, peakTime} from "./step_facts.js";
 import {aliveOnRank} from "./alive.js";
 import {factsOfOp, factsOfRow, limitField, showFacts} from "./facts.js";
 import {bandsOfRank} from "./rank_memory.js";
@@ -73,7 +73,7 @@ function showStep(p, run) {
   });
   const name = "step: peak of each rank, and where it idles";
   p.side.append(el("h3", name), tableOf(name, ["rank", "peak", "at", "warm-up", "waiting", "tail"], rows));
-  const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = kindsAt(run.by, worst, run.by.points[worst][peakPoint(run, worst)]);
+  const worst = run.peaks.indexOf(Math.max(...run.peaks)), [fixed, saved, messages, temporary] = kindsAt(run.by, worst, run.by.points[worst][run.by.highest[worst]]);
   p.side.append(remark(`highest on rank ${worst}: ${size(fixed)} of weights and state, ${size(saved)} held, ${size(messages)} of messages, ${size(temporary)} temporary`));
 }
 /**
@@ -140,7 +140,7 @@ function factsOf(p, at) {
  * @param {number} k
  */
 export function rankText(p, k) {
-  const {run} = p, rank = run ? ranksOf(run)[k] : undefined;
+  const {run} = p, rank = run ? run.rankOf[k] : undefined;
   if (!run || rank === undefined) return "";
   return `rank ${rank}${run.replicas[rank] > 1 ? `, ${run.replicas[rank]} replicas` : ""}`;
 }

@@ -56,7 +56,7 @@ export class Staged extends Ladder {
    */
   priceOf(start, end) {
     const {times, saved} = this.staged, over = (/** @type {number[]} */ column) => sum(column.slice(start, end));
-    return {...this.prices.whole(over(times.forward), over(times.backward), sum(saved.map(([from, , nbytes]) => from >= start && from < end ? nbytes : 0)), 0, over(this.staged.alone.fixed)), weight: over(times.weight)};
+    return this.prices.whole({forward: over(times.forward), backward: over(times.backward), weight: over(times.weight), saved: sum(saved.map(([from, , nbytes]) => from >= start && from < end ? nbytes : 0)), temporary: 0, fixed: over(this.staged.weights)});
   }
   /**
    * @param {Item} item
@@ -84,7 +84,7 @@ export class Staged extends Ladder {
     return own.some((at, i) => i % 2 === 1 && at < column);
   }
   /** @param {Item} item */
-  weightsOf(item) { return sum(this.staged.alone.fixed.slice(item.start, item.end)); }
+  weightsOf(item) { return sum(this.staged.weights.slice(item.start, item.end)); }
   /**
    * @param {number} op
    * @returns {import("./facts.js").Fact[]}

@@ -1,5 +1,6 @@
 // @ts-check
 // Reads from a step where the ranks idle, and when their memory is at its peak.
+import {sum} from "./totals.js";
 
 /**
  * A fact about a step that is computed once, as pictures ask for it in every frame.
@@ -22,7 +23,7 @@ export const COMPUTATIONS = {F: "forward", B: "backward", I: "backward: gradient
 /** Where each rank idles. */
 export const idleOf = perRun(run => [...Array(run.ranks).keys()].map(rank => {
   const own = run.events.filter(event => event[0] === rank), first = Math.min(run.seconds, ...own.map(e => e[4])), last = Math.max(first, ...own.map(e => e[5]));
-  const busy = own.reduce((sum, e) => sum + e[5] - e[4], 0);
+  const busy = sum(own.map(e => e[5] - e[4]));
   return /** @type {Idle} */ ({warmup: first, waiting: Math.max(0, last - first - busy), tail: run.seconds - last});
 }));
 /**
@@ -40,32 +41,14 @@ export function kindsAt({units, owned, counts}, rank, point) {
   });
   return found;
 }
-/**
- * The bytes of a rank at a point.
- * @param {MemoryByStage} by
- * @param {number} rank
- * @param {number[]} point
- */
-export const bytesAt = (by, rank, point) => kindsAt(by, rank, point).reduce((a, b) => a + b);
 /** The memory of each rank over time. */
-export const memoryOf = perRun(({by}) => by.points.map((points, rank) => points.map(point => /** @type {Point} */ ([point[0], bytesAt(by, rank, point)]))));
-/** For each rank the first point at which its memory is at its peak. */
-const peakPoints = perRun(run => memoryOf(run).map(points => {
-  const held = points.map(point => point[1]);
-  return held.indexOf(Math.max(...held));
-}));
-/**
- * The first point at which the memory of a rank is at its peak.
- * @param {Run} run
- * @param {number} rank
- */
-export const peakPoint = (run, rank) => peakPoints(run)[rank];
+export const memoryOf = perRun(({by}) => by.points.map((points, rank) => points.map(point => /** @type {Point} */ ([point[0], sum(kindsAt(by, rank, point))]))));
 /**
  * When the memory of a rank first reaches its peak.
  * @param {Run} run
  * @param {number} rank
  */
-export const peakTime = (run, rank) => run.by.points[rank][peakPoint(run, rank)][0];
+export const peakTime = (run, rank) => run.by.points[rank][run.by.highest[rank]][0];
 /**
  * The memory of a rank at a time, the larger value where it changes.
  * @param {Run} run
@@ -80,10 +63,3 @@ export function heldAt(run, rank, seconds) {
   }
   return now;
 }
-/** The rank of each stage. */
-export const ranksOf = perRun(run => {
-  /** @type {number[]} */
-  const found = [];
-  for (const [rank, , stage] of run.events) found[stage] = rank;
-  return found;
-});

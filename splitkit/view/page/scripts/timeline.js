@@ -6,7 +6,7 @@ import {colourOf} from "./drawing.js";
 import {el, showTip} from "./elements.js";
 import {colourOfChange, heldWhenRun, highest, measuredText, measuredTitle, ownScale, spanOf} from "./measured.js";
 import {bandsOfRank, pointAt} from "./rank_memory.js";
-import {COMPUTATIONS, heldAt, idleOf, memoryOf, peakPoint, peakTime} from "./step_facts.js";
+import {COMPUTATIONS, heldAt, idleOf, memoryOf, peakTime} from "./step_facts.js";
 import {near, sum} from "./totals.js";
 import {duration, size} from "./units.js";
 
@@ -47,7 +47,7 @@ export class Timeline {
     const {run, pinned} = this;
     if (!run || pinned) return run && pinned;
     const rank = run.peaks.indexOf(Math.max(...run.peaks));
-    return {run, rank, i: peakPoint(run, rank)};
+    return {run, rank, i: run.by.highest[rank]};
   }
   /**
    * Tell what is alive on a rank.

@@ -15,7 +15,7 @@ type Point = [number, number];
 
 interface RowData { name: string; ops: number; kind: number; part: number }
 
-/** The columns of `splitkit.view.data.op_columns`, one entry per op. */
+/** The columns of `splitkit.view.data.joint_ladder.LadderModel.ops`, one entry per op. */
 interface OpColumns {
   name: string[];
   row: number[];
@@ -37,13 +37,13 @@ type StageColumns = ByteColumns & TimeColumns;
 
 /** schedule, microbatches and links as indices; ranks, seconds, bubble, bytes of the highest peak; recompute as an index */
 type WhatIfRow = [number, number, number, number, number, number, number, number];
-/** `splitkit.view.data.what_if`: other steps of the same stages. */
+/** `splitkit.view.data.ladder.what_if`: other steps of the same stages. */
 interface WhatIf { schedules: string[]; microbatches: number[]; links: string[]; recompute: string[]; rows: WhatIfRow[]; own: number }
 
 /** A step that ran: the start and end of each of the run's events, and the memory of each rank above what it held before. */
 interface MeasuredRun { seconds: number; times: [number, number][]; memory: Point[][] }
 
-/** `splitkit.view.data.stage_memory.memory_data`: the memory of each rank over time. */
+/** `splitkit.view.data.staged_ladder.memory_data`: the memory of each rank over time. */
 interface MemoryByStage {
   /** bytes of each stage: throughout the step; saved for a microbatch; temporary of an action; captured for and left to the weight part */
   units: number[][];
@@ -53,8 +53,8 @@ interface MemoryByStage {
   counts: number;
   /** for each rank: seconds, bytes of messages, then the counts of all but the first of `units` for each of its stages */
   points: number[][][];
-  /** whether received values are in static buffers */
-  static: boolean;
+  /** for each rank the first point at which its memory is at its peak */
+  highest: number[];
   /** why it cannot be divided by module; "" if it can */
   why: string;
 }
@@ -68,6 +68,8 @@ interface Run {
   unit: string;
   bubble: number;
   peaks: number[];
+  /** the rank of each stage */
+  rankOf: number[];
   /** devices of each rank */
   replicas: number[];
   events: TimedAction[];
@@ -90,6 +92,8 @@ interface CommonData {
   unit: string;
   memory: number | null;
   rows: RowData[];
+  /** the first row of each stage of the plan, and the number of rows */
+  borders: number[];
   edges: Triple[];
   ops: OpColumns;
 }
@@ -111,9 +115,11 @@ interface LadderData extends CommonData {
   kept: [number, number][][];
   /** for each stage what it holds of a microbatch: the op that makes it or -1, how it comes or goes, and bytes; empty without a run */
   held: [number, string, number][][];
-  /** parameters that several rows read: bytes, then the rows */
-  shared: number[][];
+  /** the bytes of weights and state in each row; what several rows of a stage read counts in the first; empty without a run */
+  weights: number[];
   marks: number[];
+  /** the borders of 1, 2, 3 ... stages that divide the work evenly */
+  even: number[][];
   /** of every run of segments between marks; null where backward runs all stages again */
   stretches: ByteColumns | null;
   /** the same as stages that backward runs again; null where it runs none */
@@ -225,8 +231,6 @@ interface Options {
   onplan?: (borders: number[]) => void;
   /** called when the slider has moved; returns whether Python plans and will answer */
   oncount?: (count: number, own: boolean) => boolean;
-  onselect?: (target: Target | null) => void;
-  onchoice?: (number: number) => void;
   /** called when something has changed that the address of the page tells */
   onstate?: () => void;
 }
