@@ -41,7 +41,7 @@ from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
 from splitkit.runtime.ranks.border_values import BorderValue, laid_out, memory_order
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask
-from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, stage_of_calls
+from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageParts, stage_of_calls
 from splitkit.short_repr import brief
 
 MANIFEST = "manifest.json"
@@ -53,33 +53,24 @@ _NONE = torch.empty(0)  # reading a weight into this shape is refused
 
 
 @dataclass(frozen=True)
-class StageFolder:
+class StageFolder(StageParts):
     """The stages of a folder, which `splitkit.runtime.pipeline` runs like a `splitkit.engine.split.Split`.
+
+    In ``module``, only loaded stages have children that are not empty; the plan places no nodes.
 
     Attributes:
         path: the folder.
         manifest: the manifest's data.
         weights: the source of parameters and saved buffers; ``None`` for the folder itself.
-        module: the parent, whose children are empty except for loaded stages.
-        plan: the parts' records; it places no nodes.
-        names: part -> the name of its module in the parent, in the order of execution.
-        qualified_names: name of every parameter and buffer in ``module`` -> its name in the original.
-        shared: groups of names in ``module``, each group naming one Parameter that several parts have.
-        parts: part -> its module, for loaded parts.
         tensors: number in the manifest -> tensor, for loaded tensors.
         encoder_caches: stage -> the graph that computes its keys and values of an encoder's output, for loaded stages
             of a decoder that have some.
     """
 
+    parts: dict[PartKey, nn.Module]
     path: Path
     manifest: JsonField
     weights: Weights | None
-    module: fx.GraphModule
-    plan: Plan
-    names: Mapping[PartKey, str]
-    qualified_names: Mapping[str, str]
-    shared: tuple[tuple[str, ...], ...]
-    parts: dict[PartKey, nn.Module] = field(default_factory=dict)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     encoder_caches: dict[int, fx.GraphModule] = field(default_factory=dict)
 
@@ -312,14 +303,15 @@ def open_stages(
     parent = manifest["parent"]
     module = graph_data.decode_graph(parent, lambda number: _meta(manifest, number), empty)
     return StageFolder(
-        path,
-        manifest,
-        None if weights is None else Weights.at(weights, convert=dtype is not None),
         module,
         plan,
+        {},
         dict(rows),
         {name: original.text() for name, original in manifest["qualified_names"].fields()},
         tuple(tuple(name.text() for name in group.items()) for group in manifest["shared"].items()),
+        path,
+        manifest,
+        None if weights is None else Weights.at(weights, convert=dtype is not None),
     )
 
 

@@ -49,7 +49,7 @@ from splitkit.runtime.folder.optimizer_state import (
     require_known,
     require_storable,
 )
-from splitkit.runtime.ranks.faults import beating, global_ranks
+from splitkit.runtime.ranks.faults import beating
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.rank_agreement import from_every
 from splitkit.runtime.ranks.replicas import subgroup, with_ranks_across
@@ -424,7 +424,7 @@ class CheckpointFolder:
     def _naming_loss(self, doing: str) -> Iterator[None]:
         """Raise SK805 if another rank ends while the ranks do something together."""
         try:
-            with beating(dist.get_rank(), global_ranks(self._group), f"for all ranks while it {doing}"):
+            with beating(dist.get_rank(), dist.get_process_group_ranks(self._group), f"for all ranks while it {doing}"):
                 yield
         except SplitError:
             raise

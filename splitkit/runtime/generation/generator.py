@@ -50,7 +50,7 @@ from splitkit.runtime.generation.decoder import (
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
 from splitkit.runtime.generation.prompt_pieces import piece
-from splitkit.runtime.ranks.faults import RankProgress, global_ranks, naming_failures, time_limit
+from splitkit.runtime.ranks.faults import RankProgress, naming_failures, time_limit
 from splitkit.runtime.ranks.rank_agreement import from_first, require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.stage_chain import chain_of
@@ -209,7 +209,11 @@ class Generator:
         self._costly = decoder.chain.facts.costly
         self._ring, self._sends_encoded = Ring(group, device, in_flight), decoder.sends_encoded(self.rank)
         self._progress = ServingProgress(
-            decoder.stages, rank=self.rank, ranks=global_ranks(group), device=device, limit=time_limit(group)
+            decoder.stages,
+            rank=self.rank,
+            ranks=dist.get_process_group_ranks(group),
+            device=device,
+            limit=time_limit(group),
         )
         self._samplers: dict[int, Sampler | Exception] = {}
 

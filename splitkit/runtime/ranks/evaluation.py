@@ -25,6 +25,7 @@ from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.planned_stage import PlannedStage, graphs_of
 from splitkit.runtime.ranks.stage_chain import StageSource
+from splitkit.runtime.ranks.step_agreement import form_of
 
 _REMEDY = "Capture the same model: evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))."
 
@@ -72,8 +73,8 @@ def share_tensors(
         if isinstance(new, DTensor):
             new = _piece(name, old, new, meshes)
         if new.shape != old.shape or new.dtype != old.dtype:
-            looks = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new)]
-            raise PipelineError("SK801", f"{name} is {looks[0]}, and in the pipeline {looks[1]}", _REMEDY, [name])
+            looks = f"{form_of(old)}, and in the pipeline {form_of(new)}"
+            raise PipelineError("SK801", f"{name} is {looks}", _REMEDY, [name])
         path, _, key = name.rpartition(".")
         held = attributes_of(found.module.get_submodule(path))
         table: dict[str, Any] = held.parameters if isinstance(new, nn.Parameter) else held.buffers

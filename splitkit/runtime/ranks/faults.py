@@ -173,11 +173,6 @@ def _text(action: Action) -> str:
     return f"{KINDS[action.kind]} of microbatch {action.microbatch} in stage {action.stage}"
 
 
-def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return rank in a group -> rank in the default process group."""
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-
-
 def time_limit(group: dist.ProcessGroup | None) -> float:
     """Return the seconds after which a process group gives up a message; infinite if it does not say."""
     found = _torch.timeout_of(group)

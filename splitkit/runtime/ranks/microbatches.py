@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.checks import is_whole, shown
+from splitkit.engine.graph_data import name_of_dtype
 from splitkit.errors import PipelineError
 from splitkit.graph.call_signature import input_binder
 from splitkit.graph.size_expressions import Expression, evaluated
@@ -219,8 +220,7 @@ class BatchSplitter:
                 if isinstance(value, torch.Tensor) and like is not None:
                     fits = value.shape == like.shape if not self._sizes.inputs else value.dim() == like.dim()
                     if value.dtype != like.dtype or not fits:
-                        wants = f"{_dtype(like)}{list(like.shape)}"
-                        raise _unfit(name, value, f"Give each microbatch {wants}, as captured.")
+                        raise _unfit(name, value, f"Give each microbatch {form_of(like)}, as captured.")
                     inputs[name] = value.to(self._device)
         return made
 
@@ -374,7 +374,7 @@ class BatchSplitter:
             ways = " or ".join(f"batch_dims={{{name!r}: {dim}}}" for dim in dims)
             raise PipelineError(
                 "SK802",
-                f"dimension {' or '.join(map(str, dims))} of {name}, {_look(given[name])}, may hold the batch",
+                f"dimension {' or '.join(map(str, dims))} of {name}, {form_of(given[name])}, may hold the batch",
                 f"Name the right one where you make the pipeline: {ways}; {EACH}.",
                 [name],
             )
@@ -406,7 +406,7 @@ class BatchSplitter:
         if inner and leaf.dim() > 1:
             raise PipelineError(
                 "SK802",
-                f"the target is {_look(leaf)}, and the batch is not in dimension 0 of the inputs",
+                f"the target is {form_of(leaf)}, and the batch is not in dimension 0 of the inputs",
                 "Name the dimension where you make the pipeline: batch_dims={..., 'target': 1}.",
             )
         dim = min(self._named.get("target") or 0, leaf.dim() - 1)
@@ -461,9 +461,10 @@ def require_fit(
         if value.dtype == like.dtype and name not in found.unfit:
             continue
         if value.dtype == like.dtype and (dim := found.unfit[name]) is not None:
+            parts_text = f"{count} microbatches of {list(own[0])}"
             raise PipelineError(
                 "SK802",
-                f"{name} is {_look(value)}: {count} microbatches of {list(own[0])}, if dimension {dim} holds the batch",
+                f"{name} is {form_of(value)}: {parts_text}, if dimension {dim} holds the batch",
                 f"If so, name it where you make the pipeline: batch_dims={{{name!r}: {dim}}}; {EACH}.",
                 [name],
             )
@@ -474,7 +475,7 @@ def require_fit(
         if other is not None:
             how = "as captured" if dim is None else f"{count} microbatches of {list(like.shape)} in dimension {dim}"
             how += "" if name in named else _elsewhere(name, value, like)
-        remedy = f"Give {_dtype(like)}{whole}: {how}; {EACH}.{other or ''}"
+        remedy = f"Give {name_of_dtype(like.dtype)}{whole}: {how}; {EACH}.{other or ''}"
         raise _unfit(name, value, remedy)
 
 
@@ -488,12 +489,16 @@ def no_batch(given: Mapping[str, Any], count: int) -> PipelineError | None:
     found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
     for name, value in found.items():
         rows, *rest = value.shape
-        of_this = f" ({name} {_dtype(value)}{[rows // count, *rest]} for this batch)" if rows % count == 0 else ""
+        of_this = (
+            f" ({name} {name_of_dtype(value.dtype)}{[rows // count, *rest]} for this batch)"
+            if rows % count == 0
+            else ""
+        )
         return PipelineError(
             "SK802",
-            f"no input is a batch of {count} microbatches: {name} is {_look(value)}, as large as in one of them",
+            f"no input is a batch of {count} microbatches: {name} is {form_of(value)}, as large as in one of them",
             f"Capture with the inputs of one microbatch{of_this}; or give {name} as "
-            f"{_dtype(value)}{[rows * count, *rest]}{_elsewhere(name, value, value)}; {EACH}.",
+            f"{name_of_dtype(value.dtype)}{[rows * count, *rest]}{_elsewhere(name, value, value)}; {EACH}.",
             [name],
         )
     return None
@@ -507,16 +512,8 @@ def _elsewhere(name: str, value: torch.Tensor, like: torch.Tensor) -> str:
     return f" (if another dimension than 0 holds the batch, name it: batch_dims={{{name!r}: {dim}}})"
 
 
-def _look(tensor: torch.Tensor) -> str:
-    return f"{_dtype(tensor)}{list(tensor.shape)}"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _unfit(name: str, value: torch.Tensor, remedy: str) -> PipelineError:
-    return PipelineError("SK802", f"{name} is {_look(value)}", remedy, [name])
+    return PipelineError("SK802", f"{name} is {form_of(value)}", remedy, [name])
 
 
 # Finds the dimension along which each input of a step is divided into microbatches.

@@ -30,7 +30,7 @@ from splitkit.runtime.ranks.evaluation import (
     share_tensors,
     split_like,
 )
-from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
+from splitkit.runtime.ranks.faults import Progress, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.microbatches import BatchDims, BatchSplitter, DividedBatch
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
@@ -205,7 +205,7 @@ class Pipeline:
             self.replicas,
             (),
             rank=self.rank,
-            ranks=global_ranks(group),
+            ranks=dist.get_process_group_ranks(group),
             device=self.device,
             limit=time_limit(group),
         )

@@ -131,7 +131,8 @@ def replicas(pipelines: int, group: dist.ProcessGroup | None, device: torch.devi
         return Replicas(ranks, place, number, group)
     across = [subgroup(group, row) for row in ranks]
     lines = [subgroup(group, column) for column in zip(*ranks, strict=True)]
-    whole = torch.tensor([[_global(group, rank) for rank in row] for row in ranks])
+    of_group = dist.get_process_group_ranks(group)
+    whole = torch.tensor([[of_group[rank] for rank in row] for row in ranks])
     line, row = lines[number], across[place]
     mesh = DeviceMesh.from_group([line, row], device.type, mesh=whole, mesh_dim_names=("pp", "dp"))
     return Replicas(ranks, place, number, line, row, mesh)
@@ -139,9 +140,10 @@ def replicas(pipelines: int, group: dist.ProcessGroup | None, device: torch.devi
 
 def subgroup(group: dist.ProcessGroup | None, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Make a process group of some ranks of a group, with its timeout. All its ranks must call it in the same order."""
+    of_group = dist.get_process_group_ranks(group)
     # the ranks outside of the group may be in another pipeline meanwhile
     made: dist.ProcessGroup = dist.new_group(
-        [_global(group, rank) for rank in ranks],
+        [of_group[rank] for rank in ranks],
         _torch.timeout_of(group),
         backend,
         use_local_synchronization=group is not None,
@@ -164,10 +166,6 @@ def with_ranks_across(group: dist.ProcessGroup | None, across: Iterable[dist.Pro
     if not along:
         return group
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else subgroup(dist.group.WORLD, sorted(ranks))
-
-
-def _global(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def row_of_rank(order: PipelineOrder, replicas: Replicas) -> tuple[Action, ...]:

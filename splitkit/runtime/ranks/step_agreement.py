@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -110,16 +111,8 @@ def _block_sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return `BLOCK` fixed pseudo-random numbers of 64 bits: SplitMix64 (Steele, Lea and Flood 2014)."""
-    mask = (1 << 64) - 1
-    found = list[int]()
-    for i in range(1, BLOCK + 1):
-        z = i * 0x9E3779B97F4A7C15 & mask
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        z ^= z >> 31
-        found.append(z - (z >> 63 << 64))
-    return torch.tensor(found, dtype=torch.int64, device=device)
+    """Return `BLOCK` fixed pseudo-random numbers of 64 bits, the same in all versions of numpy."""
+    return torch.from_numpy(np.random.PCG64(0).random_raw(BLOCK).view(np.int64)).to(device)
 
 
 # Digests tensors and other values, so that ranks can compare them without sending them.
