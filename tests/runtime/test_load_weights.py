@@ -232,7 +232,7 @@ NORM = "model.norm.weight"
 WRONG = {
     "missing": (lambda s: s.pop(NORM), f"has no {NORM}"),
     "several missing": (lambda s: (s.pop(NORM), s.pop("lm_head.weight")), rf"has no .*{NORM}"),
-    "unexpected": (lambda s: s.update(extra=torch.ones(1)), "has extra, which the model does not have"),
+    "unexpected": (lambda s: s.update(extra=torch.ones(1)), "has extra, which the model that was split does not have"),
     "shape": (lambda s: s.update({NORM: torch.ones(31)}), rf"{NORM} in .* float32\[31\]"),
     "integers": (lambda s: s.update({NORM: torch.ones(32, dtype=torch.int32)}), rf"{NORM} in .* int32"),
 }

@@ -123,16 +123,26 @@ class Weights:
         headers = _Headers(self)
         return {name: headers.stored(name).nbytes for name in self.files}
 
-    def unexpected(self, groups: Sequence[Sequence[str]], known: Collection[str]) -> list[str]:
-        """Return the names in the files that are none of the model, sorted; not those that transformers leaves out.
+    def require_known(self, groups: Sequence[Sequence[str]], known: Collection[str], remedy: str) -> None:
+        """Refuse names in the files that are none of the model, but for those that transformers leaves out.
 
         Args:
             groups: for each tensor that is wanted, the names that it has in the model.
             known: the names of all parameters and buffers of the model.
+            remedy: what works besides leaving the tensors out of the files.
+
+        Raises:
+            FileError: SK507.
         """
         sources = sources_of(groups, self.files, lambda: self._converted)
         over = [name for target, found in sources.items() if target not in known for name in found.names]
-        return without_ignored(sorted(over), self.place)
+        if over := without_ignored(sorted(over), self.place):
+            raise FileError(
+                "SK507",
+                f"{self.place} has {listed(over, 3)}, which the model that was split does not have",
+                f"{remedy}, or leave these tensors out of the files.",
+                over,
+            )
 
     @cached_property
     def _converted(self) -> Mapping[str, Sources]:

@@ -28,7 +28,7 @@ from splitkit.engine import graph_data
 from splitkit.engine.graph_data import dtype_of, name_of_dtype
 from splitkit.engine.json_fields import WRITE_AGAIN, JsonField
 from splitkit.engine.staged_step import StageGraphs
-from splitkit.errors import FileError, listed
+from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.size_expressions import Expression, is_known, symbols_in
 from splitkit.graph.storages import parameters_and_buffers
@@ -88,6 +88,12 @@ class StageFolder(StageParts):
             raise self.manifest["facts"].damaged("about the parent's graph")
         return chain
 
+    @cached_property
+    def named(self) -> list[tuple[list[str], bool]]:
+        """Number in the manifest -> the names of the tensor in the model, and whether it is in the state dict."""
+        rows = self.manifest["tensors"].items()
+        return [([name.text() for name in row["names"].items()], row["saved"].flag()) for row in rows]
+
     def load(self, stages: Iterable[int], device: torch.device | str = "cpu") -> None:
         """Build stages and fill their tensors. Stages that are loaded already stay as they are, and if one cannot be
         loaded, none is.
@@ -140,8 +146,7 @@ class StageFolder(StageParts):
             FileError: SK507 if they are not those of this model.
         """
         held, place = parameters_and_buffers(whole), self.weights or Weights.at(self.path)
-        rows = [self._row(index) for index in range(len(self.manifest["tensors"].value))]
-        found = [[name.text() for name in row["names"].items()] for row in rows if row["saved"].flag()]
+        found = [names for names, saved in self.named if saved]
         place.read([(names, next((held[name] for name in names if name in held), _NONE)) for names in found])
 
     def read(self, wanted: Sequence[tuple[Sequence[str], torch.Tensor]]) -> None:
@@ -154,8 +159,7 @@ class StageFolder(StageParts):
             FileError: SK507 if neither the folder nor its weights have them.
         """
         place = self.weights or Weights.at(self.path)
-        rows = [[name.text() for name in row["names"].items()] for row in self.manifest["tensors"].items()]
-        first = {name: names for names in rows for name in names}
+        first = {name: names for names, _ in self.named for name in names}
         place.read([(list(dict.fromkeys([*first.get(names[0], ()), *names])), tensor) for names, tensor in wanted])
 
     def read_unsaved(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -222,36 +226,20 @@ class StageFolder(StageParts):
         """Read tensors: those in a state dict of the model from the given weights, the others from the folder."""
         given, own = list[Any](), list[Any]()
         for index, tensor in fresh.items():
-            row = self._row(index)
-            names = [name.text() for name in row["names"].items()]
-            (given if self.weights is not None and row["saved"].flag() else own).append((names, tensor))
+            names, saved = self.named[index]
+            (given if self.weights is not None and saved else own).append((names, tensor))
         if self.weights is not None:
-            self._require_known(self.weights)
+            groups = [names for names, saved in self.named if saved]
+            known = {n for names in groups for n in names} | {n.text() for n in self.manifest["unread"].items()}
+            self.weights.require_known(groups, known, "Name the weights of the model that was split")
             self.weights.read(given)
         if own:
             Weights.at(self.path).read(own)
 
-    def _require_known(self, weights: Weights) -> None:
-        """Refuse weights with names that the model lacks: they are those of another model.
-
-        Raises:
-            FileError: SK507.
-        """
-        rows = [row for row in self.manifest["tensors"].items() if row["saved"].flag()]
-        groups = [[name.text() for name in row["names"].items()] for row in rows]
-        known = {name for names in groups for name in names} | {n.text() for n in self.manifest["unread"].items()}
-        if over := weights.unexpected(groups, known):
-            raise FileError(
-                "SK507",
-                f"{weights.place} has {listed(over, 3)}, which the model that was split does not have",
-                "Name the weights of the model that was split, or leave these tensors out of the files.",
-                over,
-            )
-
     def _forget_unsaved(self, module: nn.Module, numbers: JsonField) -> None:
         """Mark buffers as non-persistent that the model's state dict lacks."""
         for name, number in numbers.fields():
-            if not self._row(number.whole())["saved"].flag():
+            if not self.named[number.whole()][1]:
                 owner, _, last = name.rpartition(".")
                 attributes_of(module.get_submodule(owner)).unsaved.add(last)
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from splitkit.engine.split import Split
-from splitkit.errors import FileError, PipelineError, listed
+from splitkit.errors import FileError, PipelineError
 from splitkit.graph.caches import ENCODER_CACHES, runs_outside
 from splitkit.graph.storages import attribute, known_value, parameters_and_buffers
 from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
@@ -138,14 +138,8 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
                 slot.names,
             )
     known = {*parameters_and_buffers(root), *root.state_dict()}
-    over = weights.unexpected([slot.names for slot in held if slot.saved], known)
-    if over:
-        raise FileError(
-            "SK507",
-            f"{weights.place} has {listed(over, 3)}, which the model does not have",
-            "Capture the model of this checkpoint, or leave these tensors out of the files.",
-            over,
-        )
+    groups = [slot.names for slot in held if slot.saved]
+    weights.require_known(groups, known, "Capture the model of this checkpoint")
 
 
 def empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:

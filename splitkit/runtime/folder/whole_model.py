@@ -142,8 +142,7 @@ def _ties(pipe: Pipeline) -> dict[str, tuple[str, ...]]:
     """Return name of a tensor -> all of its names in the state dict of the unsplit model."""
     split = pipe.split
     if isinstance(split, StageFolder):
-        rows = [[name.text() for name in row["names"].items()] for row in split.manifest["tensors"].items()]
-        return {name: tuple(names) for names in rows for name in names}
+        return {name: tuple(names) for names, _ in split.named for name in names}
     model = captured_model(split)
     assert model is not None, "only stages of a folder have none"
     saved = model.state_dict()

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
-from splitkit.graph.caches import ARGUMENTS, DEEPSTACK, ENCODER_CACHES, runs_outside
+from splitkit.graph.caches import ARGUMENTS, DEEPSTACK, ENCODER_CACHES
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.language_model import given_to_language_model
 from splitkit.plans.parts import PartKey
@@ -28,6 +28,7 @@ from splitkit.runtime.devices.accelerators import (
 )
 from splitkit.runtime.devices.device_map import Devices
 from splitkit.runtime.devices.on_devices import Move, OnDevices, PartOnDevice
+from splitkit.runtime.generation.before_stages import require_data
 from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
 from splitkit.runtime.generation.encoder_caches import EncoderCaches, KeptCache, kept_caches
 from splitkit.runtime.generation.generation_request import unfit
@@ -71,13 +72,14 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     before = parameters_and_buffers(split.flow.root)
     # what load has read
     _share(model, {}, before)
-    _require_weights(model, split)
+    remedy = "Load the weights first: splitkit.load(split, folder, devices)."
+    require_data(_run_whole(model, split), "an encoder, or what images need, runs whole and is in no part", remedy)
     rest, signature = _unread(model, split), inspect.signature(kind.forward)
     step = ModelStep(model, split, devices)
     _share(model, before, parameters_and_buffers(step.decoder.tensors))
     first = next(iter(step.decoder.devices.values()))
     move_tensors(model, nn.Module(), dict.fromkeys(rest, first))
-    _require_there(_runs_whole(model, step), first)
+    _require_there(_run_whole(model, split), first)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,28 +103,6 @@ def _unread(model: nn.Module, split: Split) -> list[int]:
     return [id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in read and not t.is_meta]
 
 
-def _require_weights(model: nn.Module, split: Split) -> None:
-    """Refuse a model on ``meta`` of which an encoder, or what images need, runs whole.
-
-    Raises:
-        PipelineError: SK807.
-    """
-    if not runs_outside(split.flow.root):
-        return
-    read = {str(node.target) for node in split.flow.graph.find_nodes(op="get_attr") if node.users}
-    named: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        named.setdefault(id(tensor), []).extend([name] if tensor.is_meta else [])
-    lacking = [names[0] for names in named.values() if names and read.isdisjoint(names)]
-    if lacking:
-        raise PipelineError(
-            "SK807",
-            f"{listed(lacking, 2)} are on meta: an encoder, or what images need, runs whole and is in no part",
-            "Load the weights first: splitkit.load(split, folder, devices).",
-            lacking,
-        )
-
-
 def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
     """Let a model hold the tensors of the parts: its own may be on ``meta``, or of a kind that cannot move in place."""
     new = {id(tensor): after[name] for name, tensor in before.items()}
@@ -131,20 +111,19 @@ def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[
     replace_tensors(tables_of(model), new)
 
 
-def _runs_whole(model: Any, step: ModelStep) -> nn.Module:
-    """Return the module that may share a weight with a part, and that runs on the first device."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return cast(nn.Module, model.get_encoder())
-    return cast(nn.Module, model.get_input_embeddings()) if "inputs_embeds" in step.decoder.inputs else nn.Module()
+def _run_whole(model: Any, split: Split) -> dict[str, torch.Tensor]:
+    """Return name -> parameter or buffer of what runs on the first device, and may share a weight with a part."""
+    inputs = DecoderInputs.among([node.name for node in split.flow.graph.find_nodes(op="placeholder")])
+    return {} if inputs is None else inputs.whole_tensors(model)
 
 
-def _require_there(module: nn.Module, device: torch.device) -> None:
-    """Refuse a module of which a part on another device has a weight.
+def _require_there(held: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Refuse tensors that a part on another device has.
 
     Raises:
         PipelineError: SK808.
     """
-    for name, tensor in module.named_parameters():
+    for name, tensor in held.items():
         if not tensor.is_meta and not same_device(tensor.device, device):
             raise PipelineError(
                 "SK808",
