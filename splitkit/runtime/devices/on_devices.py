@@ -20,7 +20,7 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.shared_memory import GIVEN
+from splitkit.graph.shared_memory import GIVEN, Classes
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.runtime.devices.accelerators import (
@@ -439,16 +439,10 @@ def callers_memory(flow: Dataflow) -> frozenset[Node]:
     effects = flow.effects
     if not all(effect.known for effect in effects.values()):
         return frozenset(flow.graph.nodes)
-    sharing: dict[Node, list[Node]] = {}
+    classes = Classes()
     for node, effect in effects.items():
         for other in effect.aliases:
-            sharing.setdefault(node, []).append(other)
-            sharing.setdefault(other, []).append(node)
+            classes.join(node, other)
     rest = [n for n in flow.graph.nodes if n.op in GIVEN] + flow.graph.output_node().all_input_nodes
-    found = set[Node]()
-    while rest:
-        node = rest.pop()
-        if node not in found:
-            found.add(node)
-            rest += sharing.get(node, ())
-    return frozenset(found)
+    found = set(map(classes.find, rest))
+    return frozenset(node for node in flow.graph.nodes if classes.find(node) in found)

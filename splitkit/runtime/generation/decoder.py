@@ -19,7 +19,7 @@ from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ARGUMENTS
 from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.accelerators import current
-from splitkit.runtime.generation.encoder_caches import StageEncoderCaches
+from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.generation_request import Request, not_on_ranks
 from splitkit.runtime.ranks.border_values import memory_order
 from splitkit.runtime.ranks.stage import result_of
@@ -253,7 +253,7 @@ class DecoderStage:
         self._passes_tokens = decoder.passes_tokens(stage)
         names = decoder.constants(stage)
         captured = chain.facts.captured
-        self._encoder = None if encoder is None else StageEncoderCaches(encoder, names, captured, device)
+        self._encoder = None if encoder is None else EncoderCaches(encoder, names, captured, device)
 
     def enter(self, number: int, request: Request, encoded: torch.Tensor | None = None) -> None:
         """Make the caches of a request: empty caches, and the caches of an encoder's output.

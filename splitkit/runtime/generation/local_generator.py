@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
-from splitkit.graph.caches import ARGUMENTS, DEEPSTACK, ENCODER_CACHES
+from splitkit.graph.caches import ARGUMENTS, DEEPSTACK
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.language_model import given_to_language_model
 from splitkit.plans.parts import PartKey
@@ -26,11 +26,11 @@ from splitkit.runtime.devices.accelerators import (
     same_device,
     tables_of,
 )
-from splitkit.runtime.devices.device_map import Devices
+from splitkit.runtime.devices.device_map import Devices, captured_types
 from splitkit.runtime.devices.on_devices import Move, OnDevices, PartOnDevice
 from splitkit.runtime.generation.before_stages import require_data
 from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
-from splitkit.runtime.generation.encoder_caches import EncoderCaches, KeptCache, kept_caches
+from splitkit.runtime.generation.encoder_caches import EncoderCaches, KeptCache, encoder_caches_of, kept_caches
 from splitkit.runtime.generation.generation_request import unfit
 
 
@@ -149,8 +149,7 @@ class ModelStep:
 
     def __init__(self, model: Any, split: Split, devices: Devices = None) -> None:
         self.decoder = DecoderOnDevices(split, devices)
-        has_encoder = ENCODER_CACHES in split.flow.root.meta
-        self._encoder = EncoderCaches(split, self.decoder.caches, self.decoder.devices) if has_encoder else None
+        self._encoder = _encoder_caches(split, self.decoder)
         names = DecoderInputs.among(self.decoder.inputs)
         if names is None:
             raise PipelineError(
@@ -210,11 +209,14 @@ class ModelStep:
         inputs |= {name: empty(ids) for name, empty in self._without_images.items() if name not in inputs}
         inputs |= {name: self._no_mask(name, ids, past) for name in self._masks if name not in inputs}
         self._require_all(inputs)
-        encoder = self._encoder
-        tensors = taken_from(cache, self.decoder, len(ids), lambda: encoder.compute(inputs) if encoder else ())
+        tensors = taken_from(cache, self.decoder, len(ids), lambda: self._encoded(inputs))
         logits, tensors = self.decoder.step(inputs, tensors)
         put_into(cache, self.decoder.caches, tensors)
         return _output(logits, self._cache, cache if given.get("use_cache") is not False else None, hidden)
+
+    def _encoded(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return name -> constant cache, for the output of an encoder among the inputs of a step."""
+        return {name: cache for each in self._encoder for name, cache in each.compute(inputs).items()}
 
     def _to_language_model(self, given: Mapping[str, Any]) -> dict[str, Any]:
         own = {name: value for name, value in given.items() if name != "self"}
@@ -273,6 +275,16 @@ def _leaves(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _leaves({f"{name}_{i}": x for i, x in enumerate(value)})
         else:
             yield name, value
+
+
+def _encoder_caches(split: Split, decoder: DecoderOnDevices) -> list[EncoderCaches]:
+    """Return what computes the constant caches of each part that has some."""
+    root, names = split.flow.root, dict[PartKey, list[str]]()
+    for cache in decoder.caches:
+        if cache.constant:
+            names.setdefault(cache.part, []).append(cache.given)
+    captured = captured_types(split.flow.graph, root)
+    return [EncoderCaches(encoder_caches_of(root, own), own, captured, decoder.devices[p]) for p, own in names.items()]
 
 
 def _output(logits: torch.Tensor, name: str, cache: Any, hidden: torch.Tensor | None) -> Any:
@@ -375,7 +387,7 @@ def cached_positions(cache: Any) -> int:
 
 
 def taken_from(
-    cache: Any, decoder: DecoderOnDevices, sequences: int, encoded: Callable[[], Sequence[torch.Tensor]]
+    cache: Any, decoder: DecoderOnDevices, sequences: int, encoded: Callable[[], Mapping[str, torch.Tensor]]
 ) -> list[torch.Tensor]:
     """Take the tensors out of a cache, in the order of a step.
 
@@ -383,7 +395,7 @@ def taken_from(
         cache: from an earlier step, or without tensors.
         decoder: the decoder.
         sequences: the number of sequences.
-        encoded: computes the constant tensors, if the cache does not have them.
+        encoded: computes the constant tensors by name, if the cache does not have them.
 
     Raises:
         PipelineError: SK802 for a cache of another kind, or for other sequences; nothing is taken out then.
@@ -394,13 +406,13 @@ def taken_from(
         if filled[within]:
             _require_layers(inner, [place for place in places if place.within == within], sequences)
     missing = any(kept.constant and not filled[p.within] for kept, p in zip(decoder.caches, places, strict=True))
-    constants = iter(encoded() if missing else ())
+    constants = encoded() if missing else {}
     found = []
     for kept, place in zip(decoder.caches, places, strict=True):
         if filled[place.within]:
             tensor = place.tensor_in(inside[place.within].layers[place.layer]).to(decoder.devices[kept.part])
         elif kept.constant:
-            tensor = next(constants)
+            tensor = constants[kept.given]
         else:
             tensor = torch.zeros(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.devices[kept.part])
         found.append(tensor)
