@@ -17,10 +17,11 @@ from campaigns import these_first
 
 import splitkit as sk
 from splitkit.errors import FileError, PipelineError
+from splitkit.graph.storages import fills_its_range
 from splitkit.runtime import open_stages, pipeline, save_stages
 from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import Weights, converted, sources_of
-from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors, write_tensors
+from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
 

@@ -82,51 +82,36 @@ def to_devices(split: Split, devices: Devices = None) -> OnDevices:
     return OnDevices(split, devices)
 
 
-class _Program(NamedTuple):
-    parent: fx.GraphModule
-    parts: Mapping[PartKey, fx.GraphModule]
-    devices: Mapping[PartKey, torch.device]
-    moves: tuple[Move, ...]
-
-
 class OnDevices(Tied):
-    """See `to_devices`. Parameters and buffers keep their names in the graph that was split."""
+    """See `to_devices`. Parameters and buffers keep their names in the graph that was split.
 
-    _program: _Program
+    Attributes:
+        parent: the graph that calls the parts and copies values between their devices.
+        part_devices: part -> its device, in the order of execution.
+        moves: the copies of each call.
+    """
+
+    parent: fx.GraphModule
 
     def __init__(self, split: Split, devices: Devices = None) -> None:
         super().__init__()
         places = places_of(split, devices_of(split, devices))
         held = _take_over(self, split.flow.root)
         graphs = DeviceGraphs(split, places, held)
-        # Not registered: what they hold is registered here, under its original name.
-        self.__dict__["_program"] = _Program(graphs.parent(), graphs.parts, places.parts, tuple(graphs.moves))
+        # Not registered: what it holds is registered here, under its original name.
+        self.__dict__["parent"] = graphs.parent()
+        self.part_devices, self.moves = places.parts, tuple(graphs.moves)
         move_tensors(split.flow.root, held, places.tensors)
         self.training = split.module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; takes and returns what the graph that was split does."""
-        return self._program.parent(*args, **kwargs)
-
-    @property
-    def part_devices(self) -> Mapping[PartKey, torch.device]:
-        """Part -> its device, in the order of execution."""
-        return dict(self._program.devices)
-
-    @property
-    def parent(self) -> fx.GraphModule:
-        """The graph that calls the parts and copies values between their devices."""
-        return self._program.parent
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """The copies of each call."""
-        return self._program.moves
+        return self.parent(*args, **kwargs)
 
     @property
     def code(self) -> str:
         """The Python code of a call."""
-        return str(self._program.parent.code)
+        return str(self.parent.code)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:  # 2.11, 2.13, 2.15
         """Allow changes of dtype, but not of device.

@@ -31,14 +31,14 @@ from splitkit.engine.staged_step import StageGraphs
 from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.size_expressions import Expression, is_known, symbols_in
-from splitkit.graph.storages import parameters_and_buffers
+from splitkit.graph.storages import fills_its_range, parameters_and_buffers
 from splitkit.pipeline.inseparable_nodes import SCALARS
 from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
 from splitkit.runtime.folder.checkpoint_folder import DIGESTS, require_intact, stored_digests
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
-from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
+from splitkit.runtime.folder.tensorfiles import stored_tensors
 from splitkit.runtime.ranks.border_values import BorderValue, laid_out, memory_order
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask
 from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageParts, stage_of_calls

@@ -14,12 +14,11 @@ from torch import fx, nn
 from splitkit.engine.split import Split
 from splitkit.errors import FileError, PipelineError
 from splitkit.graph.caches import ENCODER_CACHES, runs_outside
-from splitkit.graph.storages import attribute, known_value, parameters_and_buffers
+from splitkit.graph.storages import attribute, fills_its_range, known_value, parameters_and_buffers
 from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
 from splitkit.runtime.devices.on_devices import OnDevices, to_devices
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
-from splitkit.runtime.folder.tensorfiles import fills_its_range
 
 
 def load(

@@ -18,11 +18,18 @@ from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES, runs_outside
 from splitkit.graph.call_signature import bind_inputs
-from splitkit.graph.storages import attribute, kept_values, known_value, parameters_and_buffers, storage_key
+from splitkit.graph.storages import (
+    attribute,
+    fills_its_range,
+    kept_values,
+    known_value,
+    parameters_and_buffers,
+    storage_key,
+)
 from splitkit.runtime.folder.checkpoint_folder import DIGESTS, digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import INDEX
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode_facts, encode_part
-from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
+from splitkit.runtime.folder.tensorfiles import dtype_name, write_tensors
 from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.ranks.planned_chain import captured_model, chain_of_any

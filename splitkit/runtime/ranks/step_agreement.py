@@ -209,10 +209,6 @@ class StepAgreement:
         return rows
 
 
-_Told = tuple[str, str, str, tuple[str, ...]]
-"""Code, reason, remedy and nodes of an error, for the other ranks."""
-
-
 def _attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return make(), None
@@ -254,22 +250,20 @@ def _described(call: PipelineCall | None) -> dict[str, object] | None:
     }
 
 
-def _told(failed: Exception | None) -> _Told | None:
-    if failed is None:
-        return None
-    if isinstance(failed, SplitError):
-        return failed.code, failed.reason, failed.remedy, failed.nodes
-    return "SK805", f"{type(failed).__name__}: {failed}", "Look at the messages of that rank.", ()
+def _told(failed: Exception | None) -> SplitError | None:
+    """Return an error as other ranks get it."""
+    if failed is None or isinstance(failed, SplitError):
+        return failed
+    return PipelineError("SK805", f"{type(failed).__name__}: {failed}", "Look at the messages of that rank.")
 
 
-def _raise_first(errors: Sequence[_Told | None], own: Exception | None, did: str) -> None:
+def _raise_first(errors: Sequence[SplitError | None], own: Exception | None, did: str) -> None:
     """Raise the error of this rank, else the first one of another rank, if there is one."""
     if own is not None:
         raise own
     for rank, error in enumerate(errors):
         if error is not None:
-            code, reason, remedy, nodes = error
-            raise PipelineError(code, f"rank {rank} {did}: {reason}", remedy, nodes)
+            raise PipelineError(error.code, f"rank {rank} {did}: {error.reason}", error.remedy, error.nodes)
 
 
 def _difference(calls: Sequence[dict[str, object] | None]) -> PipelineError:
