@@ -31,12 +31,13 @@ from splitkit.engine.staged_step import StageGraphs
 from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.size_expressions import Expression, is_known, symbols_in
-from splitkit.graph.storages import fills_its_range, parameters_and_buffers
+from splitkit.graph.storages import attribute, fills_its_range, parameters_and_buffers
 from splitkit.pipeline.inseparable_nodes import SCALARS
 from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
-from splitkit.runtime.folder.checkpoint_folder import DIGESTS, require_intact, stored_digests
+from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
+from splitkit.runtime.folder.checkpoint_folder import DIGESTS, read_data, require_intact, stored_digests
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
 from splitkit.runtime.folder.tensorfiles import stored_tensors
 from splitkit.runtime.ranks.border_values import BorderValue, laid_out, memory_order
@@ -132,8 +133,8 @@ class StageFolder(StageParts):
             graph_data.form_outputs(self.module, self.manifest["parent"])
         self.tensors.update(fresh)
         self.encoder_caches.update(caches)
-        for name, tensor in owned.items():
-            self._give(name, tensor)
+        on_meta = {id(attribute(self.module, name)): tensor for name, tensor in owned.items()}
+        replace_tensors(tables_of(self.module), on_meta)
         for stage, part in made.items():
             key = self.chain.keys[stage]
             self.parts[key] = part
@@ -205,7 +206,7 @@ class StageFolder(StageParts):
         row = [*self.manifest["stages"].items()][stage]
         name = _plain(row["file"])
         require_intact(self.path, stored_digests(self.path, WRITE_AGAIN), [name], WRITE_AGAIN)
-        return JsonField(name, "", _read(self.path / name))
+        return JsonField(name, "", read_data(self.path / name, WRITE_AGAIN))
 
     def _row(self, index: int) -> JsonField:
         tensors = self.manifest["tensors"]
@@ -243,13 +244,6 @@ class StageFolder(StageParts):
                 owner, _, last = name.rpartition(".")
                 attributes_of(module.get_submodule(owner)).unsaved.add(last)
 
-    def _give(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace a tensor of the parent, which is on ``meta``."""
-        owner, _, last = name.rpartition(".")
-        held = attributes_of(self.module.get_submodule(owner))
-        table: dict[str, Any] = held.parameters if last in held.parameters else held.buffers
-        table[last] = tensor
-
 
 def open_stages(
     folder: str | os.PathLike[str],
@@ -270,7 +264,7 @@ def open_stages(
             ``dtype`` in which the model was not captured.
     """
     path = Path(folder)
-    manifest = JsonField(MANIFEST, "", _read(path / MANIFEST))
+    manifest = JsonField(MANIFEST, "", read_data(path / MANIFEST, WRITE_AGAIN))
     if manifest["kind"].value != KIND:
         raise manifest["kind"].damaged(repr(KIND))
     if manifest["schema"].value != SCHEMA:
@@ -320,14 +314,6 @@ def _plain(data: JsonField) -> str:
     if Path(data.text()).name != data.text():
         raise data.damaged("the name of a file in this folder")
     return data.text()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return plan_file.read_json(path)
-    except FileError as error:
-        code = "SK504" if error.code == "SK504" else "SK505"
-        raise FileError(code, error.reason, WRITE_AGAIN) from error
 
 
 # Encodes data as JSON by the fields of dataclasses, and decodes it by their types: the facts about the split graph that
