@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -133,7 +133,7 @@ class OnDevices(Tied):
         return super()._apply(stay, recurse)
 
 
-def _take_over(module: nn.Module, root: nn.Module) -> nn.Module:
+def _take_over(module: nn.Module, root: fx.GraphModule) -> nn.Module:
     """Register all that the root holds, and return a bare module with the same tables, for graphs to read from."""
     mine, its = attributes_of(module), attributes_of(root)
     mine.parameters.update(its.parameters)
@@ -142,18 +142,10 @@ def _take_over(module: nn.Module, root: nn.Module) -> nn.Module:
     mine.unsaved.update(its.unsaved)
     held = nn.Module()
     held.__dict__.update(_parameters=mine.parameters, _buffers=mine.buffers, _modules=mine.modules)
-    for name, value in _plain_attributes(root):
-        held.__dict__[name] = value
+    # constants that the graph reads from plain attributes
+    read = {str(node.target).split(".")[0] for node in root.graph.find_nodes(op="get_attr")}
+    held.__dict__.update({name: value for name, value in vars(root).items() if name in read})
     return held
-
-
-def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the constants of a module that its graph reads from plain attributes."""
-    graph: Any = getattr(root, "graph", None)
-    for node in graph.find_nodes(op="get_attr") if graph is not None else ():
-        name = str(node.target).split(".")[0]
-        if name in vars(root):
-            yield name, vars(root)[name]
 
 
 # Builds the graphs of a split with copies between its devices.

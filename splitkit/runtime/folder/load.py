@@ -204,7 +204,9 @@ class StageFolder(StageParts):
 
     def _stage(self, stage: int) -> JsonField:
         row = [*self.manifest["stages"].items()][stage]
-        name = _plain(row["file"])
+        name = row["file"].text()
+        if Path(name).name != name:
+            raise row["file"].damaged("the name of a file in this folder")
         require_intact(self.path, stored_digests(self.path, WRITE_AGAIN), [name], WRITE_AGAIN)
         return JsonField(name, "", read_data(self.path / name, WRITE_AGAIN))
 
@@ -308,12 +310,6 @@ def _plan(data: JsonField) -> Plan:
         return Plan({}, plan_file.parts_in_data(data.value), str(data["note"].value))
     except FileError as error:
         raise FileError("SK505", f"{data.file} is damaged: {error.reason}", WRITE_AGAIN, error.nodes) from error
-
-
-def _plain(data: JsonField) -> str:
-    if Path(data.text()).name != data.text():
-        raise data.damaged("the name of a file in this folder")
-    return data.text()
 
 
 # Encodes data as JSON by the fields of dataclasses, and decodes it by their types: the facts about the split graph that

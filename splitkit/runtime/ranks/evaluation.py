@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._torch import attributes_of
 from splitkit.engine.split import Split, plan, split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow, analyze, waits_for
 from splitkit.graph.shards import MeshGroup, local_tensor, mesh_groups
 from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.planned_stage import PlannedStage, graphs_of
 from splitkit.runtime.ranks.stage_chain import StageSource
@@ -66,6 +66,7 @@ def share_tensors(
     Raises:
         PipelineError: SK801 for a tensor of another shape or dtype, or one that was sharded later.
     """
+    replaced = dict[int, torch.Tensor]()
     for name, old in parameters_and_buffers(found.module).items():
         new = tensors.get(found.qualified_names.get(name, name))
         if new is None or new is old:
@@ -75,10 +76,8 @@ def share_tensors(
         if new.shape != old.shape or new.dtype != old.dtype:
             looks = f"{form_of(old)}, and in the pipeline {form_of(new)}"
             raise PipelineError("SK801", f"{name} is {looks}", _REMEDY, [name])
-        path, _, key = name.rpartition(".")
-        held = attributes_of(found.module.get_submodule(path))
-        table: dict[str, Any] = held.parameters if isinstance(new, nn.Parameter) else held.buffers
-        table[key] = new
+        replaced[id(old)] = new
+    replace_tensors(tables_of(found.module), replaced)
 
 
 def _piece(name: str, old: torch.Tensor, new: DTensor, meshes: Mapping[MeshGroup, Any]) -> torch.Tensor:

@@ -336,16 +336,16 @@ class BatchSplitter:
                 if isinstance(symbol, str):
                     sizes.setdefault(symbol, size)
         extents = {symbol: (known.captured[symbol], size) for symbol, size in sizes.items()}
-        found = row_symbols(known.inputs, extents, known.squares, self._named)
+        groups, rivals = row_symbols(known.inputs, extents, known.squares, self._named)
         each, rows = [dict[str, int]()] * self._count, list[int]()
-        if self._count > 1 and found.groups:
-            symbols = tuple(symbol for group in found.groups.values() for symbol in group)
-            self._require_clear(found.rivals, given)
+        if self._count > 1 and groups:
+            symbols = tuple(symbol for group in groups.values() for symbol in group)
+            self._require_clear(rivals, given)
             rows = self._rows_of(given, symbols)
             each = [dict.fromkeys(symbols, n) for n in rows]
         sized = [{**known.captured, **sizes, **own} for own in each]
         parts = {name: [[evaluated(size, own) for size in known.inputs[name]] for own in sized] for name in given}
-        return parts, tuple(rows), found.rivals
+        return parts, tuple(rows), rivals
 
     def _rows_of(self, given: Mapping[str, torch.Tensor], symbols: Collection[str]) -> list[int]:
         """Return the rows of each microbatch."""
@@ -386,11 +386,10 @@ class BatchSplitter:
             PipelineError: SK802 if several dimensions may hold the batch, which would weight losses differently.
         """
         extents = {symbol: tuple(own[symbol] for own in sizes) for symbol in sizes[0]}
-        found = row_symbols(self._sizes.inputs, extents, self._sizes.squares, self._named)
-        ones = (1,) * self._count
-        counts = [*found.groups] or [ones]
-        rivals = [extents[str(self._sizes.inputs[name][dim])] for name, dim in found.rivals]
-        if len({tuple(Fraction(n, sum(own)) for n in own) for own in (*counts, *rivals)}) > 1:
+        groups, rivals = row_symbols(self._sizes.inputs, extents, self._sizes.squares, self._named)
+        counts = [*groups] or [(1,) * self._count]
+        others = [extents[str(self._sizes.inputs[name][dim])] for name, dim in rivals]
+        if len({tuple(Fraction(n, sum(own)) for n in own) for own in (*counts, *others)}) > 1:
             name = next(iter(self._sizes.inputs))
             raise PipelineError(
                 "SK802",
@@ -588,25 +587,12 @@ def _dims_that_fit(given: Sequence[int], parts: Sequence[Sequence[int]]) -> list
     return found
 
 
-@dataclass(frozen=True)
-class RowSymbols:
-    """The symbols that count the rows of a graph with symbolic sizes.
-
-    Attributes:
-        groups: extent -> the symbols at dimensions that hold the batch; with more than one, inputs differ in rows.
-        rivals: dimensions that may hold the batch instead.
-    """
-
-    groups: Mapping[Extent, tuple[str, ...]]
-    rivals: Rivals
-
-
 def row_symbols(
     shapes: Mapping[str, tuple[Expression, ...]],
     extents: Mapping[str, Extent],
     squares: Collection[str],
     named: BatchDims,
-) -> RowSymbols:
+) -> tuple[Mapping[Extent, tuple[str, ...]], Rivals]:
     """Return the symbols that count rows: the ones that the caller named, otherwise all of dimension 0.
 
     Symbols of the same extent count as one size, since export does not know that ``input_ids`` and ``labels`` have the
@@ -617,6 +603,10 @@ def row_symbols(
         extents: symbol -> its extent.
         squares: symbols that are two dimensions of one tensor somewhere in the graph.
         named: the dimensions that the caller named.
+
+    Returns:
+        Extent -> the symbols at dimensions that hold the batch; with more than one, inputs differ in rows. And the
+        dimensions that may hold the batch instead.
     """
     shapes = {name: shape for name, shape in shapes.items() if shape and named.get(name, 0) is not None}
     kinds = {
@@ -635,7 +625,7 @@ def row_symbols(
         lead = [kind for kind in first if kind not in inner] or [kind for kind in first if kind not in square]
         lead = [kind for kind in lead if _varies(kind)] or lead
     groups = {kind: tuple(str(shapes[n][at[n]]) for n in shapes if kinds[n][at[n]] == kind) for kind in lead}
-    return RowSymbols(groups, () if asked else tuple(_rivals(shapes, kinds, lead, square)))
+    return groups, () if asked else tuple(_rivals(shapes, kinds, lead, square))
 
 
 def _varies(extent: Extent) -> bool:
