@@ -78,7 +78,7 @@ def read_data(path: Path, remedy: str) -> dict[str, Any]:
         return read_json(path)
     except FileError as error:
         if error.code == "SK504":
-            raise FileError("SK504", error.reason, remedy) from error
+            raise FileError(error.code, error.reason, remedy) from error
         raise FileError("SK505", f"{path} is damaged: {error.reason}", remedy) from error
 
 
@@ -277,11 +277,6 @@ def remove_older(folder: Path, keep: int) -> None:
             with suppress(OSError):
                 place.rename(gone)
                 shutil.rmtree(gone)
-
-
-def discard(draft: Path) -> None:
-    """Remove what was written of a step."""
-    shutil.rmtree(draft, ignore_errors=True)
 
 
 def read_record(place: Path) -> JsonField:

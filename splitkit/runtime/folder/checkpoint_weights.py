@@ -127,7 +127,7 @@ class Weights:
         Args:
             groups: for each tensor that is wanted, the names that it has in the model.
             known: the names of all parameters and buffers of the model.
-            remedy: what works besides leaving the tensors out of the files.
+            remedy: the remedy of the refusal.
 
         Raises:
             FileError: SK507.
@@ -138,7 +138,7 @@ class Weights:
             raise FileError(
                 "SK507",
                 f"{self.place} has {listed(over, 3)}, which the model that was split does not have",
-                f"{remedy}, or leave these tensors out of the files.",
+                remedy,
                 over,
             )
 

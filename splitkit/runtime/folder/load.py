@@ -234,7 +234,8 @@ class StageFolder(StageParts):
         if self.weights is not None:
             groups = [names for names, saved in self.named if saved]
             known = {n for names in groups for n in names} | {n.text() for n in self.manifest["unread"].items()}
-            self.weights.require_known(groups, known, "Name the weights of the model that was split")
+            remedy = "Name the weights of the model that was split, or leave these tensors out of the files."
+            self.weights.require_known(groups, known, remedy)
             self.weights.read(given)
         if own:
             Weights.at(self.path).read(own)

@@ -138,7 +138,8 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
             )
     known = {*parameters_and_buffers(root), *root.state_dict()}
     groups = [slot.names for slot in held if slot.saved]
-    weights.require_known(groups, known, "Capture the model of this checkpoint")
+    remedy = "Capture the model of this checkpoint, or leave these tensors out of the files."
+    weights.require_known(groups, known, remedy)
 
 
 def empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:

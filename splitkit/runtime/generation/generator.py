@@ -389,10 +389,13 @@ class Generator:
             tokens = sampler.next(logits)
         except Exception as error:
             # it fails alone: the state of no other request has changed
-            if not isinstance(error, SplitError):
-                reason = f"choosing a token failed: {type(error).__name__}: {error}"
-                error = PipelineError("SK805", reason, "Ask for other settings.")
-            told = {"code": error.code, "reason": error.reason, "remedy": error.remedy}
+            known = error if isinstance(error, SplitError) else None
+            reason = f"choosing a token failed: {type(error).__name__}: {error}"
+            told = {
+                "code": known.code if known else "SK805",
+                "reason": known.reason if known else reason,
+                "remedy": known.remedy if known else "Ask for other settings.",
+            }
             return Message(number, last=True, note=told, values=(nothing,))
         return Message(number, last=sampler.done, values=(tokens,))
 
