@@ -40,7 +40,7 @@ class Counted:
         chain = chain_of(sk.split(gm, plan))
         ends = last_stage_of(chain, None, True, False)
         named = {str(n.target): t for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)}
-        batch = Batch(inputs=[named], sizes=StepSizes(({},), (1,), (1.0,)), seeds=[0], targets=[None])
+        batch = Batch(inputs=[named], sizes=StepSizes(({},), (1.0,)), seeds=[0], targets=[None])
         known = activations(gm)
         inputs_of = {str(n.target): known.values[n] for n in gm.graph.find_nodes(op="placeholder")}
         parent = values_of(chain.split.module.graph, chain.split)

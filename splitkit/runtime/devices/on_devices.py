@@ -246,9 +246,7 @@ class DeviceGraphs:
         module = fx.GraphModule({}, fx.Graph())
         module.add_module(_HELD, self._held)
         foreign: dict[str, tuple[Node, Node]] = {}
-        last: Node | None = None
-        for node in graph.find_nodes(op="placeholder"):
-            last = node
+        last = next(iter(reversed(graph.find_nodes(op="placeholder"))), None)
         for old, node in new.items():
             original = originals.get(old)
             if original is not None and old.op in ("get_attr", "call_module"):
@@ -295,9 +293,8 @@ class DeviceGraphs:
     ) -> None:
         """Make the parent pass tensors to the parts that read them, if other devices hold them."""
         read: dict[str, Node] = {}
-        first = next(iter(graph.nodes))
-        for node in list(graph.nodes):
-            first = node.next if node.op == "placeholder" else first
+        given = graph.find_nodes(op="placeholder")
+        first = given[-1].next if given else next(iter(graph.nodes))
         for node in list(graph.nodes):
             call = node.op == "call_module" and node.target in names
             body = node.op == "get_attr" and node.target in names

@@ -238,15 +238,14 @@ def require_own(folder: Path, run: Run) -> None:
         raise FileError("SK512", f"another process has begun to write to {folder}", "Use one folder for each run.")
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Return the name of a new folder in which to write a step."""
-    return folder / f"{_WRITING}step-{step}-{os.urandom(4).hex()}"
+def begin(folder: Path, step: int) -> tuple[Path, Path]:
+    """Return the folder that a step will have, and the name of a new one in which to write it.
 
-
-def place_of(folder: Path, step: int) -> Path:
-    """Return the folder that a step will have: ``step-7``, or ``step-7.1`` if there is one already."""
+    The former is ``step-7``, or ``step-7.1`` if there is one already.
+    """
     again = [number for other, number, _ in complete_steps(folder) if other == step]
-    return folder / (f"step-{step}.{max(again) + 1}" if again else f"step-{step}")
+    place = folder / (f"step-{step}.{max(again) + 1}" if again else f"step-{step}")
+    return place, folder / f"{_WRITING}step-{step}-{os.urandom(4).hex()}"
 
 
 def commit(draft: Path, place: Path, record: dict[str, Any], digests: Mapping[str, str], run: Run) -> None:

@@ -269,7 +269,7 @@ class CheckpointFolder:
             "random": [each["random"] for each in every],
             "state": every[0]["state"],
         }
-        return on_disk.place_of(self.path, step), on_disk.begin(self.path, step)
+        return on_disk.begin(self.path, step)
 
     def _write(self, tensors: dict[str, torch.Tensor], draft: Path) -> dict[str, str]:
         """Write the tensors of this rank, and return the digests of its files."""

@@ -204,10 +204,9 @@ class FixedAtCapture:
         if (device.type, dtype) not in self._autocasts:
             name = str(dtype).removeprefix("torch.")
             reason = f"autocast to {name} is active around the call, but was not active around the capture"
+            remedy = f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then."
             if self._planned:
                 remedy = f"Enter torch.autocast(..., {dtype}) in the model's forward, and not around the call."
-                raise PipelineError("SK802", reason, remedy)
-            remedy = f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then."
             raise PipelineError("SK802", reason, remedy)
 
     def require_modes(self) -> None:

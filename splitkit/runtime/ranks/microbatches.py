@@ -39,12 +39,10 @@ class StepSizes:
 
     Attributes:
         sizes: microbatch -> the sizes of its inputs.
-        rows: microbatch -> the number of its rows.
         shares: microbatch -> the factor of its loss in the loss of the step; empty on ranks that compute no loss.
     """
 
     sizes: tuple[Sizes, ...]
-    rows: tuple[int, ...]
     shares: tuple[Fraction | float, ...] = ()
 
 
@@ -185,7 +183,7 @@ class BatchSplitter:
             rows = self._rows(sizes) if reduction == "mean" else (1,) * self._count
         batch = [own if target is None else {**own, "target": t} for own, t in zip(inputs, targets, strict=True)]
         shares = () if reduction is None else shares_of(reduction, rows, batch)
-        return DividedBatch(whole, inputs, targets, StepSizes(sizes, rows, shares), error)
+        return DividedBatch(whole, inputs, targets, StepSizes(sizes, shares), error)
 
     def _cut(self, values: Mapping[str, Any], found: Division) -> list[dict[str, Any]]:
         """Return the inputs of each microbatch, on the device."""

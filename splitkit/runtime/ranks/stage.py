@@ -179,7 +179,7 @@ class Batch:
     progress: Progress | None = None
     share: Sequence[int] = ()
     inputs: Sequence[Mapping[str, Any]] = ()
-    sizes: StepSizes = field(default_factory=lambda: StepSizes((), ()))
+    sizes: StepSizes = field(default_factory=lambda: StepSizes(()))
     targets: Sequence[Any] = ()
     seeds: Sequence[int] = ()
     outputs: dict[int, Any] = field(default_factory=dict)

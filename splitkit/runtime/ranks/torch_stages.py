@@ -155,7 +155,7 @@ class KeywordStage(ChainStage):
                 lacks or [SEED],
             )
         self._batch.inputs, self._batch.seeds = [inputs], [0 if seed is None else int(seed)]
-        self._batch.sizes = StepSizes((self._sizes.bound(inputs) if self._computed else {},), (1,))
+        self._batch.sizes = StepSizes((self._sizes.bound(inputs) if self._computed else {},))
         return self._watched(received, 0)
 
     def output(self, given: Any) -> Any:
