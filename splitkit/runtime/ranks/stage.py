@@ -256,9 +256,9 @@ class ChainStage(nn.Module):
         """Whether this is the last stage."""
         return self._stage == self._stages - 1
 
-    def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
+    def forward(self, *received: torch.Tensor) -> Any:
         """Run one microbatch."""
-        number = int(microbatch)
+        number = self.microbatch(self.chunk)
         progress = self._batch.progress
         if self.planned is not None:
             self.planned.moved = partial(self._batch.queue.add, self._stage, number)
@@ -504,10 +504,11 @@ class RankStages:
 
     def step(self) -> None:
         """Run one step on the inputs in ``batch``."""
-        number, last = torch.tensor(self.batch.share), self._chain.stages - 1 in self._numbers
+        # torch asks for a target where there is a loss
+        target = torch.tensor(self.batch.share) if self._chain.stages - 1 in self._numbers else None
         # torch clears the gradients of FSDP2's parameters when stages run for the first time
         parts = () if self._has_run else (self._chain.split.parts[self._chain.keys[s]] for s in self._numbers)
         modules = [m for part in parts for m in part.modules()]
         with gradients_aside(p for m in modules if isinstance(m, FSDPModule) for p in cast(nn.Module, m).parameters()):
-            self._schedule.step(microbatch=number, target=number if last else None, return_outputs=False)
+            self._schedule.step(target=target, return_outputs=False)
         self._has_run = True
