@@ -44,17 +44,10 @@ def has_streams(device: torch.device) -> bool:
 @cache
 def _makes_streams(kind: str) -> bool:
     try:
-        new_stream(torch.device(kind))
+        torch.Stream(device=torch.device(kind))
     except RuntimeError:  # such as mps, which has one stream
         return False
     return True
-
-
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream of the device."""
-    made: Any = torch.Stream
-    found: torch.Stream = made(device=device)
-    return found
 
 
 def stream_of(device: torch.device) -> torch.Stream:
@@ -267,7 +260,7 @@ class CopyStreams:
         """Return the stream on ``device`` for copies from ``source`` to ``target``."""
         key = (device, source, target)
         if key not in self._streams:
-            self._streams[key] = new_stream(device)
+            self._streams[key] = torch.Stream(device=device)
         return self._streams[key]
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> CopyStreams:

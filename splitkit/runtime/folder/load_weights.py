@@ -68,17 +68,16 @@ def load(
     held = _held(split, places)
     require_captured(dtype, [slot.old.dtype for slot in held])
     _require_known(split, weights, held)
-    fresh = [slot for slot in held if slot.saved or slot.old.is_meta]
-    made = [empty_like(slot.old, slot.device) for slot in fresh]
-    wanted = [(slot.names, new) for slot, new in zip(fresh, made, strict=True) if slot.saved]
+    made = [(slot, empty_like(slot.old, slot.device)) for slot in held if slot.saved or slot.old.is_meta]
+    wanted = [(slot.names, new) for slot, new in made if slot.saved]
     with _bar(sum(new.numel() * new.element_size() for _, new in wanted)) as advance:
         weights.read(wanted, advance)
-    for slot, new in zip(fresh, made, strict=True):
+    for slot, new in made:
         value = None if slot.saved else known_value(split.flow.root, slot.names, slot.old)
         if value is not None:
             with torch.no_grad():
                 new.copy_(value)
-    return _on_devices(split, devices, [(slot.old, new) for slot, new in zip(fresh, made, strict=True)])
+    return _on_devices(split, devices, [(slot.old, new) for slot, new in made])
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,12 @@ class KeptCache:
 
     Attributes:
         given: the name of the input.
-        updated: the name of the node that computes what the tensor is after a step.
         part: the part that reads and updates it.
         like: the tensor of the example; only its dtype and fixed sizes count.
         constant: whether the step returns it as it is, as the keys of an encoder's output.
     """
 
     given: str
-    updated: str
     part: PartKey
     like: torch.Tensor
     constant: bool
@@ -117,7 +115,7 @@ def kept_caches(split: Split) -> tuple[KeptCache, ...]:
                 [*cache],
             )
         value, constant = cache.given.meta["val"], cache.given is cache.updated
-        found.append(KeptCache(cache.given.name, cache.updated.name, parts[0], value, constant))
+        found.append(KeptCache(cache.given.name, parts[0], value, constant))
     if not found:
         raise PipelineError(
             "SK801",
