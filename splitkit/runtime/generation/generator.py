@@ -497,10 +497,8 @@ class ServingProgress(RankProgress):
 
     def waits(self) -> str:
         """Say what this rank waits for."""
-        before, last = (
-            (self.rank - 1) % len(self.ranks),
-            "" if self.request is None else f", after request {self.request}",
-        )
+        before = (self.rank - 1) % len(self.ranks)
+        last = "" if self.request is None else f", after request {self.request}"
         if self.running:
             return f"ran {self.where()}"
         what = "a request from" if self.rank else "the next token from"
