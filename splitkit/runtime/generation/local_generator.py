@@ -283,8 +283,13 @@ def _encoder_caches(split: Split, decoder: DecoderOnDevices) -> list[EncoderCach
     for cache in decoder.caches:
         if cache.constant:
             names.setdefault(cache.part, []).append(cache.given)
-    captured = captured_types(split.flow.graph, root)
-    return [EncoderCaches(encoder_caches_of(root, own), own, captured, decoder.devices[p]) for p, own in names.items()]
+    captured, homes, found = captured_types(split.flow.graph, root), dict[int, torch.device](), list[EncoderCaches]()
+    for part, own in names.items():
+        gm, device = encoder_caches_of(root, own), decoder.devices[part]
+        if {homes.setdefault(id(t), device) for t in parameters_and_buffers(gm).values()} - {device}:
+            gm = copy.deepcopy(gm)  # of a tied weight, each device has a copy
+        found.append(EncoderCaches(gm, own, captured, device))
+    return found
 
 
 def _output(logits: torch.Tensor, name: str, cache: Any, hidden: torch.Tensor | None) -> Any:
