@@ -71,34 +71,32 @@ def encode_argument(value: Any, where: str) -> Any:
     )
 
 
-def decode_argument(data: JsonField, nodes: Mapping[str, Node]) -> Any:
+def decode_argument(data: JsonField, kinds: Mapping[str, Callable[[JsonField], Any]]) -> Any:
     """Return the argument that `encode_argument` has encoded.
 
     Args:
         data: the data.
-        nodes: the nodes that it may name.
+        kinds: further kinds of values, such as ``node`` -> what decodes them.
 
     Raises:
         FileError: SK505 if the data is damaged.
     """
     value = data.value
     if isinstance(value, list):
-        return [decode_argument(item, nodes) for item in data.items()]
+        return [decode_argument(item, kinds) for item in data.items()]
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
         raise data.damaged("an object of one field")
     ((kind, inner),) = data.fields()
-    if kind == "node":
-        if inner.text() not in nodes:
-            raise inner.damaged("the name of a node before it")
-        return nodes[inner.text()]
+    if kind in kinds:
+        return kinds[kind](inner)
     if kind == "tuple":
-        return tuple(decode_argument(item, nodes) for item in inner.items())
+        return tuple(decode_argument(item, kinds) for item in inner.items())
     if kind == "dict":
-        return dict(_pair(item, nodes) for item in inner.items())
+        return dict(decode_pair(item, kinds) for item in inner.items())
     if kind == "slice" and isinstance(inner.value, list) and len(inner.value) == 3:
-        return slice(*(decode_argument(item, nodes) for item in inner.items()))
+        return slice(*(decode_argument(item, kinds) for item in inner.items()))
     if kind in ("float", "complex"):
         return _number(kind, inner)
     if kind in _OF_TORCH:
@@ -108,8 +106,9 @@ def decode_argument(data: JsonField, nodes: Mapping[str, Node]) -> Any:
     raise data.damaged("a value")
 
 
-def _pair(data: JsonField, nodes: Mapping[str, Node]) -> tuple[Any, Any]:
-    items = [decode_argument(item, nodes) for item in data.items()]
+def decode_pair(data: JsonField, kinds: Mapping[str, Callable[[JsonField], Any]]) -> tuple[Any, Any]:
+    """Return a key and a value of a dictionary, with the kinds of `decode_argument`."""
+    items = [decode_argument(item, kinds) for item in data.items()]
     if len(items) != 2 or isinstance(items[0], list | dict | slice | Node):
         raise data.damaged("a key and a value")
     return items[0], items[1]
@@ -384,8 +383,15 @@ def _appended(writer: Writer, item: JsonField, nodes: Mapping[str, Node], known:
     op, name = item["op"].text(), _identifier(item["name"])
     if name in nodes or name == "self":
         raise item["name"].damaged("a name of its own")
-    args = tuple(decode_argument(arg, nodes) for arg in item["args"].items())
-    kwargs = {_identifier(arg, name): decode_argument(arg, nodes) for name, arg in item["kwargs"].fields()}
+
+    def node_of(given: JsonField) -> Node:
+        if given.text() not in nodes:
+            raise given.damaged("the name of a node before it")
+        return nodes[given.text()]
+
+    kinds = {"node": node_of}
+    args = tuple(decode_argument(arg, kinds) for arg in item["args"].items())
+    kwargs = {_identifier(arg, name): decode_argument(arg, kinds) for name, arg in item["kwargs"].fields()}
     target: Any = item["target"].text()
     if op == "call_function":
         target = function_of(target)

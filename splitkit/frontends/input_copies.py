@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from splitkit import _torch
 from splitkit._torch import FakeTensor, pytree
-from splitkit.graph.storages import storage_key
+from splitkit.graph.storages import byte_range, overlapping, storage_key
 
 
 def copy_inputs(inputs: Any) -> Any:
@@ -47,48 +48,25 @@ def copies_with_leaves(tensors: Iterable[Tensor]) -> dict[int, Copy]:
     for tensor in distinct.values():
         memory.setdefault(_memory_key(tensor), []).append(tensor)
     copies: dict[int, Copy] = {}
-    for overlapping in (cluster for sharing in memory.values() for cluster in _overlapping(sharing)):
-        if len(overlapping) == 1:
-            tensor = overlapping[0]
+    groups = (overlapping(sharing) if len(sharing) > 1 else [sharing] for sharing in memory.values())
+    for group in chain.from_iterable(groups):
+        if len(group) == 1:
+            tensor = group[0]
             leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             copies[id(tensor)] = Copy(leaf.clone() if tensor.requires_grad else leaf, leaf)
-        elif len({t.dtype for t in overlapping}) > 1:  # no leaf has two dtypes
-            made = _copies_of_one_memory(overlapping)
+        elif len({t.dtype for t in group}) > 1:  # no leaf has two dtypes
+            made = _copies_of_one_memory(group)
             copies |= {number: Copy(tensor, tensor) for number, tensor in made.items()}
         else:
-            copies |= _views_of_a_leaf(overlapping)
+            copies |= _views_of_a_leaf(group)
     return copies
-
-
-def _overlapping(sharing: list[Tensor]) -> list[list[Tensor]]:
-    """Group tensors of one storage so that the byte ranges of different groups do not overlap."""
-    clusters: list[list[Tensor]] = []
-    # a sweep over the storage by first byte, as in merging intervals
-    end = -1
-    for tensor in sorted(sharing, key=lambda t: _byte_range(t)[0]):
-        start, stop = _byte_range(tensor)
-        if start < end:
-            clusters[-1].append(tensor)
-        else:
-            clusters.append([tensor])
-        end = max(end, stop)
-    return clusters
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte in the storage and the one after the last; (0, 0) for a tensor without plain memory."""
-    if not has_plain_memory(tensor) or not tensor.numel():
-        return 0, 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, stop = int(tensor.storage_offset()), int(tensor.storage_offset() + last + 1)
-    return start * tensor.element_size(), stop * tensor.element_size()
 
 
 def _views_of_a_leaf(tensors: list[Tensor]) -> dict[int, Copy]:
     """Return views, each at its own place, of one copy of the memory range that the tensors cover."""
     first = tensors[0]
     size = first.element_size()
-    starts, stops = zip(*map(_byte_range, tensors), strict=True)
+    starts, stops = zip(*map(byte_range, tensors), strict=True)
     start, stop = min(starts) // size, max(stops) // size
     leaf = first.detach().as_strided((stop - start,), (1,), start).clone()
     leaf.requires_grad_(any(t.requires_grad for t in tensors))

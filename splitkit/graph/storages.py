@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, cast
@@ -257,6 +257,40 @@ def start_of(tensor: torch.Tensor) -> Hashable:
         return storage_key(tensor), tensor.storage_offset()
     except (NotImplementedError, RuntimeError, ValueError):
         return storage_key(tensor)
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte in the storage and the one after the last; (0, 0) for a tensor without elements."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0, 0
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    last = start + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (int(last) + 1) * size
+
+
+def overlapping(sharing: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors of one storage so that the byte ranges of different groups do not overlap."""
+    groups: list[list[torch.Tensor]] = []
+    # a sweep over the storage by first byte, as in merging intervals
+    end = -1
+    for tensor in sorted(sharing, key=byte_range):
+        start, stop = byte_range(tensor)
+        if start < end:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+        end = max(end, stop)
+    return groups
+
+
+def fills_its_range(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements are contiguous in memory, in any order of the dimensions."""
+    step = 1
+    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
+        if stride != step and 0 not in shape:
+            return False
+        step *= length
+    return True
 
 
 def parameters_and_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -6,15 +6,16 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from splitkit.frontends.input_copies import _overlapping, copies_with_leaves, has_plain_memory
+from splitkit.frontends.input_copies import copies_with_leaves, has_plain_memory
+from splitkit.graph.storages import overlapping
 
 
 def test_tensors_of_one_storage_come_in_groups_that_overlap():
     x = torch.arange(10.0)
     whole, head, inner, tail, last = x[:6], x[:2], x[1:3], x[4:8], x[8:]
-    groups = _overlapping([tail, last, inner, whole, head])  # what ends last decides, not what came last
+    groups = overlapping([tail, last, inner, whole, head])  # what ends last decides, not what came last
     assert [sorted(map(len, group)) for group in groups] == [[2, 2, 4, 6], [2]]
-    assert [len(group) for group in _overlapping([x[:2], x[2:4]])] == [1, 1]
+    assert [len(group) for group in overlapping([x[:2], x[2:4]])] == [1, 1]
 
 
 def test_copies_share_what_the_tensors_share():

@@ -40,7 +40,7 @@ class Counted:
         chain = chain_of(sk.split(gm, plan))
         ends = last_stage_of(chain, None, True, False)
         named = {str(n.target): t for n, t in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)}
-        batch = Batch(inputs=[named], sizes=StepSizes(({},), (1,), (1.0,)), seeds=[0], targets=[None])
+        batch = Batch(inputs=[named], sizes=StepSizes(({},), (1.0,)), seeds=[0], targets=[None])
         known = activations(gm)
         inputs_of = {str(n.target): known.values[n] for n in gm.graph.find_nodes(op="placeholder")}
         parent = values_of(chain.split.module.graph, chain.split)
@@ -60,7 +60,7 @@ class Counted:
             self.beyond.append(sum(max(0, known.nbytes[s] - nbytes) for s, nbytes in within.items()))
             self._count(module, received, own, passed)
             with torch.enable_grad():
-                made = module(*received, microbatch=torch.tensor(0))
+                made = module(*received)
             like = made if isinstance(made, tuple) else (made,)
             received = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in like)
 
@@ -71,7 +71,7 @@ class Counted:
         more = sum(storages(passed).values())
 
         def forward():
-            made = module(*received, microbatch=torch.tensor(0))
+            made = module(*received)
             module._batch.losses.clear()
             return made if isinstance(made, tuple) else (made,)
 

@@ -341,7 +341,7 @@ def a_failure(rank):
     """The last: no rank goes on after it."""
     wrong = X * 100
     if not rank:
-        with refusal("SK805", "Look at the messages of that rank. Here: {...}"):
+        with refusal("SK805", "Look at the messages of that rank."):
             made(split_of(Looks())).step(wrong, target=T)
     else:
         with refusal("SK805", "Run the unsplit model on the same input."):

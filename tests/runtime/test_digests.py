@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,12 +14,7 @@ LARGE = 5 * AT_ONCE["cpu"] + BLOCK + 3
 
 def by_hand(words: list[int]) -> int:
     """The same sums of Python's integers."""
-    mask, weights, state = (1 << 64) - 1, [], 0
-    for _ in range(BLOCK):
-        state = state + 0x9E3779B97F4A7C15 & mask
-        z = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        weights.append(z ^ z >> 31)
+    mask, weights = (1 << 64) - 1, np.random.PCG64(0).random_raw(BLOCK).tolist()
     while True:
         blocks = [words[i : i + BLOCK] for i in range(0, len(words), BLOCK)]
         sums = [sum(w * x for w, x in zip(weights, block)) & mask for block in blocks]  # noqa: B905

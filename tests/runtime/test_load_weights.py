@@ -17,10 +17,11 @@ from campaigns import these_first
 
 import splitkit as sk
 from splitkit.errors import FileError, PipelineError
+from splitkit.graph.storages import fills_its_range
 from splitkit.runtime import open_stages, pipeline, save_stages
 from splitkit.runtime.folder.checkpoint_folder import digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import Weights, converted, sources_of
-from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors, write_tensors
+from splitkit.runtime.folder.tensorfiles import stored_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -232,7 +233,7 @@ NORM = "model.norm.weight"
 WRONG = {
     "missing": (lambda s: s.pop(NORM), f"has no {NORM}"),
     "several missing": (lambda s: (s.pop(NORM), s.pop("lm_head.weight")), rf"has no .*{NORM}"),
-    "unexpected": (lambda s: s.update(extra=torch.ones(1)), "has extra, which the model does not have"),
+    "unexpected": (lambda s: s.update(extra=torch.ones(1)), "has extra, which the model that was split does not have"),
     "shape": (lambda s: s.update({NORM: torch.ones(31)}), rf"{NORM} in .* float32\[31\]"),
     "integers": (lambda s: s.update({NORM: torch.ones(32, dtype=torch.int32)}), rf"{NORM} in .* int32"),
 }

@@ -114,7 +114,7 @@ def test_symbolic_rows_are_shared_out_evenly_and_weighted(rows, each):
     made = cut(of, [x], {})
     assert torch.equal(torch.cat([m["input"] for m in made]), x) and [len(m["input"]) for m in made] == each
     sizes = of.divide([x], {}, None, "mean").sizes
-    assert list(sizes.rows) == each and sizes.shares == tuple(Fraction(n, rows) for n in each)
+    assert sizes.shares == tuple(Fraction(n, rows) for n in each)
     losses = torch.stack([m["input"].sum(1).mean() for m in made])
     assert torch.allclose(reduced(losses, sizes.shares), x.sum(1).mean())
 
@@ -179,7 +179,9 @@ def test_microbatches_may_be_given_with_sizes_of_their_own(three):
     given = [tokens(2, 5), tokens(4, 9), tokens(3, 5)]
     made = three.given(given)
     assert all(torch.equal(m[name], g[name]) for m, g in zip(made, given, strict=True) for name in g)
-    assert three.divide([], {"microbatches": given}, None, "mean").sizes.rows == (2, 4, 3)
+    assert three.divide([], {"microbatches": given}, None, "mean").sizes.shares == tuple(
+        Fraction(n, 9) for n in (2, 4, 3)
+    )
     with pytest.raises(PipelineError, match="SK802: 2 microbatches are given, and a step has 3"):
         three.given(given[:2])
     with pytest.raises(PipelineError, match="SK802: 4 microbatches are given, and a step has 3"):

@@ -383,7 +383,7 @@ def test_a_region_of_autocast_becomes_one_of_the_device():
     faked(gm, mode)
     with mode:
         on = to_devices(split, "cuda:1")
-    code = "".join(part.code for part in on._program.parts.values())
+    code = "".join(on.parent.get_submodule(name).part.code for name in split.names.values())
     assert "_enter_autocast('cuda', torch.bfloat16" in code
     assert "_enter_autocast('cpu'" in "".join(part.code for part in split.parts.values())  # which is left as it is
 

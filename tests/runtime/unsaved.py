@@ -52,7 +52,7 @@ def skip_on_full_disk(run: Any, is_full: bool) -> None:
     assert save(beside, run, 7) == []
     run.wait()
     assert run.last is not None
-    save_on_full_disk(is_full, lambda: (save(beside, run, 7), run._writing.done.exception()))
+    save_on_full_disk(is_full, lambda: (save(beside, run, 7), run._writing[2].exception()))
     assert save(beside, run, 8) == [reason]
     run.wait()
     assert run.last.name.endswith(".1")

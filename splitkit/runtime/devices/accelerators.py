@@ -12,7 +12,7 @@ from torch import nn
 
 from splitkit._torch import FakeTensor, attributes_of, pytree
 from splitkit.errors import PipelineError
-from splitkit.graph.storages import storage_key
+from splitkit.graph.storages import overlapping, storage_key
 
 
 def accelerator_type() -> str:
@@ -44,17 +44,10 @@ def has_streams(device: torch.device) -> bool:
 @cache
 def _makes_streams(kind: str) -> bool:
     try:
-        new_stream(torch.device(kind))
+        torch.Stream(device=torch.device(kind))
     except RuntimeError:  # such as mps, which has one stream
         return False
     return True
-
-
-def new_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream of the device."""
-    made: Any = torch.Stream
-    found: torch.Stream = made(device=device)
-    return found
 
 
 def stream_of(device: torch.device) -> torch.Stream:
@@ -114,9 +107,6 @@ class DeviceRng:
 # Moves tensors of a model to their devices in place, so that every holder of a shared tensor sees the move.
 
 
-Span = tuple[int, int]  # bytes of a storage: [start, stop)
-
-
 def move_tensors(root: nn.Module, held: nn.Module, homes: Mapping[int, torch.device]) -> None:
     """Move tensors to their devices, with their gradients.
 
@@ -131,7 +121,10 @@ def move_tensors(root: nn.Module, held: nn.Module, homes: Mapping[int, torch.dev
     """
     tables = [t for m in (root, held) for t in tables_of(m)]
     found = {id(t): t for table in tables for t in table.values() if isinstance(t, torch.Tensor) and id(t) in homes}
-    groups = _sharing(list(found.values()))
+    memory: dict[Any, list[torch.Tensor]] = {}
+    for tensor in found.values():
+        memory.setdefault(storage_key(tensor), []).append(tensor)
+    groups = [group for sharing in memory.values() for group in overlapping(sharing)]
     for group in groups:
         _require_one(group, homes, tables)
         _require_data(group, homes, tables)
@@ -148,30 +141,6 @@ def tables_of(module: nn.Module) -> list[dict[str, Any]]:
         held = attributes_of(inner)
         found += [held.parameters, held.buffers, vars(inner)]
     return list({id(table): table for table in found}.values())
-
-
-def _sharing(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group tensors that overlap in memory, directly or through others."""
-    by_storage: dict[Any, list[tuple[Span, torch.Tensor]]] = {}
-    for tensor in tensors:
-        by_storage.setdefault(storage_key(tensor), []).append((_span(tensor), tensor))
-    groups: list[list[torch.Tensor]] = []
-    for rows in by_storage.values():
-        end = -1
-        for (start, stop), tensor in sorted(rows, key=lambda row: row[0]):
-            if start >= end:
-                groups.append([])
-            groups[-1].append(tensor)
-            end = max(end, stop)
-    return groups
-
-
-def _span(tensor: torch.Tensor) -> Span:
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return 0, 0
-    start = tensor.storage_offset()
-    last = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(start) * tensor.element_size(), (int(last) + 1) * tensor.element_size()
 
 
 def _names(group: list[torch.Tensor], tables: list[dict[str, Any]]) -> list[str]:
@@ -291,7 +260,7 @@ class CopyStreams:
         """Return the stream on ``device`` for copies from ``source`` to ``target``."""
         key = (device, source, target)
         if key not in self._streams:
-            self._streams[key] = new_stream(device)
+            self._streams[key] = torch.Stream(device=device)
         return self._streams[key]
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> CopyStreams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from splitkit.engine.split import Split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow
 from splitkit.graph.scope import is_state_op
-from splitkit.graph.shared_memory import GIVEN
+from splitkit.graph.shared_memory import GIVEN, Classes
 from splitkit.graph.storages import attribute
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.runtime.devices.accelerators import (
@@ -82,51 +82,36 @@ def to_devices(split: Split, devices: Devices = None) -> OnDevices:
     return OnDevices(split, devices)
 
 
-class _Program(NamedTuple):
-    parent: fx.GraphModule
-    parts: Mapping[PartKey, fx.GraphModule]
-    devices: Mapping[PartKey, torch.device]
-    moves: tuple[Move, ...]
-
-
 class OnDevices(Tied):
-    """See `to_devices`. Parameters and buffers keep their names in the graph that was split."""
+    """See `to_devices`. Parameters and buffers keep their names in the graph that was split.
 
-    _program: _Program
+    Attributes:
+        parent: the graph that calls the parts and copies values between their devices.
+        part_devices: part -> its device, in the order of execution.
+        moves: the copies of each call.
+    """
+
+    parent: fx.GraphModule
 
     def __init__(self, split: Split, devices: Devices = None) -> None:
         super().__init__()
         places = places_of(split, devices_of(split, devices))
         held = _take_over(self, split.flow.root)
         graphs = DeviceGraphs(split, places, held)
-        # Not registered: what they hold is registered here, under its original name.
-        self.__dict__["_program"] = _Program(graphs.parent(), graphs.parts, places.parts, tuple(graphs.moves))
+        # Not registered: what it holds is registered here, under its original name.
+        self.__dict__["parent"] = graphs.parent()
+        self.part_devices, self.moves = places.parts, tuple(graphs.moves)
         move_tensors(split.flow.root, held, places.tensors)
         self.training = split.module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; takes and returns what the graph that was split does."""
-        return self._program.parent(*args, **kwargs)
-
-    @property
-    def part_devices(self) -> Mapping[PartKey, torch.device]:
-        """Part -> its device, in the order of execution."""
-        return dict(self._program.devices)
-
-    @property
-    def parent(self) -> fx.GraphModule:
-        """The graph that calls the parts and copies values between their devices."""
-        return self._program.parent
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """The copies of each call."""
-        return self._program.moves
+        return self.parent(*args, **kwargs)
 
     @property
     def code(self) -> str:
         """The Python code of a call."""
-        return str(self._program.parent.code)
+        return str(self.parent.code)
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> Any:  # 2.11, 2.13, 2.15
         """Allow changes of dtype, but not of device.
@@ -148,7 +133,7 @@ class OnDevices(Tied):
         return super()._apply(stay, recurse)
 
 
-def _take_over(module: nn.Module, root: nn.Module) -> nn.Module:
+def _take_over(module: nn.Module, root: fx.GraphModule) -> nn.Module:
     """Register all that the root holds, and return a bare module with the same tables, for graphs to read from."""
     mine, its = attributes_of(module), attributes_of(root)
     mine.parameters.update(its.parameters)
@@ -157,18 +142,10 @@ def _take_over(module: nn.Module, root: nn.Module) -> nn.Module:
     mine.unsaved.update(its.unsaved)
     held = nn.Module()
     held.__dict__.update(_parameters=mine.parameters, _buffers=mine.buffers, _modules=mine.modules)
-    for name, value in _plain_attributes(root):
-        held.__dict__[name] = value
+    # constants that the graph reads from plain attributes
+    read = {str(node.target).split(".")[0] for node in root.graph.find_nodes(op="get_attr")}
+    held.__dict__.update({name: value for name, value in vars(root).items() if name in read})
     return held
-
-
-def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the constants of a module that its graph reads from plain attributes."""
-    graph: Any = getattr(root, "graph", None)
-    for node in graph.find_nodes(op="get_attr") if graph is not None else ():
-        name = str(node.target).split(".")[0]
-        if name in vars(root):
-            yield name, vars(root)[name]
 
 
 # Builds the graphs of a split with copies between its devices.
@@ -269,9 +246,7 @@ class DeviceGraphs:
         module = fx.GraphModule({}, fx.Graph())
         module.add_module(_HELD, self._held)
         foreign: dict[str, tuple[Node, Node]] = {}
-        last: Node | None = None
-        for node in graph.find_nodes(op="placeholder"):
-            last = node
+        last = next(iter(reversed(graph.find_nodes(op="placeholder"))), None)
         for old, node in new.items():
             original = originals.get(old)
             if original is not None and old.op in ("get_attr", "call_module"):
@@ -318,9 +293,8 @@ class DeviceGraphs:
     ) -> None:
         """Make the parent pass tensors to the parts that read them, if other devices hold them."""
         read: dict[str, Node] = {}
-        first = next(iter(graph.nodes))
-        for node in list(graph.nodes):
-            first = node.next if node.op == "placeholder" else first
+        given = graph.find_nodes(op="placeholder")
+        first = given[-1].next if given else next(iter(graph.nodes))
         for node in list(graph.nodes):
             call = node.op == "call_module" and node.target in names
             body = node.op == "get_attr" and node.target in names
@@ -439,16 +413,10 @@ def callers_memory(flow: Dataflow) -> frozenset[Node]:
     effects = flow.effects
     if not all(effect.known for effect in effects.values()):
         return frozenset(flow.graph.nodes)
-    sharing: dict[Node, list[Node]] = {}
+    classes = Classes()
     for node, effect in effects.items():
         for other in effect.aliases:
-            sharing.setdefault(node, []).append(other)
-            sharing.setdefault(other, []).append(node)
+            classes.join(node, other)
     rest = [n for n in flow.graph.nodes if n.op in GIVEN] + flow.graph.output_node().all_input_nodes
-    found = set[Node]()
-    while rest:
-        node = rest.pop()
-        if node not in found:
-            found.add(node)
-            rest += sharing.get(node, ())
-    return frozenset(found)
+    found = set(map(classes.find, rest))
+    return frozenset(node for node in flow.graph.nodes if classes.find(node) in found)

@@ -68,6 +68,20 @@ def stored_digests(folder: Path, remedy: str) -> dict[str, str]:
         raise FileError(code, f"{path} is damaged: {error.reason}", remedy) from error
 
 
+def read_data(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a folder.
+
+    Raises:
+        FileError: SK504 if it cannot be read, SK505 if it is damaged; with this remedy.
+    """
+    try:
+        return read_json(path)
+    except FileError as error:
+        if error.code == "SK504":
+            raise FileError(error.code, error.reason, remedy) from error
+        raise FileError("SK505", f"{path} is damaged: {error.reason}", remedy) from error
+
+
 def require_intact(folder: Path, digests: Mapping[str, str], names: Iterable[str], remedy: str) -> None:
     """Refuse files that differ from what was written.
 
@@ -115,6 +129,7 @@ SCHEMA = 2  # of both records; checkpoints of another schema are refused
 _STEP = re.compile(r"step-(\d{1,18})(?:\.(\d{1,9}))?")
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # names that torch.distributed.checkpoint gives to the files of a rank
 _WRITING, _REMOVED = ".writing-", ".removed-"
+_ANOTHER = "Remove it, or name another folder."
 
 
 @dataclass(frozen=True)
@@ -223,15 +238,14 @@ def require_own(folder: Path, run: Run) -> None:
         raise FileError("SK512", f"another process has begun to write to {folder}", "Use one folder for each run.")
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Return the name of a new folder in which to write a step."""
-    return folder / f"{_WRITING}step-{step}-{os.urandom(4).hex()}"
+def begin(folder: Path, step: int) -> tuple[Path, Path]:
+    """Return the folder that a step will have, and the name of a new one in which to write it.
 
-
-def place_of(folder: Path, step: int) -> Path:
-    """Return the folder that a step will have: ``step-7``, or ``step-7.1`` if there is one already."""
+    The former is ``step-7``, or ``step-7.1`` if there is one already.
+    """
     again = [number for other, number, _ in complete_steps(folder) if other == step]
-    return folder / (f"step-{step}.{max(again) + 1}" if again else f"step-{step}")
+    place = folder / (f"step-{step}.{max(again) + 1}" if again else f"step-{step}")
+    return place, folder / f"{_WRITING}step-{step}-{os.urandom(4).hex()}"
 
 
 def commit(draft: Path, place: Path, record: dict[str, Any], digests: Mapping[str, str], run: Run) -> None:
@@ -264,11 +278,6 @@ def remove_older(folder: Path, keep: int) -> None:
                 shutil.rmtree(gone)
 
 
-def discard(draft: Path) -> None:
-    """Remove what was written of a step."""
-    shutil.rmtree(draft, ignore_errors=True)
-
-
 def read_record(place: Path) -> JsonField:
     """Return the record of a checkpoint.
 
@@ -279,7 +288,7 @@ def read_record(place: Path) -> JsonField:
     if digests:
         require_intact(place, digests, (RECORD, METADATA), _instead_of(place))
     lost = next((name for name in (RECORD, METADATA) if not (place / name).is_file()), None)
-    data = JsonField(str(place / RECORD), "", {} if lost else _object(place / RECORD))
+    data = JsonField(str(place / RECORD), "", {} if lost else read_data(place / RECORD, _ANOTHER))
     if not lost and (data["schema"].value != SCHEMA or data["kind"].value != KIND):
         raise FileError(
             "SK503",
@@ -328,19 +337,10 @@ def unwritable(folder: Path, error: Exception | str) -> FileError:
 def _run_of(folder: Path) -> Run | None:
     if not (folder / RUN).is_file():
         return None
-    data = JsonField(str(folder / RUN), "", _object(folder / RUN))
+    data = JsonField(str(folder / RUN), "", read_data(folder / RUN, _ANOTHER))
     if data["kind"].value != RUN_KIND:
         raise data["kind"].damaged(repr(RUN_KIND))
     return Run(data["run"].text(), data["writer"].text())
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except FileError as error:
-        if error.code == "SK504":
-            raise
-        raise FileError("SK505", f"{path} is damaged: {error.reason}", "Remove it, or name another folder.") from error
 
 
 def _write_durably(path: Path, data: dict[str, Any]) -> None:

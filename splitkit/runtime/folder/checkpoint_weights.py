@@ -102,9 +102,8 @@ class Weights:
             self.files[n] for names, _ in wanted for each in _present(names, sources) for n in sources[each].names
         ):
             _require_intact(file.parent, self.digests, [file.name])
-        headers = _Headers(self)
         plan = [
-            (tensor, [headers.pieces(name, sources[name], tensor) for name in _present(names, sources)])
+            (tensor, [self._pieces(name, sources[name], tensor) for name in _present(names, sources)])
             for names, tensor in wanted
         ]
         for tensor, (first, *ties) in plan:
@@ -120,19 +119,33 @@ class Weights:
         Raises:
             FileError: SK504 for a missing file, SK505 for a damaged one, SK507 for one that lacks a tensor.
         """
-        headers = _Headers(self)
-        return {name: headers.stored(name).nbytes for name in self.files}
+        return {name: self._stored(name).nbytes for name in self.files}
 
-    def unexpected(self, groups: Sequence[Sequence[str]], known: Collection[str]) -> list[str]:
-        """Return the names in the files that are none of the model, sorted; not those that transformers leaves out.
+    def require_known(self, groups: Sequence[Sequence[str]], known: Collection[str], remedy: str) -> None:
+        """Refuse names in the files that are none of the model, but for those that transformers leaves out.
 
         Args:
             groups: for each tensor that is wanted, the names that it has in the model.
             known: the names of all parameters and buffers of the model.
+            remedy: the remedy of the refusal.
+
+        Raises:
+            FileError: SK507.
         """
         sources = sources_of(groups, self.files, lambda: self._converted)
         over = [name for target, found in sources.items() if target not in known for name in found.names]
-        return without_ignored(sorted(over), self.place)
+        if over := without_ignored(sorted(over), self.place):
+            raise FileError(
+                "SK507",
+                f"{self.place} has {listed(over, 3)}, which the model that was split does not have",
+                remedy,
+                over,
+            )
+
+    @cached_property
+    def _headers(self) -> dict[Path, dict[str, StoredTensor]]:
+        """The headers of the files, each read once."""
+        return {}
 
     @cached_property
     def _converted(self) -> Mapping[str, Sources]:
@@ -174,53 +187,45 @@ class Weights:
                 remedy = f"Capture the model in {dtype}" + converts + "."
             raise FileError("SK507", f"{name} in {self.place} is {theirs}, and the stage reads {own}", remedy, [name])
 
-
-Piece = tuple[str, StoredTensor, torch.Tensor]
-"""A name in a file, what is stored under it, and the view of a tensor that it fills."""
-
-
-class _Headers:
-    """The headers of the files, each read once."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self._read: dict[Path, dict[str, StoredTensor]] = {}
-
-    def pieces(self, name: str, sources: Sources, tensor: torch.Tensor) -> list[Piece]:
+    def _pieces(self, name: str, sources: Sources, tensor: torch.Tensor) -> list[Piece]:
         """Return what fills a tensor.
 
         Raises:
             FileError: SK507 for a stored tensor that is missing or does not fit.
         """
         if sources.trouble:
-            place, held = self._weights.place, listed(sources.names, 2)
+            place, held = self.place, listed(sources.names, 2)
             reason = f"{name} is in {place} as {held}, which transformers converts ({sources.trouble})"
             raise FileError("SK507", reason, _LATER, [name])
-        rows = [[(stored, self.stored(stored)) for stored in row] for row in sources.rows]
+        rows = [[(stored, self._stored(stored)) for stored in row] for row in sources.rows]
         views = [tensor.detach()]
         if len(rows) > 1:
             lengths = [(*[len(row)] * sources.stacked, *row[0][1].shape)[sources.dim] for row in rows]
             if sum(lengths) != tensor.shape[sources.dim]:
-                self._weights.require(sources.names[0], tensor, rows[0][0][1].shape, rows[0][0][1].dtype)
+                self.require(sources.names[0], tensor, rows[0][0][1].shape, rows[0][0][1].dtype)
             views = list(views[0].split(lengths, sources.dim))  # type: ignore[no-untyped-call]
         found: list[Piece] = []
         for row, view in zip(rows, views, strict=True):
             if sources.stacked and len(row) != len(view):
-                what = f"{self._weights.place} has {len(row)} tensors for the {len(view)} of {name}"
+                what = f"{self.place} has {len(row)} tensors for the {len(view)} of {name}"
                 raise FileError("SK507", what, _SAME_MODEL, [name])
             found += [(n, s, v) for (n, s), v in zip(row, view if sources.stacked else [view], strict=True)]
         for stored_name, stored, part in found:
-            self._weights.require(stored_name, part, stored.shape, stored.dtype)
+            self.require(stored_name, part, stored.shape, stored.dtype)
         return found
 
-    def stored(self, name: str) -> StoredTensor:
+    def _stored(self, name: str) -> StoredTensor:
         """Return what a file has under a name."""
-        file = self._weights.files[name]
-        if file not in self._read:
-            self._read[file] = stored_tensors(file)
-        if name not in self._read[file]:
-            raise self._weights.absent([name])
-        return self._read[file][name]
+        file = self.files[name]
+        if file not in self._headers:
+            self._headers[file] = stored_tensors(file)
+        if name not in self._headers[file]:
+            raise self.absent([name])
+        return self._headers[file][name]
+
+
+Piece = tuple[str, StoredTensor, torch.Tensor]
+"""A name in a file, what is stored under it, and the view of a tensor that it fills."""
 
 
 def _require_intact(folder: Path, digests: Mapping[str, str], names: Collection[str]) -> None:

@@ -28,20 +28,21 @@ from splitkit.engine import graph_data
 from splitkit.engine.graph_data import dtype_of, name_of_dtype
 from splitkit.engine.json_fields import WRITE_AGAIN, JsonField
 from splitkit.engine.staged_step import StageGraphs
-from splitkit.errors import FileError, listed
+from splitkit.errors import FileError
 from splitkit.graph.caches import ENCODER_CACHES
 from splitkit.graph.size_expressions import Expression, is_known, symbols_in
-from splitkit.graph.storages import parameters_and_buffers
+from splitkit.graph.storages import attribute, fills_its_range, parameters_and_buffers
 from splitkit.pipeline.inseparable_nodes import SCALARS
 from splitkit.plans import plan_file
 from splitkit.plans.parts import PartKey
 from splitkit.plans.record import Plan
-from splitkit.runtime.folder.checkpoint_folder import DIGESTS, require_intact, stored_digests
+from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
+from splitkit.runtime.folder.checkpoint_folder import DIGESTS, read_data, require_intact, stored_digests
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
-from splitkit.runtime.folder.tensorfiles import fills_its_range, stored_tensors
+from splitkit.runtime.folder.tensorfiles import stored_tensors
 from splitkit.runtime.ranks.border_values import BorderValue, laid_out, memory_order
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask
-from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, stage_of_calls
+from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageParts, stage_of_calls
 from splitkit.short_repr import brief
 
 MANIFEST = "manifest.json"
@@ -53,33 +54,24 @@ _NONE = torch.empty(0)  # reading a weight into this shape is refused
 
 
 @dataclass(frozen=True)
-class StageFolder:
+class StageFolder(StageParts):
     """The stages of a folder, which `splitkit.runtime.pipeline` runs like a `splitkit.engine.split.Split`.
+
+    In ``module``, only loaded stages have children that are not empty; the plan places no nodes.
 
     Attributes:
         path: the folder.
         manifest: the manifest's data.
         weights: the source of parameters and saved buffers; ``None`` for the folder itself.
-        module: the parent, whose children are empty except for loaded stages.
-        plan: the parts' records; it places no nodes.
-        names: part -> the name of its module in the parent, in the order of execution.
-        qualified_names: name of every parameter and buffer in ``module`` -> its name in the original.
-        shared: groups of names in ``module``, each group naming one Parameter that several parts have.
-        parts: part -> its module, for loaded parts.
         tensors: number in the manifest -> tensor, for loaded tensors.
         encoder_caches: stage -> the graph that computes its keys and values of an encoder's output, for loaded stages
             of a decoder that have some.
     """
 
+    parts: dict[PartKey, nn.Module]
     path: Path
     manifest: JsonField
     weights: Weights | None
-    module: fx.GraphModule
-    plan: Plan
-    names: Mapping[PartKey, str]
-    qualified_names: Mapping[str, str]
-    shared: tuple[tuple[str, ...], ...]
-    parts: dict[PartKey, nn.Module] = field(default_factory=dict)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     encoder_caches: dict[int, fx.GraphModule] = field(default_factory=dict)
 
@@ -96,6 +88,12 @@ class StageFolder:
         if not crossing <= facts.values.keys() or inputs != list(facts.inputs) or len(facts.draws) != chain.stages:
             raise self.manifest["facts"].damaged("about the parent's graph")
         return chain
+
+    @cached_property
+    def named(self) -> list[tuple[list[str], bool]]:
+        """Number in the manifest -> the names of the tensor in the model, and whether it is in the state dict."""
+        rows = self.manifest["tensors"].items()
+        return [([name.text() for name in row["names"].items()], row["saved"].flag()) for row in rows]
 
     def load(self, stages: Iterable[int], device: torch.device | str = "cpu") -> None:
         """Build stages and fill their tensors. Stages that are loaded already stay as they are, and if one cannot be
@@ -135,8 +133,8 @@ class StageFolder:
             graph_data.form_outputs(self.module, self.manifest["parent"])
         self.tensors.update(fresh)
         self.encoder_caches.update(caches)
-        for name, tensor in owned.items():
-            self._give(name, tensor)
+        on_meta = {id(attribute(self.module, name)): tensor for name, tensor in owned.items()}
+        replace_tensors(tables_of(self.module), on_meta)
         for stage, part in made.items():
             key = self.chain.keys[stage]
             self.parts[key] = part
@@ -149,8 +147,7 @@ class StageFolder:
             FileError: SK507 if they are not those of this model.
         """
         held, place = parameters_and_buffers(whole), self.weights or Weights.at(self.path)
-        rows = [self._row(index) for index in range(len(self.manifest["tensors"].value))]
-        found = [[name.text() for name in row["names"].items()] for row in rows if row["saved"].flag()]
+        found = [names for names, saved in self.named if saved]
         place.read([(names, next((held[name] for name in names if name in held), _NONE)) for names in found])
 
     def read(self, wanted: Sequence[tuple[Sequence[str], torch.Tensor]]) -> None:
@@ -163,8 +160,7 @@ class StageFolder:
             FileError: SK507 if neither the folder nor its weights have them.
         """
         place = self.weights or Weights.at(self.path)
-        rows = [[name.text() for name in row["names"].items()] for row in self.manifest["tensors"].items()]
-        first = {name: names for names in rows for name in names}
+        first = {name: names for names, _ in self.named for name in names}
         place.read([(list(dict.fromkeys([*first.get(names[0], ()), *names])), tensor) for names, tensor in wanted])
 
     def read_unsaved(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -208,9 +204,11 @@ class StageFolder:
 
     def _stage(self, stage: int) -> JsonField:
         row = [*self.manifest["stages"].items()][stage]
-        name = _plain(row["file"])
+        name = row["file"].text()
+        if Path(name).name != name:
+            raise row["file"].damaged("the name of a file in this folder")
         require_intact(self.path, stored_digests(self.path, WRITE_AGAIN), [name], WRITE_AGAIN)
-        return JsonField(name, "", _read(self.path / name))
+        return JsonField(name, "", read_data(self.path / name, WRITE_AGAIN))
 
     def _row(self, index: int) -> JsonField:
         tensors = self.manifest["tensors"]
@@ -231,45 +229,23 @@ class StageFolder:
         """Read tensors: those in a state dict of the model from the given weights, the others from the folder."""
         given, own = list[Any](), list[Any]()
         for index, tensor in fresh.items():
-            row = self._row(index)
-            names = [name.text() for name in row["names"].items()]
-            (given if self.weights is not None and row["saved"].flag() else own).append((names, tensor))
+            names, saved = self.named[index]
+            (given if self.weights is not None and saved else own).append((names, tensor))
         if self.weights is not None:
-            self._require_known(self.weights)
+            groups = [names for names, saved in self.named if saved]
+            known = {n for names in groups for n in names} | {n.text() for n in self.manifest["unread"].items()}
+            remedy = "Name the weights of the model that was split, or leave these tensors out of the files."
+            self.weights.require_known(groups, known, remedy)
             self.weights.read(given)
         if own:
             Weights.at(self.path).read(own)
 
-    def _require_known(self, weights: Weights) -> None:
-        """Refuse weights with names that the model lacks: they are those of another model.
-
-        Raises:
-            FileError: SK507.
-        """
-        rows = [row for row in self.manifest["tensors"].items() if row["saved"].flag()]
-        groups = [[name.text() for name in row["names"].items()] for row in rows]
-        known = {name for names in groups for name in names} | {n.text() for n in self.manifest["unread"].items()}
-        if over := weights.unexpected(groups, known):
-            raise FileError(
-                "SK507",
-                f"{weights.place} has {listed(over, 3)}, which the model that was split does not have",
-                "Name the weights of the model that was split, or leave these tensors out of the files.",
-                over,
-            )
-
     def _forget_unsaved(self, module: nn.Module, numbers: JsonField) -> None:
         """Mark buffers as non-persistent that the model's state dict lacks."""
         for name, number in numbers.fields():
-            if not self._row(number.whole())["saved"].flag():
+            if not self.named[number.whole()][1]:
                 owner, _, last = name.rpartition(".")
                 attributes_of(module.get_submodule(owner)).unsaved.add(last)
-
-    def _give(self, name: str, tensor: torch.Tensor) -> None:
-        """Replace a tensor of the parent, which is on ``meta``."""
-        owner, _, last = name.rpartition(".")
-        held = attributes_of(self.module.get_submodule(owner))
-        table: dict[str, Any] = held.parameters if last in held.parameters else held.buffers
-        table[last] = tensor
 
 
 def open_stages(
@@ -291,7 +267,7 @@ def open_stages(
             ``dtype`` in which the model was not captured.
     """
     path = Path(folder)
-    manifest = JsonField(MANIFEST, "", _read(path / MANIFEST))
+    manifest = JsonField(MANIFEST, "", read_data(path / MANIFEST, WRITE_AGAIN))
     if manifest["kind"].value != KIND:
         raise manifest["kind"].damaged(repr(KIND))
     if manifest["schema"].value != SCHEMA:
@@ -312,14 +288,15 @@ def open_stages(
     parent = manifest["parent"]
     module = graph_data.decode_graph(parent, lambda number: _meta(manifest, number), empty)
     return StageFolder(
-        path,
-        manifest,
-        None if weights is None else Weights.at(weights, convert=dtype is not None),
         module,
         plan,
+        {},
         dict(rows),
         {name: original.text() for name, original in manifest["qualified_names"].fields()},
         tuple(tuple(name.text() for name in group.items()) for group in manifest["shared"].items()),
+        path,
+        manifest,
+        None if weights is None else Weights.at(weights, convert=dtype is not None),
     )
 
 
@@ -334,20 +311,6 @@ def _plan(data: JsonField) -> Plan:
         return Plan({}, plan_file.parts_in_data(data.value), str(data["note"].value))
     except FileError as error:
         raise FileError("SK505", f"{data.file} is damaged: {error.reason}", WRITE_AGAIN, error.nodes) from error
-
-
-def _plain(data: JsonField) -> str:
-    if Path(data.text()).name != data.text():
-        raise data.damaged("the name of a file in this folder")
-    return data.text()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return plan_file.read_json(path)
-    except FileError as error:
-        code = "SK504" if error.code == "SK504" else "SK505"
-        raise FileError(code, error.reason, WRITE_AGAIN) from error
 
 
 # Encodes data as JSON by the fields of dataclasses, and decodes it by their types: the facts about the split graph that

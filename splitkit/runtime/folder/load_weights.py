@@ -12,14 +12,13 @@ import torch
 from torch import fx, nn
 
 from splitkit.engine.split import Split
-from splitkit.errors import FileError, PipelineError, listed
+from splitkit.errors import FileError, PipelineError
 from splitkit.graph.caches import ENCODER_CACHES, runs_outside
-from splitkit.graph.storages import attribute, known_value, parameters_and_buffers
+from splitkit.graph.storages import attribute, fills_its_range, known_value, parameters_and_buffers
 from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
 from splitkit.runtime.devices.device_map import Devices, devices_of, places_of
 from splitkit.runtime.devices.on_devices import OnDevices, to_devices
 from splitkit.runtime.folder.checkpoint_weights import Weights, require_captured
-from splitkit.runtime.folder.tensorfiles import fills_its_range
 
 
 def load(
@@ -69,17 +68,16 @@ def load(
     held = _held(split, places)
     require_captured(dtype, [slot.old.dtype for slot in held])
     _require_known(split, weights, held)
-    fresh = [slot for slot in held if slot.saved or slot.old.is_meta]
-    made = [empty_like(slot.old, slot.device) for slot in fresh]
-    wanted = [(slot.names, new) for slot, new in zip(fresh, made, strict=True) if slot.saved]
+    made = [(slot, empty_like(slot.old, slot.device)) for slot in held if slot.saved or slot.old.is_meta]
+    wanted = [(slot.names, new) for slot, new in made if slot.saved]
     with _bar(sum(new.numel() * new.element_size() for _, new in wanted)) as advance:
         weights.read(wanted, advance)
-    for slot, new in zip(fresh, made, strict=True):
+    for slot, new in made:
         value = None if slot.saved else known_value(split.flow.root, slot.names, slot.old)
         if value is not None:
             with torch.no_grad():
                 new.copy_(value)
-    return _on_devices(split, devices, [(slot.old, new) for slot, new in zip(fresh, made, strict=True)])
+    return _on_devices(split, devices, [(slot.old, new) for slot, new in made])
 
 
 @dataclass(frozen=True)
@@ -138,14 +136,9 @@ def _require_known(split: Split, weights: Weights, held: Sequence[_Slot]) -> Non
                 slot.names,
             )
     known = {*parameters_and_buffers(root), *root.state_dict()}
-    over = weights.unexpected([slot.names for slot in held if slot.saved], known)
-    if over:
-        raise FileError(
-            "SK507",
-            f"{weights.place} has {listed(over, 3)}, which the model does not have",
-            "Capture the model of this checkpoint, or leave these tensors out of the files.",
-            over,
-        )
+    groups = [slot.names for slot in held if slot.saved]
+    remedy = "Capture the model of this checkpoint, or leave these tensors out of the files."
+    weights.require_known(groups, known, remedy)
 
 
 def empty_like(old: torch.Tensor, device: torch.device) -> torch.Tensor:

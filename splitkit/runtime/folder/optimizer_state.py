@@ -7,7 +7,7 @@ group takes the options of its parameters, wherever they were before.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from splitkit.engine.graph_data import decode_argument, dtype_of, encode_argument, name_of_dtype
+from splitkit.engine.graph_data import decode_argument, decode_pair, dtype_of, encode_argument, name_of_dtype
 from splitkit.engine.json_fields import JsonField
 from splitkit.errors import FileError, PipelineError
 from splitkit.graph.storages import names_of
@@ -282,29 +282,21 @@ def decode_state(data: JsonField, tensors: Mapping[str, torch.Tensor]) -> Any:
     Raises:
         FileError: SK505 if the data is damaged.
     """
-    value = data.value
-    if isinstance(value, list):
-        return [decode_state(item, tensors) for item in data.items()]
-    if not isinstance(value, dict) or len(value) != 1:
-        return decode_argument(data, {})
-    ((kind, inner),) = data.fields()
-    if kind == "tensor":
-        name = inner["name"].text()
+
+    def tensor(given: JsonField) -> torch.Tensor:
+        name = given["name"].text()
         if name not in tensors:
-            raise inner.damaged("a tensor of the checkpoint")
+            raise given.damaged("a tensor of the checkpoint")
         return tensors[name]
-    if kind == "array":
-        return decode_state(inner, tensors).numpy()
-    if kind == "numpy":
-        return _numpy(inner)
-    if kind == "bytes":
-        return _bytes(inner)
-    if kind == "tuple":
-        return tuple(decode_state(item, tensors) for item in inner.items())
-    if kind in ("dict", "counter"):
-        pairs = dict(_pair(item, tensors) for item in inner.items())
-        return Counter(pairs) if kind == "counter" else pairs
-    return decode_argument(data, {})
+
+    kinds: dict[str, Callable[[JsonField], Any]] = {
+        "tensor": tensor,
+        "array": lambda given: decode_argument(given, kinds).numpy(),
+        "numpy": _numpy,
+        "bytes": _bytes,
+        "counter": lambda given: Counter(dict(decode_pair(item, kinds) for item in given.items())),
+    }
+    return decode_argument(data, kinds)
 
 
 def empty_tensors(data: JsonField) -> dict[str, torch.Tensor]:
@@ -338,16 +330,6 @@ def _leaf(value: Any, where: str) -> Any:
         "Keep numbers, strings, tensors, and lists, tuples or dicts of these; the state_dict of an object is one.",
         [where],
     )
-
-
-def _pair(data: JsonField, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-    if not isinstance(data.value, list) or len(data.value) != 2:
-        raise data.damaged("a key and a value")
-    first, second = data.items()
-    key = decode_argument(first, {})
-    if isinstance(key, list | dict | slice):
-        raise first.damaged("a key")
-    return key, decode_state(second, tensors)
 
 
 def _numpy(data: JsonField) -> Any:

@@ -16,14 +16,21 @@ from splitkit.engine import graph_data
 from splitkit.engine.split import Split
 from splitkit.engine.staged_step import StagedStep
 from splitkit.errors import FileError
-from splitkit.graph.caches import ENCODER_CACHES, caches_of
+from splitkit.graph.caches import ENCODER_CACHES, runs_outside
 from splitkit.graph.call_signature import bind_inputs
-from splitkit.graph.storages import attribute, kept_values, known_value, parameters_and_buffers, storage_key
+from splitkit.graph.storages import (
+    attribute,
+    fills_its_range,
+    kept_values,
+    known_value,
+    parameters_and_buffers,
+    storage_key,
+)
 from splitkit.runtime.folder.checkpoint_folder import DIGESTS, digest_of_file
 from splitkit.runtime.folder.checkpoint_weights import INDEX
 from splitkit.runtime.folder.load import EXAMPLE, KIND, MANIFEST, SCHEMA, encode_facts, encode_part
-from splitkit.runtime.folder.tensorfiles import dtype_name, fills_its_range, write_tensors
-from splitkit.runtime.generation.decoder import EMBEDDED, DecoderChain
+from splitkit.runtime.folder.tensorfiles import dtype_name, write_tensors
+from splitkit.runtime.generation.decoder import DecoderChain
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.ranks.planned_chain import captured_model, chain_of_any
 from splitkit.runtime.ranks.stage_chain import Chain, StageSource
@@ -75,7 +82,7 @@ def save_stages(
     tensors.require_apart(chain.facts.writes)
     texts = [json.dumps(program) + "\n" for program in programs]
     held = tensors.by_stage(chain, programs, parent)
-    unread = tensors.unread_data() if isinstance(split, Split) and _is_run_whole(split) else {}
+    unread = tensors.unread_data() if isinstance(split, Split) and runs_outside(split.flow.root) else {}
     example = None if inputs is None else bind_inputs(source.module, *inputs)
     if example is not None and any(isinstance(v, torch.Tensor) and v.is_meta for v in example):
         example = None
@@ -212,12 +219,6 @@ def _numbers(program: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the tensors of a graph, of its nested graphs, and of the graph of its encoder caches."""
     inner = [*program["modules"].values(), *([program[ENCODER_CACHES]] if ENCODER_CACHES in program else [])]
     return [*program["tensors"].values(), *(n for graph in inner for n in _numbers(graph))]
-
-
-def _is_run_whole(split: Split) -> bool:
-    """Whether the first rank also runs something that is in no stage: an encoder, or embeddings with images."""
-    inputs = split.flow.graph.find_nodes(op="placeholder", target=EMBEDDED)
-    return ENCODER_CACHES in split.flow.root.meta or bool(inputs and caches_of(split.flow.root))
 
 
 def _strides(tensor: torch.Tensor) -> list[int] | None:

@@ -140,16 +140,6 @@ def write_tensors(
             file.write(_bytes_of(tensor.detach().cpu().contiguous()))
 
 
-def fills_its_range(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements are contiguous in memory, in any order of the dimensions."""
-    step = 1
-    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n != 1):
-        if stride != step and 0 not in shape:
-            return False
-        step *= length
-    return True
-
-
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
     """Return the format's name of a tensor's dtype.
 

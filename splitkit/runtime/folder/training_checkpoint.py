@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ from splitkit.runtime.folder.optimizer_state import (
     require_known,
     require_storable,
 )
-from splitkit.runtime.ranks.faults import beating, global_ranks
+from splitkit.runtime.ranks.faults import beating
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.rank_agreement import from_every
 from splitkit.runtime.ranks.replicas import subgroup, with_ranks_across
@@ -103,21 +103,6 @@ def open_checkpoints(
     return CheckpointFolder(Path(folder), pipe, optimizer, scheduler, loader, dict(state or {}), keep, resume)
 
 
-@dataclass
-class _Writing:
-    """A checkpoint that is being written.
-
-    Attributes:
-        place: the folder that it will have.
-        draft: the folder in which it is written.
-        done: done when this rank has done its share.
-    """
-
-    place: Path
-    draft: Path
-    done: Future[None]
-
-
 class _Writer(FileSystemWriter):
     """Torch's writer with the error of the file system, which an error about the end of a zip file hides."""
 
@@ -158,7 +143,7 @@ class CheckpointFolder:
         self._rank = dist.get_rank(self._group)
         self._keep = keep
         self._background: dist.ProcessGroup | None = None
-        self._writing: _Writing | None = None
+        self._writing: tuple[Path, Path, Future[None]] | None = None
         self._loader_rank = -1
         self.last: Path | None = None
         with self._naming_loss(f"opened {path}"):
@@ -207,7 +192,7 @@ class CheckpointFolder:
                 self._on_first(lambda: self._complete(record, digests, place, draft), draft)
                 self.last = place
             else:
-                self._writing = _Writing(place, draft, self._write_beside(tensors, record, place, draft))
+                self._writing = place, draft, self._write_beside(tensors, record, place, draft)
         return place
 
     def wait(self) -> None:
@@ -218,9 +203,10 @@ class CheckpointFolder:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            with self._naming_loss(f"saved {writing.place}"):
-                self._on_all(lambda: self._done(writing), writing.draft)
-            self.last = writing.place
+            place, draft, done = writing
+            with self._naming_loss(f"saved {place}"):
+                self._on_all(lambda: self._done(place, done), draft)
+            self.last = place
 
     def _checked(self) -> dict[str, Any]:
         """Refuse what can be refused before the first step; return what the other ranks must know."""
@@ -283,7 +269,7 @@ class CheckpointFolder:
             "random": [each["random"] for each in every],
             "state": every[0]["state"],
         }
-        return on_disk.place_of(self.path, step), on_disk.begin(self.path, step)
+        return on_disk.begin(self.path, step)
 
     def _write(self, tensors: dict[str, torch.Tensor], draft: Path) -> dict[str, str]:
         """Write the tensors of this rank, and return the digests of its files."""
@@ -298,7 +284,10 @@ class CheckpointFolder:
     def _write_beside(
         self, tensors: dict[str, torch.Tensor], record: dict[str, Any], place: Path, draft: Path
     ) -> Future[None]:
-        """Write in another thread, which has a process group of its own; rank 0 completes the checkpoint there."""
+        """Write in another thread, which has a process group of its own; rank 0 completes the checkpoint there.
+
+        The result is done when this rank has done its share.
+        """
         if self._background is None:
             self._background = subgroup(self._group, range(dist.get_world_size(self._group)), "gloo")
         done: Future[None] = Future()
@@ -322,9 +311,9 @@ class CheckpointFolder:
             found.result()
             return self._digests(draft)
 
-    def _done(self, writing: _Writing) -> None:
-        with self._naming_loss(f"saved {writing.place}"):
-            writing.done.result()
+    def _done(self, place: Path, done: Future[None]) -> None:
+        with self._naming_loss(f"saved {place}"):
+            done.result()
 
     def _complete(self, record: dict[str, Any], digests: list[dict[str, str]], place: Path, draft: Path) -> None:
         with self._refusing():
@@ -403,7 +392,7 @@ class CheckpointFolder:
         refused = [(rank, error) for rank, (_, error) in enumerate(every) if error is not None]
         if refused:
             if draft is not None and self._rank == 0:
-                on_disk.discard(draft)
+                shutil.rmtree(draft, ignore_errors=True)
             rank, first = refused[0]
             alone = len(refused) < len(every) and rank and "(rank" not in first.reason
             where = f" (rank {rank})" if alone else ""
@@ -424,7 +413,7 @@ class CheckpointFolder:
     def _naming_loss(self, doing: str) -> Iterator[None]:
         """Raise SK805 if another rank ends while the ranks do something together."""
         try:
-            with beating(dist.get_rank(), global_ranks(self._group), f"for all ranks while it {doing}"):
+            with beating(dist.get_rank(), dist.get_process_group_ranks(self._group), f"for all ranks while it {doing}"):
                 yield
         except SplitError:
             raise

@@ -17,7 +17,7 @@ from splitkit.graph.shards import full_tensor
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.folder.tensorfiles import dtype_name, write_tensors
-from splitkit.runtime.ranks.faults import beating, global_ranks
+from splitkit.runtime.ranks.faults import beating
 from splitkit.runtime.ranks.pipeline import Pipeline
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.rank_agreement import from_every, from_first
@@ -126,7 +126,7 @@ def save_pretrained(pipe: Pipeline, model: Any, folder: str | os.PathLike[str], 
 def _entries(pipe: Pipeline) -> list[_Entry]:
     """Return the tensors of the model, the same on all ranks."""
     own = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in pipe.state_dict().items()}
-    with beating(dist.get_rank(), global_ranks(pipe.group), "for all ranks to gather the weights"):
+    with beating(dist.get_rank(), dist.get_process_group_ranks(pipe.group), "for all ranks to gather the weights"):
         every = from_every(own, pipe.group)
     names_of, seen, found = _ties(pipe), set[str](), list[_Entry]()
     for source, held in enumerate(every):
@@ -142,8 +142,7 @@ def _ties(pipe: Pipeline) -> dict[str, tuple[str, ...]]:
     """Return name of a tensor -> all of its names in the state dict of the unsplit model."""
     split = pipe.split
     if isinstance(split, StageFolder):
-        rows = [[name.text() for name in row["names"].items()] for row in split.manifest["tensors"].items()]
-        return {name: tuple(names) for names in rows for name in names}
+        return {name: tuple(names) for names, _ in split.named for name in names}
     model = captured_model(split)
     assert model is not None, "only stages of a folder have none"
     saved = model.state_dict()

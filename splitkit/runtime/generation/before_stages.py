@@ -291,6 +291,16 @@ class BehindEmbeddings(BeforeStages):
         return found
 
 
+def require_data(held: Mapping[str, torch.Tensor], reason: str, remedy: str) -> None:
+    """Refuse tensors on ``meta`` of what runs whole.
+
+    Raises:
+        PipelineError: SK807.
+    """
+    if lacking := [name for name, tensor in held.items() if tensor.is_meta]:
+        raise PipelineError("SK807", f"{listed(lacking, 2)} are on meta: {reason}", remedy, lacking)
+
+
 def _further(module: Any) -> tuple[str, ...]:
     """Return the names of the inputs that a module reads besides tokens and the arguments of a step."""
     names = inspect.signature(type(module).forward).parameters

@@ -17,8 +17,9 @@ from torch.fx import Node
 
 from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ARGUMENTS
+from splitkit.graph.storages import parameters_and_buffers
 from splitkit.runtime.devices.accelerators import current
-from splitkit.runtime.generation.encoder_caches import StageEncoderCaches
+from splitkit.runtime.generation.encoder_caches import EncoderCaches
 from splitkit.runtime.generation.generation_request import Request, not_on_ranks
 from splitkit.runtime.ranks.border_values import memory_order
 from splitkit.runtime.ranks.stage import result_of
@@ -61,6 +62,20 @@ class DecoderInputs:
     def embedded(self) -> bool:
         """Whether the step reads embeddings and no tokens."""
         return self.tokens == EMBEDDED
+
+    def whole_tensors(self, model: Any) -> dict[str, torch.Tensor]:
+        """Return name -> parameter or buffer of what runs whole; a tied one has several names."""
+        if not self.whole:
+            return {}
+        every = parameters_and_buffers(model)
+        if self.has_encoder:
+            own = set(map(id, parameters_and_buffers(model.get_encoder()).values()))
+        else:
+            stages = [model.get_decoder(), model.get_output_embeddings()]
+            of_stages = {id(t) for one in stages if one is not None for t in parameters_and_buffers(one).values()}
+            own = set(map(id, every.values())) - of_stages
+            own |= set(map(id, parameters_and_buffers(model.get_input_embeddings()).values()))
+        return {name: tensor for name, tensor in every.items() if id(tensor) in own}
 
     @property
     def whole(self) -> bool:
@@ -238,7 +253,7 @@ class DecoderStage:
         self._passes_tokens = decoder.passes_tokens(stage)
         names = decoder.constants(stage)
         captured = chain.facts.captured
-        self._encoder = None if encoder is None else StageEncoderCaches(encoder, names, captured, device)
+        self._encoder = None if encoder is None else EncoderCaches(encoder, names, captured, device)
 
     def enter(self, number: int, request: Request, encoded: torch.Tensor | None = None) -> None:
         """Make the caches of a request: empty caches, and the caches of an encoder's output.

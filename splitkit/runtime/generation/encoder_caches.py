@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from splitkit.checks import is_whole, shown
 from splitkit.engine.split import Split
-from splitkit.engine.split import split as split_graph
 from splitkit.engine.subgraphs import reduce_to
 from splitkit.errors import PipelineError, listed
 from splitkit.graph.caches import ENCODER_CACHES, cache_forms, caches_of, constant_caches
@@ -23,38 +22,17 @@ from splitkit.pipeline.placed_prices import costs_of_plan, in_part
 from splitkit.plans.parts import PARENT, PartKey
 from splitkit.runtime.devices.accelerators import current, move_tensors
 from splitkit.runtime.devices.device_map import follow_device
-from splitkit.runtime.devices.on_devices import OnDevices
 from splitkit.units import size as in_bytes
 
 
 class EncoderCaches:
-    """The graph that computes the constant caches of a decoder.
-
-    Attributes:
-        inputs: the names of its inputs.
-    """
-
-    def __init__(self, split: Split, caches: Sequence[KeptCache], devices: Mapping[PartKey, torch.device]) -> None:
-        gm: fx.GraphModule = split.flow.root.meta[ENCODER_CACHES]
-        homes = [cache.part for cache in caches if cache.constant]
-        made = split_graph(gm, _places(gm, homes), check_inputs=False)
-        self._run = OnDevices(made, {key: devices[key] for key in made.parts})
-        self.inputs = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
-
-    @torch.no_grad()
-    def compute(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the constant caches in their order, for the output of an encoder among the inputs of a step."""
-        return list(self._run(*(inputs[name] for name in self.inputs)))
-
-
-class StageEncoderCaches:
-    """The graph that computes the constant caches of one stage of a decoder.
+    """The graph that computes the constant caches of one part of a decoder.
 
     Args:
         gm: from `encoder_caches_of`; its tensors are moved to the device.
         names: the names of the caches, in the order in which the graph returns them.
         captured: the device types on which the graph was captured.
-        device: the device of the stage.
+        device: the device of the part.
     """
 
     def __init__(
@@ -69,7 +47,7 @@ class StageEncoderCaches:
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return name -> constant cache, for the output of an encoder among the inputs of a step."""
         with current(self._device):
-            found = self._gm(*(inputs[name] for name in self._inputs))
+            found = self._gm(*(inputs[name].to(self._device) for name in self._inputs))
         return dict(zip(self._names, found, strict=True))
 
 
@@ -90,20 +68,6 @@ def encoder_caches_of(gm: fx.GraphModule, names: Collection[str]) -> fx.GraphMod
     return fx.GraphModule(whole, graph)
 
 
-def _places(gm: fx.GraphModule, homes: list[PartKey]) -> dict[Node, PartKey]:
-    """Return the part of each node: that of the cache for which it is computed; of several, the first."""
-    found: dict[Node, PartKey] = {}
-    wanted: list[Any] = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    for output, home in zip(wanted, homes, strict=True):
-        stack = [output]
-        while stack:
-            node = stack.pop()
-            if node not in found and node.op.startswith("call_"):
-                found[node] = home
-                stack += node.all_input_nodes
-    return found
-
-
 # Finds the part that keeps each cache of a split decoder, and what that costs it.
 
 
@@ -113,14 +77,12 @@ class KeptCache:
 
     Attributes:
         given: the name of the input.
-        updated: the name of the node that computes what the tensor is after a step.
         part: the part that reads and updates it.
         like: the tensor of the example; only its dtype and fixed sizes count.
         constant: whether the step returns it as it is, as the keys of an encoder's output.
     """
 
     given: str
-    updated: str
     part: PartKey
     like: torch.Tensor
     constant: bool
@@ -153,7 +115,7 @@ def kept_caches(split: Split) -> tuple[KeptCache, ...]:
                 [*cache],
             )
         value, constant = cache.given.meta["val"], cache.given is cache.updated
-        found.append(KeptCache(cache.given.name, cache.updated.name, parts[0], value, constant))
+        found.append(KeptCache(cache.given.name, parts[0], value, constant))
     if not found:
         raise PipelineError(
             "SK801",

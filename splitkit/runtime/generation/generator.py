@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from splitkit.runtime.generation.before_stages import (
     ModelTokens,
     Sampler,
     processors,
+    require_data,
 )
 from splitkit.runtime.generation.decoder import (
     ENCODED,
@@ -50,7 +51,7 @@ from splitkit.runtime.generation.decoder import (
 from splitkit.runtime.generation.encoder_caches import encoder_caches_of
 from splitkit.runtime.generation.generation_request import Request, RequestLimits, RequestResult
 from splitkit.runtime.generation.prompt_pieces import piece
-from splitkit.runtime.ranks.faults import RankProgress, global_ranks, naming_failures, time_limit
+from splitkit.runtime.ranks.faults import RankProgress, naming_failures, time_limit
 from splitkit.runtime.ranks.rank_agreement import from_first, require_process_group, require_same
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages
 from splitkit.runtime.ranks.stage_chain import chain_of
@@ -209,7 +210,7 @@ class Generator:
         self._costly = decoder.chain.facts.costly
         self._ring, self._sends_encoded = Ring(group, device, in_flight), decoder.sends_encoded(self.rank)
         self._progress = ServingProgress(
-            decoder.stages, rank=self.rank, ranks=global_ranks(group), device=device, limit=time_limit(group)
+            rank=self.rank, ranks=dist.get_process_group_ranks(group), device=device, limit=time_limit(group)
         )
         self._samplers: dict[int, Sampler | Exception] = {}
 
@@ -315,17 +316,20 @@ class Generator:
             query = min(query, piece(self._chunk, self.stage.held[number].length, self._costly))
         now, entry.tokens = rest[:, :query], rest[:, query:]
         more = bool(entry.tokens.shape[1])
-        if self._stages == 1:
-            self._know(number, request, left)
-        self._progress.request, self._progress.running = number, True
-        made = self.stage.run(number, query, (now,))
-        self._progress.running = False
-        if self._stages == 1:
-            self._ring.send(self._chosen(number, made[0], not more))
-        else:
-            entering = () if encoded is None or not self._sends_encoded else (encoded,)
-            self._ring.send(Message(number, query, not more, _note(left, request), made, entering))
+        self._know(number, request, left)
+        entering = () if encoded is None else (encoded,)
+        self._pass_on(Message(number, query, not more, _note(left, request), (now,), entering))
         return more
+
+    def _pass_on(self, message: Message) -> None:
+        """Run this rank's stage on what a message brings, and send on what comes out; from the last one, tokens."""
+        self._progress.request, self._progress.running = message.request, True
+        made = self.stage.run(message.request, message.query, message.values)
+        self._progress.running = False
+        if self.is_last:
+            self._ring.send(self._chosen(message.request, made[0], message.last))
+        else:
+            self._ring.send(replace(message, values=made, entering=message.entering if self._sends_encoded else ()))
 
     def _answer(self, underway: dict[int, Underway]) -> tuple[int, bool | None, SplitError | None]:
         """Take the next answer; return the request, whether it is done, ``None`` within a prompt, and its error."""
@@ -358,14 +362,7 @@ class Generator:
                 if not self.is_last:
                     self._ring.send(message)
                 return
-            self._progress.request, self._progress.running = message.request, True
-            made = self.stage.run(message.request, message.query, message.values)
-            self._progress.running = False
-            if self.is_last:
-                self._ring.send(self._chosen(message.request, made[0], message.last))
-            else:
-                entering = message.entering if self._sends_encoded else ()
-                self._ring.send(Message(message.request, message.query, message.last, message.note, made, entering))
+            self._pass_on(message)
 
     def _know(self, number: int, request: Request | None, left: Iterable[int]) -> None:
         """On the last rank, drop the samplers of requests that have left, and make the sampler of a new request."""
@@ -479,12 +476,10 @@ class ServingProgress(RankProgress):
     """What a rank that generates is doing; it runs the stage of the same number.
 
     Attributes:
-        size: the number of ranks.
         request: the request that it runs, or ran last; ``None`` before the first.
         running: whether it runs a request, and does not wait for one.
     """
 
-    size: int
     request: int | None = None
     running: bool = False
 
@@ -502,7 +497,8 @@ class ServingProgress(RankProgress):
 
     def waits(self) -> str:
         """Say what this rank waits for."""
-        before, last = (self.rank - 1) % self.size, "" if self.request is None else f", after request {self.request}"
+        before = (self.rank - 1) % len(self.ranks)
+        last = "" if self.request is None else f", after request {self.request}"
         if self.running:
             return f"ran {self.where()}"
         what = "a request from" if self.rank else "the next token from"
@@ -510,7 +506,7 @@ class ServingProgress(RankProgress):
 
     def waited_for(self) -> int | None:
         """Return the rank that this one waits for."""
-        return None if self.running or self.size == 1 else (self.rank - 1) % self.size
+        return None if self.running or len(self.ranks) == 1 else (self.rank - 1) % len(self.ranks)
 
 
 # Finds what of a model is in no stage and runs whole on the first rank, and puts its weights there.
@@ -553,27 +549,15 @@ def before_stages(
         raise PipelineError(
             "SK802", "the model is in training mode, where dropout changes tokens", "Call model.eval()."
         )
-    held = _whole_tensors(model, inputs)
+    held = inputs.whole_tensors(model)
     held = _read_from(split, model, held) if isinstance(split, StageFolder) else held
-    _require_data(held)
+    remedy = "Give the first rank a model with its weights, for example by from_pretrained."
+    require_data(held, "what is in no stage runs whole on the first rank", remedy)
     if isinstance(split, Split):
         _require_captured(held, parameters_and_buffers(split.flow.root))
     move_tensors(model, nn.Module(), dict.fromkeys(map(id, held.values()), device))
     kind = BehindEncoder if inputs.has_encoder else BehindEmbeddings
     return kind(model, tokens, device)
-
-
-def _whole_tensors(model: Any, inputs: DecoderInputs) -> dict[str, torch.Tensor]:
-    """Return name -> parameter or buffer of what runs whole; a tied one has several names."""
-    every = parameters_and_buffers(model)
-    if inputs.has_encoder:
-        own = set(map(id, parameters_and_buffers(model.get_encoder()).values()))
-    else:
-        stages = [model.get_decoder(), model.get_output_embeddings()]
-        of_stages = {id(t) for one in stages if one is not None for t in parameters_and_buffers(one).values()}
-        own = set(map(id, every.values())) - of_stages
-        own |= set(map(id, parameters_and_buffers(model.get_input_embeddings()).values()))
-    return {name: tensor for name, tensor in every.items() if id(tensor) in own}
 
 
 def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -589,21 +573,6 @@ def _read_from(folder: StageFolder, model: nn.Module, held: Mapping[str, torch.T
     new |= {id(unsaved[name]): buffer for name, buffer in filled.items()}
     replace_tensors(tables_of(model), new)
     return {name: new.get(id(tensor), tensor) for name, tensor in held.items()}
-
-
-def _require_data(held: Mapping[str, torch.Tensor]) -> None:
-    """Refuse tensors on ``meta``.
-
-    Raises:
-        PipelineError: SK807.
-    """
-    if lacking := [name for name, tensor in held.items() if tensor.is_meta]:
-        raise PipelineError(
-            "SK807",
-            f"{listed(lacking, 2)} are on meta: what is in no stage runs whole on the first rank",
-            "Give the first rank a model with its weights, for example by from_pretrained.",
-            lacking,
-        )
 
 
 def _require_captured(held: Mapping[str, torch.Tensor], known: Mapping[str, torch.Tensor]) -> None:

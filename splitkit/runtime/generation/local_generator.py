@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from splitkit.engine.split import Split
 from splitkit.errors import PipelineError, listed
-from splitkit.graph.caches import ARGUMENTS, DEEPSTACK, ENCODER_CACHES, runs_outside
+from splitkit.graph.caches import ARGUMENTS, DEEPSTACK
 from splitkit.graph.storages import attribute, parameters_and_buffers
 from splitkit.language_model import given_to_language_model
 from splitkit.plans.parts import PartKey
@@ -26,10 +26,11 @@ from splitkit.runtime.devices.accelerators import (
     same_device,
     tables_of,
 )
-from splitkit.runtime.devices.device_map import Devices
+from splitkit.runtime.devices.device_map import Devices, captured_types
 from splitkit.runtime.devices.on_devices import Move, OnDevices, PartOnDevice
+from splitkit.runtime.generation.before_stages import require_data
 from splitkit.runtime.generation.decoder import ENCODED, MASK, DecoderInputs
-from splitkit.runtime.generation.encoder_caches import EncoderCaches, KeptCache, kept_caches
+from splitkit.runtime.generation.encoder_caches import EncoderCaches, KeptCache, encoder_caches_of, kept_caches
 from splitkit.runtime.generation.generation_request import unfit
 
 
@@ -71,13 +72,14 @@ def generator(model: Any, split: Split, devices: Devices = None) -> Any:
     before = parameters_and_buffers(split.flow.root)
     # what load has read
     _share(model, {}, before)
-    _require_weights(model, split)
+    remedy = "Load the weights first: splitkit.load(split, folder, devices)."
+    require_data(_run_whole(model, split), "an encoder, or what images need, runs whole and is in no part", remedy)
     rest, signature = _unread(model, split), inspect.signature(kind.forward)
     step = ModelStep(model, split, devices)
     _share(model, before, parameters_and_buffers(step.decoder.tensors))
     first = next(iter(step.decoder.devices.values()))
     move_tensors(model, nn.Module(), dict.fromkeys(rest, first))
-    _require_there(_runs_whole(model, step), first)
+    _require_there(_run_whole(model, split), first)
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,28 +103,6 @@ def _unread(model: nn.Module, split: Split) -> list[int]:
     return [id(t) for t in (*model.parameters(), *model.buffers()) if id(t) not in read and not t.is_meta]
 
 
-def _require_weights(model: nn.Module, split: Split) -> None:
-    """Refuse a model on ``meta`` of which an encoder, or what images need, runs whole.
-
-    Raises:
-        PipelineError: SK807.
-    """
-    if not runs_outside(split.flow.root):
-        return
-    read = {str(node.target) for node in split.flow.graph.find_nodes(op="get_attr") if node.users}
-    named: dict[int, list[str]] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        named.setdefault(id(tensor), []).extend([name] if tensor.is_meta else [])
-    lacking = [names[0] for names in named.values() if names and read.isdisjoint(names)]
-    if lacking:
-        raise PipelineError(
-            "SK807",
-            f"{listed(lacking, 2)} are on meta: an encoder, or what images need, runs whole and is in no part",
-            "Load the weights first: splitkit.load(split, folder, devices).",
-            lacking,
-        )
-
-
 def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
     """Let a model hold the tensors of the parts: its own may be on ``meta``, or of a kind that cannot move in place."""
     new = {id(tensor): after[name] for name, tensor in before.items()}
@@ -131,20 +111,19 @@ def _share(model: nn.Module, before: Mapping[str, torch.Tensor], after: Mapping[
     replace_tensors(tables_of(model), new)
 
 
-def _runs_whole(model: Any, step: ModelStep) -> nn.Module:
-    """Return the module that may share a weight with a part, and that runs on the first device."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return cast(nn.Module, model.get_encoder())
-    return cast(nn.Module, model.get_input_embeddings()) if "inputs_embeds" in step.decoder.inputs else nn.Module()
+def _run_whole(model: Any, split: Split) -> dict[str, torch.Tensor]:
+    """Return name -> parameter or buffer of what runs on the first device, and may share a weight with a part."""
+    inputs = DecoderInputs.among([node.name for node in split.flow.graph.find_nodes(op="placeholder")])
+    return {} if inputs is None else inputs.whole_tensors(model)
 
 
-def _require_there(module: nn.Module, device: torch.device) -> None:
-    """Refuse a module of which a part on another device has a weight.
+def _require_there(held: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Refuse tensors that a part on another device has.
 
     Raises:
         PipelineError: SK808.
     """
-    for name, tensor in module.named_parameters():
+    for name, tensor in held.items():
         if not tensor.is_meta and not same_device(tensor.device, device):
             raise PipelineError(
                 "SK808",
@@ -170,8 +149,7 @@ class ModelStep:
 
     def __init__(self, model: Any, split: Split, devices: Devices = None) -> None:
         self.decoder = DecoderOnDevices(split, devices)
-        has_encoder = ENCODER_CACHES in split.flow.root.meta
-        self._encoder = EncoderCaches(split, self.decoder.caches, self.decoder.devices) if has_encoder else None
+        self._encoder = _encoder_caches(split, self.decoder)
         names = DecoderInputs.among(self.decoder.inputs)
         if names is None:
             raise PipelineError(
@@ -231,11 +209,14 @@ class ModelStep:
         inputs |= {name: empty(ids) for name, empty in self._without_images.items() if name not in inputs}
         inputs |= {name: self._no_mask(name, ids, past) for name in self._masks if name not in inputs}
         self._require_all(inputs)
-        encoder = self._encoder
-        tensors = taken_from(cache, self.decoder, len(ids), lambda: encoder.compute(inputs) if encoder else ())
+        tensors = taken_from(cache, self.decoder, len(ids), lambda: self._encoded(inputs))
         logits, tensors = self.decoder.step(inputs, tensors)
         put_into(cache, self.decoder.caches, tensors)
         return _output(logits, self._cache, cache if given.get("use_cache") is not False else None, hidden)
+
+    def _encoded(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return name -> constant cache, for the output of an encoder among the inputs of a step."""
+        return {name: cache for each in self._encoder for name, cache in each.compute(inputs).items()}
 
     def _to_language_model(self, given: Mapping[str, Any]) -> dict[str, Any]:
         own = {name: value for name, value in given.items() if name != "self"}
@@ -294,6 +275,21 @@ def _leaves(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from _leaves({f"{name}_{i}": x for i, x in enumerate(value)})
         else:
             yield name, value
+
+
+def _encoder_caches(split: Split, decoder: DecoderOnDevices) -> list[EncoderCaches]:
+    """Return what computes the constant caches of each part that has some."""
+    root, names = split.flow.root, dict[PartKey, list[str]]()
+    for cache in decoder.caches:
+        if cache.constant:
+            names.setdefault(cache.part, []).append(cache.given)
+    captured, homes, found = captured_types(split.flow.graph, root), dict[int, torch.device](), list[EncoderCaches]()
+    for part, own in names.items():
+        gm, device = encoder_caches_of(root, own), decoder.devices[part]
+        if {homes.setdefault(id(t), device) for t in parameters_and_buffers(gm).values()} - {device}:
+            gm = copy.deepcopy(gm)  # of a tied weight, each device has a copy
+        found.append(EncoderCaches(gm, own, captured, device))
+    return found
 
 
 def _output(logits: torch.Tensor, name: str, cache: Any, hidden: torch.Tensor | None) -> Any:
@@ -396,7 +392,7 @@ def cached_positions(cache: Any) -> int:
 
 
 def taken_from(
-    cache: Any, decoder: DecoderOnDevices, sequences: int, encoded: Callable[[], Sequence[torch.Tensor]]
+    cache: Any, decoder: DecoderOnDevices, sequences: int, encoded: Callable[[], Mapping[str, torch.Tensor]]
 ) -> list[torch.Tensor]:
     """Take the tensors out of a cache, in the order of a step.
 
@@ -404,7 +400,7 @@ def taken_from(
         cache: from an earlier step, or without tensors.
         decoder: the decoder.
         sequences: the number of sequences.
-        encoded: computes the constant tensors, if the cache does not have them.
+        encoded: computes the constant tensors by name, if the cache does not have them.
 
     Raises:
         PipelineError: SK802 for a cache of another kind, or for other sequences; nothing is taken out then.
@@ -415,13 +411,13 @@ def taken_from(
         if filled[within]:
             _require_layers(inner, [place for place in places if place.within == within], sequences)
     missing = any(kept.constant and not filled[p.within] for kept, p in zip(decoder.caches, places, strict=True))
-    constants = iter(encoded() if missing else ())
+    constants = encoded() if missing else {}
     found = []
     for kept, place in zip(decoder.caches, places, strict=True):
         if filled[place.within]:
             tensor = place.tensor_in(inside[place.within].layers[place.layer]).to(decoder.devices[kept.part])
         elif kept.constant:
-            tensor = next(constants)
+            tensor = constants[kept.given]
         else:
             tensor = torch.zeros(kept.sizes(sequences, 0), dtype=kept.like.dtype, device=decoder.devices[kept.part])
         found.append(tensor)

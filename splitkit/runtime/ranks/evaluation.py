@@ -16,15 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from splitkit import _torch
-from splitkit._torch import attributes_of
 from splitkit.engine.split import Split, plan, split
 from splitkit.errors import PipelineError
 from splitkit.graph.dataflow import Dataflow, analyze, waits_for
 from splitkit.graph.shards import MeshGroup, local_tensor, mesh_groups
 from splitkit.graph.storages import parameters_and_buffers
+from splitkit.runtime.devices.accelerators import replace_tensors, tables_of
 from splitkit.runtime.ranks.planned_chain import captured_model
 from splitkit.runtime.ranks.planned_stage import PlannedStage, graphs_of
 from splitkit.runtime.ranks.stage_chain import StageSource
+from splitkit.runtime.ranks.step_agreement import form_of
 
 _REMEDY = "Capture the same model: evaluation = pipe.evaluation(sk.capture(model.eval(), **inputs_of_one_microbatch))."
 
@@ -65,6 +66,7 @@ def share_tensors(
     Raises:
         PipelineError: SK801 for a tensor of another shape or dtype, or one that was sharded later.
     """
+    replaced = dict[int, torch.Tensor]()
     for name, old in parameters_and_buffers(found.module).items():
         new = tensors.get(found.qualified_names.get(name, name))
         if new is None or new is old:
@@ -72,12 +74,10 @@ def share_tensors(
         if isinstance(new, DTensor):
             new = _piece(name, old, new, meshes)
         if new.shape != old.shape or new.dtype != old.dtype:
-            looks = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (old, new)]
-            raise PipelineError("SK801", f"{name} is {looks[0]}, and in the pipeline {looks[1]}", _REMEDY, [name])
-        path, _, key = name.rpartition(".")
-        held = attributes_of(found.module.get_submodule(path))
-        table: dict[str, Any] = held.parameters if isinstance(new, nn.Parameter) else held.buffers
-        table[key] = new
+            looks = f"{form_of(old)}, and in the pipeline {form_of(new)}"
+            raise PipelineError("SK801", f"{name} is {looks}", _REMEDY, [name])
+        replaced[id(old)] = new
+    replace_tensors(tables_of(found.module), replaced)
 
 
 def _piece(name: str, old: torch.Tensor, new: DTensor, meshes: Mapping[MeshGroup, Any]) -> torch.Tensor:
@@ -204,10 +204,9 @@ class FixedAtCapture:
         if (device.type, dtype) not in self._autocasts:
             name = str(dtype).removeprefix("torch.")
             reason = f"autocast to {name} is active around the call, but was not active around the capture"
+            remedy = f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then."
             if self._planned:
                 remedy = f"Enter torch.autocast(..., {dtype}) in the model's forward, and not around the call."
-                raise PipelineError("SK802", reason, remedy)
-            remedy = f"Call capture inside torch.autocast(..., {dtype}); the call needs no autocast then."
             raise PipelineError("SK802", reason, remedy)
 
     def require_modes(self) -> None:

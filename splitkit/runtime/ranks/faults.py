@@ -154,7 +154,8 @@ class Progress(RankProgress):
         if self.last is None:
             return row[0]
         kinds = "BI" if self.last.kind == "B" else self.last.kind
-        at = next((i for i, a in enumerate(row) if _is(a, self.last, kinds)), len(row))
+        last = [Action(self.last.stage, kind, self.last.microbatch) for kind in kinds]
+        at = next((i for i, action in enumerate(row) if action in last), len(row))
         return next((a for a in row[at + 1 :] if self._from(a) is not None), None)
 
     def _from(self, action: Action) -> int | None:
@@ -165,17 +166,8 @@ class Progress(RankProgress):
         return source if self.rank_of[source] != self.replicas.place else None
 
 
-def _is(action: Action, other: Action, kinds: str) -> bool:
-    return (action.stage, action.microbatch) == (other.stage, other.microbatch) and action.kind in kinds
-
-
 def _text(action: Action) -> str:
     return f"{KINDS[action.kind]} of microbatch {action.microbatch} in stage {action.stage}"
-
-
-def global_ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Return rank in a group -> rank in the default process group."""
-    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
 def time_limit(group: dist.ProcessGroup | None) -> float:

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from splitkit._torch import pytree
 from splitkit.checks import is_whole, shown
+from splitkit.engine.graph_data import name_of_dtype
 from splitkit.errors import PipelineError
 from splitkit.graph.call_signature import input_binder
 from splitkit.graph.size_expressions import Expression, evaluated
@@ -38,12 +39,10 @@ class StepSizes:
 
     Attributes:
         sizes: microbatch -> the sizes of its inputs.
-        rows: microbatch -> the number of its rows.
         shares: microbatch -> the factor of its loss in the loss of the step; empty on ranks that compute no loss.
     """
 
     sizes: tuple[Sizes, ...]
-    rows: tuple[int, ...]
     shares: tuple[Fraction | float, ...] = ()
 
 
@@ -184,7 +183,7 @@ class BatchSplitter:
             rows = self._rows(sizes) if reduction == "mean" else (1,) * self._count
         batch = [own if target is None else {**own, "target": t} for own, t in zip(inputs, targets, strict=True)]
         shares = () if reduction is None else shares_of(reduction, rows, batch)
-        return DividedBatch(whole, inputs, targets, StepSizes(sizes, rows, shares), error)
+        return DividedBatch(whole, inputs, targets, StepSizes(sizes, shares), error)
 
     def _cut(self, values: Mapping[str, Any], found: Division) -> list[dict[str, Any]]:
         """Return the inputs of each microbatch, on the device."""
@@ -219,8 +218,7 @@ class BatchSplitter:
                 if isinstance(value, torch.Tensor) and like is not None:
                     fits = value.shape == like.shape if not self._sizes.inputs else value.dim() == like.dim()
                     if value.dtype != like.dtype or not fits:
-                        wants = f"{_dtype(like)}{list(like.shape)}"
-                        raise _unfit(name, value, f"Give each microbatch {wants}, as captured.")
+                        raise _unfit(name, value, f"Give each microbatch {form_of(like)}, as captured.")
                     inputs[name] = value.to(self._device)
         return made
 
@@ -336,16 +334,16 @@ class BatchSplitter:
                 if isinstance(symbol, str):
                     sizes.setdefault(symbol, size)
         extents = {symbol: (known.captured[symbol], size) for symbol, size in sizes.items()}
-        found = row_symbols(known.inputs, extents, known.squares, self._named)
+        groups, rivals = row_symbols(known.inputs, extents, known.squares, self._named)
         each, rows = [dict[str, int]()] * self._count, list[int]()
-        if self._count > 1 and found.groups:
-            symbols = tuple(symbol for group in found.groups.values() for symbol in group)
-            self._require_clear(found.rivals, given)
+        if self._count > 1 and groups:
+            symbols = tuple(symbol for group in groups.values() for symbol in group)
+            self._require_clear(rivals, given)
             rows = self._rows_of(given, symbols)
             each = [dict.fromkeys(symbols, n) for n in rows]
         sized = [{**known.captured, **sizes, **own} for own in each]
         parts = {name: [[evaluated(size, own) for size in known.inputs[name]] for own in sized] for name in given}
-        return parts, tuple(rows), found.rivals
+        return parts, tuple(rows), rivals
 
     def _rows_of(self, given: Mapping[str, torch.Tensor], symbols: Collection[str]) -> list[int]:
         """Return the rows of each microbatch."""
@@ -374,7 +372,7 @@ class BatchSplitter:
             ways = " or ".join(f"batch_dims={{{name!r}: {dim}}}" for dim in dims)
             raise PipelineError(
                 "SK802",
-                f"dimension {' or '.join(map(str, dims))} of {name}, {_look(given[name])}, may hold the batch",
+                f"dimension {' or '.join(map(str, dims))} of {name}, {form_of(given[name])}, may hold the batch",
                 f"Name the right one where you make the pipeline: {ways}; {EACH}.",
                 [name],
             )
@@ -386,11 +384,10 @@ class BatchSplitter:
             PipelineError: SK802 if several dimensions may hold the batch, which would weight losses differently.
         """
         extents = {symbol: tuple(own[symbol] for own in sizes) for symbol in sizes[0]}
-        found = row_symbols(self._sizes.inputs, extents, self._sizes.squares, self._named)
-        ones = (1,) * self._count
-        counts = [*found.groups] or [ones]
-        rivals = [extents[str(self._sizes.inputs[name][dim])] for name, dim in found.rivals]
-        if len({tuple(Fraction(n, sum(own)) for n in own) for own in (*counts, *rivals)}) > 1:
+        groups, rivals = row_symbols(self._sizes.inputs, extents, self._sizes.squares, self._named)
+        counts = [*groups] or [(1,) * self._count]
+        others = [extents[str(self._sizes.inputs[name][dim])] for name, dim in rivals]
+        if len({tuple(Fraction(n, sum(own)) for n in own) for own in (*counts, *others)}) > 1:
             name = next(iter(self._sizes.inputs))
             raise PipelineError(
                 "SK802",
@@ -406,7 +403,7 @@ class BatchSplitter:
         if inner and leaf.dim() > 1:
             raise PipelineError(
                 "SK802",
-                f"the target is {_look(leaf)}, and the batch is not in dimension 0 of the inputs",
+                f"the target is {form_of(leaf)}, and the batch is not in dimension 0 of the inputs",
                 "Name the dimension where you make the pipeline: batch_dims={..., 'target': 1}.",
             )
         dim = min(self._named.get("target") or 0, leaf.dim() - 1)
@@ -461,9 +458,10 @@ def require_fit(
         if value.dtype == like.dtype and name not in found.unfit:
             continue
         if value.dtype == like.dtype and (dim := found.unfit[name]) is not None:
+            parts_text = f"{count} microbatches of {list(own[0])}"
             raise PipelineError(
                 "SK802",
-                f"{name} is {_look(value)}: {count} microbatches of {list(own[0])}, if dimension {dim} holds the batch",
+                f"{name} is {form_of(value)}: {parts_text}, if dimension {dim} holds the batch",
                 f"If so, name it where you make the pipeline: batch_dims={{{name!r}: {dim}}}; {EACH}.",
                 [name],
             )
@@ -474,7 +472,7 @@ def require_fit(
         if other is not None:
             how = "as captured" if dim is None else f"{count} microbatches of {list(like.shape)} in dimension {dim}"
             how += "" if name in named else _elsewhere(name, value, like)
-        remedy = f"Give {_dtype(like)}{whole}: {how}; {EACH}.{other or ''}"
+        remedy = f"Give {name_of_dtype(like.dtype)}{whole}: {how}; {EACH}.{other or ''}"
         raise _unfit(name, value, remedy)
 
 
@@ -488,12 +486,16 @@ def no_batch(given: Mapping[str, Any], count: int) -> PipelineError | None:
     found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dim()}
     for name, value in found.items():
         rows, *rest = value.shape
-        of_this = f" ({name} {_dtype(value)}{[rows // count, *rest]} for this batch)" if rows % count == 0 else ""
+        of_this = (
+            f" ({name} {name_of_dtype(value.dtype)}{[rows // count, *rest]} for this batch)"
+            if rows % count == 0
+            else ""
+        )
         return PipelineError(
             "SK802",
-            f"no input is a batch of {count} microbatches: {name} is {_look(value)}, as large as in one of them",
+            f"no input is a batch of {count} microbatches: {name} is {form_of(value)}, as large as in one of them",
             f"Capture with the inputs of one microbatch{of_this}; or give {name} as "
-            f"{_dtype(value)}{[rows * count, *rest]}{_elsewhere(name, value, value)}; {EACH}.",
+            f"{name_of_dtype(value.dtype)}{[rows * count, *rest]}{_elsewhere(name, value, value)}; {EACH}.",
             [name],
         )
     return None
@@ -507,16 +509,8 @@ def _elsewhere(name: str, value: torch.Tensor, like: torch.Tensor) -> str:
     return f" (if another dimension than 0 holds the batch, name it: batch_dims={{{name!r}: {dim}}})"
 
 
-def _look(tensor: torch.Tensor) -> str:
-    return f"{_dtype(tensor)}{list(tensor.shape)}"
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _unfit(name: str, value: torch.Tensor, remedy: str) -> PipelineError:
-    return PipelineError("SK802", f"{name} is {_look(value)}", remedy, [name])
+    return PipelineError("SK802", f"{name} is {form_of(value)}", remedy, [name])
 
 
 # Finds the dimension along which each input of a step is divided into microbatches.
@@ -591,25 +585,12 @@ def _dims_that_fit(given: Sequence[int], parts: Sequence[Sequence[int]]) -> list
     return found
 
 
-@dataclass(frozen=True)
-class RowSymbols:
-    """The symbols that count the rows of a graph with symbolic sizes.
-
-    Attributes:
-        groups: extent -> the symbols at dimensions that hold the batch; with more than one, inputs differ in rows.
-        rivals: dimensions that may hold the batch instead.
-    """
-
-    groups: Mapping[Extent, tuple[str, ...]]
-    rivals: Rivals
-
-
 def row_symbols(
     shapes: Mapping[str, tuple[Expression, ...]],
     extents: Mapping[str, Extent],
     squares: Collection[str],
     named: BatchDims,
-) -> RowSymbols:
+) -> tuple[Mapping[Extent, tuple[str, ...]], Rivals]:
     """Return the symbols that count rows: the ones that the caller named, otherwise all of dimension 0.
 
     Symbols of the same extent count as one size, since export does not know that ``input_ids`` and ``labels`` have the
@@ -620,6 +601,10 @@ def row_symbols(
         extents: symbol -> its extent.
         squares: symbols that are two dimensions of one tensor somewhere in the graph.
         named: the dimensions that the caller named.
+
+    Returns:
+        Extent -> the symbols at dimensions that hold the batch; with more than one, inputs differ in rows. And the
+        dimensions that may hold the batch instead.
     """
     shapes = {name: shape for name, shape in shapes.items() if shape and named.get(name, 0) is not None}
     kinds = {
@@ -638,7 +623,7 @@ def row_symbols(
         lead = [kind for kind in first if kind not in inner] or [kind for kind in first if kind not in square]
         lead = [kind for kind in lead if _varies(kind)] or lead
     groups = {kind: tuple(str(shapes[n][at[n]]) for n in shapes if kinds[n][at[n]] == kind) for kind in lead}
-    return RowSymbols(groups, () if asked else tuple(_rivals(shapes, kinds, lead, square)))
+    return groups, () if asked else tuple(_rivals(shapes, kinds, lead, square))
 
 
 def _varies(extent: Extent) -> bool:

@@ -30,7 +30,7 @@ from splitkit.runtime.ranks.evaluation import (
     share_tensors,
     split_like,
 )
-from splitkit.runtime.ranks.faults import Progress, global_ranks, naming_failures, naming_lost_ranks, time_limit
+from splitkit.runtime.ranks.faults import Progress, naming_failures, naming_lost_ranks, time_limit
 from splitkit.runtime.ranks.microbatches import BatchDims, BatchSplitter, DividedBatch
 from splitkit.runtime.ranks.order_runner import microbatches_or_usual, placed_order
 from splitkit.runtime.ranks.planned_chain import PlannedParts, captured_model, chain_of_any, with_every_name
@@ -43,7 +43,7 @@ from splitkit.runtime.ranks.rank_agreement import (
 )
 from splitkit.runtime.ranks.rank_device import device_of_rank, place_stages, require_meshes_of
 from splitkit.runtime.ranks.replicas import (
-    RngChannel,
+    RngHandover,
     SharedParameters,
     replicas,
     require_replicable,
@@ -205,7 +205,7 @@ class Pipeline:
             self.replicas,
             (),
             rank=self.rank,
-            ranks=global_ranks(group),
+            ranks=dist.get_process_group_ranks(group),
             device=self.device,
             limit=time_limit(group),
         )
@@ -234,10 +234,8 @@ class Pipeline:
         self._rank_stages: dict[bool, RankStages] = {}
         self._progress = progress
         progress.names = self.borders
-        self._channel: RngChannel | None = None
-        if self.device.type != "cpu":  # the CPU waits for nothing
-            ranks_of = [*map(self.replicas.rank_at, self.order.rank_of)]
-            self._channel = RngChannel(self._chain.facts.draws, ranks_of, self.rank, group)
+        ranks_of = [*map(self.replicas.rank_at, self.order.rank_of)]
+        self._rng = RngHandover(self._chain.facts.draws, ranks_of, self.rank, group, self.device)
         self._schedule, self._fixed = schedule, FixedAtCapture(self.modules, self.named_parameters())
 
     def __repr__(self) -> str:
@@ -664,8 +662,7 @@ class Pipeline:
         batch.queue.clear()
         self.steps += train
         with naming_failures(self._progress), self._shared_parameters.added_up() if train else nullcontext():
-            with nullcontext() if self._channel is None else self._channel.step():
-                made.step()
+            made.step()
             if batch.losses:
                 losses = torch.cat([batch.losses[i].flatten() for i in self._share])
                 self._set_losses(batch, losses)
@@ -713,7 +710,7 @@ class Pipeline:
         parts = zip(self.stages, self.modules, strict=True)
         moving = {n for n, part in parts if isinstance(part, PlannedStage) and part.graphs.offloaded}
         row = row_of_rank(self.order, self.replicas) if train else ()
-        batch = Batch(self._progress, self._share, channel=self._channel, queue=HostQueue(row, moving))
+        batch = Batch(self._progress, self._share, rng=self._rng, queue=HostQueue(row, moving))
         return RankStages(self._chain, last_stage, batch, self.order, self.stages, self.device, self.replicas)
 
     def _set_losses(self, batch: Batch, losses: torch.Tensor) -> None:

@@ -23,11 +23,18 @@ from splitkit.engine.staged_step import JointSource, StagedStep
 from splitkit.errors import PipelineError
 from splitkit.graph.storages import names_of, parameters_and_buffers
 from splitkit.plans.parts import PartKey
-from splitkit.plans.record import Plan
 from splitkit.runtime.folder.load import StageFolder
 from splitkit.runtime.ranks.border_values import BorderValue, meta_like
 from splitkit.runtime.ranks.planned_stage import BorderSlots, PlannedStage, StageTask, border_slots
-from splitkit.runtime.ranks.stage_chain import Chain, ChainFacts, StageSource, chain_of, identity_of, stage_of_calls
+from splitkit.runtime.ranks.stage_chain import (
+    Chain,
+    ChainFacts,
+    StageParts,
+    StageSource,
+    chain_of,
+    identity_of,
+    stage_of_calls,
+)
 from splitkit.short_repr import brief
 from splitkit.training.stage_parts import StagePart
 
@@ -35,26 +42,14 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @dataclass(frozen=True)
-class PlannedParts:
-    """The stages of a training step as parts: a `splitkit.runtime.ranks.stage_chain.StageSource`.
+class PlannedParts(StageParts):
+    """The stages of a training step; the part of each is its forward part.
 
     Attributes:
         joint: the joint graph that was divided.
-        module: the parent, which calls the stages.
-        plan: the plan.
-        parts: the forward part of each stage -> the module of the stage.
-        names: part -> the name of its module in the parent.
-        qualified_names: name of every parameter and buffer in ``module`` -> its name in the model.
-        shared: groups of names in ``module``, each group naming one Parameter that several stages have.
     """
 
     joint: JointSource
-    module: fx.GraphModule
-    plan: Plan
-    parts: Mapping[PartKey, PlannedStage]
-    names: Mapping[PartKey, str]
-    qualified_names: Mapping[str, str]
-    shared: tuple[tuple[str, ...], ...]
 
     __repr__ = brief
 
@@ -119,7 +114,7 @@ def chain_of_step(step: StagedStep) -> Chain:
         for key, stage in parts.items()
         for placeholder in parameters_and_buffers(stage.held)
     }
-    source = PlannedParts(joint, module, step.plan, parts, names, qualified, tuple(_shared(module)))
+    source = PlannedParts(module, step.plan, parts, names, qualified, tuple(_shared(module)), joint)
     return Chain(source, stage_of_calls(source), _facts(joint, step, leaves, values))
 
 

@@ -108,11 +108,6 @@ class PlannedStage(nn.Module):
             half: graph if half in kept else torch.compile(graph, *args, **kwargs) for half, graph in graphs.items()
         }
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether a gradient comes back to this stage. Torch runs no backward of a stage to which none does."""
-        return self.task.after is None or bool(self.task.after.slot_of)
-
     def forward(self, *given: Any) -> tuple[Any, ...]:
         """Run the forward graph."""
         if not torch.is_grad_enabled():
@@ -250,7 +245,8 @@ class _StageFunction(torch.autograd.Function):
         after = stage.task.after
         graded = range(1) if after is None else after.slot_of
         ctx.mark_non_differentiable(*(v for i, v in enumerate(made) if i not in graded and isinstance(v, torch.Tensor)))
-        if stage.has_backward:
+        # torch runs no backward of a stage to which no gradient comes back
+        if graded:
             ctx.stage, ctx.positions, ctx.held = stage, positions, held
             if stage.moved is not None:
                 stage.moved(host_values(held))

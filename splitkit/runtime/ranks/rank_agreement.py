@@ -261,7 +261,8 @@ def put_in_order(gm: fx.GraphModule, other: Listing) -> None:
     for node in _state_ops(gm):
         free.setdefault(settings_text(node), []).append(node)
     nodes = [form.nodes[e.number] if e.number is not None else free[e.settings].pop(0) for e in other.entries]
-    constants = {e.target: n for e, n in zip(other.entries, nodes, strict=True) if _is_renamed(n, e.target)}
+    read = {e.target: n for e, n in zip(other.entries, nodes, strict=True) if n.op == "get_attr"}
+    constants = {name: node for name, node in read.items() if node.target != name}
     values = {name: attribute(gm, str(node.target)) for name, node in constants.items()}
     root = gm.graph.find_nodes(op="output")[0]
     for node, entry in zip(nodes, other.entries, strict=True):
@@ -282,8 +283,3 @@ def put_in_order(gm: fx.GraphModule, other: Listing) -> None:
 
 def _state_ops(gm: fx.GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if is_state_op(node)]
-
-
-def _is_renamed(node: Node, target: str) -> bool:
-    """Whether a node reads a constant that has another name on the other rank."""
-    return node.op == "get_attr" and node.target != target

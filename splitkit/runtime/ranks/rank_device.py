@@ -86,7 +86,9 @@ def place_stages(chain: Chain, stages: Sequence[int], device: torch.device) -> N
     for part in parts:
         held += [*part.parameters(), *part.buffers()]
     graphs = [graph for part in parts for graph in graphs_of(part)]
-    constants = [t for graph in graphs for t in _constants(graph) if isinstance(t, torch.Tensor)]
+    # such as constants that are not buffers
+    read = [attribute(g, str(node.target)) for g in graphs for node in g.graph.find_nodes(op="get_attr")]
+    constants = [value for value in read if isinstance(value, torch.Tensor)]
     held += [t for t in constants if not planned or follows(t.device, chain.facts.captured)]
     try:
         there = {id(t): device for t in held if isinstance(t, torch.Tensor)}
@@ -124,8 +126,3 @@ def _require_effective_autocast(gm: fx.GraphModule, kind: str, captured: frozens
                 f"or move the model to {kind} before the capture.",
                 [node],
             )
-
-
-def _constants(part: fx.GraphModule) -> list[object]:
-    """Return what a part reads from its attributes, such as constants that are not buffers."""
-    return [attribute(part, str(node.target)) for node in part.graph.find_nodes(op="get_attr")]

@@ -27,7 +27,7 @@ from splitkit.runtime.ranks.faults import Progress
 from splitkit.runtime.ranks.microbatches import MessageShapes, StepSizes, message_shapes
 from splitkit.runtime.ranks.order_runner import torch_schedule
 from splitkit.runtime.ranks.planned_stage import HostQueue, PlannedStage
-from splitkit.runtime.ranks.replicas import Replicas, RngChannel, RngHandover, gradients_aside
+from splitkit.runtime.ranks.replicas import Replicas, RngHandover, gradients_aside
 from splitkit.runtime.ranks.stage_chain import Chain, LastStage, require_loss
 from splitkit.runtime.ranks.step_losses import scaled
 
@@ -141,8 +141,6 @@ def require_support(order: PipelineOrder, stages: Sequence[Any]) -> None:
 def require_plain_values(stages: Sequence[Any]) -> None:
     """Refuse values that the installed torch cannot send: see `require_support`."""
     for stage in () if _is_recent() else stages:
-        if stage.rng.receives or stage.rng.sends:
-            raise _needs("dropout in several stages", "Capture in eval mode, or")
         for value in (*stage.received_values, *stage.sent_values):
             if not value.like.requires_grad and stage.trains:
                 raise _needs(f"{value.name}, which goes over a border without a gradient,", "Split elsewhere, or")
@@ -174,14 +172,14 @@ class Batch:
         found: the losses of the microbatches of all replicas, on the last rank.
         loss: the loss of the step, on the last rank.
         keep: whether outputs are wanted.
-        channel: hands RNG states over between the hosts of accelerators.
+        rng: hands RNG states over from stage to stage.
         queue: the saved values that wait on the host.
     """
 
     progress: Progress | None = None
     share: Sequence[int] = ()
     inputs: Sequence[Mapping[str, Any]] = ()
-    sizes: StepSizes = field(default_factory=lambda: StepSizes((), ()))
+    sizes: StepSizes = field(default_factory=lambda: StepSizes(()))
     targets: Sequence[Any] = ()
     seeds: Sequence[int] = ()
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -189,7 +187,7 @@ class Batch:
     found: torch.Tensor | None = None
     loss: torch.Tensor | None = None
     keep: bool = False
-    channel: RngChannel | None = None
+    rng: RngHandover = field(default_factory=lambda: RngHandover((), (), 0, None, torch.device("cpu")))
     queue: HostQueue = field(default_factory=lambda: HostQueue((), ()))
 
 
@@ -200,6 +198,7 @@ class ChainStage(nn.Module):
         part: the part's module; its parameters have their original names.
         received_values: the values that come from the previous stage.
         sent_values: the values that go to the next stage.
+        chunk: the microbatch that runs forward, by torch's number.
         ran: called once, with the received and the sent tensors, after the first forward of training.
     """
 
@@ -229,7 +228,7 @@ class ChainStage(nn.Module):
         self.ran: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None
         self._output = chain.split.module.graph.output_node()
         self._module = chain.split.module
-        self.rng = RngHandover(chain, stage, device, batch.channel)
+        self.chunk = 0
         if self.planned is not None:
             self.planned.device = device
 
@@ -257,9 +256,9 @@ class ChainStage(nn.Module):
         """Whether this is the last stage."""
         return self._stage == self._stages - 1
 
-    def forward(self, *received: torch.Tensor, microbatch: torch.Tensor) -> Any:
+    def forward(self, *received: torch.Tensor) -> Any:
         """Run one microbatch."""
-        number = int(microbatch)
+        number = self.microbatch(self.chunk)
         progress = self._batch.progress
         if self.planned is not None:
             self.planned.moved = partial(self._batch.queue.add, self._stage, number)
@@ -309,20 +308,16 @@ class ChainStage(nn.Module):
         inputs = self._batch.inputs[number]
         values: dict[Node, Any] = {node: inputs[str(node.target)] for node in self._inputs}
         values |= {node: evaluated(size, self._batch.sizes.sizes[number]) for node, size in self._computed.items()}
-        rest = self.rng.begin(received, self._batch.seeds[number], number)
-        try:
-            for node, value, how in zip(self._received, rest, self._in(number, self.received_values), strict=True):
-                values[node] = how.unpacked(value)
+        for node, value, how in zip(self._received, received, self._in(number, self.received_values), strict=True):
+            values[node] = how.unpacked(value)
+        with self._batch.rng.around(self._stage, self.chunk, self._batch.seeds[number]):
             for node in self._nodes:
                 values[node] = result_of(node, values, self._read, self.part)
-        finally:
-            state = self.rng.end(number)
         if self.last:
             return self._finish(number, values, inputs)
         where = f"after stage {self._stage}, in microbatch {number}"
         sent = zip(self._handed, self._in(number, self.sent_values), strict=True)
-        given = [how.packed(values[n], self.device, where) for n, how in sent]
-        return (*state, *given)
+        return tuple(how.packed(values[n], self.device, where) for n, how in sent)
 
     def _in(self, number: int, values: tuple[BorderValue, ...]) -> tuple[BorderValue, ...]:
         """Return the values that cross a border as they are in a microbatch."""
@@ -353,14 +348,14 @@ class ChainStage(nn.Module):
     @property
     def input_tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors on ``meta`` that torch is told to receive from the previous stage."""
-        return (*([self.rng.like] if self.rng.receives else []), *(value.meta_tensor for value in self.received_values))
+        return tuple(value.meta_tensor for value in self.received_values)
 
     @property
     def output_tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors on ``meta`` that torch is told to send to the next stage."""
         if self.last:
             return (torch.empty((), device="meta", requires_grad=self._last_stage.loss is not None),)
-        return (*([self.rng.like] if self.rng.sends else []), *(value.meta_tensor for value in self.sent_values))
+        return tuple(value.meta_tensor for value in self.sent_values)
 
 
 def result_of(node: Node, values: Mapping[Node, Any], read: Mapping[str, Any], part: nn.Module) -> Any:
@@ -417,6 +412,11 @@ class PartStage(PipelineStage):
             # FSDP2 gathers and sums shards once for each backward
             module.planned.deferring = not isinstance(module.planned, FSDPModule)
             self.dw_builder = module.planned.weight_runner
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run torch's forward, and note its microbatch."""
+        cast(ChainStage, self.submod).chunk = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run torch's backward, and note when it begins."""
@@ -504,10 +504,11 @@ class RankStages:
 
     def step(self) -> None:
         """Run one step on the inputs in ``batch``."""
-        number, last = torch.tensor(self.batch.share), self._chain.stages - 1 in self._numbers
+        # torch asks for a target where there is a loss
+        target = torch.tensor(self.batch.share) if self._chain.stages - 1 in self._numbers else None
         # torch clears the gradients of FSDP2's parameters when stages run for the first time
         parts = () if self._has_run else (self._chain.split.parts[self._chain.keys[s]] for s in self._numbers)
         modules = [m for part in parts for m in part.modules()]
         with gradients_aside(p for m in modules if isinstance(m, FSDPModule) for p in cast(nn.Module, m).parameters()):
-            self._schedule.step(microbatch=number, target=number if last else None, return_outputs=False)
+            self._schedule.step(target=target, return_outputs=False)
         self._has_run = True

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -42,32 +42,28 @@ from splitkit.short_repr import brief
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
-class StageSource(Protocol):
-    """A source of stages: a `Split` or a folder of stages. The attributes are those of `Split`."""
+@dataclass(frozen=True)
+class StageParts:
+    """The stages of a training step, or of a folder. The attributes are those of a `Split`.
 
-    @property
-    def module(self) -> fx.GraphModule:
-        """The parent module, which calls the parts."""
+    Attributes:
+        module: the parent module, which calls the parts.
+        plan: the plan, with a record of each part.
+        parts: part -> its module; in a folder only the loaded parts.
+        names: part -> the name of its module in the parent, in the order of execution.
+        qualified_names: name of every parameter and buffer in ``module`` -> its name in the original.
+        shared: groups of names in ``module``, each group naming one Parameter that several parts have.
+    """
 
-    @property
-    def plan(self) -> Plan:
-        """The plan, with a record of each part."""
+    module: fx.GraphModule
+    plan: Plan
+    parts: Mapping[PartKey, nn.Module]
+    names: Mapping[PartKey, str]
+    qualified_names: Mapping[str, str]
+    shared: tuple[tuple[str, ...], ...]
 
-    @property
-    def parts(self) -> Mapping[PartKey, nn.Module]:
-        """Part -> its module; in a folder only the loaded parts."""
 
-    @property
-    def names(self) -> Mapping[PartKey, str]:
-        """Part -> the name of its module in the parent, in the order of execution."""
-
-    @property
-    def qualified_names(self) -> Mapping[str, str]:
-        """Name of every parameter and buffer in ``module`` -> its name in the original."""
-
-    @property
-    def shared(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names in ``module``, each group naming one Parameter that several parts have."""
+StageSource = Split | StageParts
 
 
 @dataclass(frozen=True)

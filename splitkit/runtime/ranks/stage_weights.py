@@ -40,9 +40,8 @@ def sum_shards(modules: Sequence[nn.Module], replicas: Replicas, tied: Sequence[
     sharded = [each for part in modules for each in part.modules() if isinstance(each, FSDPModule)]
     if not sharded:
         return
-    across = (
-        [dist.get_rank()] if replicas.replica_group is None else dist.get_process_group_ranks(replicas.replica_group)
-    )
+    own = replicas.replica_group
+    across = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
     left_whole = {id(parameter) for parameter in tied}
     for name, parameter in (pair for part in modules for pair in part.named_parameters()):
         if isinstance(parameter, DTensor) and not (id(parameter) in left_whole or is_sharded_over(parameter, across)):

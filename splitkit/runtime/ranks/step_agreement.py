@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -110,16 +111,8 @@ def _block_sums(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return `BLOCK` fixed pseudo-random numbers of 64 bits: SplitMix64 (Steele, Lea and Flood 2014)."""
-    mask = (1 << 64) - 1
-    found = list[int]()
-    for i in range(1, BLOCK + 1):
-        z = i * 0x9E3779B97F4A7C15 & mask
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        z ^= z >> 31
-        found.append(z - (z >> 63 << 64))
-    return torch.tensor(found, dtype=torch.int64, device=device)
+    """Return `BLOCK` fixed pseudo-random numbers of 64 bits, the same in all versions of numpy."""
+    return torch.from_numpy(np.random.PCG64(0).random_raw(BLOCK).view(np.int64)).to(device)
 
 
 # Digests tensors and other values, so that ranks can compare them without sending them.
@@ -216,10 +209,6 @@ class StepAgreement:
         return rows
 
 
-_Told = tuple[str, str, str, tuple[str, ...]]
-"""Code, reason, remedy and nodes of an error, for the other ranks."""
-
-
 def _attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return make(), None
@@ -261,22 +250,20 @@ def _described(call: PipelineCall | None) -> dict[str, object] | None:
     }
 
 
-def _told(failed: Exception | None) -> _Told | None:
-    if failed is None:
-        return None
-    if isinstance(failed, SplitError):
-        return failed.code, failed.reason, failed.remedy, failed.nodes
-    return "SK805", f"{type(failed).__name__}: {failed}", "Look at the messages of that rank.", ()
+def _told(failed: Exception | None) -> SplitError | None:
+    """Return an error as other ranks get it."""
+    if failed is None or isinstance(failed, SplitError):
+        return failed
+    return PipelineError("SK805", f"{type(failed).__name__}: {failed}", "Look at the messages of that rank.")
 
 
-def _raise_first(errors: Sequence[_Told | None], own: Exception | None, did: str) -> None:
+def _raise_first(errors: Sequence[SplitError | None], own: Exception | None, did: str) -> None:
     """Raise the error of this rank, else the first one of another rank, if there is one."""
     if own is not None:
         raise own
     for rank, error in enumerate(errors):
         if error is not None:
-            code, reason, remedy, nodes = error
-            raise PipelineError(code, f"rank {rank} {did}: {reason}", remedy, nodes)
+            raise PipelineError(error.code, f"rank {rank} {did}: {error.reason}", error.remedy, error.nodes)
 
 
 def _difference(calls: Sequence[dict[str, object] | None]) -> PipelineError:
