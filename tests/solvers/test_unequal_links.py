@@ -85,7 +85,7 @@ def test_small_problems_are_solved_for_certain(case):
     (problem, prices), acyclic = case
     best = best_of_all(problem, prices, acyclic=acyclic)
     try:
-        first = (contiguous if acyclic else noncontiguous)(problem, seconds=1, advise=False)
+        first = (contiguous if acyclic else noncontiguous)(problem, seconds=1)
     except InfeasibleError:
         assert best is None
         return
@@ -125,7 +125,7 @@ def long_chain(units):
 def test_a_chain_that_is_long_is_cut_on_the_near_devices():
     """A solver that takes each link for the quickest uses all three, or one."""
     problem, prices = long_chain(60)
-    first = contiguous(problem, seconds=1, advise=False)
+    first = contiguous(problem, seconds=1)
     found = on_unequal_links(problem, prices, first, 1.0, acyclic=True)
     assert found.value == 31.0 and set(found.device.tolist()) == {0, 1} and found.bound <= 31.0
 

@@ -6,7 +6,6 @@ Measured on nine published workloads, by switching off one at a time: without an
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +26,6 @@ from splitkit.solvers.placement.packing import (
     infeasible,
     is_placeable,
     narrow_order,
-    sets_fit,
 )
 from splitkit.solvers.placement.problem import GRACE, Bools, Floats, Ints, Problem
 from splitkit.solvers.placement.solution import InfeasibleError, Solution, faults, loads
@@ -253,9 +251,7 @@ _FAR = 2.0  # the clock ends the search after this many times the seconds that i
 _CLOSE = 2e-6  # relative; the tolerance of the integer program
 
 
-def noncontiguous(
-    problem: Problem, *, seconds: float = SECONDS, advise: bool = True, clock: Clock | None = None
-) -> Solution:
+def noncontiguous(problem: Problem, *, seconds: float = SECONDS, clock: Clock | None = None) -> Solution:
     """Return one set of units for each device with a small greatest load, in any order, so nothing is in flight.
 
     The best stages are annealed (`anneal`). A decomposition into sets bounds how much the devices can cover
@@ -265,13 +261,11 @@ def noncontiguous(
     Args:
         problem: the problem; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
         seconds: the time for the search; its steps are counted, and the clock ends it only after twice as long.
-        advise: whether, if the memory is too small, the error should say how much would do.
         clock: the clock of the whole search that this is a part of; it ends this search too.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
     """
-    start = time.monotonic()
     problem = replace(problem, in_flight=(), ordered=False)
     core = core_of(problem, colour_groups(problem))
     check_placeable(problem, core)
@@ -280,7 +274,7 @@ def noncontiguous(
     search = _SetSearch(problem, small, seconds, joinable, clock)
     search.run()
     if search.best is None:
-        raise infeasible(problem, sets_fit, proven=search.excluded, advise=advise)
+        raise infeasible(problem, proven=search.excluded)
     device = search.best[small.group]
     value = loads(problem, device)
     wrong = faults(problem, device)
@@ -291,7 +285,6 @@ def noncontiguous(
         value=float(value.max()),
         bound=min(float(value.max()), search.bound),
         solver=search.found_by if search.found_by == search.proved_by else f"{search.found_by}, {search.proved_by}",
-        seconds=time.monotonic() - start,
         loads=value,
         tolerance=_CLOSE,
         timed_out=search.clock.timed_out,
@@ -345,7 +338,7 @@ class _SetSearch:
     def _start(self) -> None:
         """Start from the best stages, or from any sets that fit."""
         try:
-            stages = contiguous(self._problem, seconds=self._seconds * _STAGES, advise=False, clock=self.clock)
+            stages = contiguous(self._problem, seconds=self._seconds * _STAGES, clock=self.clock)
         except InfeasibleError:
             some = find_sets(self._core, self._places, self._seconds * _STAGES, self.clock)
             if some is not None and some[0] is not None:

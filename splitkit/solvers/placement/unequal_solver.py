@@ -6,7 +6,6 @@ worse, without moves of single nodes 0.05 to 0.5 %.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -254,7 +253,6 @@ def on_unequal_links(
         clock: the clock of the whole search that this is a part of.
         fits: what tells whether devices have room, if sums over units do not; ``None`` is returned if none found fits.
     """
-    start = time.monotonic()
     search = _Search(problem, prices, seconds, acyclic=acyclic, clock=clock, fits=fits)
     search.run(found)
     if not search.best.size:
@@ -268,7 +266,6 @@ def on_unequal_links(
         value=search.value,
         bound=min(search.value, max(found.bound, proven)),
         solver=solver or found.solver,
-        seconds=found.seconds + time.monotonic() - start,
         loads=search.linked.loads(search.best),
         tolerance=max(found.tolerance, 1e-9),
         timed_out=found.timed_out or (clock is not None and clock.timed_out),
