@@ -19,21 +19,8 @@ from splitkit.solvers.order_problem import F, I, OrderProblem, Rows, TimedRows, 
 _Kept = tuple[float, ...]
 
 
-@dataclass
-class BranchResult:
-    """What branching found.
-
-    Attributes:
-        best: the best order below the value that was given; ``None`` if there is none, or none was found.
-        whole: whether all orders were covered, so that none is better than ``best`` or the given value.
-    """
-
-    best: TimedRows | None
-    whole: bool
-
-
-def branch(problem: OrderProblem, windows: Windows, value: float, most_nodes: int) -> BranchResult:
-    """Search for an order better than a value.
+def branch(problem: OrderProblem, windows: Windows, value: float, most_nodes: int) -> tuple[TimedRows | None, bool]:
+    """Return the best order below a value, ``None`` if none was found, and whether all orders were covered.
 
     Args:
         problem: the problem.
@@ -75,7 +62,7 @@ class _Branching:
         channels = sorted({c for pair in problem.channels for c in pair if c >= 0})
         self.channel = {channel: place for place, channel in enumerate(channels)}
 
-    def run(self) -> BranchResult:
+    def run(self) -> tuple[TimedRows | None, bool]:
         problem = self.problem
         arrivals: list[_Kept] = [()] * (2 * problem.stages)
         arrivals[F] = (0.0,) * problem.microbatches
@@ -94,9 +81,9 @@ class _Branching:
             node = stack.pop()
             self.most -= 1
             if self.most < 0:
-                return BranchResult(self.best, False)
+                return self.best, False
             stack.extend(reversed(self._children(node)))
-        return BranchResult(self.best, True)
+        return self.best, True
 
     def _children(self, node: _Node) -> list[_Node]:
         """Return the states after the next choice, that with the earliest deadline first."""

@@ -20,19 +20,16 @@ from splitkit.solvers.placement.stages.stage_solver import StageSearch
 def pack_sets(core: Core, places: DeviceTable) -> Ints | None:
     """Put each unit, the largest first, on the device with room whose load is then least; None if that fails."""
     device = np.zeros(core.size, np.int64)
-    loads, held, count = (np.zeros(len(places.work)) for _ in range(3))
+    loads, held = (np.zeros(len(places.work)) for _ in range(2))
     work = np.where(np.isinf(places.work), 0.0, places.work).max(axis=0)
-    for left, unit in zip(range(core.size, 0, -1), np.lexsort((-work, -core.nbytes)).tolist(), strict=True):
+    for unit in np.lexsort((-work, -core.nbytes)).tolist():
         after = loads + places.work[:, unit]
         after[held + places.nbytes[:, unit] > places.capacity] = np.inf
-        if places.fill and (count == 0).sum() >= left:
-            after[count > 0] = np.inf
         best = int(after.argmin())
         if not np.isfinite(after[best]):
             return None
         device[unit], loads[best] = best, after[best]
         held[best] += places.nbytes[best, unit]
-        count[best] += 1
     return device
 
 
@@ -51,11 +48,8 @@ def find_sets(core: Core, places: DeviceTable, seconds: float, clock: Clock) -> 
 def is_placeable(core: Core, places: DeviceTable, device: Ints) -> bool:
     """Return whether every device supports its units and has room for them."""
     unit = np.arange(core.size)
-    held, count = np.zeros(len(places.work)), np.zeros(len(places.work))
-    np.add.at(held, device, places.nbytes[device, unit])
-    np.add.at(count, device, 1)
-    supported = np.isfinite(places.work[device, unit]).all()
-    return bool(supported and (held <= places.capacity).all() and (not places.fill or (count > 0).all()))
+    held = np.bincount(device, places.nbytes[device, unit], len(places.work))
+    return bool(np.isfinite(places.work[device, unit]).all() and (held <= places.capacity).all())
 
 
 # The best sets of units for devices as a mixed-integer program, without any order; HiGHS solves it, through scipy.
@@ -125,7 +119,7 @@ class SetProgram:
         return (None if result.x is None else result.x[self._in].argmax(axis=1).astype(np.int64)), bound
 
     def _device(self, d: int) -> None:
-        core, places, rows = self._core, self._places, self.rows
+        places, rows = self._places, self.rows
         work = np.where(np.isinf(places.work[d]), 0.0, places.work[d]) / self._unit
         terms = [(self._in[:, d], work), (self._worst, -np.ones(1))]
         nets = Nets.of(self._pins, places.costs[d] / self._unit)
@@ -133,8 +127,6 @@ class SetProgram:
         terms += self._pairs(d, nets, np.flatnonzero(sizes == 2)) + self._larger(d, nets, np.flatnonzero(sizes > 2))
         columns, factors = (np.concatenate(part) for part in zip(*terms, strict=True))
         rows.add_sum(columns, factors, high=0.0)
-        if places.fill:
-            rows.add_sum(self._in[:, d], np.ones(core.size), low=1.0)
         most = float(places.nbytes[d].sum())
         if places.capacity[d] < most:
             rows.add_sum(self._in[:, d], places.nbytes[d] / most, high=places.capacity[d] / most)

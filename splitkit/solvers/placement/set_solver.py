@@ -79,7 +79,7 @@ class CoverBound:
     """The bound for a core's units, in any order.
 
     Args:
-        core: the core; memory and devices to be filled are ignored.
+        core: the core; memory is ignored.
         limit: seconds; a greatest load that is attained.
     """
 
@@ -259,17 +259,17 @@ def noncontiguous(problem: Problem, *, seconds: float = SECONDS, clock: Clock | 
     the same placement also on a machine half as fast.
 
     Args:
-        problem: the problem; its ``edges``, ``in_flight`` and ``ordered`` do not matter.
+        problem: the problem; its ``edges``, ``in_flight``, ``ordered`` and ``fill`` do not matter.
         seconds: the time for the search; its steps are counted, and the clock ends it only after twice as long.
         clock: the clock of the whole search that this is a part of; it ends this search too.
 
     Raises:
         InfeasibleError: there is no placement, or none was found.
     """
-    problem = replace(problem, in_flight=(), ordered=False)
+    problem = replace(problem, in_flight=(), ordered=False, fill=False)
     core = core_of(problem, colour_groups(problem))
     check_placeable(problem, core)
-    joinable = exact_links(problem) and not problem.fill
+    joinable = exact_links(problem)
     small = contracted_core(core, acyclic=False) if joinable else core
     search = _SetSearch(problem, small, seconds, joinable, clock)
     search.run()
@@ -352,8 +352,7 @@ class _SetSearch:
     def _join(self) -> None:
         """Raise the bound by what must be joined."""
         low, high = int(self.bound * self._core.scale), int(self.value * self._core.scale)
-        filled = len(self._problem.devices) if self._problem.fill else 0
-        joined = contract.joining_bound(self._core, low, high, acyclic=False, filled=filled)
+        joined = contract.joining_bound(self._core, low, high, acyclic=False)
         self._prove((joined - self._core.slack) / self._core.scale, "joining")
 
     def _anneal(self, seconds: float) -> None:
