@@ -402,14 +402,9 @@ def replica_of(whole: StageCosts, replicas: int, gradients: int = 0) -> StageCos
         backward_weight=whole.backward_weight / replicas,
         saved_bytes=share(whole.saved_bytes, replicas),
         deferred_bytes=None if whole.deferred_bytes is None else share(whole.deferred_bytes, replicas),
-        temporary_bytes=temporary_share(whole.temporary_bytes, replicas, gradients),
+        temporary_bytes=min(whole.temporary_bytes, share(whole.temporary_bytes + (replicas - 1) * gradients, replicas)),
         replicas=replicas,
     )
-
-
-def temporary_share(nbytes: int, replicas: int, gradients: int) -> int:
-    """Return an upper bound on a replica's temporary bytes, of which at most ``gradients`` are not divided."""
-    return min(nbytes, share(nbytes + (replicas - 1) * gradients, replicas))
 
 
 def trained_bytes(flow: Dataflow, node: Node) -> int:

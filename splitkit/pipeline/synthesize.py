@@ -33,7 +33,7 @@ from splitkit.pipeline.run import ScheduleRun
 from splitkit.pipeline.schedule import require_numbers
 from splitkit.pipeline.schedules import known_schedules, pipeline_order
 from splitkit.pipeline.simulate import simulate_schedule
-from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on
+from splitkit.pipeline.stage_costs import StageCosts, bytes_back, bytes_on, require_stages
 from splitkit.pipeline.trace import LinkTimes
 from splitkit.plans.parts import Claim
 from splitkit.short_repr import brief
@@ -208,10 +208,7 @@ def _placed(
     """Return the number of ranks, and the placements to try."""
     if placement not in (None, "loop", "V"):
         raise PolicyError("SK302", f"synthesize(placement={shown(placement)})", "placement must be 'loop' or 'V'.")
-    if not isinstance(stages, Sequence) or not stages or not all(isinstance(stage, StageCosts) for stage in stages):
-        raise ScheduleError(
-            "SK330", f"stages are {shown(stages)}", "Give a StageCosts for each stage, and at least one."
-        )
+    require_stages(stages)
     count, given = len(stages), ranks
     if ranks is None:
         ranks = count // 2 if placement == "V" and count > 1 else count
