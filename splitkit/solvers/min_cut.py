@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -11,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
+
+from splitkit.solvers.topological import in_turn
 
 INFINITE = np.iinfo(np.int64).max
 """The capacity of an edge that no cut may contain."""
@@ -374,20 +375,11 @@ def _steps(cut: Cut, free: Bools, rank: Ints) -> Iterator[Ints]:
     count, label = connected_components(csr_array((np.ones(len(ends[0]), np.int8), ends), shape), connection="strong")
     tails, heads = label[ends[0]], label[ends[1]]
     pairs = np.unique(np.stack([tails, heads], 1)[tails != heads], axis=0)
-    waits = np.bincount(pairs[:, 0], minlength=count)
-    before: list[list[int]] = [[] for _ in range(count)]
+    leads: list[list[int]] = [[] for _ in range(count)]
     for tail, head in pairs.tolist():
-        before[head].append(tail)
+        leads[tail].append(head)
     highest = np.full(count, np.iinfo(np.int64).min)
     np.maximum.at(highest, label, rank[members])
     order = np.argsort(label, kind="stable")
     groups = np.split(members[order], np.cumsum(np.bincount(label, minlength=count))[:-1])
-    ready = [(-int(highest[c]), int(c)) for c in range(count) if not waits[c]]
-    heapq.heapify(ready)
-    while ready:
-        _, group = heapq.heappop(ready)
-        yield groups[group]
-        for tail in before[group]:
-            waits[tail] -= 1
-            if not waits[tail]:
-                heapq.heappush(ready, (-int(highest[tail]), tail))
+    yield from (groups[group] for group in in_turn(leads, lambda group, _: -int(highest[group])))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 
-def in_turn(before: Sequence[Sequence[int]], place: Callable[[int, int], Any]) -> Iterator[int]:
+def in_turn(before: Sequence[Collection[int]], place: Callable[[int, int], Any]) -> Iterator[int]:
     """Yield the units in topological order, always the first of the ready ones; those on or behind a cycle are left
     out.
 

@@ -317,6 +317,16 @@ def order_by_key(core: Core, key: Floats) -> Ints:
     return _sorted(_before(core), lambda unit, _: rank[unit])
 
 
+def descendants(core: Core) -> Bools:
+    """Return (n, n) whether the second unit is the first one or a descendant of it."""
+    after = _before(core.reversed())
+    closed: Bools = np.eye(core.size, dtype=np.bool_)
+    for unit in order_by_key(core, np.zeros(core.size))[::-1].tolist():
+        for then in after[unit]:
+            closed[unit] |= closed[then]
+    return closed
+
+
 def value_lists(owner: Ints, value: Ints, size: int) -> list[list[int]]:
     """Return for each of so many owners its values, in the given order."""
     lists: list[list[int]] = [[] for _ in range(size)]
