@@ -141,11 +141,6 @@ def require_stages(stages: object) -> None:
         raise ScheduleError("SK330", f"stages are {shown(stages)}", remedy)
 
 
-def bytes_on(stages: Sequence[StageCosts], stage: int) -> int:
-    """Return the bytes that a stage sends to the next one for a microbatch."""
-    return stages[stage].activation_bytes
-
-
 def bytes_back(stages: Sequence[StageCosts], stage: int) -> int:
     """Return the bytes of gradients that a stage sends to the previous one; 0 for the first stage."""
     own = stages[stage].input_gradient_bytes

@@ -119,9 +119,8 @@ def min_cut(network: Network) -> Cut:
     value = network.value(smallest)
     assert value == network.value(largest) == residual.flow
     place = np.flatnonzero(number > 1)
-    tails, heads = residual.open_edges()
-    inner = (tails > 1) & (heads > 1)
-    return Cut(value, smallest, largest, place[tails[inner] - 2], place[heads[inner] - 2])
+    inner = (residual.left > 0) & (residual.rows > 1) & (residual.columns > 1)
+    return Cut(value, smallest, largest, place[residual.rows[inner] - 2], place[residual.columns[inner] - 2])
 
 
 def _settled(network: Network) -> tuple[Bools, Bools]:
@@ -205,11 +204,6 @@ class _Residual:
     def reaching(self) -> Bools:
         """Return (n,) the vertices from which more could flow to the sink."""
         return _marked(self.size, breadth_first_order(self._open().T.tocsr(), 1, return_predecessors=False))
-
-    def open_edges(self) -> tuple[Ints, NDArray[np.int32]]:
-        """Return where the edges with residual capacity start and end."""
-        is_open = self.left > 0
-        return self.rows[is_open], self.columns[is_open]
 
     def _open(self, shift: int = 0) -> csr_array:
         is_open = (self.left >> shift) > 0
