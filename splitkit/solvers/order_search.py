@@ -261,11 +261,9 @@ class _OrderSearch:
     def _closed(self) -> bool:
         return self.best.value <= self.bound + TOLERANCE * abs(self.bound)
 
-    def _take(self, found: TimedRows | None) -> bool:
-        if found is None or found.value >= self.best.value:
-            return False
-        self.best = found
-        return True
+    def _take(self, found: TimedRows | None) -> None:
+        if found is not None and found.value < self.best.value:
+            self.best = found
 
     def _by_rules(self) -> None:
         values: dict[tuple[int, ...], float] = {}

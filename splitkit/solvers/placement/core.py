@@ -227,24 +227,15 @@ def colour_groups(problem: Problem) -> Ints:
 
 
 def colour_order(problem: Problem) -> tuple[Ints, Ints]:
-    """Return (n,) the group of each unit by colour, and the (e, 2) order edges between different groups.
-
-    The order holds for the forward units. A group without forward units gets an artificial one, and the edges of its
-    backward units count reversed (Tarnawski et al., NeurIPS 2020).
-    """
+    """Return (n,) the group of each unit by colour, and the (e, 2) order edges between different groups."""
     group = colour_groups(problem)
     return group, group_edges(problem, group)
 
 
 def group_edges(problem: Problem, group: Ints) -> Ints:
     """Return the order edges between groups; see `colour_order`."""
-    forward = np.zeros(int(group.max(initial=-1)) + 1, np.bool_)
-    forward[group[~problem.backward]] = True
-    ends, back = group[problem.edges], problem.backward[problem.edges]
-    straight = ~back.any(axis=1)
-    mirrored = back.all(axis=1) & ~forward[ends].all(axis=1)
-    edges = np.concatenate([ends[straight], ends[mirrored][:, ::-1]])
-    return distinct_pairs(edges[edges[:, 0] != edges[:, 1]])
+    ends = group[problem.edges]
+    return distinct_pairs(ends[ends[:, 0] != ends[:, 1]])
 
 
 def acyclic_groups(problem: Problem) -> Ints:

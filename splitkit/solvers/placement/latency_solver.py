@@ -54,7 +54,7 @@ def latency(problem: Problem, *, seconds: float = SECONDS, pieces: int = 1, cloc
         InfeasibleError: no placement was found.
         BadProblemError: the graph has a cycle, there are CPUs of several kinds, or links that differ.
     """
-    problem = replace(problem, in_flight=(), ordered=False, fill=False, backward=np.zeros(problem.units, np.bool_))
+    problem = replace(problem, in_flight=(), ordered=False, fill=False)
     _refuse(problem)
     core = core_of(problem, colour_groups(problem))
     check_placeable(problem, core)

@@ -314,15 +314,12 @@ class _Search:
         """Return whether a legal placement fits by its true memory."""
         return self._fits is None or self._fits(device[self.group], self.order(device))
 
-    def _take(self, device: Ints, solver: str) -> bool:
-        """Keep a placement if it is better; return whether it is."""
-        if not self.linked.is_legal(device):
-            return False
-        value = float(self.linked.loads(device).max())
-        if value >= self.value * (1 - 1e-12) or not self._has_room(device):
-            return False
-        self.best, self.value, self.found_by = device.copy(), value, solver
-        return True
+    def _take(self, device: Ints, solver: str) -> None:
+        """Keep a placement if it is better."""
+        if self.linked.is_legal(device):
+            value = float(self.linked.loads(device).max())
+            if value < self.value * (1 - 1e-12) and self._has_room(device):
+                self.best, self.value, self.found_by = device.copy(), value, solver
 
     def _move(self, device: Ints) -> None:
         """Move single groups off the most loaded device as long as that helps."""
