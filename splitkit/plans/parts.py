@@ -448,11 +448,7 @@ def key_to_json(key: PartKey) -> Any:
         return {"device": str(key)}
     if isinstance(key, tuple):
         return [key_to_json(k) for k in key]
-    raise PlanError(
-        "SK206",
-        f"a part called {key!r} ({type(key).__name__}) cannot be written to a file",
-        "Name parts with ints, strings, devices or tuples of these.",
-    )
+    raise PlanError("SK206", f"a part called {key!r} ({type(key).__name__}) cannot be written to a file", NAMING)
 
 
 def key_from_json(key: Any) -> PartKey:

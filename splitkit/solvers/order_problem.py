@@ -8,7 +8,6 @@ things had been made by its start, so that every start stays possible.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -191,8 +190,8 @@ class StepState:
 
     def copy(self) -> StepState:
         """Return a copy that can go on by itself."""
-        made = copy(self)
-        made.counts = [list(own) for own in self.counts]
+        made = StepState.__new__(StepState)
+        made.problem, made.counts = self.problem, [list(own) for own in self.counts]
         made.rows, made.starts = [list(row) for row in self.rows], [list(row) for row in self.starts]
         made.arrivals = [(list(forward), list(back)) for forward, back in self.arrivals]
         made.free, made.held, made._idle = list(self.free), list(self.held), dict(self._idle)

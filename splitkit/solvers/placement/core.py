@@ -226,23 +226,17 @@ def colour_groups(problem: Problem) -> Ints:
     return _renumbered(first[group])
 
 
-def colour_order(problem: Problem) -> tuple[Ints, Ints]:
-    """Return (n,) the group of each unit by colour, and the (e, 2) order edges between different groups."""
-    group = colour_groups(problem)
-    return group, group_edges(problem, group)
-
-
 def group_edges(problem: Problem, group: Ints) -> Ints:
-    """Return the order edges between groups; see `colour_order`."""
+    """Return (e, 2) the order edges between different groups."""
     ends = group[problem.edges]
     return distinct_pairs(ends[ends[:, 0] != ends[:, 1]])
 
 
 def acyclic_groups(problem: Problem) -> Ints:
     """Return (n,) the group of each unit after groups that depend on each other in a cycle are merged."""
-    group, edges = colour_order(problem)
+    group = colour_groups(problem)
     size = int(group.max(initial=-1)) + 1
-    return _renumbered(strong_components(edges, size)[group])
+    return _renumbered(strong_components(group_edges(problem, group), size)[group])
 
 
 def strong_components(edges: Ints, size: int) -> Ints:

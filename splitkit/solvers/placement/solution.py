@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from splitkit.solvers.clock import Clock
-from splitkit.solvers.placement.core import Core, colour_order, strong_components
+from splitkit.solvers.placement.core import Core, colour_groups, group_edges, strong_components
 from splitkit.solvers.placement.problem import Floats, Ints, Problem
 from splitkit.solvers.placement.stages.order_dp import StageRanks
 
@@ -207,7 +207,8 @@ def _misplaced(problem: Problem, device: Ints, order: tuple[int, ...], used: set
         found.append("the stages are not in the order of the devices")
     rank = np.zeros(len(problem.devices), np.int64)
     rank[list(order)] = np.arange(len(order))
-    group, edges = colour_order(problem)
+    group = colour_groups(problem)
+    edges = group_edges(problem, group)
     of_group = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
     of_group[group] = device
     if (rank[of_group[edges[:, 0]]] > rank[of_group[edges[:, 1]]]).any():
