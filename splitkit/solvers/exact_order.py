@@ -68,20 +68,22 @@ class _Branching:
         ranks = [rank for rank, actions in enumerate(ready) if actions]
         if not ranks:
             if sum(map(sum, node.step.counts)) == 3 * problem.stages * problem.microbatches:
-                self._note(node.step.timed())
+                found = node.step.timed()
+                if found.value < self.value * (1 - 1e-9):
+                    self.best, self.value = found, found.value
             return []
         rank = min(ranks, key=lambda r: (node.step.free[r], r))
-        found = []
+        children = []
         for due, start, stage, kind in sorted(ready[rank]):
             step = node.step.copy()
             step.run(stage, kind, start)
             child = _Node(step, (*node.waived[:rank], 0, *node.waived[rank + 1 :]))
             if self._in_time(step, rank, due) and self._is_new(child):
-                found.append(child)
+                children.append(child)
         wait = self._waiting(node, rank, ready[rank])
         if wait is not None and self._is_new(wait):
-            found.append(wait)
-        return found
+            children.append(wait)
+        return children
 
     def _ready(self, node: _Node, rank: int) -> list[tuple[float, float, int, int]]:
         """Return (deadline, start, stage, kind) of what a rank can run and has not waived."""
@@ -139,10 +141,6 @@ class _Branching:
         kept[:] = [other for other in kept if not all(a <= b for a, b in zip(times, other, strict=True))]
         kept.append(times)
         return True
-
-    def _note(self, found: TimedRows) -> None:
-        if found.value < self.value * (1 - 1e-9):
-            self.best, self.value = found, found.value
 
 
 # Finds when the actions of one stage can run at the earliest and at the latest, by dynamic programs over its counts.

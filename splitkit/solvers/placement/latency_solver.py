@@ -421,7 +421,10 @@ class PieceAnnealing:
         if now > most or now == inf:
             self._put(before)
             return
-        self._account(here, there, self._bytes[group])
+        if here != CPU:
+            self._room[here] += self._bytes[group]
+        if there != CPU:
+            self._room[there] -= self._bytes[group]
         self._now = now
         if now < self.value:
             self.best, self.value = list(self._place), now
@@ -444,12 +447,6 @@ class PieceAnnealing:
         for units, size in zip(self._groups, self._bytes, strict=True):
             if (piece := place[units[0]]) != CPU:
                 self._room[self._device[piece]] -= size
-
-    def _account(self, here: int, there: int, size: int) -> None:
-        if here != CPU:
-            self._room[here] += size
-        if there != CPU:
-            self._room[there] -= size
 
     def _neighbours(self, units: list[int]) -> list[int]:
         """Return the units before and after the units of an item."""

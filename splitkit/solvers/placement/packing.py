@@ -33,16 +33,16 @@ def pack_sets(core: Core, places: DeviceTable) -> Ints | None:
     return device
 
 
-def find_sets(core: Core, places: DeviceTable, seconds: float, clock: Clock) -> tuple[Ints | None] | None:
-    """Return some sets; ``(None,)`` if it is proven that there are none, None if none were found."""
+def find_sets(core: Core, places: DeviceTable, seconds: float, clock: Clock) -> tuple[Ints | None, bool]:
+    """Return some sets, None if none were found, and whether it is proven that there are none."""
     device = pack_sets(core, places)
     if device is not None:
-        return (device,)
+        return device, False
     most = float(np.where(np.isinf(places.work), 0.0, places.work).max(axis=0).sum() + places.costs.max(axis=0).sum())
     found, bound = SetProgram(core, places, most * 2 + 1).solve(seconds, clock, any_will_do=True)
     if found is None:
-        return (None,) if np.isinf(bound) else None
-    return (found,) if is_placeable(core, places, found) else None
+        return None, bool(np.isinf(bound))
+    return (found if is_placeable(core, places, found) else None), False
 
 
 def is_placeable(core: Core, places: DeviceTable, device: Ints) -> bool:
@@ -438,13 +438,11 @@ def sets_fit(problem: Problem, *, quick: bool = False) -> bool | None:
     core = core_of(problem, colour_groups(problem))
     if core.barred.all(axis=0).any():
         return False
+    places = DeviceTable.of_problem(problem, core)
     if quick:
-        return None if pack_sets(core, DeviceTable.of_problem(problem, core)) is None else True
-    return (
-        None
-        if (found := find_sets(core, DeviceTable.of_problem(problem, core), _EACH, Clock(_EACH))) is None
-        else found[0] is not None
-    )
+        return None if pack_sets(core, places) is None else True
+    found, excluded = find_sets(core, places, _EACH, Clock(_EACH))
+    return True if found is not None else (False if excluded else None)
 
 
 def infeasible(problem: Problem, *, proven: bool) -> InfeasibleError:

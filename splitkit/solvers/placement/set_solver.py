@@ -105,7 +105,7 @@ class CoverBound:
         if self._core.size > _MOST_UNITS or self._limit <= max(low, 0.0):
             return min(low, self._limit)
         self._lay_out()
-        dual = _Dual(self._first_worth(), self._first_prices())
+        dual = self._first()
         states = max((frontier.states for frontier in self._frontiers), default=1)
         for parts in (_COARSE, min(_FINE, max(_COARSE, _MOST_CELLS // states))):
             dual = self._phase(dual, parts, self._rounds(seconds / 2, parts), clock)
@@ -125,15 +125,12 @@ class CoverBound:
         moves = sum(frontier.moves for frontier in self._frontiers)
         return int(seconds / (least + each * self._core.size + move * moves + cell * size * parts))
 
-    def _first_worth(self) -> Floats:
+    def _first(self) -> _Dual:
         least = self._core.least_work / self._core.scale
         total = float(least.sum())
         worth: Floats = least / total if total else np.full(len(least), 1 / max(1, len(least)))
-        return worth
-
-    def _first_prices(self) -> Floats:
         cpus = np.array([kind.cpu for kind in self._core.kinds])
-        return np.where(cpus, 1 / _QUICKER, 1.0) / (self._limit * float(self._counts.sum()))
+        return _Dual(worth, np.where(cpus, 1 / _QUICKER, 1.0) / (self._limit * float(self._counts.sum())))
 
     def _phase(self, best: _Dual, parts: int, rounds: int, clock: Clock) -> _Dual:
         """Return the best dual after some rounds with loads rounded to ``parts`` steps of the limit."""
@@ -340,10 +337,9 @@ class _SetSearch:
         try:
             stages = contiguous(self._problem, seconds=self._seconds * _STAGES, clock=self.clock)
         except InfeasibleError:
-            some = find_sets(self._core, self._places, self._seconds * _STAGES, self.clock)
-            if some is not None and some[0] is not None:
-                self._take(some[0], "packing")
-            self.excluded = some is not None and some[0] is None
+            some, self.excluded = find_sets(self._core, self._places, self._seconds * _STAGES, self.clock)
+            if some is not None:
+                self._take(some, "packing")
             return
         self.clock.timed_out |= stages.timed_out
         _, first = np.unique(self._core.group, return_index=True)
