@@ -13,9 +13,9 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from splitkit.solvers.order_problem import F, I, OrderProblem, StepState, TimedRows, W
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 _Kept = tuple[float, ...]
 
@@ -151,11 +151,6 @@ class _Branching:
 # this stage, so no action ends before its earliest end or after its latest one.
 
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-
-
 @dataclass
 class Windows:
     """Times between which the actions of all stages run, (stages, microbatches) each.
@@ -259,7 +254,7 @@ class _Step:
     seconds: float
     before: Floats
     due: Floats
-    allowed: Flags
+    allowed: Bools
     source: tuple[slice, slice]
     target: tuple[slice, slice]
 
@@ -278,7 +273,7 @@ class _Levels:
     def __init__(self, count: int, deep: int, wide: int) -> None:
         a, b = np.arange(deep), np.arange(wide)[None, :]
         self.done: list[tuple[Ints, Ints]] = []
-        self.exists: list[Flags] = []
+        self.exists: list[Bools] = []
         for level in range(2 * count + 1):
             forwards, inputs = (level + a) // 2, (level - a) // 2
             whole = ((level - a) % 2 == 0) & (inputs >= 0) & (forwards <= count)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, connected_components, maximum_flow
 
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 from splitkit.solvers.topological import in_turn
 
 INFINITE = np.iinfo(np.int64).max
@@ -214,10 +215,6 @@ class _Residual:
 
 # All minimum cuts of a network whose capacities are ``first + rate * second``, over every rate: the convex hull.
 
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 _MOST_UNITS = 2.0**40  # into which the sum of the second costs is divided
 

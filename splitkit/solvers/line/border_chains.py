@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Bools, Floats, Ints
 
 
 class Chains:
@@ -113,7 +111,7 @@ def _measures(own: Floats, then: Floats, limit: float | None) -> Floats:
     return np.maximum(own, then) if limit is None else np.where(own <= limit, own, np.inf) ** 2 + then
 
 
-def on_chains(first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def on_chains(first: Ints, last: Ints, allowed: Bools) -> Bools:
     """Return (k, p) which pairs are a given step of some chain of allowed pairs.
 
     Args:
@@ -128,7 +126,7 @@ def on_chains(first: Ints, last: Ints, allowed: NDArray[np.bool_]) -> NDArray[np
         ahead[step + 1][last[allowed[step] & ahead[step][first]]] = True
     for step in reversed(range(steps)):
         behind[step][first[allowed[step] & behind[step + 1][last]]] = True
-    found: NDArray[np.bool_] = allowed & ahead[:-1][:, first] & behind[1:][:, last]
+    found: Bools = allowed & ahead[:-1][:, first] & behind[1:][:, last]
     return found
 
 
@@ -179,7 +177,7 @@ class LazyChains:
     costs: Floats
     price: Callable[[int], Floats]
     stop: Callable[[], bool]
-    _known: NDArray[np.bool_] = field(init=False)
+    _known: Bools = field(init=False)
 
     def __post_init__(self) -> None:
         self._known = np.zeros(len(self.first), np.bool_)

@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+from splitkit.solvers.placement.problem import Floats
 
 _NOTHING = -1e300
 """What follows the last stage: below every sum, and finite, so that it can be added to an infinite time."""
